@@ -1,0 +1,86 @@
+"""jaxscale: names go in, a layout lays them on devices, `jit` does the rest.
+
+    import jaxscale as js
+    js.simulate_devices(8)
+    run = js.fit(layout=js.Layout("data=2,fsdp=2,tensor=2"), data=js.data.python_stdlib(), steps=200)
+
+Everything here loads when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.version import __version__
+
+if TYPE_CHECKING:
+    from jaxscale import config, data, errors, infer, layout, models, nn, optim, plan, train
+    from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
+    from jaxscale.plan.explain import explain
+    from jaxscale.train import Run, TrainConfig
+    from jaxscale.train.loop import fit
+
+_ROOMS = ("config", "data", "errors", "infer", "layout", "models", "nn", "optim", "plan", "train")
+_NAMES = {
+    "Layout": "layout",
+    "Rules": "layout",
+    "constrain": "layout",
+    "init_distributed": "layout",
+    "named": "layout",
+    "simulate_devices": "layout",
+    "Run": "train",
+    "TrainConfig": "train",
+    "fit": "train",
+    "explain": "plan",
+}
+
+__all__ = [
+    "Layout",
+    "Rules",
+    "Run",
+    "TrainConfig",
+    "__version__",
+    "config",
+    "constrain",
+    "data",
+    "errors",
+    "explain",
+    "fit",
+    "infer",
+    "init_distributed",
+    "layout",
+    "load",
+    "models",
+    "named",
+    "nn",
+    "optim",
+    "plan",
+    "simulate_devices",
+    "train",
+]
+
+
+def load(path: str) -> Run:
+    """The run in a folder.
+
+    Raises:
+      RunError: the folder is no run.
+    """
+    from jaxscale.train import Run
+
+    run = Run(path)
+    _ = run.info
+    return run
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"jaxscale.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"jaxscale.{_NAMES[name]}"), name)
+    raise AttributeError(f"module 'jaxscale' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,39 @@
+"""What jaxscale raises: one sentence that names the offending thing and the nearest valid choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxscaleError(Exception):
+    """Base of every error a user can cause; the command line prints its sentence and exits with 2."""
+
+
+class LayoutError(JaxscaleError, ValueError):
+    """A mesh, a rule or a logical axis that cannot be laid out."""
+
+
+class ConfigError(JaxscaleError, ValueError):
+    """A gin file, a binding or an argument that does not fit."""
+
+
+class DataError(JaxscaleError, ValueError):
+    """A corpus, a tokenizer or a token file that cannot be used."""
+
+
+class CheckpointError(JaxscaleError, RuntimeError):
+    """A checkpoint that is missing, incomplete, or of another model."""
+
+
+class RunError(JaxscaleError, RuntimeError):
+    """A run folder or a training run that cannot go on."""
+
+
+def near(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """Ends an error message: `; did you mean 'fsdp'?`, or the list of known words when none is near."""
+    known = sorted(set(known))
+    close = difflib.get_close_matches(word, known, 3, cutoff)
+    if close:
+        return "; did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
+    return f"; known: {', '.join(known)}" if known else ""

@@ -1,0 +1,32 @@
+"""Names, meshes and rules: what each dimension is, and where each name lives."""
+
+from jaxscale.layout.axes import AXES, MESH_AXES
+from jaxscale.layout.distributed import init_distributed
+from jaxscale.layout.draw import blocks_of, draw
+from jaxscale.layout.layout import Layout, constrain, current
+from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
+from jaxscale.layout.rules import PRESETS, Rules, preset
+from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, named, shardings_of
+
+__all__ = [
+    "AXES",
+    "MESH_AXES",
+    "PRESETS",
+    "Layout",
+    "Rules",
+    "TensorInfo",
+    "TensorRow",
+    "abstract",
+    "blocks_of",
+    "constrain",
+    "current",
+    "describe",
+    "draw",
+    "init_distributed",
+    "make_mesh",
+    "named",
+    "parse_mesh",
+    "preset",
+    "shardings_of",
+    "simulate_devices",
+]

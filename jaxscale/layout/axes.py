@@ -1,0 +1,41 @@
+"""The logical axis names: the one table that models, rules and errors all read."""
+
+from __future__ import annotations
+
+from jaxscale.errors import LayoutError, near
+
+AXES: dict[str, str] = {
+    # batches and sequences
+    "batch": "examples; split by data, fsdp and expert",
+    "seq": "positions of a sequence inside attention and MLP; split by context",
+    "residual_seq": "positions of the residual stream between blocks; Megatron sequence sharding splits it by tensor",
+    "kv_seq": "positions that are attended to (keys and values)",
+    # widths
+    "embed": "the residual stream's width (d_model); FSDP splits it in parameters",
+    "mlp": "the feed-forward hidden width",
+    "heads": "query heads",
+    "kv_heads": "key and value heads (fewer than `heads` in grouped-query attention)",
+    "head_dim": "width of one head",
+    "vocab": "token ids",
+    "positions": "learned absolute positions",
+    "norm": "the width of a normalisation's scale and bias, outside of FSDP's split of `embed`",
+    # stacks
+    "layers": "copies of a repeating group of blocks, stacked and scanned; pipeline splits it",
+    "experts": "experts of a mixture",
+}
+"""Logical axis name -> what a dimension of that name is."""
+
+MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes, slowest-varying first: neighbours along `tensor` are the closest devices."""
+
+
+def check_axis(name: str, where: str) -> None:
+    """Raises `LayoutError` when `name` is not in the table; `where` says who used it."""
+    if name not in AXES:
+        raise LayoutError(f"{where} uses the logical axis '{name}', which does not exist{near(name, AXES)}")
+
+
+def check_mesh_axis(name: str, where: str) -> None:
+    """Raises `LayoutError` when `name` is not a mesh axis; `where` says who used it."""
+    if name not in MESH_AXES:
+        raise LayoutError(f"{where} uses the mesh axis '{name}', which does not exist{near(name, MESH_AXES)}")

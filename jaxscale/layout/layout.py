@@ -1,0 +1,201 @@
+"""`Layout`: a mesh and the rules that lay named dimensions on it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.config import register
+from jaxscale.errors import LayoutError
+from jaxscale.layout.axes import AXES, MESH_AXES, check_axis
+from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
+from jaxscale.layout.rules import Kind, Rules, preset
+
+# The layout in force. A user context is part of the key under which JAX caches traces: in a global or a context
+# variable, a second layout on the same mesh would silently reuse the first one's specs.
+_active = jax.make_user_context(None)
+_stacks = threading.local()
+
+
+def current() -> Layout | None:
+    """The layout whose `with` block we are in, or `None`."""
+    return _active.value
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Lays named dimensions over devices.
+
+    `with layout:` puts it in force: `constrain` reads it, and `jit` sees its mesh.
+
+    Args:
+      mesh: sizes by mesh axis, as `"data=2,fsdp=2,tensor=2"`; one may be -1 (the rest of the devices).
+      rules: a preset's name (see `jaxscale.layout.PRESETS`) or a `Rules`.
+      sequence_sharded: with a preset, split the residual stream's sequence over `tensor` too.
+
+    Raises:
+      LayoutError: an unknown mesh axis, rule preset or logical axis (when built); too few devices (when used).
+    """
+
+    mesh: str = "data=-1"
+    rules: str | Rules = "fsdp_tensor"
+    sequence_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, str):
+            raise LayoutError(f"a mesh is written as text, such as 'data=2,tensor=4', not {self.mesh!r}")
+        if parse_mesh(self.mesh).get("pipeline", 1) != 1:
+            raise LayoutError(
+                f"mesh '{self.mesh}' has a pipeline axis, and this version has no pipeline schedules to run on it; "
+                "use data, fsdp, tensor, context or expert"
+            )
+        if isinstance(self.rules, str):
+            preset(self.rules)
+        elif self.sequence_sharded:
+            raise LayoutError(
+                "Layout.sequence_sharded goes with a preset; in your own Rules map 'residual_seq' to "
+                "('context', 'tensor') instead"
+            )
+
+    @functools.cached_property
+    def resolved_rules(self) -> Rules:
+        """The `Rules` themselves, a preset's name looked up."""
+        if isinstance(self.rules, Rules):
+            return self.rules
+        return preset(self.rules, sequence_sharded=self.sequence_sharded)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Every mesh axis and its size. Needs devices only to fill in a -1."""
+        sizes = parse_mesh(self.mesh)
+        devices = jax.device_count() if -1 in sizes.values() else math.prod(sizes.values())
+        return resolve_sizes(sizes, devices, self.mesh)
+
+    @functools.cached_property
+    def device_mesh(self) -> Mesh:
+        """The mesh of real devices, made when first used."""
+        return make_mesh(self.mesh)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the layout spans."""
+        return math.prod(self.sizes.values())
+
+    def __enter__(self) -> Layout:
+        with contextlib.ExitStack() as stack:  # what fails half-way leaves nothing in force
+            stack.enter_context(jax.set_mesh(self.device_mesh))
+            stack.enter_context(_active(self))
+            _stacks.__dict__.setdefault("entered", []).append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _stacks.entered.pop().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # not what was worked out from this machine's devices
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def split(self, axis: str, kind: Kind = "activations") -> int:
+        """Into how many pieces a dimension of this name is cut."""
+        check_axis(axis, "Layout.split")
+        return math.prod(self.sizes[m] for m in self.resolved_rules.target(kind, axis))
+
+    def spec(
+        self, axes: Sequence[str | None], shape: Sequence[int] | None = None, *, kind: Kind = "params", name: str = ""
+    ) -> PartitionSpec:
+        """The partition spec of a tensor from the names of its dimensions.
+
+        Args:
+          axes: a logical axis (or `None`) per dimension.
+          shape: the dimensions' sizes; when given, divisibility is checked.
+          kind: which of the four maps to read.
+          name: the tensor's name, for errors.
+
+        Raises:
+          LayoutError: an unknown name, two dimensions on one mesh axis, or a dimension that does not divide.
+        """
+        what = f"{name or 'a tensor'} {tuple(axes)}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+        if shape is not None and len(axes) != len(shape):
+            raise LayoutError(f"{what} has {len(shape)} dimensions and {len(axes)} names; give one name per dimension")
+        parts: list[Any] = []
+        used: dict[str, str] = {}
+        for i, axis in enumerate(axes):
+            if axis is None:
+                parts.append(None)
+                continue
+            check_axis(axis, what)
+            target = tuple(m for m in self.resolved_rules.target(kind, axis) if self.sizes[m] > 1)
+            for m in target:
+                if m in used:
+                    raise LayoutError(
+                        f"{what}: the rules for {kind} put both '{used[m]}' and '{axis}' on the mesh axis '{m}'; "
+                        f"map one of them to another axis or to None"
+                    )
+                used[m] = axis
+            pieces = math.prod(self.sizes[m] for m in target)
+            if shape is not None and shape[i] % pieces:
+                raise LayoutError(f"{what}: {self._indivisible(axis, shape[i], target, pieces, kind)}")
+            parts.append(target[0] if len(target) == 1 else target or None)
+        return PartitionSpec(*parts)
+
+    def _indivisible(self, axis: str, size: int, target: tuple[str, ...], pieces: int, kind: Kind) -> str:
+        below, above = size // pieces * pieces, -(-size // pieces) * pieces
+        fitting = next(d for d in range(pieces, 0, -1) if size % d == 0)
+        mesh = " x ".join(f"{m}={self.sizes[m]}" for m in target)
+        sizes = f"{below} or {above}" if below else f"{above}"
+        return (
+            f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} cuts {size} into {pieces} "
+            f"pieces ({mesh}), which does not divide; the nearest '{axis}' that does is {sizes}, "
+            f"the nearest number of pieces is {fitting}"
+        )
+
+    def sharding(
+        self, axes: Sequence[str | None], shape: Sequence[int] | None = None, *, kind: Kind = "params", name: str = ""
+    ) -> NamedSharding:
+        """`spec`, bound to the devices."""
+        return NamedSharding(self.device_mesh, self.spec(axes, shape, kind=kind, name=name))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """A whole copy on every device."""
+        return NamedSharding(self.device_mesh, PartitionSpec())
+
+    def __str__(self) -> str:
+        named = ",".join(f"{a}={self.sizes[a]}" for a in MESH_AXES if self.sizes[a] > 1) or "one device"
+        rules = self.rules if isinstance(self.rules, str) else "own rules"
+        return f"{named} ({rules}{', sequence-sharded' if self.sequence_sharded else ''})"
+
+
+_NOUN = {"activations": "the activation", "params": "the parameter", "grads": "the gradient", "opt_state": "the state"}
+
+
+def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> jax.Array:
+    """Names an activation's dimensions, so that the layout in force says where it lives.
+
+    A no-op outside of a layout.
+
+    Args:
+      x: an array, traced or not.
+      *axes: a logical axis or `None` per dimension of `x`.
+      kind: which of the rules' four maps to read.
+
+    Raises:
+      LayoutError: an unknown name (with or without a layout), a collision, or a dimension that does not divide.
+    """
+    layout = current()
+    if layout is None:
+        for a in axes:
+            if a is not None and a not in AXES:
+                check_axis(a, f"constrain(..., {', '.join(map(repr, axes))})")
+        return x
+    spec = layout.spec(axes, x.shape, kind=kind, name=_NOUN[kind])
+    return jax.lax.with_sharding_constraint(x, spec)  # of the mesh in scope, which need not be of real devices

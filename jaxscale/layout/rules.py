@@ -1,0 +1,139 @@
+"""Rules: where each logical axis lives on the mesh, for parameters, gradients, optimizer state and activations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from jaxscale.config import register
+from jaxscale.errors import LayoutError, near
+from jaxscale.layout.axes import check_axis, check_mesh_axis
+
+Kind = Literal["params", "grads", "opt_state", "activations"]
+Target = str | tuple[str, ...] | None
+
+
+class AxisMap(dict[str, tuple[str, ...]]):
+    """Logical axis -> mesh axes, hashable because it is part of the key under which traces are cached."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Target], where: str) -> AxisMap:
+        out = cls()
+        for axis, target in mapping.items():
+            check_axis(axis, where)
+            mesh_axes = () if target is None else (target,) if isinstance(target, str) else tuple(target)
+            for m in mesh_axes:
+                check_mesh_axis(m, f"{where}['{axis}']")
+            if len(set(mesh_axes)) != len(mesh_axes):
+                raise LayoutError(f"{where}['{axis}'] names a mesh axis twice in {mesh_axes}; give each once")
+            out[axis] = mesh_axes
+        return out
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Four maps from logical axis to mesh axes; what a map does not name is replicated.
+
+    A value is a mesh axis, a tuple of them (first is outermost), or `None`. A mesh axis of size 1 splits nothing, so
+    one set of rules serves every mesh.
+
+    Args:
+      params: where parameters live.
+      grads: where accumulated gradients live; `None` means as `params`.
+      opt_state: where optimizer state of a parameter's shape lives; `None` means as `grads`.
+      activations: where activations live, and weights while they are used.
+
+    Raises:
+      LayoutError: an unknown logical or mesh axis.
+    """
+
+    params: Mapping[str, Target] = dataclasses.field(default_factory=dict)
+    grads: Mapping[str, Target] | None = None
+    opt_state: Mapping[str, Target] | None = None
+    activations: Mapping[str, Target] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        grads = self.params if self.grads is None else self.grads
+        opt_state = grads if self.opt_state is None else self.opt_state
+        for name, m in (("params", self.params), ("grads", grads), ("opt_state", opt_state),
+                        ("activations", self.activations)):  # fmt: skip
+            object.__setattr__(self, name, AxisMap.of(m, f"Rules.{name}"))
+
+    def target(self, kind: Kind, axis: str) -> tuple[str, ...]:
+        """The mesh axes that `axis` is split over in the map `kind`."""
+        return getattr(self, kind).get(axis, ())
+
+
+# A batch is split over every axis that holds whole copies of a layer's arithmetic.
+_BATCH: dict[str, Target] = {
+    "batch": ("data", "fsdp", "expert"),
+    "seq": "context",
+    "residual_seq": "context",
+}
+# Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
+_TENSOR: dict[str, Target] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
+# Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
+_ALL: dict[str, Target] = {"embed": ("data", "fsdp", "expert"), "norm": ("data", "fsdp", "expert")}
+_FSDP: dict[str, Target] = {"embed": "fsdp"}
+
+
+def _replicated() -> Rules:
+    return Rules(activations=_BATCH)
+
+
+def _zero1() -> Rules:
+    return Rules(params={}, grads={}, opt_state=_ALL, activations=_BATCH)
+
+
+def _zero2() -> Rules:
+    return Rules(params={}, grads=_ALL, opt_state=_ALL, activations=_BATCH)
+
+
+def _fsdp() -> Rules:
+    return Rules(params={**_FSDP, **_EXPERT}, activations={**_BATCH, "experts": "expert"})
+
+
+def _tensor() -> Rules:
+    return Rules(params={**_TENSOR, **_EXPERT}, activations={**_BATCH, **_TENSOR, "experts": "expert"})
+
+
+def _fsdp_tensor() -> Rules:
+    return Rules(params={**_FSDP, **_TENSOR, **_EXPERT}, activations={**_BATCH, **_TENSOR, "experts": "expert"})
+
+
+PRESETS: dict[str, Callable[[], Rules]] = {
+    "replicated": _replicated,
+    "zero1": _zero1,
+    "zero2": _zero2,
+    "fsdp": _fsdp,
+    "tensor": _tensor,
+    "fsdp_tensor": _fsdp_tensor,
+}
+"""Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state, then gradients too, split over all
+replicas (Rajbhandari et al. 2020). `fsdp`: parameters as well, over the `fsdp` axis (ZeRO-3; hybrid when `data` > 1).
+`tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size 1 changes nothing."""
+
+
+def preset(name: str, *, sequence_sharded: bool = False) -> Rules:
+    """The rules called `name`.
+
+    Args:
+      name: a key of `PRESETS`.
+      sequence_sharded: also split the residual stream between blocks along its sequence over `tensor`
+        (Korthikanti et al. 2022), which turns each all-reduce into a reduce-scatter and an all-gather.
+
+    Raises:
+      LayoutError: no such preset.
+    """
+    if name not in PRESETS:
+        raise LayoutError(f"there is no rule preset '{name}'{near(name, PRESETS)}")
+    rules = PRESETS[name]()
+    if sequence_sharded:
+        rules = dataclasses.replace(rules, activations={**rules.activations, "residual_seq": ("context", "tensor")})
+    return rules

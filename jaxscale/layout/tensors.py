@@ -1,0 +1,148 @@
+"""From a Flax module to the names of its tensors, and from names to shardings and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxscale.errors import LayoutError
+from jaxscale.layout.axes import check_axis
+from jaxscale.layout.layout import Layout
+from jaxscale.layout.rules import Kind
+
+Tree = Any
+"""Nested dicts (of arrays, `TensorInfo`s or shardings), keyed by attribute names and list indices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """A tensor before it exists: `path` ("embed/weight"), `shape`, `dtype` and a logical axis per dimension."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+def named(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
+    """An initializer whose parameter carries a logical axis per dimension.
+
+    The names are our own variable metadata (`axes`): Flax's own sharding annotations are resolved when a module is
+    built, and then it cannot be built without a mesh.
+
+    Raises:
+      LayoutError: a name that is not in `AXES`.
+    """
+    for a in axes:
+        if a is not None:
+            check_axis(a, f"named(..., {', '.join(map(repr, axes))})")
+    return nnx.with_metadata(init, axes=axes)
+
+
+def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
+    """Describes a module without making its arrays.
+
+    Tied and shared parameters stay one leaf.
+
+    Args:
+      make: builds the module, for example `lambda: Model(rngs=nnx.Rngs(0))`.
+
+    Returns:
+      the graph definition, and a nested dict of `TensorInfo`.
+
+    Raises:
+      LayoutError: a parameter without axis names, or variables that are not parameters.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
+    structure = jax.tree.structure(nnx.to_pure_dict(state))
+    infos = []
+    for path, v in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
+        name = _path_name(path)
+        if not isinstance(v, nnx.Param):
+            raise LayoutError(
+                f"{name} is a {type(v).__name__}, and a model here holds parameters (nnx.Param) only; "
+                "pass random keys and statistics in as arguments"
+            )
+        value = v.get_value()
+        axes = v.get_metadata().get("axes")
+        if axes is None:
+            raise LayoutError(
+                f"parameter {name} of shape {tuple(value.shape)} has no axis names; wrap its initializer, as in "
+                "named(init, 'embed', 'mlp')"
+            )
+        if len(axes) != value.ndim:
+            raise LayoutError(f"parameter {name} has {value.ndim} dimensions and the names {axes}; give one each")
+        infos.append(TensorInfo(name, tuple(value.shape), value.dtype, tuple(axes)))
+    return graphdef, jax.tree.unflatten(structure, infos)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
+
+
+def shardings_of(infos: Tree, layout: Layout | None, kind: Kind = "params") -> Tree:
+    """A sharding for each `TensorInfo` of a tree, or `None` without a layout.
+
+    Raises:
+      LayoutError: naming the tensor that cannot be laid out.
+    """
+    if layout is None:
+        return None
+    return jax.tree.map(lambda i: layout.sharding(i.axes, i.shape, kind=kind, name=i.path), infos)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRow:
+    """A line of the tensor table: what a tensor is, which rules fired, and what it costs a device.
+
+    `spec` has a mesh axis, a tuple of them or `None` per dimension.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
+    rules: str
+    bytes_per_device: int
+
+
+def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[TensorRow]:
+    """The tensor table: where every tensor lives and why. Needs no devices.
+
+    Raises:
+      LayoutError: naming the tensor that cannot be laid out.
+    """
+    rows = []
+    for i in jax.tree.leaves(infos):
+        spec: tuple[str | tuple[str, ...] | None, ...] = (None,) * len(i.shape)
+        fired, pieces = [], 1
+        if layout is not None:
+            spec = tuple(layout.spec(i.axes, i.shape, kind=kind, name=i.path))
+            for a in i.axes:
+                target = [m for m in layout.resolved_rules.target(kind, a) if layout.sizes[m] > 1] if a else []
+                if target:
+                    fired.append(f"{a}→{'·'.join(target)}")
+                    pieces *= math.prod(layout.sizes[m] for m in target)
+        why = "one device" if layout is None or layout.devices == 1 else "replicated: no rule splits these names"
+        rows.append(
+            TensorRow(i.path, i.shape, np.dtype(i.dtype).name, i.axes, spec, " ".join(fired) or why, i.nbytes // pieces)
+        )
+    return rows

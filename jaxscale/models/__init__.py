@@ -1,0 +1,18 @@
+"""Whole models, each made from a frozen dataclass."""
+
+from jaxscale.models.base import Model, ModelConfig
+from jaxscale.models.presets import gemma3, gpt2, llama3_8b, llama3_70b, qwen3
+from jaxscale.models.transformer import Learned, Transformer, TransformerConfig
+
+__all__ = [
+    "Learned",
+    "Model",
+    "ModelConfig",
+    "Transformer",
+    "TransformerConfig",
+    "gemma3",
+    "gpt2",
+    "llama3_8b",
+    "llama3_70b",
+    "qwen3",
+]

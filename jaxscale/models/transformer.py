@@ -1,0 +1,351 @@
+"""The decoder-only transformer, every part of it a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError, near
+from jaxscale.layout import abstract, constrain
+from jaxscale.nn import (
+    REMAT,
+    Attention,
+    AttentionKernel,
+    Block,
+    Context,
+    Embedding,
+    FeedForward,
+    RMSNorm,
+    Rotary,
+    Run,
+    SwiGLU,
+    dot_product_attention,
+    head_logits,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """Learned absolute positions: a table of `length` vectors added to the token embedding (GPT-2)."""
+
+    length: int = 1024
+
+
+register(Learned, name="LearnedPositions")
+
+
+@register(name="Transformer")
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder-only transformer (`jaxscale.models.Transformer.Config`; `Transformer` in gin).
+
+    `depth` alone gives a sensible small model: width 64 per layer, heads of 64 (32 below width 256), a feed-forward
+    of 8/3 (gated) or 4 times the width. Every other size can be set.
+
+    Args:
+      depth: number of layers.
+      vocab: number of token ids.
+      width, heads, kv_heads, head_dim, hidden: sizes; `None` follows from `depth` as above, `kv_heads` from `heads`.
+      norm: `RMSNorm`, `LayerNorm` or another of that signature; `norm_eps` goes with it.
+      mlp: `SwiGLU`, `GeGLU`, `GELU` or another of that signature.
+      attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
+      positions: `Rotary(...)`, `Learned(length)` or `None`.
+      windows: attention windows of consecutive layers, repeated over the depth: `(1024, 1024, None)` is two local
+        layers for each global one.
+      local_positions: positions of the layers that have a window, when they differ (Gemma 3).
+      qk_norm: RMS-normalise queries and keys.
+      attention_softcap, logit_softcap: soft caps on attention scores and output logits (Gemma 2).
+      attention_scale: factor on the scores, `1 / sqrt(head_dim)` by default.
+      qkv_bias, bias: biases on the query, key and value projections, and on all the others.
+      tied: the output head is the token embedding.
+      parallel: attention and feed-forward side by side, of one norm.
+      post_norm: norms after each sub-layer as well (Gemma 2).
+      embed_scale: factor on token embeddings (Gemma: sqrt of the width).
+      dropout: probability on each sub-layer's output while training.
+      dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
+      remat: what the backward pass recomputes, a key of `jaxscale.nn.REMAT`.
+      scan: apply each run of layers by one scan (compile time does not grow with depth).
+
+    Raises:
+      ConfigError: sizes that do not go together.
+    """
+
+    depth: int = 4
+    vocab: int = 256
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden: int | None = None
+    norm: Callable[..., nnx.Module] = RMSNorm
+    norm_eps: float = 1e-6
+    mlp: Callable[..., FeedForward] = SwiGLU
+    attention: AttentionKernel = dot_product_attention
+    positions: Rotary | Learned | None = Rotary()
+    windows: tuple[int | None, ...] = (None,)
+    local_positions: Rotary | None = None
+    qk_norm: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attention_scale: float | None = None
+    qkv_bias: bool = False
+    bias: bool = False
+    tied: bool = False
+    parallel: bool = False
+    post_norm: bool = False
+    embed_scale: float | None = None
+    dropout: float = 0.0
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    remat: str = "none"
+    scan: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))
+        _check(self)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """All sizes, those left to `depth` worked out."""
+        width = self.width or max(64, 64 * self.depth)
+        head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
+        heads = self.heads or max(1, width // head_dim)
+        gated = getattr(self.mlp, "gated", False)
+        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if gated else 4 * width)
+        return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
+
+    @property
+    def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
+        """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a run of its own."""
+        period = len(self.windows)
+        whole, rest = divmod(self.depth, period)
+        runs = [(self.windows, whole)] if whole else []
+        return (*runs, (self.windows[:rest], 1)) if rest else tuple(runs)
+
+    def layer_windows(self) -> list[int | None]:
+        """The window of every layer."""
+        return [self.windows[i % len(self.windows)] for i in range(self.depth)]
+
+    def make(self, rngs: nnx.Rngs) -> Transformer:
+        """The model itself."""
+        return Transformer(self, rngs=rngs)
+
+    def param_count(self) -> int:
+        """Number of parameters, tied ones once; counted from the module, which is described but not made."""
+        _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
+        return sum(i.size for i in jax.tree.leaves(infos))
+
+    def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
+        """Matrix-multiplication FLOPs of one pass over `batch` rows of `seq` tokens.
+
+        A multiply-add is two. Attention counts the causal (and windowed) pairs only, not the square; a backward pass
+        counts as two forward ones, recomputation not at all. Lookups, norms and softmax are left out.
+
+        Args:
+          training: forward and backward; else forward.
+        """
+        z = self.sizes
+        heads = z.width * z.head_dim * (2 * z.heads + 2 * z.kv_heads)
+        mlp = z.width * z.hidden * (3 if getattr(self.mlp, "gated", False) else 2)
+        dense = self.depth * (heads + mlp) + z.width * self.vocab
+        pairs = 0
+        for window in self.layer_windows():
+            w = min(window or seq, seq)
+            pairs += w * (w + 1) // 2 + (seq - w) * w
+        forward = 2 * batch * seq * dense + 2 * 2 * batch * pairs * z.heads * z.head_dim
+        return forward * (3 if training else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A transformer's sizes: residual width, heads, key/value heads, head width, feed-forward width."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+
+
+def _check(c: TransformerConfig) -> None:
+    for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
+        value = getattr(c, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
+    types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **types)
+    _check_call("norm", c.norm, "width", eps=c.norm_eps, **types)
+    z = c.sizes
+    if c.heads and not c.head_dim and z.width % c.heads:
+        fit = max(d for d in range(1, c.heads + 1) if z.width % d == 0)
+        raise ConfigError(
+            f"Transformer.heads = {c.heads} does not divide width = {z.width}; the nearest that does is {fit}, or set "
+            "head_dim"
+        )
+    if z.head_dim < 1:
+        raise ConfigError(
+            f"Transformer.heads = {z.heads} is more than width = {z.width}; use at most that or set head_dim"
+        )
+    if z.heads % z.kv_heads:
+        fit = max(d for d in range(1, z.kv_heads + 1) if z.heads % d == 0)
+        raise ConfigError(
+            f"Transformer.kv_heads = {z.kv_heads} does not divide heads = {z.heads}; the nearest that does is {fit}"
+        )
+    if z.head_dim % 2 and (_rotary(c.positions) or c.local_positions):
+        raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
+    if c.remat not in REMAT:
+        raise ConfigError(f"Transformer.remat = '{c.remat}' is not a policy{near(c.remat, REMAT)}")
+    if not c.windows:
+        raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
+    for w in c.windows:
+        if w is not None and w < 1:
+            raise ConfigError(f"Transformer.windows has {w}: a window counts the query's own position, so at least 1")
+    if not 0.0 <= c.dropout < 1.0:
+        raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
+    for name in ("dtype", "param_dtype"):
+        if getattr(c, name) not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
+                "scaling) or 'float32'"
+            )
+
+
+def _check_call(name: str, part: Callable[..., Any], sizes: str, **options: Any) -> None:
+    """A part is told what the others are told; one that takes less says so here and not in a traceback."""
+    try:
+        inspect.signature(part).bind(*sizes.split(", "), **options)
+    except TypeError as e:
+        takes = f"({sizes}, *, {', '.join(options)})"
+        raise ConfigError(f"Transformer.{name} = {part!r} must be callable as {takes}: {e}") from None
+
+
+class Transformer(nnx.Module):
+    """`embed`, runs of stacked blocks, and a head. The loss takes `hidden` and `head_weight`, never logits."""
+
+    Config = TransformerConfig
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        z = config.sizes
+        types: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype))
+        # With sqrt(width) as a factor on the embedding, its initial values shrink to match.
+        scale = 0.02 if config.embed_scale is None else 1 / config.embed_scale
+        self.embed = Embedding(config.vocab, z.width, scale=scale, rngs=rngs, **types)
+        length = config.positions.length if isinstance(config.positions, Learned) else 0
+        self.positions = Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length else None
+        runs, first = [], 0
+        for windows, repeats in config.runs:
+            make_group = functools.partial(_make_group, config, windows)
+            runs.append(Run(make_group, repeats, first=first, remat=config.remat, scan=config.scan, rngs=rngs))
+            first += repeats * len(windows)
+        self.runs = nnx.List(runs)
+        self.norm = config.norm(z.width, eps=config.norm_eps, **types)
+        head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)
+        self.head = None if config.tied else head()
+
+    def hidden(
+        self,
+        tokens: Int[Array, "b s"],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, "b s e"]:
+        """The final hidden states, normalised.
+
+        Args:
+          tokens: ids, integer.
+          positions: each token's place in its document; from the start of the row by default.
+          segment_ids: each token's document within the row (packing); 0 is padding.
+          key: randomness for dropout; `None` while evaluating.
+        """
+        c = self.config
+        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        x = self.embed(tokens)
+        if c.embed_scale is not None:
+            x = x * jnp.asarray(c.embed_scale, x.dtype)
+        if self.positions is not None:
+            _check_length(c, tokens.shape[1])
+            x = x + self.positions(jnp.broadcast_to(place, tokens.shape))
+        kinds = (_rotary(c.positions), c.local_positions)
+        rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
+        context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key)
+        for run in self.runs:
+            x = run(x, context)
+        return constrain(self.norm(x), "batch", "seq", "embed")
+
+    def head_weight(self) -> Float[Array, "v e"]:
+        """The output head as it is kept: the token embedding when tied."""
+        return (self.embed if self.head is None else self.head).weight.get_value()
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """The soft cap on logits that a loss must apply."""
+        return self.config.logit_softcap
+
+    def __call__(self, tokens: Int[Array, "b s"], **context: Any) -> Float[Array, "b s v"]:
+        """Logits, float32, soft-capped; for sampling and tests. Arguments as `hidden`."""
+        return head_logits(self.hidden(tokens, **context), self.head_weight(), softcap=self.logit_softcap)
+
+
+def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx.Rngs) -> list[Block]:
+    z = c.sizes
+    types: dict[str, Any] = dict(dtype=jnp.dtype(c.dtype), param_dtype=jnp.dtype(c.param_dtype))
+    norm = functools.partial(c.norm, z.width, eps=c.norm_eps, **types)
+    out_scale = 1 / math.sqrt(2 * c.depth)  # keeps the residual stream's variance from growing with depth (GPT-2)
+    blocks = []
+    for window in windows:
+        positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
+        attn = Attention(
+            z.width,
+            z.heads,
+            z.kv_heads,
+            z.head_dim,
+            kernel=c.attention,
+            rotary=_rotary(positions),
+            window=window,
+            softcap=c.attention_softcap,
+            scale=c.attention_scale,
+            qk_norm=c.qk_norm,
+            bias=c.qkv_bias or c.bias,
+            out_bias=c.bias,
+            out_scale=out_scale,
+            norm_eps=c.norm_eps,
+            rngs=rngs,
+            **types,
+        )
+        mlp = c.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **types)
+        blocks.append(
+            Block(
+                attn,
+                mlp,
+                norm(),
+                None if c.parallel else norm(),
+                attn_post_norm=norm() if c.post_norm else None,
+                mlp_post_norm=norm() if c.post_norm else None,
+                dropout=c.dropout,
+            )
+        )
+    return blocks
+
+
+def _rotary(positions: Rotary | Learned | None) -> Rotary | None:
+    return None if isinstance(positions, Learned) else positions
+
+
+def _check_length(c: TransformerConfig, seq: int) -> None:
+    if isinstance(c.positions, Learned) and seq > c.positions.length:
+        raise ConfigError(
+            f"a sequence of {seq} tokens is longer than the {c.positions.length} learned positions; set "
+            f"LearnedPositions.length = {seq} or a shorter train.seq_len"
+        )

@@ -1,0 +1,40 @@
+"""Flax layers whose parameters and activations carry logical axis names."""
+
+from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
+from jaxscale.nn.block import Block
+from jaxscale.nn.context import Context, dropout
+from jaxscale.nn.embedding import Embedding
+from jaxscale.nn.head import head_logits
+from jaxscale.nn.linear import Linear, project
+from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
+from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
+from jaxscale.nn.stack import REMAT, Run
+
+__all__ = [
+    "GELU",
+    "REMAT",
+    "Attention",
+    "AttentionKernel",
+    "Block",
+    "Context",
+    "Embedding",
+    "FeedForward",
+    "GeGLU",
+    "LayerNorm",
+    "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
+    "NTKScaling",
+    "RMSNorm",
+    "Rotary",
+    "Run",
+    "SwiGLU",
+    "YarnScaling",
+    "attention_mask",
+    "dot_product_attention",
+    "dropout",
+    "head_logits",
+    "project",
+    "rotate",
+]

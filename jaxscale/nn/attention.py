@@ -1,0 +1,181 @@
+"""Self-attention, with the kernel that scores and mixes passed in as a value."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxscale.config import register
+from jaxscale.layout import constrain
+from jaxscale.nn.context import Context
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.norms import RMSNorm
+from jaxscale.nn.rotary import Rotary, rotate
+
+
+class AttentionKernel(Protocol):
+    """The attention signature: every kernel, local or across devices, is a callable of this shape."""
+
+    def __call__(
+        self,
+        q: Float[Array, "b s h d"],
+        k: Float[Array, "b t kv d"],
+        v: Float[Array, "b t kv dv"],
+        *,
+        causal: bool = True,
+        segment_ids: Int[Array, "b s"] | None = None,
+        positions: Int[Array, "b s"] | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "b s h dv"]: ...
+
+
+@register
+def dot_product_attention(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t kv d"],
+    v: Float[Array, "b t kv dv"],
+    *,
+    causal: bool = True,
+    segment_ids: Int[Array, "b s"] | None = None,
+    positions: Int[Array, "b s"] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Float[Array, "b s h dv"]:
+    """Softmax attention by `jax.nn.dot_product_attention`; holds the S x S scores.
+
+    Args:
+      q, k, v: queries, keys and values; the number of query heads is a multiple of that of key heads.
+      causal: a query attends to its own position and earlier ones.
+      segment_ids: attend within equal ids only; 0 is padding. One sequence serves queries and keys.
+      positions: the order of tokens within a segment; `None` means the order they stand in.
+      window: attend to this many latest positions only, the query's own included.
+      softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+      scale: factor on the scores; `1 / sqrt(D)` by default.
+    """
+    mask = attention_mask(
+        q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids, positions=positions, window=window
+    )
+    if softcap is None:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
+    b, s, h, d = q.shape
+    kv = k.shape[2]
+    q = q.reshape(b, s, kv, h // kv, d)
+    scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.float32)
+    scores = softcap * jnp.tanh(scores * (1 / math.sqrt(d) if scale is None else scale) / softcap)
+    if mask is not None:
+        scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, v.shape[-1])
+
+
+def attention_mask(
+    s: int,
+    t: int,
+    *,
+    causal: bool,
+    segment_ids: Int[Array, "b s"] | None,
+    positions: Int[Array, "b s"] | None,
+    window: int | None,
+) -> Bool[Array, "#b 1 s t"] | None:
+    """Where a query may look, broadcastable to (B, heads, S, T); `None` when everywhere.
+
+    Without positions, the last query stands at the last key (S < T while decoding).
+    """
+    mask = None
+
+    def both(a: Array | None, b: Array) -> Array:
+        return b if a is None else a & b
+
+    if positions is not None:
+        behind = positions[:, None, :, None] - positions[:, None, None, :]
+    else:
+        behind = ((jnp.arange(s) + t - s)[:, None] - jnp.arange(t))[None, None]
+    if causal:
+        mask = both(mask, behind >= 0)
+    if window is not None:
+        mask = both(mask, (behind < window) if causal else (abs(behind) < window))
+    if segment_ids is not None:
+        mask = both(mask, segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return mask
+
+
+class Attention(nnx.Module):
+    """Multi-head, grouped-query or multi-query self-attention (Vaswani et al. 2017; Ainslie et al. 2023).
+
+    Args:
+      width: the residual stream's.
+      heads, kv_heads, head_dim: `heads` is a multiple of `kv_heads`.
+      kernel: an `AttentionKernel`.
+      rotary: rotates queries and keys, or `None`.
+      window: see `dot_product_attention`; likewise `softcap` and `scale`.
+      qk_norm: RMS-normalise each head's queries and keys (Henry et al. 2020).
+      bias, out_bias: biases on the input and output projections.
+      out_scale: multiplies the initial standard deviation of the output projection.
+      norm_eps: of the query and key norms.
+      dtype, param_dtype: of the arithmetic and of the parameters.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        kernel: AttentionKernel = dot_product_attention,
+        rotary: Rotary | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        qk_norm: bool = False,
+        bias: bool = False,
+        out_bias: bool = False,
+        out_scale: float = 1.0,
+        norm_eps: float = 1e-6,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.q = linear({"embed": width}, {"heads": heads, "head_dim": head_dim}, bias=bias)
+        self.k = linear({"embed": width}, {"kv_heads": kv_heads, "head_dim": head_dim}, bias=bias)
+        self.v = linear({"embed": width}, {"kv_heads": kv_heads, "head_dim": head_dim}, bias=bias)
+        self.out = linear({"heads": heads, "head_dim": head_dim}, {"embed": width}, bias=out_bias, scale=out_scale)
+        norm = partial(RMSNorm, head_dim, axis="head_dim", eps=norm_eps, dtype=dtype, param_dtype=param_dtype)
+        self.q_norm = norm() if qk_norm else None
+        self.k_norm = norm() if qk_norm else None
+        self.kernel, self.rotary = kernel, rotary
+        self.window, self.softcap, self.scale = window, softcap, scale
+
+    def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        q = constrain(self.q(x), "batch", "seq", "heads", "head_dim")
+        k = constrain(self.k(x), "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(self.v(x), "batch", "seq", "kv_heads", "head_dim")
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            cos, sin = context.rotary[self.rotary]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self.kernel(
+            q,
+            k,
+            v,
+            causal=True,
+            segment_ids=context.segment_ids,
+            positions=context.positions,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+        )
+        out = checkpoint_name(constrain(out, "batch", "seq", "heads", "head_dim"), "attn_out")
+        return self.out(out)

@@ -1,0 +1,48 @@
+"""What every block of a model is told besides its input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxscale.layout import constrain
+from jaxscale.nn.rotary import Rotary
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """One forward pass over a batch: what all layers share, worked out once.
+
+    Args:
+      positions: each token's place in its document, int32; `None` counts from the start of the row.
+      segment_ids: each token's document within the row, int32, 0 for padding; `None` is one document a row.
+      rotary: cosine and sine tables by `Rotary`.
+      key: randomness of this pass (dropout), or `None` for none.
+    """
+
+    positions: Int[Array, "b s"] | None = None
+    segment_ids: Int[Array, "b s"] | None = None
+    rotary: Mapping[Rotary, tuple[Float[Array, "b s d"], Float[Array, "b s d"]]] = dataclasses.field(
+        default_factory=dict
+    )
+    key: Array | None = None
+
+    def at(self, layer: Int[Array, ""] | int) -> Context:
+        """The same for one layer, with a key of its own."""
+        if self.key is None:
+            return self
+        return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
+
+
+def dropout(x: Float[Array, "b s e"], rate: float, key: Array | None) -> Float[Array, "b s e"]:
+    """Zeroes elements with probability `rate` and scales the rest (Srivastava et al. 2014); no key, no dropout.
+
+    The bits depend on the key and the global shape alone, not on the layout.
+    """
+    if key is None or rate == 0.0:
+        return x
+    keep = constrain(jax.random.bernoulli(key, 1.0 - rate, x.shape), "batch", "residual_seq", "embed")
+    return jax.numpy.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

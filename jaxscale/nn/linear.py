@@ -1,0 +1,126 @@
+"""Matrix multiplication over named dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxscale.layout import constrain, named
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def project(
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    axes: tuple[str, ...],
+    contracted: tuple[int, ...],
+    dtype: Any,
+    out_dtype: Any,
+) -> Float[Array, "..."]:
+    """`x · kernel`, over the last dimensions of `x` and the `contracted` ones of `kernel`.
+
+    Written with its derivative so that three things hold under any layout: a weight split along `embed` (FSDP) is cast
+    first and gathered second, in the smaller type; it is gathered again for the backward pass rather than kept; and
+    its gradient leaves the matrix multiplication in the parameter's own type, so that the sum over devices is taken
+    there, and lands where the rules for gradients say (a reduce-scatter when they split it).
+
+    Args:
+      x: activations.
+      kernel: the parameter, in the type it is kept in.
+      axes: logical axis per dimension of `kernel`.
+      contracted: dimensions of `kernel` that are summed over, all leading or all trailing.
+      dtype: of the multiplication's inputs.
+      out_dtype: of the result.
+
+    Returns:
+      the remaining dimensions of `x`, then those of `kernel`.
+    """
+    return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)[0]
+
+
+def _project_fwd(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
+    # The product stands here and not in `project`, so that a rematerialisation policy sees it.
+    dims = _last(x, len(contracted)), contracted
+    weight = in_use(kernel, axes, dtype)
+    y = jax.lax.dot_general(x.astype(dtype), weight, (dims, ((), ())), preferred_element_type=out_dtype)
+    return y, (x, kernel)
+
+
+def _project_bwd(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
+    x, kernel = residuals
+    dy = dy.astype(dtype)
+    rest = tuple(i for i in range(kernel.ndim) if i not in contracted)
+    dims = _last(dy, len(rest)), rest
+    dx = jax.lax.dot_general(dy, in_use(kernel, axes, dtype), (dims, ((), ())), preferred_element_type=x.dtype)
+    batch = tuple(range(x.ndim - len(contracted)))
+    left, right = (x.astype(dtype), dy) if contracted[0] == 0 else (dy, x.astype(dtype))
+    dkernel = jax.lax.dot_general(left, right, ((batch, batch), ((), ())), preferred_element_type=kernel.dtype)
+    return dx, constrain(dkernel, *axes, kind="grads")
+
+
+project.defvjp(_project_fwd, _project_bwd)
+
+
+def _last(x: Array, n: int) -> tuple[int, ...]:
+    return tuple(range(x.ndim - n, x.ndim))
+
+
+def in_use(param: Array, axes: tuple[str, ...], dtype: Any) -> Array:
+    """A parameter as arithmetic wants it: in the compute dtype, and laid out as an activation.
+
+    Activation rules leave `embed` whole, so this is where FSDP gathers: each weight is whole along `embed` while its
+    layer runs, and only then. Said twice, since XLA would otherwise gather before a scan takes its slice, and copy the
+    whole stack.
+    """
+    return constrain(constrain(param.astype(dtype), *axes, kind="params"), *axes)
+
+
+_CUT_STD = 0.87962566103423978  # of a unit normal cut off at -2 and 2
+
+
+class Linear(nnx.Module):
+    """`y = x · kernel + bias`, contracting the last dimensions of `x` with the first of `kernel`.
+
+    Args:
+      inputs: size by logical axis of the contracted dimensions, in order, as `{"embed": 128}`.
+      outputs: size by logical axis of the new dimensions, as `{"heads": 4, "head_dim": 32}`.
+      bias: whether to add one.
+      scale: multiplies the initial standard deviation `1 / sqrt(fan_in)` (truncated normal).
+      dtype: what the product is computed in (accumulation is the backend's, float32 or wider for bfloat16).
+      param_dtype: what the parameters are kept in.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+        *,
+        bias: bool = False,
+        scale: float = 1.0,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.axes = (*inputs, *outputs)
+        self.contracted = tuple(range(len(inputs)))
+        self.dtype = dtype
+        std = scale / math.sqrt(math.prod(inputs.values())) / _CUT_STD
+        init = named(jax.nn.initializers.truncated_normal(std), *self.axes)
+        self.kernel = nnx.Param(init(rngs.params(), (*inputs.values(), *outputs.values()), param_dtype))
+        # A bias along the residual stream is too small to be worth FSDP's gather: "norm", not "embed".
+        zeros = named(jax.nn.initializers.zeros, *("norm" if a == "embed" else a for a in outputs))
+        self.bias = nnx.Param(zeros(rngs.params(), tuple(outputs.values()), param_dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = project(x, self.kernel.get_value(), self.axes, self.contracted, self.dtype, self.dtype)
+        if self.bias is not None:
+            # added in float32, so that its gradient is summed in float32
+            y = (y.astype(jnp.float32) + self.bias.get_value()).astype(self.dtype)
+        return y

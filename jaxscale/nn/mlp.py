@@ -1,0 +1,75 @@
+"""Feed-forward layers. All take the same arguments, so that a model holds one by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxscale.config import register
+from jaxscale.layout import constrain
+from jaxscale.nn.linear import Linear
+
+gelu_tanh = partial(jax.nn.gelu, approximate=True)
+
+
+class FeedForward(nnx.Module):
+    """`down(act(up(x)))`, or with a gate `down(act(gate(x)) * up(x))` (Shazeer 2020).
+
+    Args:
+      width: the residual stream's.
+      hidden: the hidden width.
+      bias: biases on every matrix.
+      out_scale: multiplies the initial standard deviation of `down` (models shrink it with depth).
+      dtype, param_dtype: of the arithmetic and of the parameters.
+    """
+
+    gated: bool = False
+    activation: Callable[[Array], Array] = staticmethod(gelu_tanh)
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        out_scale: float = 1.0,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        linear = partial(Linear, bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate = linear({"embed": width}, {"mlp": hidden}) if self.gated else None
+        self.up = linear({"embed": width}, {"mlp": hidden})
+        self.down = linear({"mlp": hidden}, {"embed": width}, scale=out_scale)
+
+    def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        up = constrain(self.up(x), "batch", "seq", "mlp")
+        act = type(self).activation
+        h = act(up) if self.gate is None else act(constrain(self.gate(x), "batch", "seq", "mlp")) * up
+        return self.down(checkpoint_name(h, "mlp_hidden"))
+
+
+@register
+class GELU(FeedForward):
+    """Two matrices with a tanh-approximated GELU between (GPT-2)."""
+
+
+@register
+class SwiGLU(FeedForward):
+    """Gated, with SiLU (Llama)."""
+
+    gated = True
+    activation = staticmethod(jax.nn.silu)
+
+
+@register
+class GeGLU(FeedForward):
+    """Gated, with a tanh-approximated GELU (Gemma)."""
+
+    gated = True

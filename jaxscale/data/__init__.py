@@ -1,0 +1,44 @@
+"""Data: corpora, tokenizers, token files, packing, and batches as a function of the step.
+
+    source = python_stdlib().source(ByteTokenizer(), seq_len=256, split="train")
+    batch = Loader(source, batch_size=32, seed=0).batch_at(step)
+
+A corpus is named here as it is in a gin file. Nothing heavy is imported before it is used.
+"""
+
+from jaxscale.data.batch import KEYS, Batch, Corpus, Ordered, Source
+from jaxscale.data.cache import cache_folder
+from jaxscale.data.devices import to_devices
+from jaxscale.data.loader import Loader, heldout_batches
+from jaxscale.data.markov import Synthetic as synthetic
+from jaxscale.data.mixing import Mixture as mixture
+from jaxscale.data.packing import PACKINGS
+from jaxscale.data.prepared import PreparedTokens as token_file
+from jaxscale.data.storage import TokenFile, write_token_file
+from jaxscale.data.text import PythonStdlib as python_stdlib
+from jaxscale.data.text import TextFiles as text_files
+from jaxscale.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, train_bpe
+
+__all__ = [
+    "KEYS",
+    "PACKINGS",
+    "Batch",
+    "ByteTokenizer",
+    "Corpus",
+    "HFTokenizer",
+    "Loader",
+    "Ordered",
+    "Source",
+    "TokenFile",
+    "Tokenizer",
+    "cache_folder",
+    "heldout_batches",
+    "mixture",
+    "python_stdlib",
+    "synthetic",
+    "text_files",
+    "to_devices",
+    "token_file",
+    "train_bpe",
+    "write_token_file",
+]

@@ -1,0 +1,61 @@
+"""Where prepared corpora are kept, so that a second run starts at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from jaxscale.data.storage import TokenFile, write_token_file
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.errors import DataError
+
+
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """`cache` when given, else `$JAXSCALE_CACHE`, else `~/.cache/jaxscale`; token files are in its `tokens/`."""
+    chosen = cache or os.environ.get("JAXSCALE_CACHE") or "~/.cache/jaxscale"
+    return Path(chosen).expanduser() / "tokens"
+
+
+def cached(
+    corpus: str,
+    key: str,
+    documents: Callable[[], Iterable[tuple[str, np.ndarray]]],
+    tokenizer: Tokenizer,
+    cache: str | Path | None = None,
+) -> TokenFile:
+    """The token file `<cache>/tokens/<corpus>-<key>`, prepared from `documents()` when it is not there.
+
+    A damaged one is moved aside and prepared anew. Raises DataError when the folder cannot be written.
+    """
+    folder = cache_folder(cache) / f"{corpus}-{key}"
+    if folder.exists():
+        try:
+            return TokenFile(folder)
+        except DataError:
+            _discard(folder)
+    try:
+        return write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the token cache {folder.parent} ({error.strerror or error}); set JAXSCALE_CACHE to a folder "
+            "that can be written and has room."
+        ) from error
+    except DataError:
+        if folder.exists():  # another process finished between our look and our writing
+            return TokenFile(folder)
+        raise
+
+
+def _discard(folder: Path) -> None:
+    # Renamed first: another process may be doing the same, and only one rename succeeds.
+    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.damaged")
+    try:
+        os.rename(folder, aside)
+    except OSError:
+        return
+    shutil.rmtree(aside, ignore_errors=True)

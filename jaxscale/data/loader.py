@@ -1,0 +1,77 @@
+"""Batches as a function of the step: no iterator, so nothing to checkpoint and nothing to resize."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxscale.data.batch import Batch, Source, empty_batch
+from jaxscale.data.order import Order, Shuffle, order_of
+from jaxscale.errors import DataError
+
+
+@dataclass(frozen=True)
+class Loader:
+    """`source` in a seeded, endless order, `batch_size` rows (over all processes) at a time.
+
+    Row r of step s is global row g = s * batch_size + r. Which row of the source that is depends on
+    the seed and g alone, so any number of readers, each asking for its own rows, see one global batch.
+
+    Raises DataError for a batch size below 1 or a negative seed.
+    """
+
+    source: Source
+    batch_size: int
+    seed: int = 0
+    _order: Order = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size} holds no row; use 1 or more.")
+        if not 0 <= self.seed < 2**64:
+            raise DataError(f"seed={self.seed} is outside 0..2**64-1; use 0 or a positive integer.")
+        object.__setattr__(self, "_order", order_of(self.source))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal means equal batches at equal steps."""
+        return hashlib.sha256(f"{self.source.fingerprint} {self.batch_size} {self.seed}".encode()).hexdigest()
+
+    def ids_at(self, step: int) -> np.ndarray:
+        """The source's row numbers that make up the batch of `step`: (batch_size,) int64."""
+        if step < 0:
+            raise DataError(f"step {step} does not exist; the first is 0.")
+        start = int(step) * self.batch_size
+        return self._order(np.arange(start, start + self.batch_size, dtype=np.int64), self.seed)
+
+    def batch_at(self, step: int, rows: slice | None = None) -> Batch:
+        """The batch of `step`, or only its rows `rows` (what one process needs; only those are read)."""
+        ids = self.ids_at(step)
+        return self.source.rows(ids if rows is None else ids[rows])
+
+
+def heldout_batches(source: Source, batch_size: int, count: int | None = None) -> Iterator[Batch]:
+    """The first `count` batches (all when None or when there are fewer) of `source`, each row at most once.
+
+    The order is fixed and shuffled, so that a small count is a sample of all documents. Every batch has
+    `batch_size` rows: the last is filled up with padding (weight 0), and one compiled program serves all.
+    """
+    if batch_size < 1:
+        raise DataError(f"batch_size={batch_size} holds no row; use 1 or more.")
+    if count is not None and count < 1:
+        raise DataError(f"count={count} asks for no held-out batch; use 1 or more, or None for all.")
+    total = len(source) if count is None else min(len(source), count * batch_size)
+    ids = Shuffle(len(source))(np.arange(total, dtype=np.int64), 0)
+    return (_filled(source, ids[i : i + batch_size], batch_size) for i in range(0, total, batch_size))
+
+
+def _filled(source: Source, ids: np.ndarray, batch_size: int) -> Batch:
+    batch = source.rows(ids)
+    missing = batch_size - len(ids)
+    if not missing:
+        return batch
+    padding = empty_batch(missing, source.seq_len)
+    return {key: np.concatenate([batch[key], padding[key]]) for key in batch}

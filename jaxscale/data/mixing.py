@@ -1,0 +1,140 @@
+"""Several corpora in given proportions, still random access: where a row comes from is arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+
+from jaxscale.config import register
+from jaxscale.data.batch import KEYS, Batch, Corpus, Source, empty_batch
+from jaxscale.data.order import derive, order_of, permutation
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.errors import DataError
+
+BLOCK = 1000
+"""Rows among which the proportions are exact, hence their resolution (0.1%)."""
+
+
+@register(name="mixture")
+@dataclass(frozen=True)
+class Mixture:
+    """Rows of several corpora in proportion to their weights.
+
+    Fields:
+      parts: (corpus, weight) pairs; weights are positive and need not sum to 1. A mixture may be a part.
+
+    Proportions count rows. Each part repeats when it is exhausted, in a new order, whatever the others do.
+    """
+
+    parts: tuple[tuple[Corpus, float], ...]
+
+    def __post_init__(self):
+        if not self.parts:
+            raise DataError("mixture has no parts; give at least one (corpus, weight) pair.")
+        for part in self.parts:
+            if not isinstance(part, Sequence) or len(part) != 2:
+                raise DataError(f"mixture part {part!r} is not a (corpus, weight) pair; write ((corpus, 0.5), ...).")
+            if not (math.isfinite(part[1]) and part[1] > 0):
+                raise DataError(f"mixture part '{part[0].name}' has weight {part[1]}; use one above 0 or leave it out.")
+
+    @property
+    def name(self) -> str:
+        return "mixture(" + ", ".join(f"{corpus.name}: {weight:g}" for corpus, weight in self.parts) + ")"
+
+    def source(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        seq_len: int,
+        split: str,
+        packing: str = "stream",
+        cache: str | Path | None = None,
+    ) -> Source:
+        """The parts' sources, all with the same tokenizer, row length and packing."""
+        sources = [
+            corpus.source(tokenizer, seq_len=seq_len, split=split, packing=packing, cache=cache)
+            for corpus, _ in self.parts
+        ]
+        return MixtureSource(sources, [weight for _, weight in self.parts], self.name)
+
+
+class MixtureSource:
+    """Ids number the parts' rows one part after another; `order` interleaves them.
+
+    Global row g lies in block g // BLOCK. Every block has the same number of rows of each part, in an order
+    drawn from (seed, block); so the how-many-eth row of its part g is follows without looking at other
+    blocks, and that part's own order does the rest. `len` is the sum over parts: one epoch of a mixture
+    with weights is only nominal.
+
+    Raises DataError for a weight so small that a block holds no row of its part.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], name: str):
+        self.sources, self.name = tuple(sources), name
+        self.seq_len = sources[0].seq_len
+        self.vocab_size = max(source.vocab_size for source in sources)
+        self.counts = largest_remainder(weights, BLOCK)
+        for source, weight, count in zip(sources, weights, self.counts, strict=True):
+            if not count:
+                raise DataError(
+                    f"mixture part '{source.name}' has weight {weight}, less than one row in {BLOCK}; use at least "
+                    f"{math.fsum(weights) / BLOCK:g} or leave it out."
+                )
+        described = " ".join([source.fingerprint for source in sources] + [str(count) for count in self.counts])
+        self.fingerprint = hashlib.sha256(f"mixture {described}".encode()).hexdigest()
+        self._first = np.cumsum([0, *(len(source) for source in sources)])
+        self._orders = [order_of(source) for source in sources]
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def order(self, rows: Int64[np.ndarray, " b"], seed: int) -> Int64[np.ndarray, " b"]:
+        parts, nth = self._place(rows, seed)
+        ids = np.empty_like(rows)
+        for part, order in enumerate(self._orders):
+            mine = parts == part
+            ids[mine] = self._first[part] + order(nth[mine], derive(seed, part + 1))
+        return ids
+
+    def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
+        ids = np.asarray(ids)
+        parts = np.searchsorted(self._first, ids, side="right") - 1
+        batch = empty_batch(len(ids), self.seq_len)
+        for part in np.unique(parts):
+            mine = parts == part
+            found = self.sources[part].rows(ids[mine] - self._first[part])
+            for key in KEYS:
+                batch[key][mine] = found[key]
+        return batch
+
+    def _place(self, rows: Int64[np.ndarray, " b"], seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which part each global row belongs to, and how many rows of that part come before it."""
+        labels = np.repeat(np.arange(len(self.counts)), self.counts)
+        before = np.cumsum(self.counts) - self.counts
+        parts, nth = np.empty_like(rows), np.empty_like(rows)
+        blocks, within = np.divmod(rows, BLOCK)
+        own = derive(seed, 0)
+        for block in np.unique(blocks):
+            here = blocks == block
+            drawn = labels[permutation(BLOCK, own, int(block))]
+            by_part = np.argsort(drawn, kind="stable")
+            rank = np.empty_like(drawn)  # how many rows of the same part come earlier in the block
+            rank[by_part] = np.arange(BLOCK) - before[labels]
+            parts[here] = drawn[within[here]]
+            nth[here] = block * self.counts[parts[here]] + rank[within[here]]
+        return parts, nth
+
+
+def largest_remainder(weights: Sequence[float], total: int) -> Int64[np.ndarray, " p"]:
+    """Integers in proportion to `weights` that sum to `total` (Hamilton's method; ties go to the first)."""
+    exact = np.asarray(weights, np.float64) / math.fsum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    left = total - int(counts.sum())
+    counts[np.argsort(-(exact - counts), kind="stable")[:left]] += 1
+    return counts

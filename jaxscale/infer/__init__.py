@@ -1,0 +1,5 @@
+"""Inference."""
+
+from jaxscale.infer.sample import sample, sample_text
+
+__all__ = ["sample", "sample_text"]

@@ -1,0 +1,71 @@
+"""What a run will do, before it does it: the tensor table of its parameters and optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.layout import TensorRow, describe
+from jaxscale.optim import state_infos
+from jaxscale.train import Run, TrainConfig, blueprint_of
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Where every tensor of a run lives and why; prints as tables, in a terminal or a notebook.
+
+    Args:
+      layout: the layout, in words.
+      params: a row per parameter.
+      state_bytes_per_device: of the optimizer's state, by the rules for it.
+    """
+
+    layout: str
+    params: tuple[TensorRow, ...]
+    state_bytes_per_device: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return dataclasses.asdict(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from jaxscale.train.report import human_bytes, tensor_table
+
+        yield tensor_table(f"parameters, laid out {self.layout}", self.params, why=True)
+        yield f"optimizer state: {human_bytes(self.state_bytes_per_device)} per device"
+
+    def __str__(self) -> str:
+        return self._repr_mimebundle_()["text/plain"]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        from rich.console import Console
+
+        from jaxscale.train.report import WIDTH
+
+        # into a string even in a notebook, where it would print on the way
+        console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
+        console.print(self)
+        return {"text/plain": console.export_text(clear=False), "text/html": console.export_html(inline_styles=True)}
+
+
+def explain(run: Run | TrainConfig) -> Explanation:
+    """Explains a run, or the settings of one that has not started; needs no devices.
+
+    Args:
+      run: a run or its settings.
+
+    Raises:
+      LayoutError: naming the tensor that cannot be laid out.
+    """
+    config = run if isinstance(run, TrainConfig) else run.config
+    blueprint, _ = blueprint_of(config)
+    state = describe(state_infos(blueprint.tx, blueprint.infos), config.layout, "opt_state")
+    return Explanation(
+        "on one device" if config.layout is None else str(config.layout),
+        tuple(describe(blueprint.infos, config.layout)),
+        sum(r.bytes_per_device for r in state),
+    )

@@ -1,0 +1,27 @@
+"""Training: state, step, loop, checkpoints, run folders."""
+
+from jaxscale.train.checkpoint import Checkpoints
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.loop import fit
+from jaxscale.train.prepare import blueprint_of, prepare
+from jaxscale.train.run import Run, read_config
+from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
+from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+
+__all__ = [
+    "Blueprint",
+    "Checkpoints",
+    "Run",
+    "TrainConfig",
+    "TrainState",
+    "batch_sharding",
+    "blueprint_of",
+    "describe_model",
+    "fit",
+    "jit_step",
+    "make_loss_and_grads",
+    "make_params",
+    "make_step",
+    "prepare",
+    "read_config",
+]

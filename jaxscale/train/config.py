@@ -1,0 +1,135 @@
+"""What a training run is told: one frozen dataclass, `train` in gin."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optax
+
+from jaxscale.config import register
+from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, python_stdlib
+from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout
+from jaxscale.models import ModelConfig, TransformerConfig
+from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
+
+
+@register(name="train")
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run; in gin `train.lr = 3e-3`, in Python `jaxscale.fit(lr=3e-3)`.
+
+    Args:
+      model: a model config, such as `Transformer.Config(depth=8)`.
+      data: a corpus, such as `python_stdlib()`.
+      layout: where things live; all devices, data-parallel, by default. `None` is one device and no mesh.
+      tokenizer: turns text into ids; ignored by corpora that are tokens already.
+      steps: optimizer steps of the whole run.
+      lr: peak learning rate.
+      batch_size: rows of a global batch (over all devices and micro-batches).
+      seq_len: tokens of a row.
+      seed: of initial values, data order and dropout.
+      optimizer: an `Optimizer` such as `AdamW()`, or from Python an `optax.GradientTransformation` as it is (which
+        brings its own learning rate).
+      schedule: learning rate over time, such as `WarmupCosine()`; `lr` is its peak.
+      clip_norm: gradients are scaled down to this global norm, float32; `None` leaves them.
+      accumulate: micro-batches a step; changes memory, not the gradient.
+      z_loss: weight of the squared log-partition, 1e-4 in PaLM.
+      packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole where they fit, padded).
+      segments: attention stays within a document, and positions start anew in each; else a row is one text.
+      eval_every: steps between evaluations on held-out documents; 0 evaluates at the end only.
+      eval_batches: batches of an evaluation; 0 never evaluates.
+      checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+      keep: how many of the newest checkpoints stay.
+      keep_every: checkpoints of multiples of this step stay for good; `None` keeps none of them.
+      prompt: what a sample is continued from at the end; `None` prints none.
+      tensorboard: also write TensorBoard events; `None` does when tensorboardX is installed.
+
+    Raises:
+      ConfigError: a setting out of its range.
+    """
+
+    model: ModelConfig = TransformerConfig()
+    data: Corpus = python_stdlib()
+    layout: Layout | None = Layout()
+    tokenizer: Tokenizer = ByteTokenizer()
+    steps: int = 400
+    lr: float = 3e-3
+    batch_size: int = 16
+    seq_len: int = 256
+    seed: int = 0
+    optimizer: Optimizer | optax.GradientTransformation = AdamW()
+    schedule: LRSchedule = WarmupCosine()
+    clip_norm: float | None = 1.0
+    accumulate: int = 1
+    z_loss: float = 0.0
+    packing: str = "stream"
+    segments: bool = True
+    eval_every: int = 0
+    eval_batches: int = 16
+    checkpoint_every: int = 0
+    keep: int = 3
+    keep_every: int | None = None
+    prompt: str | None = None
+    tensorboard: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, (methods, what) in _PARTS.items():
+            value = getattr(self, name)
+            plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
+            if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
+                raise ConfigError(f"train.{name} must be {what}, not {value!r}")
+        if not isinstance(self.layout, Layout | None):
+            raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and name != "z_loss" and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
+            if value is not None and value < least:
+                raise ConfigError(f"train.{name} = {value}: must be at least {least}")
+        if not self.lr > 0:
+            raise ConfigError(f"train.lr = {self.lr}: must be above 0")
+        if self.seed >= 2**32:
+            raise ConfigError(f"train.seed = {self.seed}: must be below 2**32, since keys keep 32 bits of it")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"train.clip_norm = {self.clip_norm}: must be above 0, or None for no clipping")
+        if self.batch_size % self.accumulate:
+            fit = max(d for d in range(1, self.accumulate + 1) if self.batch_size % d == 0)
+            raise ConfigError(
+                f"train.accumulate = {self.accumulate} does not divide train.batch_size = {self.batch_size}; the "
+                f"nearest that does is {fit}"
+            )
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of a micro-batch."""
+        return self.batch_size // self.accumulate
+
+    def values(self) -> dict[str, Any]:
+        """Every setting by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+# What each part is asked to do, and what it is called; a class without its brackets is the usual slip.
+_PARTS = {
+    "model": (("make", "param_count", "flops"), "a model such as Transformer()"),
+    "data": (("source",), "a corpus such as python_stdlib()"),
+    "tokenizer": (("encode", "decode"), "a tokenizer such as ByteTokenizer()"),
+    "optimizer": (("make",), "an optimizer such as AdamW()"),
+    "schedule": (("make",), "a schedule such as WarmupCosine()"),
+}
+
+_LEAST = {
+    "steps": 1,
+    "batch_size": 1,
+    "seq_len": 2,
+    "seed": 0,
+    "accumulate": 1,
+    "z_loss": 0,
+    "eval_every": 0,
+    "eval_batches": 0,
+    "checkpoint_every": 0,
+    "keep": 1,
+    "keep_every": 1,
+}

@@ -1,0 +1,144 @@
+"""Which folder a run writes into: a new one, or one to go on in; never one that is in use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from jaxscale import config as gin_config
+from jaxscale.errors import RunError
+from jaxscale.train.checkpoint import Checkpoints
+from jaxscale.train.config import TrainConfig
+
+
+def choose_folder(
+    config: TrainConfig, path: Path | None, resume: bool | str, name: str, say: Callable[[str], None]
+) -> tuple[Path, bool, IO[str] | None]:
+    """The run's folder, whether to go on from a checkpoint in it, and the lock on it; process 0 decides for all.
+
+    Args:
+      config: the settings; only runs of the same ones are found by "newest".
+      path: the folder, or `None` for `runs/<name>-<n>`.
+      resume: as in `fit`.
+      name: of new folders.
+      say: told what was chosen, where the caller did not choose.
+
+    Raises:
+      RunError: the folder is there already, in use, or has nothing to go on from.
+    """
+    choice, lock = ["", ""], None
+    if jax.process_index() == 0:
+        try:
+            folder, resuming = _choose(config, path, resume, name, say)
+            lock = _lock(folder)
+            choice = [str(folder), "resume" if resuming else "new"]
+        except RunError as e:
+            choice = [str(e), "error"]  # other processes wait for an answer
+    if jax.process_count() > 1:
+        choice = _broadcast(choice)
+    if choice[1] == "error":
+        raise RunError(choice[0])
+    return Path(choice[0]), choice[1] == "resume", lock
+
+
+def _choose(
+    config: TrainConfig, path: Path | None, resume: bool | str, name: str, say: Callable[[str], None]
+) -> tuple[Path, bool]:
+    if not resume:
+        return new_folder(path, name), False
+    if path is None:
+        if resume is True:
+            raise RunError("resuming needs the run's folder: give run=")
+        found = unfinished(name, config)
+        if found is not None:
+            say(f"resuming {found}, the newest run of these settings, which was not finished")
+            return found, True
+        folder = new_folder(None, name)
+        say(f"starting {folder} (no unfinished runs/{name}-* has these settings)")
+        return folder, False
+    if Checkpoints(path / "checkpoints").steps():
+        return path, True
+    if resume is True:
+        raise RunError(
+            f"{path} has no finished checkpoint to go on from; give --run {path} --continue to begin again in it"
+        )
+    if (path / "run.json").exists():
+        say(f"starting again in {path}, which has no finished checkpoint")
+        return path, False
+    return new_folder(path, name), False
+
+
+def new_folder(path: Path | None, stem: str = "run") -> Path:
+    """Makes the folder of a new run: `path`, or the next free `runs/<stem>-<n>`.
+
+    Raises:
+      RunError: `path` is there and not empty, or cannot be made.
+    """
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise RunError(f"{path} is there already; resume it with --resume {path}, or name another folder")
+            return path
+        root = Path("runs")
+        root.mkdir(exist_ok=True)
+        newest = max(_numbers(root, stem), default=0)
+        for n in range(newest + 1, newest + 1000):
+            with contextlib.suppress(FileExistsError):  # another run took the number just now
+                (root / f"{stem}-{n}").mkdir()
+                return root / f"{stem}-{n}"
+    except OSError as e:
+        raise RunError(f"cannot make the run folder {path or 'runs'}: {e.strerror}") from e
+    raise RunError(f"no free number for a run called {stem} in runs; name a folder with --run")
+
+
+def unfinished(stem: str, config: TrainConfig) -> Path | None:
+    """The newest `runs/<stem>-<n>` of the same settings with a checkpoint that was not finished and is not in use."""
+    root = Path("runs")
+    settings = gin_config.dumps("train", config.values())
+    for n in sorted(_numbers(root, stem), reverse=True) if root.is_dir() else []:
+        path = root / f"{stem}-{n}"
+        try:
+            same = (path / "config.gin").read_text() == settings
+            finished = json.loads((path / "run.json").read_text()).get("status") == "finished"
+            _lock(path).close()
+        except (OSError, ValueError, RunError):
+            continue
+        if same:
+            return path if not finished and Checkpoints(path / "checkpoints").steps() else None
+    return None
+
+
+def _lock(path: Path) -> IO[str]:
+    """Takes the folder until the returned file is closed or the process ends, however it ends."""
+    import fcntl
+
+    try:
+        file = (path / ".lock").open("w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except BlockingIOError:
+        raise RunError(f"{path} is being trained by another process; wait for it, or start a new run") from None
+    except OSError as e:
+        raise RunError(f"cannot write into {path}: {e.strerror}") from e
+
+
+def _numbers(root: Path, stem: str) -> list[int]:
+    """The n of every `<stem>-<n>` in `root`; another run's name may begin like this one's."""
+    tails = [p.name.removeprefix(f"{stem}-") for p in root.iterdir() if p.name.startswith(f"{stem}-")]
+    return [int(tail) for tail in tails if tail.isdecimal()]
+
+
+def _broadcast(choice: list[str]) -> Any:
+    from jax.experimental import multihost_utils
+
+    buffer = np.zeros(8192, np.uint8)
+    text = json.dumps(choice).encode()[: len(buffer)]
+    buffer[: len(text)] = np.frombuffer(text, np.uint8)
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).rstrip(b"\0"))

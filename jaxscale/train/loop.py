@@ -1,0 +1,347 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxscale.data import to_devices
+from jaxscale.errors import CheckpointError, ConfigError, RunError, near
+from jaxscale.layout import describe
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.folders import choose_folder
+from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
+from jaxscale.train.peaks import peak_flops
+from jaxscale.train.prepare import Prepared, prepare
+from jaxscale.train.report import Reporter
+from jaxscale.train.run import Run, about, read_config, write_config, write_text
+from jaxscale.train.signals import stop_signals
+from jaxscale.train.state import TrainState
+from jaxscale.train.step import jit_step, make_eval, make_loss_and_grads, make_step
+
+
+def fit(
+    config: TrainConfig | None = None,
+    *,
+    run: str | Path | None = None,
+    resume: bool | str = False,
+    name: str = "run",
+    profile: tuple[int, int] | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Trains a model and leaves a run folder.
+
+    Args:
+      config: the settings; or give them by name: `fit(model=..., layout=..., data=..., steps=200)`. What is not
+        given comes from the defaults, or when resuming from the run's own `config.gin`.
+      run: the run's folder; a new one, `runs/<name>-<n>`, by default. One that is there is never overwritten.
+      resume: `True` goes on from the newest checkpoint in `run`, on any layout. "newest" does so where there is one,
+        in `run` or else in the newest unfinished `runs/<name>-<n>` of these settings, and starts anew where there is
+        none.
+      name: what new folders are called.
+      profile: (first, last) step of a profile written to the run's `profile/` folder.
+      quiet: print nothing.
+      **settings: fields of `TrainConfig`.
+
+    Returns:
+      the run, with its last state in memory.
+
+    Raises:
+      JaxscaleError: what does not fit, before anything is compiled or written.
+    """
+    if config is None and resume is True and run is not None:
+        config = read_config(Path(run), given=settings)  # a run goes on with its own settings
+    config = _settings(config, settings)
+    if profile is not None and not 1 <= profile[0] <= profile[1] <= config.steps:
+        raise ConfigError(
+            f"profile {profile[0]}:{profile[1]}: steps count from 1 to {config.steps} here, and the last is not before "
+            "the first"
+        )
+    reporter = Reporter(quiet or jax.process_index() != 0)
+    prepared = prepare(config)
+    path = None if run is None else Path(run)
+    folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
+    out = Run(folder, config)
+    with contextlib.ExitStack() as stack:
+        if lock is not None:
+            stack.enter_context(lock)
+        if config.layout is not None:
+            stack.enter_context(config.layout)
+        stop = stack.enter_context(stop_signals())
+        _Loop(config, prepared, out, reporter, profile, stop).train(resuming)
+    return out
+
+
+def _settings(config: TrainConfig | None, settings: dict[str, Any]) -> TrainConfig:
+    fields = {f.name for f in dataclasses.fields(TrainConfig)}
+    for key in settings:
+        if key not in fields:
+            raise ConfigError(f"fit has no setting '{key}'{near(key, fields)}")
+        if key in ("lr", "schedule") and isinstance(settings.get("optimizer"), optax.GradientTransformation):
+            raise ConfigError(
+                f"an optax optimizer brings its own learning rate; leave out {key}, or use one of ours, as AdamW()"
+            )
+    return dataclasses.replace(config, **settings) if config is not None else TrainConfig(**settings)
+
+
+class _Loop:
+    """One run from its first step, or the step of a checkpoint, to its last."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prepared: Prepared,
+        run: Run,
+        reporter: Reporter,
+        profile: tuple[int, int] | None,
+        stop: dict[str, str],
+    ):
+        self.config, self.prepared, self.run, self.reporter = config, prepared, run, reporter
+        self.profile, self.stop = profile, stop
+        self.profiling = False
+        self.main = jax.process_index() == 0
+        self.checkpoints = run.checkpoints
+        blueprint = prepared.blueprint
+        loss_and_grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate)
+        step = make_step(loss_and_grads, blueprint.tx, prepared.schedule)
+        self.step = jit_step(step, blueprint, self._batch_shardings())
+        self.evaluate = make_eval(blueprint, self._batch_shardings())
+        self.flops = config.model.flops(config.batch_size, config.seq_len)
+        devices = 1 if config.layout is None else config.layout.devices
+        peak = peak_flops(jax.devices()[0])
+        self.peak = None if peak is None else peak * devices
+        # Simulated devices and processes deadlock when steps pile up; a real accelerator keeps one in flight.
+        self.lag = 0 if jax.default_backend() == "cpu" else 1
+
+    def train(self, resuming: bool) -> None:
+        """Runs it; the folder tells the story even when this raises."""
+        config, reporter = self.config, self.reporter
+        state = self._restore() if resuming else self.prepared.blueprint.init(config.seed)
+        first = int(state.step)
+        if first >= config.steps:
+            raise RunError(
+                f"{self.run.path} has already taken {first} of {config.steps} steps; raise train.steps to go on"
+            )
+        self._announce(first)
+        files: list[Any] = []
+        status = "failed"
+        try:
+            files += self._open_files(first)
+            state = self._steps(state, first, files)
+            reporter.stop()
+            self._save(state)
+            self.checkpoints.close()
+            status = "finished" if int(state.step) == config.steps else "stopped"
+        finally:
+            reporter.stop()
+            self._end_profile()
+            for file in files:
+                file.close()
+            if status == "failed" and jax.process_count() == 1:  # others may never come to this one's barriers
+                with contextlib.suppress(CheckpointError):
+                    self.checkpoints.close()
+            if self.main:
+                self._write_info(status, self._last_step())
+        self.run.state = state
+        self._picture()
+        if status == "stopped":
+            reporter.say(f"stopped by {self.stop['signal']} after step {int(state.step)}; its checkpoint is written")
+        elif config.prompt is not None:
+            text = self.run.sample(config.prompt, tokens=400)
+            reporter.say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
+
+    def _steps(self, state: TrainState, first: int, files: list[Any]) -> TrainState:
+        config = self.config
+        pending: list[tuple[int, dict[str, jax.Array]]] = []
+        self.reporter.start(config.steps, first)
+        self.clock = time.perf_counter()
+        self.spent, self.timed = 0.0, 0
+        for done in range(first, config.steps):
+            now = done + 1
+            with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now):
+                state, metrics = self.step(state, self._place(done))
+            pending.append((now, metrics))
+            stopping = self._stopping(now)
+            last = stopping or now == config.steps
+            evaluate = bool(config.eval_batches) and (now == config.steps or _every(config.eval_every, now))
+            save = not last and _every(config.checkpoint_every, now)
+            while len(pending) > (0 if evaluate or last or save else self.lag):
+                step, metrics = pending.pop(0)
+                row = self._numbers(step, metrics)
+                if evaluate and step == now:
+                    row["eval_loss"] = self._eval(state)
+                self._write(row, files)
+            if save:
+                self._save(state)
+            if save or evaluate:
+                self.clock = time.perf_counter()  # what was not training is not in the next step's time
+            if stopping:
+                break
+        return state
+
+    def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
+        """Fetches a step's numbers, waiting for it."""
+        numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        if self.timed or self.spent:
+            self.timed, self.spent = self.timed + 1, self.spent + seconds
+        else:
+            self.spent = 1e-9  # the first step compiles: it is left out of the estimate
+        row: dict[str, Any] = {"step": step, **numbers}
+        row["tokens_per_second"] = self.config.batch_size * self.config.seq_len / seconds
+        row["model_flops_per_second"] = self.flops / seconds
+        return row
+
+    def _write(self, row: dict[str, Any], files: list[Any]) -> None:
+        row["time"] = time.time()
+        for file in files:
+            file.write(row)
+        left = self.spent / max(self.timed, 1) * (self.config.steps - row["step"])
+        share = None if self.peak is None else row["model_flops_per_second"] / self.peak
+        self.reporter.step(row, self.config.steps, left, share)
+
+    def _eval(self, state: TrainState) -> float:
+        loss = tokens = 0.0
+        for i in range(len(self.prepared.heldout)):
+            batch = to_devices(self.prepared.heldout.__getitem__, i, self.prepared.batch)
+            part, weight = self.evaluate(state.params, self._given(batch))
+            loss, tokens = loss + float(part), tokens + float(weight)
+        if tokens == 0:
+            raise RunError("the held-out batches have no weighted token; raise train.eval_batches or the held-out part")
+        return loss / tokens
+
+    def _place(self, step: int) -> dict[str, jax.Array]:
+        return self._given(to_devices(self.prepared.loader, step, self.prepared.batch))
+
+    def _given(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {k: batch[k] for k in self.prepared.keys}
+
+    def _batch_shardings(self) -> Any:
+        return None if self.prepared.batch is None else dict.fromkeys(self.prepared.keys, self.prepared.batch)
+
+    def _save(self, state: TrainState) -> None:
+        if int(state.step) not in self.checkpoints.steps():
+            layout = None if self.config.layout is None else str(self.config.layout)
+            facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows()}
+            self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
+
+    def _restore(self) -> TrainState:
+        blueprint = self.prepared.blueprint
+        step = self.run.last_step()
+        manifest = self.checkpoints.manifest(step)
+        for key, value in self._rows().items():
+            if manifest["rows"][key] != value:
+                raise RunError(
+                    f"{self.run.path} was trained with train.{key} = {manifest['rows'][key]!r}, and a run keeps its "
+                    f"rows; leave it so, or start a new run for {value!r}"
+                )
+        saved = manifest["data"]
+        if saved != self.prepared.fingerprint:
+            raise RunError(
+                f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "
+                f"is {self.prepared.fingerprint[:12]}); start a new run, or bring the old files back"
+            )
+        if self.prepared.schedule is not None and manifest["steps"] != self.config.steps:
+            rate = float(self.prepared.schedule(step))
+            self.reporter.say(
+                f"train.steps was {manifest['steps']} and is {self.config.steps}: the schedule is made anew, and goes "
+                f"on with a learning rate of {rate:.3g}"
+            )
+        return self.checkpoints.restore(step, blueprint.abstract_state(), blueprint.shardings())
+
+    def _rows(self) -> dict[str, Any]:
+        """The settings that decide what a row of data is."""
+        return {"seq_len": self.config.seq_len, "packing": self.config.packing}
+
+    def _last_step(self) -> int:
+        steps = self.checkpoints.steps()
+        return steps[-1] if steps else 0
+
+    def _stopping(self, step: int) -> bool:
+        """Whether any process was asked to stop; all answer alike."""
+        if jax.process_count() == 1:
+            return bool(self.stop)
+        if step % 10:
+            return False
+        from jax.experimental import multihost_utils
+
+        asked = multihost_utils.process_allgather(np.asarray([bool(self.stop)]))
+        if bool(np.any(asked)):
+            self.stop.setdefault("signal", "another process")
+        return bool(np.any(asked))
+
+    @contextlib.contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        first, last = self.profile or (0, -1)
+        if first <= step <= last and not self.profiling:
+            jax.profiler.start_trace(str(self.run.path / "profile"))
+            self.profiling = True
+        yield
+        if step == last:
+            self._end_profile()
+
+    def _end_profile(self) -> None:
+        if not self.profiling:
+            return
+        self.profiling = False
+        jax.block_until_ready(jax.live_arrays())
+        jax.profiler.stop_trace()
+        self.reporter.say(f"a profile is in {self.run.path / 'profile'}")
+
+    def _announce(self, first: int) -> None:
+        config, infos = self.config, self.prepared.blueprint.infos
+        layout = "one device, no mesh" if config.layout is None else str(config.layout)
+        rows = describe(infos, config.layout)
+        self.reporter.table(f"parameters, laid out {layout}", rows)
+        since = f", from step {first}" if first else ""
+        self.reporter.say(
+            f"{config.model.param_count() / 1e6:.2f}M parameters · {config.data.name}, "
+            f"{len(self.prepared.loader.source):,} rows of {config.seq_len} tokens · {config.batch_size} rows a step · "
+            f"{config.steps} steps{since} · run folder {self.run.path}"
+        )
+
+    def _open_files(self, first: int) -> list[Any]:
+        if not self.main:
+            return []
+        lost = write_config(self.run.path, self.config, first)
+        for setting in lost:
+            self.reporter.warn(f"{setting} came from Python and is not in config.gin; resume this run from Python")
+        self._write_info("running", first)
+        board = tensorboard_or_none(self.run.path / "tensorboard", self.config.tensorboard)
+        return [MetricsFile(self.run.path / "metrics.jsonl"), *([board] if board else [])]
+
+    def _write_info(self, status: str, step: int) -> None:
+        before: dict[str, Any] = {}
+        with contextlib.suppress(RunError):
+            before = self.run.info
+        info = {
+            **about(self.config, self.prepared.fingerprint),
+            "status": status,
+            "step": step,
+            "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        write_text(self.run.path / "run.json", json.dumps(info, indent=2) + "\n")
+
+    def _picture(self) -> None:
+        if not self.main:
+            return
+        try:
+            self.run.plot(self.run.path / "loss.png")
+        except RunError as e:
+            self.reporter.warn(f"{e}")
+
+
+def _every(period: int, step: int) -> bool:
+    return bool(period) and step % period == 0

@@ -1,0 +1,93 @@
+"""`metrics.jsonl`: a line a step, append-only, and TensorBoard beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import RunError
+
+
+class MetricsFile:
+    """Appends lines to `metrics.jsonl`; a line is on its way to disk before the next step starts.
+
+    A run that was killed and resumed repeats the steps since its checkpoint: readers let a step replace itself and
+    all that was written after it.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab")
+        if self._file.tell() and path.read_bytes()[-1:] != b"\n":
+            self._file.write(b"\n")  # a line torn by a kill stays torn, and alone
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one line; numbers that are not finite are written as strings, since JSON has none.
+
+        Raises:
+          RunError: the disk refuses.
+        """
+        row = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()}
+        try:
+            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.flush()
+        except OSError as e:
+            raise RunError(f"cannot write {self._file.name}: {e.strerror}") from e
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, one per step in order of step, the last written of each; torn lines left out."""
+    rows: dict[int, dict[str, Any]] = {}
+    if not path.exists():
+        return []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if step in rows:  # resumed from before it: what was written since is another future
+            rows = {s: r for s, r in rows.items() if s < step}
+        numbers = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in row.items()}
+        rows[step] = {**numbers, "step": step}
+    return [rows[step] for step in sorted(rows)]
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, through tensorboardX."""
+
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One step's numbers."""
+        for key, value in row.items():
+            if key != "step":
+                self._writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self._writer.close()
+
+
+def tensorboard_or_none(folder: Path, wanted: bool | None) -> TensorBoard | None:
+    """A writer when wanted (`True`) or possible (`None`).
+
+    Raises:
+      RunError: wanted, and tensorboardX is not installed.
+    """
+    if wanted is False:
+        return None
+    try:
+        return TensorBoard(folder)
+    except ImportError:
+        if wanted:
+            raise RunError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'") from None
+        return None

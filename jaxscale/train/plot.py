@@ -1,0 +1,58 @@
+"""The picture of a run: its loss over steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import RunError
+
+
+def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) -> Any:
+    """Draws training and held-out loss over steps.
+
+    Args:
+      rows: as `read_metrics` gives.
+      title: of the figure.
+      path: a PNG to write.
+
+    Returns:
+      the matplotlib figure.
+
+    Raises:
+      RunError: matplotlib is not installed, or there is nothing to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RunError("drawing loss.png needs matplotlib: pip install 'jaxscale[plot]'") from None
+    points = [(r["step"], r["loss"]) for r in rows if "loss" in r]
+    if not points:
+        raise RunError(f"{title} has no losses to draw yet; train at least one step")
+    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*zip(*points, strict=True), color="#9bb8d8", linewidth=0.8, label="training, each step")
+    axes.plot(*_smooth(points), color="#1f5fa8", linewidth=1.8, label="training, smoothed")
+    heldout = [(r["step"], r["eval_loss"]) for r in rows if "eval_loss" in r]
+    if heldout:
+        label = f"held-out files, last {heldout[-1][1]:.3f}"
+        axes.plot(*zip(*heldout, strict=True), "o-", color="#d1495b", markersize=4, linewidth=1.2, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """A running mean over a fiftieth of the run, corrected for its start."""
+    keep = 1 - 1 / max(2, len(points) / 50)
+    total = weight = 0.0
+    out = []
+    for _, y in points:
+        total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
+        out.append(total / weight)
+    return [x for x, _ in points], out

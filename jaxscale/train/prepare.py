@@ -1,0 +1,162 @@
+"""Everything about a run that can be checked before anything is compiled or written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxscale.data import Batch, Loader, Source, heldout_batches
+from jaxscale.errors import ConfigError, DataError, LayoutError
+from jaxscale.layout import Layout
+from jaxscale.optim import chain
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.state import Blueprint, describe_model, make_params
+from jaxscale.train.step import batch_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start.
+
+    Args:
+      blueprint: model, optimizer and layout.
+      schedule: step -> learning rate, or `None` when the optimizer brings its own.
+      loader: training batches by step.
+      heldout: held-out batches, on the host.
+      batch: sharding of a batch, or `None`.
+      keys: the entries of a batch that the model is given.
+    """
+
+    blueprint: Blueprint
+    schedule: Callable[[Any], Any] | None
+    loader: Loader
+    heldout: list[Batch]
+    batch: Any
+    keys: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training data, whatever the batch size."""
+        return self.loader.source.fingerprint
+
+
+def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
+    """Model, optimizer and layout of a run, and its learning-rate schedule; needs no data and no device.
+
+    Raises:
+      ConfigError: naming what does not fit.
+    """
+    graphdef, infos = describe_model(config.model)
+    schedule: Callable[[Any], Any] | None = None
+    if isinstance(config.optimizer, optax.GradientTransformation):
+        tx = config.optimizer
+    else:
+        schedule = config.schedule.make(config.lr, config.steps)
+        tx = config.optimizer.make(schedule, infos)
+    if config.clip_norm is not None:
+        tx = chain(_clip(config.clip_norm), tx)
+    return Blueprint(graphdef, infos, tx, config.layout, functools.partial(make_params, config.model)), schedule
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Checks a run and opens its data.
+
+    Raises:
+      LayoutError, ConfigError, DataError: naming what does not fit.
+    """
+    if config.layout is not None:
+        _ = config.layout.device_mesh  # too few devices: say so first
+        _check_idle(config.layout)
+    if jax.process_count() > 1:
+        devices: Any = [] if config.layout is None else config.layout.device_mesh.devices.flat
+        idle = jax.process_count() - len({d.process_index for d in devices})
+        if idle:
+            raise LayoutError(
+                f"the layout {config.layout or 'None'} leaves {idle} of {jax.process_count()} processes without a "
+                f"device; give a mesh of all {jax.device_count()} devices, or start fewer processes"
+            )
+    blueprint, schedule = blueprint_of(config)
+    blueprint.shardings()  # raises what cannot be laid out
+    sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
+    if config.accumulate > 1:
+        batch_sharding(config.layout, config.micro_batch, config.seq_len)
+    open_source = functools.partial(
+        config.data.source, config.tokenizer, seq_len=config.seq_len, packing=config.packing
+    )  # fmt: skip
+    source: Source = open_source(split="train")
+    if source.vocab_size > config.model.vocab:
+        raise ConfigError(
+            f"the data has {source.vocab_size} token ids and the model {config.model.vocab}; set the model's vocab "
+            f"to {source.vocab_size} or a multiple above it"
+        )
+    if config.prompt is not None:
+        from jaxscale.infer.sample import prompt_ids  # the same floor: only when asked
+
+        prompt_ids(config, config.prompt)  # not after hours of training
+    _check_same_everywhere(source)
+    heldout: list[Batch] = []
+    if config.eval_batches:
+        heldout = list(heldout_batches(open_source(split="heldout"), config.batch_size, config.eval_batches))
+    keys: tuple[str, ...] = ("tokens", "targets", "weights")
+    if config.segments:
+        keys = (*keys, "segment_ids", "positions")
+    _trace(blueprint, config)
+    return Prepared(blueprint, schedule, Loader(source, config.batch_size, config.seed), heldout, sharding, keys)
+
+
+def _check_idle(layout: Layout) -> None:
+    """A mesh axis that splits nothing only repeats work."""
+    rules = layout.resolved_rules
+    used = {m for kind in (rules.params, rules.activations) for target in kind.values() for m in target or ()}
+    for axis, size in layout.sizes.items():
+        if size > 1 and axis not in used:
+            raise LayoutError(
+                f"{layout} has {axis}={size}, and its rules split nothing over '{axis}', so {size} devices would each "
+                f"do the same work; use rules='fsdp_tensor', or a mesh without {axis}"
+            )
+
+
+def _check_same_everywhere(source: Source) -> None:
+    """Each process opens the corpus for itself; they must all have found the same one."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(hashlib.sha256(source.fingerprint.encode()).digest(), np.uint8)
+    if not (multihost_utils.process_allgather(mine) == mine).all():
+        raise DataError(
+            f"the hosts do not have the same corpus '{source.name}'; give all of them the same files, or one token "
+            "file on a shared disk"
+        )
+
+
+def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
+    """Traces the model, so that what it has to say about these shapes is said now."""
+
+    def hidden(params: Any, tokens: Any) -> Any:
+        return nnx.merge(blueprint.graphdef, params).hidden(tokens)
+
+    tokens = jax.ShapeDtypeStruct((config.micro_batch, config.seq_len), jnp.int32)
+    with config.layout if config.layout is not None else contextlib.nullcontext():
+        jax.eval_shape(hidden, blueprint.abstract_state().params, tokens)
+
+
+def _clip(norm: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, the norm taken in float32."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        total = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
+        factor = jnp.minimum(1.0, norm / jnp.maximum(total, 1e-12))
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)

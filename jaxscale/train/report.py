@@ -1,0 +1,130 @@
+"""What a person sees while a run trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from jaxscale.layout import TensorRow
+
+WIDTH = 132
+
+
+class Reporter:
+    """Prints to the terminal or notebook through rich; quiet on all processes but the first.
+
+    On a terminal the steps are one live bar; elsewhere (a log file, CI) a line every ten seconds.
+    """
+
+    def __init__(self, quiet: bool = False):
+        from rich.console import Console
+
+        self.console = Console(quiet=quiet, highlight=False)
+        # in a notebook a live bar needs ipywidgets; without, rich would warn at every turn
+        self._live = self.console.is_terminal or self.console.is_jupyter and find_spec("ipywidgets") is not None
+        if not (self.console.is_terminal or self.console.is_jupyter):
+            self.console = Console(quiet=quiet, highlight=False, width=WIDTH)  # a file wraps nothing
+        self._quiet = quiet
+        self._progress: Any = None
+        self._task: Any = None
+        self._last_line = 0.0
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """One line that should be read."""
+        self.console.print(f"warning: {text}", markup=False, style="yellow", soft_wrap=True)
+
+    def table(self, title: str, rows: Sequence[TensorRow]) -> None:
+        """The tensor table."""
+        if not self._quiet:
+            self.console.print(tensor_table(title, rows))
+
+    def start(self, steps: int, done: int) -> None:
+        """Begins the bar; `done` steps were taken before."""
+        self._last_line = time.perf_counter()
+        if self._quiet or not self._live:
+            self.say("compiling the step …")
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step {task.completed:>5.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=self.console,
+            refresh_per_second=4,
+            speed_estimate_period=60,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=done, numbers="compiling the step …")
+        self._progress.start()
+
+    def step(self, row: dict[str, Any], steps: int, seconds_left: float, peak_share: float | None) -> None:
+        """One step's numbers."""
+        numbers = (
+            f"loss {row['loss']:.3f} · {_short(row['tokens_per_second'])} tokens/s · "
+            f"{_short(row['model_flops_per_second'])}FLOP/s"
+        )
+        if peak_share is not None:
+            numbers += f" ({peak_share:.0%} of bf16 peak)"
+        if "eval_loss" in row:
+            self._above(f"step {row['step']}: held-out loss {row['eval_loss']:.3f} nats per token")
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], numbers=numbers)
+        elif time.perf_counter() - self._last_line > 10 or row["step"] == steps:
+            self._last_line = time.perf_counter()
+            self.say(f"step {row['step']}/{steps} · {numbers} · {_clock(seconds_left)} left")
+
+    def _above(self, text: str) -> None:
+        console = self._progress.console if self._progress is not None else self.console
+        console.print(text, markup=False)
+
+    def stop(self) -> None:
+        """Ends the bar."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
+    """A rich table of tensors: name, shape, logical axes, spec, bytes per device; with `why`, the rules that fired."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("tensor", "shape", "logical axes", "spec", "per device", *(["because"] if why else [])):
+        right, whole = name == "per device", name == "tensor"  # a name that is cut cannot be searched for
+        table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    for r in rows:
+        spec = " ".join("·".join(p) if isinstance(p, tuple) else str(p or "-") for p in r.spec)
+        cells = (r.path, "×".join(map(str, r.shape)), " ".join(str(a or "-") for a in r.axes), spec)
+        table.add_row(*cells, human_bytes(r.bytes_per_device), *([r.rules] if why else []))
+    table.add_section()
+    table.add_row(f"{len(rows)} tensors", "", "", "", human_bytes(sum(r.bytes_per_device for r in rows)))
+    return table
+
+
+def _short(x: float) -> str:
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(x) >= size:
+            return f"{x / size:.3g} {letter}"
+    return f"{x:.0f} "
+
+
+def human_bytes(n: int) -> str:
+    """`n` bytes in the largest unit that leaves a number above 1."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} B"
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"

@@ -1,0 +1,205 @@
+"""A run is a folder: what was trained, how, and what came out."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxscale import config as gin_config
+from jaxscale.errors import ConfigError, RunError, near
+from jaxscale.train.checkpoint import Checkpoints
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.metrics import read_metrics
+from jaxscale.train.plot import plot_loss
+from jaxscale.train.state import TrainState, describe_model
+from jaxscale.version import __version__
+
+
+class Run:
+    """A run folder, and what is done with it afterwards.
+
+    `config.gin` rebuilds the run's settings, `run.json` says where and with what it ran, `metrics.jsonl` has a line
+    a step, `checkpoints/` its states, `loss.png` its picture.
+
+    Args:
+      path: the folder.
+      config: its settings, when they are at hand; else they are read from `config.gin`.
+      state: the last state, when it is in memory.
+    """
+
+    def __init__(self, path: str | Path, config: TrainConfig | None = None, state: TrainState | None = None):
+        self.path = Path(path)
+        self._config = config
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return jax.process_index() == 0
+
+    @functools.cached_property
+    def config(self) -> TrainConfig:
+        """The run's settings.
+
+        Raises:
+          RunError: the folder is no run, or its settings cannot be rebuilt from text.
+        """
+        return self._config if self._config is not None else read_config(self.path)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """`run.json`."""
+        try:
+            return json.loads((self.path / "run.json").read_text())
+        except (OSError, ValueError) as e:
+            raise RunError(f"{self.path} is not a run folder: it has no readable run.json ({e})") from None
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints."""
+        return Checkpoints(self.path / "checkpoints", keep=self.config.keep, keep_every=self.config.keep_every)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, now and then `eval_loss`."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws the loss; a matplotlib figure, also written as PNG where `path` says."""
+        return plot_loss(self.metrics(), f"{self.path.name}", None if path is None else Path(path))
+
+    def params(self, step: int | None = None) -> Any:
+        """The parameters of a checkpoint (the newest by default) on the default device, or the live ones if in memory.
+
+        Raises:
+          CheckpointError: there is none.
+        """
+        if self.state is not None and step is None:
+            return self.state.params
+        step = self.last_step() if step is None else step
+        return self.checkpoints.restore_params(step, describe_model(self.config.model)[1], None)
+
+    def last_step(self) -> int:
+        """The step of the newest finished checkpoint.
+
+        Raises:
+          RunError: there is none yet.
+        """
+        steps = self.checkpoints.steps()
+        if not steps:
+            raise RunError(f"{self.path} has no finished checkpoint yet; train it to one first")
+        return steps[-1]
+
+    def sample(
+        self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+    ) -> str:
+        """Continues a text; see `jaxscale.infer.sample_text`."""
+        from jaxscale.infer import sample_text  # the same floor: only when asked
+
+        return sample_text(self, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+
+def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[str] = ()) -> TrainConfig:
+    """A run's settings from its `config.gin`, in which nothing is imported; the config in force stays as it is.
+
+    Args:
+      path: the run folder.
+      bindings: gin bindings that change them.
+      given: settings that the caller replaces, so that it matters little if the text could not hold them.
+
+    Raises:
+      RunError: the folder is no run, or parts of it could not be written as text.
+      ConfigError: the text does not fit this version, or nothing reads a binding.
+    """
+    file = path / "config.gin"
+    if not file.is_file():
+        raise RunError(f"{path} is not a run folder: it has no config.gin")
+    lost = [name for name in gin_config.lost(file.read_text()) if name.split(".")[1] not in given]
+    if lost:
+        raise RunError(
+            f"{file} could not hold {', '.join(lost)}, which came from Python; resume it from Python with "
+            f"jaxscale.fit({lost[0].split('.')[1]}=..., run={str(path)!r}, resume=True)"
+        )
+    with gin_config.isolated():
+        try:
+            gin_config.load([file], bindings, allow_imports=False)
+        except ConfigError as e:
+            if "registered" not in str(e):
+                raise
+            raise ConfigError(f"{e}; a part of your own has to be imported first: --import ITS_MODULE") from None
+        config = gin_config.call("train")
+        unread = gin_config.unused()
+        if unread:
+            known = [line.partition(" =")[0] for line in file.read_text().splitlines() if " = " in line]
+            tail = unread[0].rsplit("/", 1)[-1]
+            same = [name for name in known if name.endswith(f"/{tail}")]
+            hint = f"; the run's own name for it is {' or '.join(same)}" if same else near(unread[0], known)
+            raise ConfigError(f"nothing in {file} reads the binding {unread[0]}{hint}")
+    return config  # type: ignore[return-value]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all.
+
+    Raises:
+      RunError: the disk refuses.
+    """
+    try:
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+    except OSError as e:
+        raise RunError(f"cannot write {path}: {e.strerror}") from e
+
+
+def write_config(path: Path, config: TrainConfig, step: int) -> list[str]:
+    """Writes `config.gin`; one that said something else is kept as `config.until-<step>.gin`.
+
+    Returns:
+      the settings that could not be written as text.
+    """
+    text = gin_config.dumps("train", config.values())
+    file = path / "config.gin"
+    if file.exists() and file.read_text() != text:
+        write_text(path / f"config.until-{step}.gin", file.read_text())
+    write_text(file, text)
+    return gin_config.lost(text)
+
+
+def about(config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
+    """What `run.json` says of the machine, the versions and the data."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    devices = jax.devices()
+    layout = config.layout
+    return {
+        "jaxscale": __version__,
+        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
+        "hardware": {
+            "platform": devices[0].platform,
+            "device": devices[0].device_kind,
+            "devices": len(devices),
+            "processes": jax.process_count(),
+            "host": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+        },
+        "layout": None if layout is None else {"mesh": layout.sizes, "rules": str(layout)},
+        "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS") if k in os.environ},
+        "command": sys.argv,
+        "seed": config.seed,
+        "data": {"corpus": config.data.name, "fingerprint": data_fingerprint},
+        "parameters": config.model.param_count(),
+    }

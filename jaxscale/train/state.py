@@ -1,0 +1,92 @@
+"""The state of training: one plain tree, born laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxscale.layout import Layout, abstract, shardings_of
+from jaxscale.models import ModelConfig
+from jaxscale.optim import state_shardings
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes.
+
+    Args:
+      step: optimizer steps taken, int32 scalar.
+      params: nested dict of arrays.
+      opt_state: the optimizer's.
+      rng: the run's random key; step k folds k into it.
+    """
+
+    step: jax.Array
+    params: Tree
+    opt_state: Tree
+    rng: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """A model, an optimizer and a layout, before any array exists.
+
+    Args:
+      graphdef: the module's structure, for `nnx.merge(graphdef, params)`.
+      infos: a `TensorInfo` per parameter.
+      tx: the optimizer.
+      layout: where things live; `None` is one device.
+      make_params: builds the parameters (under `jit`).
+    """
+
+    graphdef: nnx.GraphDef
+    infos: Tree
+    tx: optax.GradientTransformation
+    layout: Layout | None
+    make_params: Any
+
+    def shardings(self) -> TrainState | None:
+        """A sharding per array of the state, or `None` without a layout.
+
+        Raises:
+          LayoutError: naming the tensor that cannot be laid out.
+        """
+        if self.layout is None:
+            return None
+        whole = self.layout.replicated
+        return TrainState(
+            whole,  # type: ignore[arg-type]  # a tree of shardings in the state's own structure
+            shardings_of(self.infos, self.layout),
+            state_shardings(self.tx, self.infos, self.layout),
+            whole,  # type: ignore[arg-type]
+        )
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(lambda: self._make(0))
+
+    def init(self, seed: int) -> TrainState:
+        """The first state. Its values depend on the seed alone, not on the layout."""
+        return jax.jit(self._make, static_argnums=0, out_shardings=self.shardings())(seed)
+
+    def _make(self, seed: int) -> TrainState:
+        params = self.make_params(seed)
+        return TrainState(jnp.zeros([], jnp.int32), params, self.tx.init(params), jax.random.key(seed))
+
+
+def make_params(model: ModelConfig, seed: int) -> Tree:
+    """The model's initial parameters, a nested dict of arrays."""
+    return nnx.to_pure_dict(nnx.split(model.make(nnx.Rngs(params=seed)))[1])
+
+
+def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
+    """The model's structure and a `TensorInfo` per parameter; makes no array."""
+    return abstract(lambda: model.make(nnx.Rngs(params=0)))

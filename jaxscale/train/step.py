@@ -1,0 +1,147 @@
+"""The training step: a pure function of state and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxscale.layout import Layout, constrain
+from jaxscale.optim import apply_gradients
+from jaxscale.train.loss import token_losses
+from jaxscale.train.state import Blueprint, TrainState
+
+Tree = Any
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+LossAndGrads = Callable[[Tree, Batch, jax.Array], tuple[Metrics, Tree]]
+
+
+def make_loss_and_grads(blueprint: Blueprint, *, z_loss: float = 0.0, accumulate: int = 1) -> LossAndGrads:
+    """The default `loss_and_grads`: differentiates the model, in micro-batches if asked.
+
+    The loss is the mean over the weighted tokens of the *global* batch, so that accumulation changes memory and not
+    the gradient.
+
+    Args:
+      blueprint: model and layout.
+      z_loss: weight of the squared log-partition.
+      accumulate: number of micro-batches; divides the batch.
+
+    Returns:
+      `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them.
+    """
+
+    def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, z = weighted_sums(blueprint.graphdef, params, batch, key)
+        return (loss + z_loss * z) / total, loss / total
+
+    def lay_out(grads: Tree) -> Tree:
+        return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
+
+    def loss_and_grads(params: Tree, batch: Batch, key: jax.Array) -> tuple[Metrics, Tree]:
+        total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        grad = jax.grad(loss_of, has_aux=True)
+        if accumulate == 1:
+            grads, loss = grad(params, batch, key, total)
+            return {"loss": loss}, lay_out(grads)
+
+        def micro(carry: tuple[Tree, jax.Array], x: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, jax.Array], None]:
+            part, i = x
+            grads, loss = grad(params, part, jax.random.fold_in(key, i), total)
+            summed = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry[0], grads)
+            return (lay_out(summed), carry[1] + loss), None
+
+        zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+        parts = ({k: _split(v, accumulate) for k, v in batch.items()}, jnp.arange(accumulate))
+        (grads, loss), _ = jax.lax.scan(micro, (zeros, jnp.zeros([], jnp.float32)), parts)
+        return {"loss": loss}, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    return loss_and_grads
+
+
+def weighted_sums(
+    graphdef: nnx.GraphDef, params: Tree, batch: Batch, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32 scalars."""
+    model = nnx.merge(graphdef, params)
+    hidden = model.hidden(
+        batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), key=key
+    )
+    loss, z = token_losses(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
+    return jnp.sum(loss * batch["weights"]), jnp.sum(z * batch["weights"])
+
+
+def _split(x: jax.Array, parts: int) -> jax.Array:
+    """(B, S) -> (parts, B / parts, S), each part spread over all devices, so that no row moves."""
+    b, s = x.shape
+    return constrain(jnp.swapaxes(x.reshape(b // parts, parts, s), 0, 1), None, "batch", "seq")
+
+
+def make_step(
+    loss_and_grads: LossAndGrads, tx: optax.GradientTransformation, schedule: Callable[[Any], Any] | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step: gradients, their norm, the update.
+
+    Args:
+      loss_and_grads: `f(params, batch, key) -> (metrics, grads)`; a pipeline supplies its own.
+      tx: the optimizer.
+      schedule: step -> learning rate, reported as the metric `lr`.
+
+    Returns:
+      a pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step))
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        params, opt_state = apply_gradients(tx, grads, state.opt_state, state.params)
+        metrics = {**metrics, "grad_norm": norm}
+        if schedule is not None:
+            metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
+        return TrainState(state.step + 1, params, opt_state, state.rng), metrics
+
+    return step
+
+
+def batch_sharding(layout: Layout | None, batch_size: int, seq_len: int) -> Any:
+    """Where a batch's (B, S) arrays live.
+
+    Raises:
+      LayoutError: the batch does not divide.
+    """
+    if layout is None:
+        return None
+    return layout.sharding(("batch", "seq"), (batch_size, seq_len), kind="activations", name="the batch")
+
+
+def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
+    """`jit`, donating the state, both sides pinned: without that small parameters drift to other layouts.
+
+    Args:
+      step: from `make_step`.
+      blueprint: what gives the state's shardings.
+      batch: the batch's sharding, or `None`.
+    """
+    if blueprint.layout is None:
+        return jax.jit(step, donate_argnums=0)
+    state = blueprint.shardings()
+    return jax.jit(
+        step, donate_argnums=0, in_shardings=(state, batch), out_shardings=(state, blueprint.layout.replicated)
+    )
+
+
+def make_eval(blueprint: Blueprint, batch: Any) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
+    """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout."""
+
+    def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return weighted_sums(blueprint.graphdef, params, batch, None)[0], jnp.sum(batch["weights"])
+
+    if blueprint.layout is None:
+        return jax.jit(evaluate)
+    params = blueprint.shardings().params  # type: ignore[union-attr]
+    return jax.jit(evaluate, in_shardings=(params, batch), out_shardings=blueprint.layout.replicated)

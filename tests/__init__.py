@@ -1,0 +1,1 @@
+"""A package, so that `tests.truth` is ours whatever else is installed."""

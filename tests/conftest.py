@@ -1,0 +1,53 @@
+"""Eight simulated devices, caches that outlive a session, and a fresh config for every test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+_DEVICES = "--xla_force_host_platform_device_count"
+
+
+def _prepare_environment() -> None:
+    """Has to run before JAX is imported anywhere, hence at the import of this file."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEVICES not in flags:
+        flags = f"{flags} {_DEVICES}=8"
+    # Programs here run for milliseconds: compiling them quickly is what counts.
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+    defaults = {
+        "JAX_PLATFORMS": "cpu",
+        # Most of the tests' time is compilation, and most programs are the same as last time.
+        "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # Compiling for a TPU asks the cloud's metadata server otherwise, and waits where there is none.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAXSCALE_CACHE": str(_ROOT / ".cache"),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+_prepare_environment()
+
+
+@pytest.fixture(autouse=True)
+def fresh_config():
+    """No test sees another's bindings."""
+    yield
+    config = sys.modules.get("jaxscale.config")  # a test that never imported it has nothing to clear
+    if config is not None:
+        config.clear()
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """A finished run of a small transformer on eight devices, made once: look, and change nothing."""
+    from tests.truth.runs import finish  # imports JAX
+
+    return finish(tmp_path_factory.mktemp("finished"))

@@ -1,0 +1,35 @@
+"""Small corpora on disk, and a cache of its own for every test session."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxscale import data
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSCALE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """40 text files of 1 to 400 characters; document i is the letters of its number, so that mixing shows."""
+    root = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(0)
+    for i in range(40):
+        (root / f"f{i}.txt").write_text(chr(ord("0") + i) * int(random.integers(1, 400)))
+    return root
+
+
+@pytest.fixture(params=["stream", "fit", "mixture"])
+def source(request, folder):
+    """One source of each kind, 32 tokens a row."""
+    text = data.text_files(f"{folder}/*.txt", heldout=0.2)
+    if request.param != "mixture":
+        return text.source(data.ByteTokenizer(), seq_len=32, split="train", packing=request.param)
+    other = data.synthetic(256, documents=20, length=40)
+    return data.mixture(((text, 3), (other, 1))).source(data.ByteTokenizer(), seq_len=32, split="train")

@@ -1,0 +1,188 @@
+"""Names to specs, errors before compiling, and traces that belong to the layout they were made under."""
+
+from __future__ import annotations
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.errors import LayoutError
+from jaxscale.layout import Layout, Rules, constrain, current
+from tests.truth.compiled import compilations
+from tests.truth.errors import raises_saying
+
+
+def test_two_dimensions_on_one_mesh_axis_are_refused():
+    layout = Layout("tensor=8", Rules(params={"embed": "tensor", "mlp": ("data", "tensor")}))
+    with raises_saying(LayoutError, "up/kernel", "(64, 128)", "params", "'embed'", "'mlp'", "'tensor'", "None"):
+        layout.spec(("embed", "mlp"), (64, 128), name="up/kernel")
+
+
+def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_nearest_that_does():
+    layout = Layout("tensor=4,data=2")
+    with raises_saying(
+        LayoutError,
+        "k/kernel",
+        "('embed', 'kv_heads', 'head_dim')",
+        "(64, 6, 16)",
+        "params['kv_heads'] = 'tensor'",
+        "cuts 6 into 4",
+        "tensor=4",
+        "4 or 8",
+        "pieces is 3",
+    ):
+        layout.spec(("embed", "kv_heads", "head_dim"), (64, 6, 16), name="k/kernel")
+
+
+def test_a_dimension_smaller_than_the_mesh_is_told_the_smallest_that_divides():
+    with raises_saying(LayoutError, "cuts 3 into 8", "('data', 'fsdp')", "data=2 x fsdp=4", "that does is 8"):
+        Layout("data=2,fsdp=4").spec(("batch",), (3,), kind="activations")
+
+
+def test_an_unknown_name_is_refused_with_a_suggestion():
+    with raises_saying(LayoutError, "'embd'", "did you mean 'embed'", "w"):
+        Layout("data=8").spec(("embd",), (4,), name="w")
+    with raises_saying(LayoutError, "Layout.split", "'bach'", "'batch'"):
+        Layout("data=8").split("bach")
+
+
+def test_names_and_dimensions_must_be_as_many():
+    with raises_saying(LayoutError, "2 dimensions and 1 names"):
+        Layout("data=8").spec(("embed",), (4, 4))
+
+
+def test_split_counts_the_pieces_of_a_name():
+    layout = Layout("data=2,fsdp=2,tensor=2")
+    assert (layout.split("batch"), layout.split("seq"), layout.split("mlp")) == (4, 1, 2)
+    assert (layout.split("embed"), layout.split("embed", "params")) == (1, 2)
+
+
+def test_a_layout_says_what_it_is_in_a_line():
+    assert str(Layout("tensor=2,data=4", sequence_sharded=True)) == "data=4,tensor=2 (fsdp_tensor, sequence-sharded)"
+    assert str(Layout("data=1", Rules())) == "one device (own rules)"
+
+
+def test_a_mesh_axis_that_nothing_runs_on_is_refused():
+    with raises_saying(LayoutError, "'pipeline=2,fsdp=2'", "pipeline", "no pipeline schedules", "fsdp"):
+        Layout("pipeline=2,fsdp=2")
+    assert Layout("pipeline=1,fsdp=2").devices == 2
+
+
+def test_constrain_is_a_no_op_outside_of_a_layout():
+    x = jnp.ones((3, 5))
+    assert constrain(x, "batch", "embed") is x  # though 3 divides by nothing
+    assert not jax.make_jaxpr(lambda x: constrain(x, "batch", "embed"))(x).eqns
+
+
+@pytest.mark.parametrize("layout", [None, Layout("data=8")], ids=["no layout", "layout"])
+def test_constrain_checks_names_with_or_without_a_layout(layout):
+    def use():
+        with raises_saying(LayoutError, "'embedd'", "did you mean 'embed'"):
+            constrain(jnp.ones((8, 8)), "batch", "embedd")
+
+    if layout is None:
+        use()
+    else:
+        with layout:
+            use()
+
+
+def test_constrain_says_which_activation_does_not_divide():
+    with Layout("data=8"), raises_saying(LayoutError, "the activation", "(6, 4)", "activations['batch']", "8"):
+        constrain(jnp.ones((6, 4)), "batch", "seq")
+
+
+def test_constrain_reads_the_map_it_is_asked_for():
+    x = jnp.ones((8, 8))
+    with Layout("fsdp=4,tensor=2"):
+        jaxpr = jax.make_jaxpr(lambda x: (constrain(x, "embed", "mlp"), constrain(x, "embed", "mlp", kind="grads")))(x)
+    assert constraints(jaxpr.jaxpr) == [P(None, "tensor"), P("fsdp", "tensor")]
+
+
+def test_layouts_nest_and_leave_nothing_behind():
+    outer, inner = Layout("data=8"), Layout("tensor=8")
+    with outer:
+        with pytest.raises(RuntimeError), inner:
+            assert current() is inner
+            raise RuntimeError
+        assert current() is outer
+        with outer:
+            assert jax.sharding.get_abstract_mesh().shape["data"] == 8
+        assert current() is outer
+    assert current() is None
+
+
+def _wrapped_once():
+    def body(c, _):
+        return constrain(jnp.sin(c), "batch", "embed"), None
+
+    def plain(x):
+        return constrain(jnp.sin(x), "batch", "embed")
+
+    return {
+        "scan": lambda x: jax.lax.scan(body, x, None, length=2)[0],
+        "jit": jax.jit(plain),
+        "checkpoint": jax.checkpoint(plain),
+    }
+
+
+@pytest.mark.parametrize("wrapper", ["scan", "jit", "checkpoint"])
+def test_two_rule_sets_on_one_mesh_do_not_share_traces(wrapper):
+    f = _wrapped_once()[wrapper]
+    x = jnp.ones((4, 8))
+    found = []
+    for target in ("data", "fsdp", "data"):
+        with Layout("data=4,fsdp=2", Rules(activations={"embed": target})):
+            found += constraints(jax.make_jaxpr(lambda x: f(x))(x).jaxpr)
+    assert found == [P(None, "data"), P(None, "fsdp"), P(None, "data")]
+
+
+def test_two_rule_sets_on_one_mesh_do_not_share_a_compiled_function():
+    f = jax.jit(lambda x: constrain(x * 2, "batch", "embed"))
+    x = jnp.ones((8, 8))
+    for target, spec in (("data", P(None, "data")), ("fsdp", P(None, "fsdp"))):
+        layout = Layout("data=4,fsdp=2", Rules(activations={"embed": target}))
+        with layout:
+            y = f(x)
+        assert y.sharding.is_equivalent_to(jax.NamedSharding(layout.device_mesh, spec), 2)
+        np.testing.assert_array_equal(y, 2 * np.ones((8, 8)))
+
+
+def test_equal_layouts_share_a_compiled_function():
+    f = jax.jit(lambda x: constrain(x + 1, "batch", "embed"))
+    counts, x = [], jnp.ones((8, 8))
+    for _ in range(3):
+        with Layout("data=4,tensor=2"):
+            f(x)
+        counts.append(compilations())
+    assert counts[0] == counts[2]
+
+
+def constraints(jaxpr):
+    """The specs of every sharding constraint in a jaxpr and the ones within."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            found.append(eqn.params["sharding"].spec)
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found += constraints(inner)
+    return found
+
+
+def test_a_layout_that_cannot_be_entered_is_not_left_in_force():
+    with pytest.raises(LayoutError), Layout("data=16"):
+        pass
+    assert current() is None
+
+
+def test_a_layout_that_was_used_can_be_pickled():
+    layout = Layout("data=2,fsdp=4")
+    with layout:
+        pass
+    assert pickle.loads(pickle.dumps(layout)) == layout

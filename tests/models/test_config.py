@@ -1,0 +1,127 @@
+"""Sizes that follow from depth, counts against the papers and against counting by hand, and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+from jaxscale.errors import ConfigError
+from jaxscale.models import Learned, TransformerConfig, gemma3, gpt2, llama3_8b, llama3_70b, qwen3
+from jaxscale.nn import GELU, GeGLU
+from jaxscale.train.state import describe_model
+from tests.truth.errors import raises_saying
+
+SMALL = dict(vocab=61, width=32, heads=4, head_dim=8, hidden=48)
+
+
+@pytest.mark.parametrize(
+    "config, published",
+    [
+        (gpt2(), 124_439_808),
+        (llama3_8b(), 8_030_261_248),
+        (llama3_70b(), 70_553_706_496),
+        (qwen3(), 8_190_735_360),
+        (gemma3(), 3_880_263_168),
+    ],
+    ids=["gpt2", "llama3_8b", "llama3_70b", "qwen3", "gemma3"],
+)
+def test_a_preset_has_the_published_number_of_parameters(config, published):
+    assert config.param_count() == published
+
+
+def test_a_preset_takes_changes_and_refuses_what_is_no_field():
+    assert dataclasses.replace(llama3_8b(), depth=2, remat="none") == llama3_8b(depth=2, remat="none")
+    with raises_saying(ConfigError, "llama3_8b", "'detph'", "did you mean 'depth'"):
+        llama3_8b(detph=2)
+
+
+def test_gemma3_has_five_local_layers_for_each_global_one():
+    windows = gemma3().layer_windows()
+    assert len(windows) == 34
+    assert [i for i, w in enumerate(windows) if w is None] == [5, 11, 17, 23, 29]
+    assert set(windows) == {1024, None}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 7])
+def test_the_pattern_of_windows_is_kept_through_runs(depth):
+    config = TransformerConfig(depth=depth, windows=(3, 2, None))
+    in_order = [w for group, repeats in config.runs for _ in range(repeats) for w in group]
+    assert in_order == config.layer_windows() == ([3, 2, None] * 3)[:depth]
+
+
+@pytest.mark.parametrize("mlp", [TransformerConfig().mlp, GELU])
+def test_depth_alone_gives_sizes_that_fit_and_grow(mlp):
+    counts = []
+    for depth in range(1, 13):
+        config = TransformerConfig(depth=depth, mlp=mlp)
+        z = config.sizes
+        assert z.heads * z.head_dim == z.width and z.kv_heads == z.heads
+        assert z.hidden % 64 == 0 and 2.6 * z.width <= z.hidden <= 4 * z.width
+        counts.append(config.param_count())
+    assert counts == sorted(set(counts))
+
+
+def _by_hand(config, batch, seq):
+    """FLOPs of a forward pass: each weight's matrix once per token, each pair of positions once per head."""
+    _, infos = describe_model(config)
+    kernels = sum(i.size for i in jax.tree.leaves(infos) if i.path.endswith("/kernel"))
+    head = infos["embed" if config.tied else "head"]["weight"].size
+    pairs = 0
+    for layer in range(config.depth):
+        window = config.windows[layer % len(config.windows)]
+        for i in range(seq):
+            for j in range(i + 1):
+                pairs += window is None or i - j < window
+    per_pair = 2 * config.sizes.heads * config.sizes.head_dim * 2  # a score, and a value mixed in
+    return batch * (seq * 2 * (kernels + head) + pairs * per_pair)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TransformerConfig(depth=2),
+        TransformerConfig(depth=3, **SMALL, kv_heads=2, windows=(4, 100, None), mlp=GeGLU),
+        TransformerConfig(depth=2, **SMALL, mlp=GELU, tied=True, bias=True, positions=Learned(32), parallel=True),
+        TransformerConfig(depth=5, **{**SMALL, "head_dim": 16}, windows=(1, None), qk_norm=True, post_norm=True),
+    ],
+)
+@pytest.mark.parametrize("batch, seq", [(1, 1), (3, 17)])
+def test_flops_are_those_counted_by_hand(config, batch, seq):
+    forward = _by_hand(config, batch, seq)
+    assert config.flops(batch, seq, training=False) == forward
+    assert config.flops(batch, seq) == 3 * forward
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(depth=0), ["Transformer.depth = 0", "at least 1"]),
+        (dict(heads=-2), ["Transformer.heads = -2", "at least 1"]),
+        (dict(heads=8, kv_heads=3), ["kv_heads = 3", "heads = 8", "is 2"]),
+        (dict(width=32, heads=48), ["heads = 48", "width = 32", "head_dim"]),
+        (dict(windows=()), ["windows", "empty", "(None,)"]),
+        (dict(windows=(4, 0)), ["windows has 0", "at least 1"]),
+        (dict(dropout=1.0), ["dropout = 1.0", "below 1"]),
+        (dict(dtype="float16"), ["Transformer.dtype", "'float16'", "'bfloat16'"]),
+        (dict(param_dtype="int8"), ["Transformer.param_dtype", "'int8'", "'float32'"]),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(fields, words):
+    with raises_saying(ConfigError, *words):
+        TransformerConfig(**fields)
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused():
+    config = TransformerConfig(depth=1, **SMALL, positions=Learned(8))
+    graphdef, infos = describe_model(config)
+    params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+    with raises_saying(ConfigError, "9 tokens", "8 learned positions", "LearnedPositions.length = 9"):
+        jax.eval_shape(lambda p, t: nnx.merge(graphdef, p)(t), params, jax.ShapeDtypeStruct((1, 9), "int32"))
+
+
+def test_a_config_is_a_value():
+    assert TransformerConfig(windows=[4, None]) == TransformerConfig(windows=(4, None))
+    assert hash(gemma3()) == hash(gemma3())

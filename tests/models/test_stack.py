@@ -1,0 +1,134 @@
+"""Stacked equals unrolled, recomputed equals kept, packed equals alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxscale.data.packing import Documents, pack
+from jaxscale.errors import ConfigError
+from jaxscale.models import Learned, TransformerConfig
+from jaxscale.nn import REMAT
+from jaxscale.train.loss import token_losses
+from jaxscale.train.state import Blueprint, describe_model, make_params
+from jaxscale.train.step import make_loss_and_grads
+from tests.truth.compare import assert_leaves_agree, path_name
+from tests.truth.errors import raises_saying
+from tests.truth.layouts import QUICKLY, random_batch
+from tests.truth.params import random_params
+
+Small = functools.partial(TransformerConfig, depth=2, vocab=37, width=32, heads=4, head_dim=8, hidden=48)
+PATTERN = Small(depth=5, windows=(3, None), dropout=0.2, qk_norm=True)
+
+
+@functools.cache
+def _loss_and_grads(config):
+    """Loss and gradients at the same random parameters, whatever the way they are worked out."""
+    graphdef, infos = describe_model(config)
+    blueprint = Blueprint(graphdef, infos, optax.identity(), None, None)
+    batch = random_batch(config.vocab, rows=4, lengths=(5, 7, 3))
+    args = random_params(infos), batch, jax.random.key(3)
+    metrics, grads = jax.jit(make_loss_and_grads(blueprint)).lower(*args).compile(QUICKLY)(*args)
+    return metrics["loss"], jax.tree.map(np.asarray, grads)
+
+
+def test_stacked_layers_equal_unrolled_ones():
+    stacked, unrolled = (_loss_and_grads(dataclasses.replace(PATTERN, scan=scan)) for scan in (True, False))
+    assert_leaves_agree(stacked[0], unrolled[0])
+    assert_leaves_agree(stacked[1], unrolled[1])
+
+
+@pytest.mark.parametrize("policy", [p for p in REMAT if p != "none"])
+def test_recomputation_changes_no_gradient(policy):
+    kept, recomputed = (_loss_and_grads(Small(windows=(3,), dropout=0.2, remat=p)) for p in ("none", policy))
+    assert_leaves_agree(recomputed[0], kept[0])
+    assert_leaves_agree(recomputed[1], kept[1])
+
+
+def test_each_policy_recomputes_what_it_says():
+    products = {}
+    for policy in REMAT:
+        graphdef, infos = describe_model(Small(remat=policy))
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))
+        jaxpr = jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))
+        products[policy] = str(jaxpr).count("dot_general[")
+    again = {policy: n - products["none"] for policy, n in products.items()}
+    # A block multiplies by 7 weights and twice in attention. Its last product is not needed again; "dots" keeps those
+    # with weights and "attention" the second of the other two.
+    assert again == {"none": 0, "full": 8, "dots": 2, "attention": 7}
+
+
+def test_an_unknown_policy_is_refused():
+    with raises_saying(ConfigError, "'dost'", "did you mean 'dots'"):
+        describe_model(Small(remat="dost"))
+
+
+def test_layers_start_as_unstacked_ones_would():
+    """Stacking changes neither the fan-in nor the independence of a layer's initial values."""
+    params = make_params(Small(depth=3, windows=(2, None), width=64, heads=8, hidden=256), 0)
+    for path, x in jax.tree_util.tree_leaves_with_path(params["runs"]):
+        x = np.asarray(x, np.float64)
+        name = path_name(path)
+        if name.endswith("kernel"):
+            fan_in = 256 if "down" in name else 64
+            shrink = (2 * 3) ** -0.5 if "down" in name or "out" in name else 1.0
+            for layer in x:
+                assert abs(layer.std() * fan_in**0.5 / shrink - 1) < 0.1, name
+            assert len({layer.tobytes() for layer in x}) == len(x), name
+    blocks = [run["blocks"][j]["attn"]["q"]["kernel"] for run in params["runs"].values() for j in run["blocks"]]
+    assert len({np.asarray(b[0]).tobytes() for b in blocks}) == 3
+    heads = params["runs"][0]["blocks"][0]["attn"]
+    assert not np.array_equal(heads["q"]["kernel"], heads["k"]["kernel"])
+
+
+def test_every_layer_of_every_run_has_a_number_of_its_own():
+    """It is what makes a layer's dropout its own."""
+    config = Small(depth=7, windows=(3, 2, None))
+    model = nnx.eval_shape(lambda: config.make(nnx.Rngs(0)))
+    runs = [(run.first, run.repeats * len(run.blocks)) for run in model.runs]
+    assert [first + i for first, layers in runs for i in range(layers)] == list(range(7))
+
+
+def _documents(*lengths):
+    random = np.random.default_rng(0)
+    tokens = np.concatenate([random.permutation(37)[:n] for n in lengths])
+    starts = np.cumsum([0, *lengths[:-1]])
+    return Documents("test", "0", 37, 0, tokens, starts.astype(np.int64), np.asarray(lengths, np.int64))
+
+
+def _one(documents, i):
+    return dataclasses.replace(documents, starts=documents.starts[i : i + 1], lengths=documents.lengths[i : i + 1])
+
+
+@pytest.mark.parametrize(
+    "config", [Small(windows=(3, None), qk_norm=True), Small(positions=Learned(18))], ids=["rotary", "learned"]
+)
+def test_packed_documents_have_the_losses_they_have_alone(config):
+    lengths = (6, 8, 4)
+    documents = _documents(*lengths)
+    packed = pack(documents, "fit", 18).rows(np.arange(1))
+    graphdef, infos = describe_model(config)
+    params = jax.tree.map(jnp.asarray, random_params(infos))
+
+    @jax.jit
+    def losses(batch):
+        model = nnx.merge(graphdef, params)
+        hidden = model.hidden(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+        return token_losses(hidden, model.head_weight(), batch["targets"], softcap=None)[0]
+
+    together = np.asarray(losses(packed))[0]
+    assert packed["weights"].sum() == sum(lengths)
+    for i, length in enumerate(lengths):
+        alone = pack(_one(documents, i), "fit", 18).rows(np.arange(1))
+        (segment,) = (s for s in (1, 2, 3) if (packed["segment_ids"] == s).sum() == length)
+        inside = packed["segment_ids"][0] == segment
+        np.testing.assert_array_equal(packed["tokens"][0][inside], alone["tokens"][0][:length])
+        assert_leaves_agree(together[inside], np.asarray(losses(alone))[0][:length])

@@ -1,0 +1,336 @@
+"""The command line: what a person types, what comes out, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.nn import dot_product_attention
+from tests.truth.runs import BIGRAM, MESH, ROOT, STEPS, start, stop_after, write_gin
+
+
+@pytest.fixture(scope="module")
+def gin(tmp_path_factory):
+    """A gin file of the smallest model."""
+    return write_gin(tmp_path_factory.mktemp("bigram") / "small.gin", BIGRAM)
+
+
+@pytest.fixture(scope="module")
+def transformer_gin(tmp_path_factory):
+    """The gin file of the run that `finished_run` is."""
+    return write_gin(tmp_path_factory.mktemp("transformer") / "small.gin")
+
+
+@pytest.fixture(scope="module")
+def folder(gin, tmp_path_factory):
+    """The folder of a finished run of `gin`."""
+    path = tmp_path_factory.mktemp("folder") / "run"
+    assert main(["train", str(gin), "--run", str(path), "--quiet"]) == 0
+    return path
+
+
+@pytest.fixture
+def finished(folder, tmp_path):
+    """A copy of that run, to be changed."""
+    return js.Run(shutil.copytree(folder, tmp_path / "copy"))
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(capfd):
+    """Runs a command in this process: its exit code, what it printed, and what it complained of."""
+
+    def call(*argv):
+        code = main([str(a) for a in argv])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def refused(run):
+    """A command that must fail with one sentence that holds these words, and leave nothing behind."""
+
+    def call(*argv, words):
+        code, out, err = run(*argv)
+        assert code == 2, (out, err)
+        assert re.fullmatch(r"jaxscale: [^\n]+\n", err), err
+        missing = [w for w in words if w not in err]
+        assert not missing, f"{err!r} does not say {missing}"
+        assert not Path("runs").exists()
+
+    return call
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_leaves_a_finished_run_named_after_its_file(run, gin):
+    code, _, err = run("train", gin, "--devices", "8")
+    assert (code, err) == (0, "")
+    assert js.load("runs/small-1").info["status"] == "finished"
+
+
+def test_train_shows_the_tensors_the_steps_and_what_to_do_next(run, gin):
+    _, out, _ = run("train", gin)
+    for words in ("embed", f"step {STEPS}/{STEPS}", "held-out loss", "sample runs/small-1", "--resume runs/small-1"):
+        assert words in out, words
+
+
+def test_train_takes_bindings_mesh_and_folder(run, gin):
+    code, _, _ = run(
+        "train", gin, "--gin.train.steps=2", "--gin.train.eval_batches", "0", "--mesh", "data=2", "--run", "x"
+    )
+    config = js.load("x").config
+    assert (code, config.steps, config.eval_batches, config.layout.mesh) == (0, 2, 0, "data=2")
+
+
+def test_train_prints_a_sample_when_asked_for(run, gin):
+    _, out, _ = run("train", gin, "--gin.train.prompt='def f'")
+    assert "a sample, continuing 'def f':\n\ndef f" in out
+
+
+def test_quiet_prints_nothing(run, gin):
+    assert run("train", gin, "--quiet") == (0, "", "")
+
+
+def test_train_writes_a_profile(run, gin):
+    run("train", gin, "--profile", "2:3", "--run", "x", "--quiet")
+    assert list(Path("x/profile").rglob("*.xplane.pb"))
+
+
+def test_a_binding_that_nothing_reads_is_a_warning(run, gin):
+    code, _, err = run("train", gin, "--gin.GELU.bias=True", "--quiet")
+    assert code == 0
+    assert err == "jaxscale: warning: nothing reads the binding GELU.bias\n"
+
+
+def test_a_layout_need_not_be_named_for_a_mesh(run, gin):
+    run("train", gin, "--gin.train.layout=None", "--mesh", MESH, "--run", "x", "--quiet")
+    assert js.load("x").config.layout == js.Layout(MESH)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_with_the_runs_own_settings(run, finished):
+    code, out, _ = run("train", "--resume", finished.path, "--gin.train.steps=6")
+    assert code == 0 and "from step 4" in out
+    assert [row["step"] for row in finished.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_moves_to_another_mesh(run, finished):
+    code, _, _ = run("train", "--resume", finished.path, "--gin.train.steps=5", "--mesh", "data=4", "--quiet")
+    assert (code, finished.info["layout"]["mesh"]["data"], finished.info["step"]) == (0, 4, 5)
+
+
+def test_continue_resumes_a_stopped_run_and_says_so(run, gin, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert "stopped by SIGTERM after step 2; its checkpoint is written" in run("train", gin, "--continue")[1]
+    assert "resuming runs/small-1" in run("train", gin, "--continue")[1]
+    assert js.load("runs/small-1").info["step"] == STEPS
+
+
+def test_continue_starts_anew_after_a_finished_run_and_says_so(run, gin):
+    assert "starting runs/small-1" in run("train", gin, "--continue")[1]
+    assert "starting runs/small-2" in run("train", gin, "--continue")[1]
+
+
+def test_an_interrupt_leaves_a_checkpoint_and_resume_finishes(run, transformer_gin, tmp_path):
+    argv = ["train", str(transformer_gin), "--devices", "8", "--run", "x", "--gin.train.steps=100000"]
+    process = start("import sys; from jaxscale.cli import main; sys.exit(main())", argv, tmp_path)
+    try:
+        for _ in range(600):
+            if Path("x/metrics.jsonl").exists() and Path("x/metrics.jsonl").read_text().count("\n") > 2:
+                break
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    stopped = js.load("x")
+    assert (process.returncode, err.count("\n")) == (0, 2) and "stopping after this step" in err
+    assert re.search(r"stopped by SIGINT after step \d+; its checkpoint is written", out)
+    assert stopped.info["status"] == "stopped" and stopped.info["step"] == stopped.last_step() > 2
+    steps = stopped.last_step() + 2
+    assert run("train", "--resume", "x", f"--gin.train.steps={steps}", "--quiet")[0] == 0
+    assert js.load("x").info["status"] == "finished"
+
+
+# --- sample and explain -----------------------------------------------------------------------------------------------
+
+
+def test_sample_is_the_same_for_the_same_seed(run, finished_run):
+    one = run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--seed", "1")
+    assert one == run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--seed", "1")
+    assert one[0] == 0 and one[1].startswith("def ")
+
+
+def test_sample_without_temperature_is_the_runs_own(run, finished_run):
+    _, out, _ = run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--temperature", "0")
+    assert out == finished_run.sample("def ", 8, temperature=0) + "\n"
+
+
+def test_explain_prints_the_tensor_table(run, transformer_gin):
+    code, out, _ = run("explain", transformer_gin)
+    assert code == 0
+    assert "embed/weight" in out and "vocab→tensor" in out and "optimizer state:" in out
+
+
+def test_explain_of_a_run_is_that_of_its_settings(run, transformer_gin, finished_run):
+    assert run("explain", finished_run.path) == run("explain", transformer_gin)
+
+
+def test_explain_prints_json(run, transformer_gin):
+    _, out, _ = run("explain", transformer_gin, "--json")
+    assert {r["path"] for r in json.loads(out)["params"]} >= {"embed/weight", "head/weight"}
+
+
+def test_explain_needs_no_devices(run, transformer_gin):
+    code, out, _ = run("explain", transformer_gin, "--mesh", "data=512,fsdp=16,tensor=2", "--json")
+    assert code == 0 and json.loads(out)["layout"].startswith("data=512,fsdp=16,tensor=2")
+
+
+def test_the_demo_can_be_explained(run):
+    assert run("explain", ROOT / "experiments" / "demo.gin")[0] == 0
+
+
+# --- help and mistakes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["sample"], ["explain"]], ids=lambda c: " ".join(c) or "jaxscale")
+def test_help_is_there(capfd, command):
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--help"])
+    assert done.value.code == 0
+    assert capfd.readouterr().out.startswith(f"usage: {' '.join(['jaxscale', *command])}")
+
+
+def test_no_command_shows_the_help(run):
+    code, out, _ = run()
+    assert code == 0 and out.startswith("usage: jaxscale")
+
+
+def test_the_version_is_shown(capfd):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capfd.readouterr().out == f"jaxscale {js.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["trian"], ["'trian'", "'train'", "--help"]),
+        (["train"], ["name a gin file", "--resume"]),
+        (["train", "GIN", "more"], ["unrecognized arguments: more"]),
+        (["train", "GIN", "--setps=3"], ["--setps=3"]),
+        (["train", "smal.gin"], ["no config file 'smal.gin'", "did you mean 'small.gin'"]),
+        (["train", "GIN", "--gin.train.step=3"], ["'train' has no parameter 'step'", "did you mean 'steps'"]),
+        (["train", "GIN", "--gin.trian.steps=3"], ["'trian'", "did you mean 'train'"]),
+        (["train", "GIN", "--gin.train.steps=many"], ["train.steps must be int", "'many'"]),
+        (["train", "GIN", "--gin.train.steps=2.5"], ["train.steps must be int", "2.5"]),
+        (["train", "GIN", "--gin.train.steps"], ["--gin.train.steps needs a value"]),
+        (["train", "GIN", "--gin.train.steps=0"], ["train.steps = 0", "at least 1"]),
+        (["train", "GIN", "--gin.train.batch_size=0"], ["train.batch_size = 0", "at least 1"]),
+        (["train", "GIN", "--gin.train.lr=-1"], ["train.lr = -1", "above 0"]),
+        (["train", "GIN", "--gin.train.seq_len=0"], ["train.seq_len = 0", "at least 2"]),
+        (["train", "GIN", "--gin.train.optimizer=@Adam()"], ["'@Adam'", "did you mean 'AdamW'"]),
+        (["train", "GIN", "--gin.train.data=@AdamW()"], ["train.data must be a corpus", "not AdamW("]),
+        (["train", "GIN", "--gin.train.model=@Transformer"], ["train.model must be a model such as Transformer()"]),
+        (["train", "GIN", "--gin.Transformer.width=0"], ["Transformer.width = 0", "at least 1"]),
+        (["train", "GIN", "--gin.Transformer.dtype=float8"], ["'float8'", "'bfloat16'"]),
+        (["train", "GIN", "--gin.Transformer.remat=all"], ["'all'"]),
+        (["train", "GIN", "--gin.Transformer.heads=3"], ["head", "nearest"]),
+        (["train", "GIN", "--gin.Transformer.vocab=100"], ["256 token ids", "vocab to 256"]),
+        (["train", "GIN", "--gin.Layout.rules=fsdp_tenser"], ["'fsdp_tenser'", "did you mean 'fsdp_tensor'"]),
+        (["train", "GIN", "--gin.train.batch_size=6"], ["the batch", "cuts 6 into 4 pieces", "4 or 8"]),
+        (["train", "GIN", "--gin.train.accumulate=3"], ["train.accumulate = 3", "nearest"]),
+        (["train", "GIN", "--gin.train.packing=streams"], ["'streams'", "did you mean 'stream'"]),
+        (["train", "GIN", "--gin.train.seq_len=100000"], ["100000"]),
+        (["train", "GIN", "--gin.text_files.glob=nowhere/*.txt"], ["'nowhere/*.txt'", "no folder nowhere"]),
+        (["train", "GIN", "--gin.WSD.decay=0.9", "--gin.WSD.warmup=0.5", "--gin.train.schedule=@WSD()"], ["WSD"]),
+        (["train", "GIN", "--mesh", "modle=2"], ["'modle'", "known"]),
+        (["train", "GIN", "--mesh", "data"], ["axis=size"]),
+        (["train", "GIN", "--mesh", "data=16"], ["needs 16 devices", "has 8", "--devices 16"]),
+        (["train", "GIN", "--mesh", "data=3"], ["the batch", "cuts 8 into 3 pieces"]),
+        (["train", "GIN", "--mesh", "tensor=4"], ["cuts 2 into 4 pieces"]),
+        (["train", "GIN", "--devices", "0"], ["0 devices"]),
+        (["train", "GIN", "--devices", "4"], ["already runs on 8 cpu", "simulate_devices(4)"]),
+        (["train", "GIN", "--devices", "two"], ["--devices", "'two'"]),
+        (["train", "GIN", "--distributed", "host:1,2"], ["--distributed host:1,2", "host:port,processes,process"]),
+        (["train", "GIN", "--profile", "3"], ["--profile 3", "10:15"]),
+        (["train", "GIN", "--profile", "3:2"], ["3:2", "not before"]),
+        (["train", "GIN", "--profile", "2:99"], ["2:99", "1 to 4"]),
+        (["train", "GIN", "--run", "text"], ["text is there already", "--resume text"]),
+        (["train", "--resume", "nowhere"], ["nowhere is not a run folder"]),
+        (["train", "--resume", "RUN"], ["already taken 4 of 4 steps", "raise train.steps"]),
+        (["train", "--resume", "RUN", "--run", "x"], ["leave out", "--run"]),
+        (["train", "GIN", "--resume", "RUN"], ["leave out CONFIG"]),
+        (["sample"], ["RUN"]),
+        (["sample", "nowhere"], ["nowhere is not a run folder"]),
+        (["sample", "RUN", "--tokens", "0"], ["tokens = 0"]),
+        (["sample", "RUN", "--temperature", "-1"], ["temperature = -1"]),
+        (["sample", "RUN", "--top-k", "0"], ["top_k = 0"]),
+        (["sample", "RUN", "--seed", "-1"], ["seed = -1"]),
+        (["sample", "RUN", "--gin.train.seed=3"], ["as it is", "--gin.train.seed"]),
+        (["explain"], ["name a gin file"]),
+        (["explain", "nowhere.gin"], ["no config file 'nowhere.gin'"]),
+        (["explain", "GIN", "--mesh", "tensor=4"], ["cuts 2 into 4 pieces", "attn"]),
+    ],
+    ids=lambda v: " ".join(v) if v and v[0] in ("train", "sample", "explain", "trian") else "",
+)
+def test_a_mistake_is_one_sentence(refused, transformer_gin, finished_run, argv, words):
+    Path("small.gin").write_text(transformer_gin.read_text())
+    Path("text").mkdir()
+    Path("text", "mine.txt").write_text("...")
+    argv = [{"GIN": str(transformer_gin), "RUN": str(finished_run.path)}.get(a, a) for a in argv]
+    refused(*argv, words=words)
+
+
+def test_a_gin_file_of_somebodys_run_may_not_import_code(refused, finished):
+    path = finished.path / "config.gin"
+    path.write_text("import antigravity\n" + path.read_text())
+    refused("train", "--resume", finished.path, words=["'import antigravity' is refused"])
+
+
+def test_a_run_of_python_only_values_is_resumed_from_python(refused, finished):
+    text = js.config.dumps("train", {"model": lambda: dot_product_attention})
+    (finished.path / "config.gin").write_text(text)
+    refused("train", "--resume", finished.path, words=["train.model", "came from Python", "jaxscale.fit("])
+
+
+def test_a_damaged_run_is_one_sentence(refused, finished):
+    shutil.rmtree(finished.path / "checkpoints" / str(STEPS) / "arrays")
+    refused("sample", finished.path, words=[f"checkpoint {STEPS}", "cannot be read"])
+
+
+def test_a_closed_pipe_is_no_traceback(run, gin, monkeypatch):
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("jaxscale.cli._explain", closed)
+    assert run("explain", gin) == (1, "", "")
+
+
+def test_a_second_interrupt_is_no_traceback(run, gin, monkeypatch):
+    def impatient(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxscale.cli._train", impatient)
+    assert run("train", gin) == (130, "", "jaxscale: interrupted\n")

@@ -1,0 +1,68 @@
+"""Sharded equals unsharded: one table of layouts, each training the same model to the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxscale.layout import PRESETS, Layout
+from jaxscale.models import TransformerConfig
+from tests.truth.layouts import assert_layouts_agree, random_batch
+
+SEQ = 16
+MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, kv_heads=4, head_dim=8, hidden=64)
+
+# Everything at once: packing, accumulation over rows of unlike weight, a tied head, z-loss, biases, windows.
+EVERYTHING = dict(
+    model=TransformerConfig(
+        depth=2,
+        vocab=64,
+        width=32,
+        heads=8,
+        kv_heads=4,
+        head_dim=8,
+        hidden=64,
+        windows=(5,),
+        qk_norm=True,
+        bias=True,
+        tied=True,
+        logit_softcap=5.0,
+    ),
+    batch=random_batch(64, rows=32, seq=SEQ, lengths=(7, 2, 4)),
+    accumulate=4,
+    z_loss=1e-2,
+)
+
+LAYOUTS = [
+    Layout("data=8", "replicated"),
+    Layout("fsdp=8"),
+    Layout("tensor=4,data=2", "tensor"),
+    Layout("data=2,fsdp=2,tensor=2"),
+    Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True),
+    Layout("context=2,fsdp=2,tensor=2"),
+    Layout("context=2,data=2,tensor=2", sequence_sharded=True),
+    Layout("data=2,fsdp=4", "zero1"),
+    Layout("data=2,fsdp=4", "zero2"),
+    Layout("data=2,fsdp=4", "fsdp"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_with_everything_on_gives_the_same_numbers_on_every_layout(layout):
+    assert_layouts_agree(layouts=[layout], **EVERYTHING)
+
+
+@pytest.mark.parametrize("layout", [Layout("tensor=4,data=2"), Layout("context=4,data=2", "fsdp")], ids=str)
+def test_training_plainly_gives_the_same_numbers_on_every_layout(layout):
+    assert_layouts_agree(MODEL, [layout], batch=random_batch(64, seq=SEQ))
+
+
+@pytest.mark.parametrize("layout", [Layout("data=2,context=2,tensor=2", sequence_sharded=True)], ids=str)
+def test_dropout_and_unlike_blocks_give_the_same_numbers_on_every_layout(layout):
+    model = dataclasses.replace(MODEL, depth=3, dropout=0.2, windows=(5, None))
+    assert_layouts_agree(model, [layout], batch=random_batch(64, seq=SEQ))
+
+
+def test_the_table_has_every_preset():
+    assert {layout.rules for layout in LAYOUTS} == set(PRESETS)

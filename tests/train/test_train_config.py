@@ -1,0 +1,97 @@
+"""TrainConfig: which values are refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import jaxscale as js
+from jaxscale.errors import ConfigError, DataError, LayoutError
+from tests.truth.errors import raises_saying
+
+
+def test_the_defaults_are_valid():
+    assert js.TrainConfig().micro_batch == 16
+
+
+@pytest.mark.parametrize(
+    "setting, value, least",
+    [
+        ("steps", 0, 1),
+        ("batch_size", 0, 1),
+        ("seq_len", 1, 2),
+        ("seed", -1, 0),
+        ("accumulate", 0, 1),
+        ("z_loss", -1e-4, 0),
+        ("eval_every", -1, 0),
+        ("eval_batches", -1, 0),
+        ("checkpoint_every", -1, 0),
+        ("keep", 0, 1),
+        ("keep_every", 0, 1),
+    ],
+)
+def test_a_value_below_the_least_is_refused(setting, value, least):
+    with raises_saying(ConfigError, f"train.{setting} = {value}", f"at least {least}"):
+        js.TrainConfig(**{setting: value})
+
+
+@pytest.mark.parametrize("setting", ["lr", "clip_norm"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_what_must_be_positive_is_refused_otherwise(setting, value):
+    with raises_saying(ConfigError, f"train.{setting} = {value}", "above 0"):
+        js.TrainConfig(**{setting: value})
+
+
+def test_a_seed_that_a_key_cannot_hold_is_refused():
+    with raises_saying(ConfigError, f"train.seed = {2**32}", "below 2**32"):
+        js.TrainConfig(seed=2**32)
+
+
+@pytest.mark.parametrize("accumulate, nearest", [(3, 2), (5, 4), (32, 16)])
+def test_micro_batches_that_do_not_divide_are_refused_with_the_nearest(accumulate, nearest):
+    with raises_saying(ConfigError, f"train.accumulate = {accumulate}", "batch_size = 16", f"is {nearest}"):
+        js.TrainConfig(accumulate=accumulate)
+
+
+def test_a_value_of_the_parts_is_refused_by_the_parts():
+    with raises_saying(ConfigError, "Transformer.width = 0", "at least 1"):
+        js.models.Transformer.Config(width=0)
+    with raises_saying(LayoutError, "'modle'", "known"):
+        js.Layout("modle=2")
+    with raises_saying(DataError, "synthetic.vocab_size=1", "2 or more"):
+        js.data.synthetic(1)
+
+
+@pytest.mark.parametrize(
+    "setting, value, words",
+    [
+        ("model", js.models.Transformer.Config, ["a model such as Transformer()", "not <class"]),
+        ("model", js.optim.AdamW(), ["a model", "not AdamW("]),
+        ("data", "python_stdlib", ["a corpus such as python_stdlib()", "not 'python_stdlib'"]),
+        ("tokenizer", "bytes", ["a tokenizer such as ByteTokenizer()"]),
+        ("optimizer", "adamw", ["an optimizer such as AdamW()"]),
+        ("schedule", None, ["a schedule such as WarmupCosine()", "not None"]),
+        ("layout", "data=8", ["Layout('data=8')", "or None", "not 'data=8'"]),
+    ],
+)
+def test_a_part_of_another_kind_is_refused(setting, value, words):
+    with raises_saying(ConfigError, f"train.{setting} must be", *words):
+        js.TrainConfig(**{setting: value})
+
+
+def test_none_turns_off_what_may_be_off():
+    config = js.TrainConfig(clip_norm=None, keep_every=None, layout=None, prompt=None)
+    assert (config.clip_norm, config.keep_every, config.layout, config.prompt) == (None,) * 4
+
+
+def test_every_setting_is_documented():
+    text = inspect.getdoc(js.TrainConfig)  # Python 3.13 strips a docstring's indentation, earlier ones do not
+    for field in dataclasses.fields(js.TrainConfig):
+        assert f"\n  {field.name}: " in text, field.name
+
+
+def test_every_setting_has_a_value_by_name():
+    config = js.TrainConfig(steps=7)
+    assert js.TrainConfig(**config.values()) == config

@@ -1,0 +1,1 @@
+"""Oracles and comparison helpers: what tests hold the library against."""

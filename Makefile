@@ -7,12 +7,13 @@ SHELL := /bin/sh
 # uv and pip say what they did only when it failed.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo install test lint clean FORCE
+.PHONY: help demo install test lint gpu-gate clean FORCE
 
 help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
 	@echo 'make test      install, then run the tests (ARGS="-k layout" chooses some)'
 	@echo 'make lint      install, then ruff and mypy'
+	@echo 'make gpu-gate  install (Python 3.12 or newer), then compile every GPU kernel for an H200 that is not here'
 	@echo 'make install   install into $(VENV) (EXTRAS=dev,tpu chooses what with)'
 	@echo 'make clean     remove environments and caches; runs/ stays'
 	@echo
@@ -29,6 +30,9 @@ test: install-$(or $(EXTRAS),dev)
 lint: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/ruff' check .
 	@'$(VENV)/bin/mypy'
+
+gpu-gate: install-$(or $(EXTRAS),gpu-aot)
+	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m pallas_kernels.gate $(ARGS)
 
 clean:
 	@rm -rf .venv .venv-new .jax_cache .cache .pytest_cache .ruff_cache .mypy_cache build dist

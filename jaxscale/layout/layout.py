@@ -85,6 +85,22 @@ class Layout:
         """The mesh of real devices, made when first used."""
         return make_mesh(self.mesh)
 
+    def on(self, devices: Sequence[Any]) -> Layout:
+        """The same layout on these devices, which need not be this machine's (compiling for a pod).
+
+        Raises:
+          LayoutError: too few devices, or a -1 that they do not fill.
+        """
+        there, sizes = dataclasses.replace(self), parse_mesh(self.mesh)
+        if math.prod(sizes.values()) > len(devices):
+            raise LayoutError(
+                f"mesh '{self.mesh}' needs {math.prod(sizes.values())} devices and was given {len(devices)}; use a "
+                "larger topology or a smaller mesh"
+            )
+        there.__dict__["sizes"] = resolve_sizes(sizes, len(devices), self.mesh)
+        there.__dict__["device_mesh"] = make_mesh(self.mesh, devices)
+        return there
+
     @property
     def devices(self) -> int:
         """How many devices the layout spans."""

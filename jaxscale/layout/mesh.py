@@ -81,9 +81,9 @@ def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None
         log.warning("mesh '%s' uses the first %d of %d devices", spec, n, len(devices))
     shape = tuple(sizes.values())
     kinds = (AxisType.Auto,) * len(shape)
-    if n == len(jax.devices()) and devices == list(jax.devices()):
+    if n == len(devices):
         # the library's own placement knows the physical torus of a TPU
-        return jax.make_mesh(shape, MESH_AXES, axis_types=kinds)
+        return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
     return Mesh(np.asarray(devices[:n], dtype=object).reshape(shape), MESH_AXES, axis_types=kinds)
 
 

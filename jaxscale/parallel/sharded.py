@@ -1,0 +1,75 @@
+"""The one way in which a kernel reaches sharded arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxscale.layout import current
+from jaxscale.layout.rules import Kind
+
+Axes = Sequence[str | None]
+
+
+def sharded_op(
+    fn: Callable[..., Any],
+    *arrays: jax.Array,
+    axes: Sequence[Axes],
+    out_axes: Any,
+    kind: Kind = "activations",
+    name: str = "",
+) -> Any:
+    """Calls `fn` on every device's own piece of `arrays`, cut as the layout in force says.
+
+    The partitioner cannot cut a Pallas kernel: under plain `jit` a TPU raises while a CPU computes. Here the arrays
+    are brought to where the layout's rules put them, and `fn` sees local arrays only. Without a layout, or with one
+    device, `fn` is called as it is; inside another `shard_map` only over the mesh axes that it left.
+
+    Args:
+      fn: a function of local arrays. Dimensions over which it is not independent must be named `None`, or it must
+        combine them itself over the mesh axes they are split on.
+      *arrays: global arrays.
+      axes: for each array, a logical axis or `None` per dimension.
+      out_axes: the same for each output, in the outputs' own tree (a tuple of names for a single array).
+      kind: which of the layout's four maps to read.
+      name: what the arrays are, for errors.
+
+    Returns:
+      the outputs, global arrays.
+
+    Raises:
+      LayoutError: naming the tensor that cannot be laid out.
+    """
+    layout = current()
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    free = {a for a, n in mesh.shape.items() if n > 1 and a not in manual}
+    if layout is None or not free:
+        return fn(*arrays)
+    if len(axes) != len(arrays):
+        raise TypeError(f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}")
+
+    def spec(names: Axes, shape: tuple[int, ...] | None) -> PartitionSpec:
+        # inside another shard_map a shape is local, and some of its axes are cut already
+        whole = layout.spec(names, None if manual else shape, kind=kind, name=name or "an operand of a kernel")
+        return PartitionSpec(*(_only(free, part) for part in whole))
+
+    is_names = lambda a: isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)  # noqa: E731
+    return jax.shard_map(
+        fn,
+        in_specs=tuple(spec(a, x.shape) for a, x in zip(axes, arrays, strict=True)),
+        out_specs=jax.tree.map(lambda a: spec(a, None), out_axes, is_leaf=is_names),
+        axis_names=free if manual else set(),
+        check_vma=False,  # a Pallas call says nothing about how its outputs vary
+    )(*arrays)
+
+
+def _only(free: set[str], part: Any) -> Any:
+    names = (part,) if isinstance(part, str) else part or ()
+    kept = tuple(n for n in names if n in free)
+    return kept[0] if len(kept) == 1 else kept or None
+
+

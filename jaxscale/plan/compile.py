@@ -1,0 +1,107 @@
+"""Compiling for hardware that nobody has switched on: TPU slices and GPUs by name, on any CPU machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout
+from jaxscale.train import TrainConfig, batch_sharding, blueprint_of, jit_step, make_loss_and_grads, make_step
+from pallas_kernels.aot import compile_lowered, devices_of
+from pallas_kernels.dispatch import KernelError
+
+
+def topology_devices(topology: str) -> tuple[Any, ...]:
+    """The devices of named hardware that is not here, for `Layout.on`.
+
+    Args:
+      topology: a TPU slice ("v5e:4x4", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x8") or a number of GPUs ("h200:8").
+
+    Raises:
+      LayoutError: an unknown name, or its compiler is not installed; says what to install.
+    """
+    try:
+        return devices_of(topology)
+    except KernelError as e:
+        raise LayoutError(str(e)) from e
+
+
+def compile_for(
+    fn: Callable[..., Any], topology: str, *args: Any, layout: Layout | None = None, donate_argnums: Sequence[int] = ()
+) -> Any:
+    """Compiles a function for hardware that is not here; what comes back can be read and not run.
+
+    The real compiler makes the real program, so memory (`.memory_analysis()`), arithmetic (`.cost_analysis()`) and
+    communication (`.as_text()`) are those of the hardware. Nothing is allocated.
+
+    Args:
+      fn: a function, or one that `jax.jit` made (then with its own options).
+      topology: as for `topology_devices`.
+      *args: trees of `jax.ShapeDtypeStruct` or arrays; only shape, dtype and partition spec are read. An array
+        without a sharding, or with one that names no mesh axes, is whole on every device.
+      layout: the mesh and rules in force while tracing; one device of the topology by default.
+      donate_argnums: arguments whose memory the outputs may take.
+
+    Returns:
+      a `jax.stages.Compiled`.
+
+    Raises:
+      LayoutError: an unknown topology, a compiler that is not installed, or a mesh larger than the topology.
+      jax.errors.JaxRuntimeError: the program does not fit the hardware's memory.
+    """
+    devices = topology_devices(topology)
+    there = Layout("data=1", rules="replicated").on(devices[:1]) if layout is None else layout.on(devices)
+    used = tuple(there.device_mesh.devices.flat)
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=NamedSharding(there.device_mesh, spec))
+
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=tuple(donate_argnums))
+    with there:
+        return compile_lowered(jitted.lower(*jax.tree.map(place, args)), used)
+
+
+def compile_step(config: TrainConfig, topology: str) -> Any:
+    """Compiles the training step of a run for hardware that is not here, exactly as `fit` would there.
+
+    Args:
+      config: the run's settings; its layout is laid over the topology. Its data is not opened.
+      topology: as for `topology_devices`.
+
+    Returns:
+      a `jax.stages.Compiled` of `(state, batch) -> (state, metrics)`.
+
+    Raises:
+      ConfigError: the run has no layout.
+      LayoutError: as `compile_for`, or naming a tensor that cannot be laid out.
+      jax.errors.JaxRuntimeError: the step does not fit the hardware's memory.
+    """
+    if config.layout is None:
+        raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
+    devices = topology_devices(topology)
+    config = dataclasses.replace(config, layout=config.layout.on(devices))
+    assert config.layout is not None
+    blueprint, schedule = blueprint_of(config)
+    shape = (config.batch_size, config.seq_len)
+    sharding = batch_sharding(config.layout, *shape)
+    keys = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if config.segments:
+        keys |= {"segment_ids": jnp.int32, "positions": jnp.int32}
+    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for k, d in keys.items()}
+    loss_and_grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate)
+    step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule), blueprint, sharding)
+    with config.layout:
+        state = jax.tree.map(
+            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+            blueprint.abstract_state(),
+            blueprint.shardings(),
+        )
+        return compile_lowered(step.lower(state, batch), devices)

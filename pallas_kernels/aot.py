@@ -1,0 +1,253 @@
+"""Compiling for hardware that is not here: TPUs through libtpu, GPUs through the CUDA plugin and a device's text.
+
+The compilers are real and the devices are not, so programs can be compiled, measured and inspected, not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from pallas_kernels.dispatch import JAX_VERSION, KernelError
+
+SHARED_MEMORY = 232448
+"""Bytes of shared memory that one block may use on Hopper."""
+
+SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+"""A TPU generation -> its smallest topology."""
+
+# What XLA has to know of a GPU that is not there; figures of NVIDIA's data sheets and `deviceQuery`.
+_HOPPER_TEXT = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+ shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+ memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
+ shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+ registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+ thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{name}"
+ driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
+"""
+GPUS = {
+    "h100": _HOPPER_TEXT.format(name="NVIDIA H100 80GB HBM3", bandwidth=3350000000000, memory=85899345920),
+    "h200": _HOPPER_TEXT.format(name="NVIDIA H200", bandwidth=4800000000000, memory=151397597184),
+}
+"""A GPU's name -> its description for XLA."""
+
+
+@functools.cache
+def devices_of(topology: str) -> tuple[Any, ...]:
+    """The devices of named hardware, none of which is here.
+
+    Args:
+      topology: a TPU slice, as "v5p:8x8x8" or "v5e:4x4" (a generation alone is its smallest slice), or a number of
+        GPUs, as "h200:8" ("h200" is one).
+
+    Raises:
+      KernelError: an unknown name, or the compiler for it is not installed.
+    """
+    name, _, shape = topology.partition(":")
+    if name in GPUS:
+        return _gpu_devices(name, shape or "1", topology)
+    if name in SMALLEST:
+        return _tpu_devices(topology if shape else SMALLEST[name])
+    known = ", ".join((*SMALLEST, *GPUS))
+    raise KernelError(f"there is no hardware '{topology}'; name one of {known}, as in 'v5p:8x8x8' or 'h200:8'")
+
+
+def why_no_tpu() -> str | None:
+    """Why nothing can be compiled for a TPU here, or `None`."""
+    if importlib.util.find_spec("libtpu") is None:
+        return "compiling for a TPU needs libtpu: pip install 'jaxscale[tpu]'"
+    return None
+
+
+def why_no_gpu() -> str | None:
+    """Why nothing can be compiled for a GPU here, or `None`."""
+    if JAX_VERSION < (0, 11):
+        return f"compiling for a GPU that is not here needs jax 0.11 (Python 3.12), and this is jax {jax.__version__}"
+    if importlib.util.find_spec("jax_cuda13_plugin") is None or _cuda_folder() is None:
+        return "compiling for a GPU that is not here needs the CUDA compiler: pip install 'jaxscale[gpu-aot]'"
+    return None
+
+
+def _tpu_devices(topology: str) -> tuple[Any, ...]:
+    if why := why_no_tpu():
+        raise KernelError(why)
+    import libtpu
+    from jax.experimental import topologies
+
+    # Else it asks the cloud's metadata server what machine this is, and waits where there is none.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(libtpu.__file__).parent / "libtpu.so"))
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    try:
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as e:  # what it raises is not documented
+        reason = str(e).strip().splitlines()[-1][:200]
+        near = SMALLEST[topology.partition(":")[0]]
+        raise KernelError(f"'{topology}' is no slice that libtpu knows ({reason}); the smallest is '{near}'") from e
+
+
+def _gpu_devices(name: str, count: str, topology: str) -> tuple[Any, ...]:
+    if why := why_no_gpu():
+        raise KernelError(why)
+    if not count.isdigit() or not int(count) or (int(count) > 8 and int(count) % 8):
+        raise KernelError(f"'{topology}': give a number of GPUs, 1 to 8 or a multiple of 8, as in '{name}:8'")
+    from jax.experimental import topologies
+
+    n = int(count)
+    with _cuda_tools():
+        shape = f"1x{max(1, n // 8)}x{min(n, 8)}"  # slices, hosts, GPUs of a host
+        return tuple(
+            topologies.get_topology_desc(platform="cuda", target_config=GPUS[name], topology=shape).devices
+        )  # fmt: skip
+
+
+def _cuda_folder() -> Path | None:
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        if (Path(root) / "cu13" / "bin" / "ptxas").exists():
+            return Path(root) / "cu13"
+    return None
+
+
+@contextlib.contextmanager
+def _cuda_tools() -> Iterator[None]:
+    """ptxas on the path: Mosaic looks there, XLA is told by an option."""
+    folder, before = _cuda_folder(), os.environ.get("PATH", "")
+    if folder is not None and str(folder / "bin") not in before.split(os.pathsep):
+        os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{before}"
+    yield
+
+
+def compiler_options(devices: Sequence[Any]) -> dict[str, Any]:
+    """Options of `Lowered.compile` for devices that are not here."""
+    if devices[0].platform not in ("gpu", "cuda"):
+        return {}
+    return {"xla_gpu_cuda_data_dir": str(_cuda_folder()), "xla_gpu_autotune_level": 0}  # there is nothing to time
+
+
+def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
+    """`lowered.compile()` with what devices that are not here need."""
+    with _uncached(), _cuda_tools() if devices[0].platform in ("gpu", "cuda") else contextlib.nullcontext():
+        return lowered.compile(compiler_options=compiler_options(devices) or None)
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Without the compilation cache: it stores these programs and cannot load them without a device."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+def compile_kernel(fn: Callable[..., Any], *shapes: Any, topology: str) -> Any:
+    """Compiles a function of local arrays inside `shard_map`, as it runs on every device of a mesh.
+
+    Args:
+      fn: what one device does.
+      *shapes: trees of `jax.ShapeDtypeStruct`: the local arrays.
+      topology: as for `devices_of`; one chip's neighbours make no difference, so the smallest will do.
+
+    Returns:
+      a `jax.stages.Compiled`, which cannot be run.
+
+    Raises:
+      KernelError: no compiler for this hardware is installed.
+    """
+    devices = devices_of(topology)
+    mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
+    whole = PartitionSpec()
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        shapes = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.NamedSharding(mesh, whole)), shapes
+        )
+        return compile_lowered(jax.jit(mapped).lower(*shapes), devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What ptxas says of a kernel.
+
+    Args:
+      name: of the kernel.
+      registers: per thread.
+      spill_bytes: stored and loaded because registers ran out.
+      wgmma_serialised: whether asynchronous matrix products were made to wait for each other.
+      shared_memory: bytes per block.
+      instructions: static count in the PTX.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    wgmma_serialised: bool
+    shared_memory: int
+    instructions: int
+
+    @property
+    def problem(self) -> str | None:
+        """Why this is not to be shipped, or `None`."""
+        if self.spill_bytes:
+            return f"{self.spill_bytes} bytes of registers spilled"
+        if self.wgmma_serialised:
+            return "its wgmma instructions are serialised"
+        if self.shared_memory > SHARED_MEMORY:
+            return f"{self.shared_memory} bytes of shared memory, and a block may use {SHARED_MEMORY}"
+        return None
+
+
+def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str = "h200") -> list[Report]:
+    """Compiles a function for a GPU and reads what ptxas says of each Mosaic kernel in it.
+
+    Args:
+      fn, *shapes: as for `compile_kernel`.
+      topology: a GPU.
+
+    Raises:
+      KernelError: the compiler is not installed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": folder}
+        before = {name: os.environ.get(name) for name in flags}
+        os.environ.update(flags)
+        jax.clear_caches()
+        try:
+            compile_kernel(fn, *shapes, topology=topology)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        return [_read_report(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+
+
+def _read_report(path: Path) -> Report:
+    text = path.read_text()
+    number = lambda pattern, where: int(m[1]) if (m := re.search(pattern, where)) else 0  # noqa: E731
+    resources = path.with_suffix(".resources.txt")
+    ptx = path.with_suffix(".ptx")
+    code = ptx.read_text() if ptx.exists() else ""
+    return Report(
+        name=path.stem,
+        registers=number(r"Used (\d+) registers", text),
+        spill_bytes=math.fsum(int(n) for n in re.findall(r"(\d+) bytes spill", text)).__int__(),
+        wgmma_serialised="C7512" in text or "serialized" in text,
+        shared_memory=number(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else 0,
+        instructions=len(re.findall(r"^\s+[@a-z][^;{}]*;", code, re.M)),
+    )

@@ -1,0 +1,273 @@
+"""Which implementation of an op runs where: chosen by the platform a program is lowered for, in the open.
+
+`jax.devices()` says "cpu" while a program is compiled for a pod, so nothing here asks the host. Which branch runs is
+decided by `lax.platform_dependent` when the program is lowered; what that platform's device can do, and its tiles,
+come from the device kind of the mesh in scope, else of the default device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""What the device kind of a GPU of compute capability 9.0 contains."""
+
+_STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # what an interpreted kernel believes it runs on
+_interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
+_chosen: dict[tuple[Any, ...], Choice] = {}
+
+
+class KernelError(ValueError):
+    """What a kernel cannot do, in one sentence that names the nearest thing it can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a program is made for.
+
+    Args:
+      kind: the device kind, such as "TPU v5 lite", "NVIDIA H200" or "cpu"; "" when only the platform is known.
+      platform: "tpu", "cuda", "rocm" or "cpu".
+      interpret: run the kernel in an interpreter on the CPU (tests).
+      races: with it, detect data races.
+    """
+
+    kind: str
+    platform: str
+    interpret: bool = False
+    races: bool = False
+
+    def tpu(self) -> Any:
+        """The argument `interpret` of `pallas_call`."""
+        if not self.interpret:
+            return False
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.InterpretParams(detect_races=self.races, uninitialized_memory="nan")
+
+    def gpu(self) -> dict[str, Any]:
+        """Keyword arguments of `plgpu.kernel`."""
+        if not self.interpret:
+            return {}
+        from jax.experimental.pallas import mosaic_gpu
+
+        plgpu: Any = mosaic_gpu  # jax 0.10 has no interpreter
+        return {"interpret": plgpu.InterpretGPUParams(detect_races=self.races)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Args:
+      name: "mosaic_tpu", "mosaic_gpu" or "xla".
+      platforms: those it can be lowered for; `()` is any.
+      supported: `(target, **case)` -> `None`, or a sentence why not.
+      run: `(target, *arrays, **case)` -> the op's outputs, the same tree for every implementation.
+    """
+
+    name: str
+    platforms: tuple[str, ...]
+    supported: Callable[..., str | None]
+    run: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A line of the record: what an op was given, and why not the others.
+
+    Args:
+      op: the op's name.
+      platform, kind: what for; `kind` is "" when no device was known.
+      implementation: what runs.
+      why_not: a sentence for each implementation of that platform that was preferred and could not be had.
+      case: the op's static description.
+    """
+
+    op: str
+    platform: str
+    kind: str
+    implementation: str
+    why_not: tuple[tuple[str, str], ...]
+    case: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        because = "".join(f"; not {name}: {why}" for name, why in self.why_not)
+        return f"{self.op} on {self.kind or self.platform}: {self.implementation}{because}"
+
+
+def chosen(op: str | None = None) -> tuple[Choice, ...]:
+    """What this process has chosen so far, in order; of one op, or of all. Cached traces choose nothing anew."""
+    return tuple(c for c in _chosen.values() if op in (None, c.op))
+
+
+def forget() -> None:
+    """Empties the record of `chosen`."""
+    _chosen.clear()
+
+
+def device() -> Target:
+    """What is being compiled for: a device of the mesh in scope, else the default device."""
+    found = jax.sharding.get_abstract_mesh().abstract_device
+    if found is None:
+        default = jax.config.values["jax_default_device"]
+        found = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
+    platform = found.platform
+    if platform in ("gpu", "cuda"):
+        platform = "cuda" if "NVIDIA" in found.device_kind else "rocm"
+    return Target(found.device_kind, platform)
+
+
+def dispatch(
+    op: str,
+    implementations: Sequence[Implementation],
+    arrays: tuple[Any, ...],
+    case: dict[str, Any],
+    implementation: str | None = None,
+) -> Any:
+    """Runs an op by the implementation that was named, or by the best one of each platform.
+
+    Args:
+      op: its name.
+      implementations: best first; the last is supported everywhere.
+      arrays: what `run` is given.
+      case: hashable static arguments, for `supported` and `run`.
+      implementation: a name, or `None` for the best.
+
+    Raises:
+      KernelError: the named implementation does not exist or is not supported here.
+    """
+    here = device()
+    if implementation is not None:
+        return _run_named(op, implementations, arrays, case, implementation, here)
+    # A mesh in scope tells what the program is compiled for; without one it may be lowered for any platform.
+    known = jax.sharding.get_abstract_mesh().abstract_device is not None
+    fallback = implementations[-1]
+    branches: dict[str, Callable[..., Any]] = {}
+    for platform in (here.platform,) if known else ("cpu", "tpu", "cuda", "rocm"):
+        target = here if platform == here.platform else Target("", platform)
+        best = _best(op, implementations, target, case)
+        if best is not fallback:
+            branches[platform] = _bind(best, target, case)
+    default = _bind(fallback, here, case)
+    if not branches:
+        return default(*arrays)
+    return lax.platform_dependent(*arrays, default=default, **branches)
+
+
+def _bind(chosen: Implementation, target: Target, case: dict[str, Any]) -> Callable[..., Any]:
+    return lambda *arrays: chosen.run(target, *arrays, **case)
+
+
+def _best(op: str, implementations: Sequence[Implementation], target: Target, case: dict[str, Any]) -> Implementation:
+    why_not: list[tuple[str, str]] = []
+    for one in implementations:
+        if one.platforms and target.platform not in one.platforms:
+            continue
+        why = _why_not(one, target, case)
+        if why is None:
+            _record(op, target, one, tuple(why_not), case)
+            return one
+        why_not.append((one.name, why))
+    raise KernelError(f"{op} cannot run on {target.kind or target.platform}: {'; '.join(w for _, w in why_not)}")
+
+
+def _run_named(
+    op: str,
+    implementations: Sequence[Implementation],
+    arrays: tuple[Any, ...],
+    case: dict[str, Any],
+    name: str,
+    target: Target,
+) -> Any:
+    by_name = {i.name: i for i in implementations}
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise KernelError(f"{op} has no implementation '{name}', only {', '.join(map(repr, by_name))}{hint}")
+    one = by_name[name]
+    how = _interpretation.value
+    if how is not None and one.platforms:
+        platform = one.platforms[0]
+        target = Target(_STAND_IN[platform], platform, interpret=True, races=how == "races")
+    why = _why_not(one, target, case)
+    if why is not None:
+        raise KernelError(f"{op}: implementation='{name}' is not supported here: {why}")
+    _record(op, target, one, (), case)
+    return one.run(target, *arrays, **case)
+
+
+def _why_not(one: Implementation, target: Target, case: dict[str, Any]) -> str | None:
+    if one.platforms and target.platform not in one.platforms:
+        return (
+            f"it is for {' and '.join(one.platforms)}, and this is {target.kind or target.platform}; "
+            "leave implementation=None for the best one here"
+        )
+    if one.platforms and (left := _left_to_partitioner()):
+        return (
+            f"the mesh in scope leaves {left} to the partitioner, which cannot cut a kernel; call the op through "
+            "jaxscale.parallel.sharded_op"
+        )
+    return one.supported(target, **case)
+
+
+def _left_to_partitioner() -> str:
+    """Mesh axes of more than one device that no `shard_map` has taken: there, a TPU refuses a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [f"{a}={n}" for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes]
+    return ", ".join(left)
+
+
+def _record(
+    op: str, target: Target, one: Implementation, why_not: tuple[tuple[str, str], ...], case: dict[str, Any]
+) -> None:
+    choice = Choice(op, target.platform, target.kind, one.name, why_not, tuple(case.items()))
+    _chosen[choice.op, choice.platform, choice.kind, choice.implementation, choice.case] = choice
+
+
+def hopper(target: Target) -> str | None:
+    """Why a Hopper kernel cannot run on `target`, or `None`; what every `supported` of a `gpu.py` asks first."""
+    if JAX_VERSION < (0, 11):
+        return f"kernels for GPUs need jax 0.11 or newer (Python 3.12), and this is jax {jax.__version__}"
+    if not target.kind:
+        return "no device is known to compile for; put a mesh of GPUs in scope (jax.set_mesh)"
+    if not any(name in target.kind for name in HOPPER):
+        return f"it is written for Hopper ({', '.join(HOPPER[:2])}), and this is {target.kind}"
+    return None
+
+
+@contextlib.contextmanager
+def interpreted(races: bool = False) -> Iterator[None]:
+    """For tests: a Mosaic implementation asked for by name runs in its interpreter on the CPU.
+
+    Args:
+      races: detect data races as well, which is slower.
+    """
+    with _interpretation("races" if races else "plain"):
+        yield
+
+
+@contextlib.contextmanager
+def on_device(kind: str, platform: str | None = None) -> Iterator[None]:
+    """Lowers as for a device of this kind, which need not exist: `jit(f).trace(x).lower(lowering_platforms=...)`.
+
+    Args:
+      kind: such as "NVIDIA H200" or "TPU v6 lite".
+      platform: "gpu" or "tpu"; by default read off the kind.
+    """
+    platform = platform or ("tpu" if kind.startswith("TPU") else "gpu")
+    cores = 132 if platform == "gpu" else 1
+    found = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+    axis_type = jax.sharding.AxisType.Explicit  # Mosaic GPU reads the device of explicit meshes only
+    mesh = jax.sharding.AbstractMesh((1,), ("_device",), (axis_type,), abstract_device=found)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield

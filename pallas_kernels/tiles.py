@@ -1,0 +1,83 @@
+"""Tile sizes as data: `pallas_kernels/<op>/tiles.json`, keyed by device kind, found by the nearest key.
+
+An entry is `{"device": "NVIDIA H200", "key": {"dtype": "bfloat16", "columns": 32768}, "tile": {...}, "from": "..."}`;
+`from` says how it was found: "compiled" (passed the gate, never timed) or "measured" with a commit.
+`python -m pallas_kernels.tune OP` writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.dispatch import KernelError
+
+_ROOT = Path(__file__).parent
+_OTHER = 8.0  # how far apart two unlike words are, in doublings of a number
+
+
+def lookup(op: str, kind: str, **key: Any) -> dict[str, Any]:
+    """The tile of the entry nearest to a device kind and a key.
+
+    A device's own entries come before those of its family (its name's first word), those before any other's; among
+    them numbers count by how many doublings apart they are, and other values by being equal or not.
+
+    Args:
+      op: a folder of `pallas_kernels`.
+      kind: the device kind.
+      **key: what the tile depends on: numbers and words.
+
+    Raises:
+      KernelError: the op has no entries.
+    """
+    return dict(nearest(op, kind, **key)["tile"])
+
+
+def nearest(op: str, kind: str, **key: Any) -> Mapping[str, Any]:
+    """As `lookup`, the whole entry: whose it is and how it was found."""
+    table = entries(op)
+    if not table:
+        raise KernelError(f"pallas_kernels/{op}/tiles.json has no entries; run python -m pallas_kernels.tune {op}")
+    return min(table, key=lambda e: (_strangeness(e["device"], kind), _distance(e["key"], key)))
+
+
+def entries(op: str) -> tuple[Mapping[str, Any], ...]:
+    """Every entry of an op, empty when it has no table."""
+    return _read(op)
+
+
+@functools.cache
+def _read(op: str) -> tuple[Mapping[str, Any], ...]:
+    path = _ROOT / op / "tiles.json"
+    return tuple(json.loads(path.read_text())) if path.exists() else ()
+
+
+def write(op: str, found: list[dict[str, Any]]) -> Path:
+    """Merges entries into an op's table, replacing those of the same device and key; returns the file."""
+    same = lambda e: (e["device"], json.dumps(e["key"], sort_keys=True))  # noqa: E731
+    merged = {same(e): e for e in (*entries(op), *found)}
+    path = _ROOT / op / "tiles.json"
+    path.write_text("[\n" + ",\n".join("  " + json.dumps(e) for e in merged.values()) + "\n]\n")
+    _read.cache_clear()
+    return path
+
+
+def _strangeness(device: str, kind: str) -> int:
+    if device == kind:
+        return 0
+    return 1 if device.split()[:1] == kind.split()[:1] else 2
+
+
+def _distance(have: Mapping[str, Any], want: Mapping[str, Any]) -> float:
+    total = 0.0
+    for name in sorted({*have, *want}):
+        a, b = have.get(name), want.get(name)
+        if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > 0 and b > 0:
+            total += abs(math.log2(a / b))
+        elif a != b:
+            total += _OTHER
+    return total

@@ -1,0 +1,124 @@
+"""Dispatch: the platform that a program is lowered for decides, and what was decided can be read."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, KernelError, Target
+
+
+def _nowhere(target: Target, **case) -> str | None:
+    return None
+
+
+def _toy(supported=_nowhere) -> tuple[Implementation, ...]:
+    """Three ways to be told apart by their factor."""
+    times = lambda k: lambda target, x, **case: x * k  # noqa: E731
+    return (
+        Implementation("mosaic_tpu", ("tpu",), supported, times(3.0)),
+        Implementation("mosaic_gpu", ("cuda",), supported, times(5.0)),
+        Implementation("xla", (), _nowhere, times(2.0)),
+    )
+
+
+@pytest.fixture(autouse=True)
+def empty_record():
+    dispatch.forget()
+
+
+def _trace(ways, case):
+    """Dispatches without running: there may be no such device."""
+    jax.eval_shape(lambda x: dispatch.dispatch("toy", ways, (x,), case), jax.ShapeDtypeStruct((4,), jnp.float32))
+
+
+def _factor(text: str) -> set[str]:
+    return {k for k in ("2.0", "3.0", "5.0") if f"dense<{k}" in text}
+
+
+@pytest.mark.parametrize("platform, factor", [("cpu", "2.0"), ("tpu", "3.0")])
+def test_the_lowering_platform_chooses(platform, factor):
+    f = jax.jit(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}))
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert _factor(f.trace(x).lower(lowering_platforms=(platform,)).as_text()) == {factor}
+
+
+def test_a_device_in_scope_decides_for_its_own_platform():
+    with dispatch.on_device("NVIDIA H200"):
+        f = jax.jit(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}))
+        text = f.trace(jax.ShapeDtypeStruct((4,), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert _factor(text) == {"5.0"}
+    assert [(c.kind, c.implementation) for c in dispatch.chosen("toy")] == [("NVIDIA H200", "mosaic_gpu")]
+
+
+def test_the_record_says_why_not():
+    with dispatch.on_device("TPU v5 lite"):
+        _trace(_toy(lambda target, **case: f"{target.kind} is too old"), {})
+    (choice,) = dispatch.chosen("toy")
+    assert str(choice) == "toy on TPU v5 lite: xla; not mosaic_tpu: TPU v5 lite is too old"
+
+
+def test_what_is_supported_may_depend_on_the_case():
+    refuse = lambda target, *, size: "size 3 is odd" if size % 2 else None  # noqa: E731
+    for size, expected in ((3, "xla"), (4, "mosaic_tpu")):
+        dispatch.forget()
+        with dispatch.on_device("TPU v5 lite"):
+            _trace(_toy(refuse), {"size": size})
+        assert [c.implementation for c in dispatch.chosen()] == [expected]
+
+
+def test_a_named_implementation_never_falls_back():
+    with pytest.raises(KernelError, match="toy: implementation='mosaic_tpu' is not supported here: it is for tpu"):
+        dispatch.dispatch("toy", _toy(), (jnp.ones(4),), {}, "mosaic_tpu")
+
+
+def test_an_unknown_implementation_gets_the_nearest_name():
+    with pytest.raises(KernelError, match="no implementation 'mosaic_tpv', only .*did you mean 'mosaic_tpu'"):
+        dispatch.dispatch("toy", _toy(), (jnp.ones(4),), {}, "mosaic_tpv")
+
+
+def test_interpreted_runs_the_named_kernel_on_this_machine():
+    with dispatch.interpreted():
+        got = dispatch.dispatch("toy", _toy(), (jnp.ones(4),), {}, "mosaic_gpu")
+    np.testing.assert_array_equal(got, 5.0)
+
+
+def test_a_trace_made_interpreted_is_not_reused_outside():
+    seen = []
+
+    def run(target, x):
+        seen.append(target.interpret)
+        return x
+
+    ways = (Implementation("mosaic_tpu", ("tpu",), _nowhere, run), _toy()[-1])
+    f = jax.jit(lambda x: dispatch.dispatch("toy", ways, (x,), {}, "mosaic_tpu"))
+    with dispatch.interpreted():
+        f(jnp.ones(4))
+    with pytest.raises(KernelError):
+        f(jnp.ones(4))
+    assert seen == [True]
+
+
+def test_a_kernel_is_not_left_to_the_partitioner():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), dispatch.interpreted():
+        call = lambda x: dispatch.dispatch("toy", _toy(), (x,), {}, "mosaic_tpu")  # noqa: E731
+        with pytest.raises(KernelError, match="leaves data=8 to the partitioner.*sharded_op"):
+            jax.jit(call)(jnp.ones(8))
+        spec = PartitionSpec("data")
+        mapped = jax.shard_map(call, in_specs=spec, out_specs=spec, check_vma=False)
+        np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones(8)), 3.0)
+
+
+@pytest.mark.parametrize(
+    "kind, says", [("NVIDIA A100-SXM4-80GB", "written for Hopper"), ("", "no device is known"), ("NVIDIA H200", "")]
+)
+def test_hopper_kernels_are_for_hopper(kind, says):
+    why = dispatch.hopper(Target(kind, "cuda"))
+    if dispatch.JAX_VERSION < (0, 11):
+        says = "need jax 0.11"
+    assert says in (why or "") and bool(why) == bool(says)

@@ -70,6 +70,7 @@ class TransformerConfig:
       tied: the output head is the token embedding.
       parallel: attention and feed-forward side by side, of one norm.
       post_norm: norms after each sub-layer as well (Gemma 2).
+      embedding: `Embedding`, or `StableEmbedding` for training with 8-bit optimizer states.
       embed_scale: factor on token embeddings (Gemma: sqrt of the width).
       dropout: probability on each sub-layer's output while training.
       dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
@@ -103,6 +104,7 @@ class TransformerConfig:
     tied: bool = False
     parallel: bool = False
     post_norm: bool = False
+    embedding: Callable[..., Embedding] = Embedding
     embed_scale: float | None = None
     dropout: float = 0.0
     dtype: str = "float32"
@@ -240,7 +242,7 @@ class Transformer(nnx.Module):
         types: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype))
         # With sqrt(width) as a factor on the embedding, its initial values shrink to match.
         scale = 0.02 if config.embed_scale is None else 1 / config.embed_scale
-        self.embed = Embedding(config.vocab, z.width, scale=scale, rngs=rngs, **types)
+        self.embed = config.embedding(config.vocab, z.width, scale=scale, rngs=rngs, **types)
         length = config.positions.length if isinstance(config.positions, Learned) else 0
         self.positions = Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length else None
         runs, first = [], 0

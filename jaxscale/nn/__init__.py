@@ -3,7 +3,7 @@
 from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context, dropout
-from jaxscale.nn.embedding import Embedding
+from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.head import head_logits
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
@@ -29,6 +29,7 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "Run",
+    "StableEmbedding",
     "SwiGLU",
     "YarnScaling",
     "attention_mask",

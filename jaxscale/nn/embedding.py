@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxscale.config import register
 from jaxscale.layout import constrain, named
 from jaxscale.nn.linear import in_use
+from jaxscale.nn.norms import LayerNorm
 
 
+@register
 class Embedding(nnx.Module):
     """A table of `rows` vectors, looked up by integer id.
 
@@ -19,6 +22,7 @@ class Embedding(nnx.Module):
       width: size of a vector.
       axis: logical name of the rows, "vocab" or "positions".
       scale: standard deviation of the initial values (normal).
+      init: another initializer, in its place.
       dtype: what a lookup gives.
       param_dtype: what the table is kept in.
     """
@@ -30,13 +34,14 @@ class Embedding(nnx.Module):
         *,
         axis: str = "vocab",
         scale: float = 0.02,
+        init: jax.nn.initializers.Initializer | None = None,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.axis, self.dtype = axis, dtype
-        init = named(jax.nn.initializers.normal(scale), axis, "embed")
-        self.weight = nnx.Param(init(rngs.params(), (rows, width), param_dtype))
+        values = named(init or jax.nn.initializers.normal(scale), axis, "embed")
+        self.weight = nnx.Param(values(rngs.params(), (rows, width), param_dtype))
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:
         # Gathering from a table still split along `embed` would make the partitioner rematerialise the result, since
@@ -45,3 +50,31 @@ class Embedding(nnx.Module):
         weight = self.weight.get_value()
         x = in_use(weight, (self.axis, "embed"), weight.dtype)[ids].astype(self.dtype)
         return constrain(x, "batch", "residual_seq", "embed")
+
+
+@register
+class StableEmbedding(Embedding):
+    """An embedding that trains stably with 8-bit optimizers (Dettmers et al. 2022, section 2.3).
+
+    Xavier-uniform initial values, and a layer norm on what is looked up, before positions are added. Its optimizer
+    state stays in 32 bits, as every embedding's does by default (`jaxscale.optim.EightBit.keep`). Arguments as
+    `Embedding`, but that `scale` has no effect: Xavier's depends on the sizes alone.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        *,
+        axis: str = "vocab",
+        scale: float = 0.0,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        xavier = jax.nn.initializers.glorot_uniform()
+        super().__init__(rows, width, axis=axis, init=xavier, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.norm = LayerNorm(width, dtype=dtype, param_dtype=param_dtype)
+
+    def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+        return constrain(self.norm(super().__call__(ids)), "batch", "residual_seq", "embed")

@@ -10,21 +10,45 @@ from jaxscale.optim.base import (
     state_infos,
     state_shardings,
 )
+from jaxscale.optim.eight_bit import (
+    AdamW8bit,
+    LAMB8bit,
+    Lion8bit,
+    SGDM8bit,
+    adagrad_8bit,
+    adamw_8bit,
+    lamb_8bit,
+    lion_8bit,
+    sgdm_8bit,
+)
 from jaxscale.optim.schedules import WSD, Constant, LRSchedule, WarmupCosine
+from jaxscale.optim.storage import EightBit, convert_state, is_quantized
 
 __all__ = [
     "SGD",
     "WSD",
     "AdamW",
+    "AdamW8bit",
     "Constant",
+    "EightBit",
     "FusedTransformation",
+    "LAMB8bit",
     "LRSchedule",
+    "Lion8bit",
     "Optimizer",
+    "SGDM8bit",
     "WarmupCosine",
+    "adagrad_8bit",
     "adamw",
+    "adamw_8bit",
     "apply_gradients",
     "chain",
+    "convert_state",
     "decay_mask",
+    "is_quantized",
+    "lamb_8bit",
+    "lion_8bit",
+    "sgdm_8bit",
     "state_infos",
     "state_shardings",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +10,7 @@ import jax
 import optax
 
 from jaxscale.layout import Layout, TensorInfo, shardings_of
+from jaxscale.optim.storage import check_fits, is_quantized
 
 Tree = Any
 Schedule = Callable[[jax.Array], jax.Array]
@@ -22,15 +24,19 @@ class FusedTransformation(optax.GradientTransformation):
     """
 
     update_and_apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    notes: tuple[str, ...]
+    """What a person should know of how its state is kept, a sentence each."""
 
     def __new__(
         cls,
         init: Callable[[Tree], Tree],
         update: Callable[..., tuple[Tree, Tree]],
         update_and_apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+        notes: tuple[str, ...] = (),
     ) -> FusedTransformation:
         self = super().__new__(cls, init, update)
         self.update_and_apply = update_and_apply
+        self.notes = notes
         return self
 
 
@@ -62,7 +68,7 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
         params, s = last.update_and_apply(grads, state[-1], params)
         return params, (*states, s)
 
-    return FusedTransformation(whole.init, whole.update, update_and_apply)
+    return FusedTransformation(whole.init, whole.update, update_and_apply, last.notes)
 
 
 def apply_gradients(
@@ -76,7 +82,7 @@ def apply_gradients(
 
 
 def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
-    """A `TensorInfo` for every array of `tx`'s state; those of a parameter's shape carry its names.
+    """A `TensorInfo` for every array of `tx`'s state; those of a parameter's shape, and 8-bit ones, carry its names.
 
     Args:
       tx: the optimizer.
@@ -85,7 +91,12 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
     state = jax.eval_shape(tx.init, params)
 
-    def of_param(leaf: jax.ShapeDtypeStruct, info: TensorInfo) -> TensorInfo:
+    def of_param(leaf: Any, info: TensorInfo) -> Any:
+        if is_quantized(leaf):
+            part = lambda what, x: TensorInfo(f"{info.path}/{what}", x.shape, x.dtype, info.axes)  # noqa: E731
+            return dataclasses.replace(
+                leaf, codes=part("codes", leaf.codes), scales=part("scales", leaf.scales)
+            )  # fmt: skip
         axes = info.axes if leaf.shape == info.shape else (None,) * len(leaf.shape)
         return TensorInfo(info.path, leaf.shape, leaf.dtype, axes)
 
@@ -94,7 +105,11 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
 
     found: list[Tree] = []
     # optax runs `tx.init` on placeholders to tell the two apart; traced, it needs no device
-    jax.eval_shape(lambda: found.append(optax.tree.map_params(tx, of_param, state, infos, transform_non_params=other)))
+    jax.eval_shape(
+        lambda: found.append(
+            optax.tree.map_params(tx, of_param, state, infos, transform_non_params=other, is_leaf=is_quantized)
+        )
+    )
     return found[0]
 
 
@@ -102,9 +117,15 @@ def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layou
     """A sharding for every array of `tx`'s state: those of a parameter's shape by the rules for `opt_state`.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out.
+      LayoutError: naming the tensor that cannot be laid out, or a tile of 8-bit state that the layout would cut.
     """
-    return None if layout is None else shardings_of(state_infos(tx, infos), layout, "opt_state")
+    if layout is None:
+        return None
+    state = state_infos(tx, infos)
+    by_path = {i.path: i for i in jax.tree.leaves(infos)}
+    eight_bit = filter(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))
+    check_fits([(by_path[q.codes.path.removesuffix("/codes")], q.tile) for q in eight_bit], layout)
+    return shardings_of(state, layout, "opt_state")
 
 
 def decay_mask(infos: Tree) -> Tree:

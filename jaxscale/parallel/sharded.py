@@ -71,5 +71,3 @@ def _only(free: set[str], part: Any) -> Any:
     names = (part,) if isinstance(part, str) else part or ()
     kept = tuple(n for n in names if n in free)
     return kept[0] if len(kept) == 1 else kept or None
-
-

@@ -22,11 +22,13 @@ class Explanation:
       layout: the layout, in words.
       params: a row per parameter.
       state_bytes_per_device: of the optimizer's state, by the rules for it.
+      notes: what else to know of the state, such as what keeps 32 bits and why, a sentence each.
     """
 
     layout: str
     params: tuple[TensorRow, ...]
     state_bytes_per_device: int
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -37,6 +39,7 @@ class Explanation:
 
         yield tensor_table(f"parameters, laid out {self.layout}", self.params, why=True)
         yield f"optimizer state: {human_bytes(self.state_bytes_per_device)} per device"
+        yield from self.notes
 
     def __str__(self) -> str:
         return self._repr_mimebundle_()["text/plain"]
@@ -68,4 +71,5 @@ def explain(run: Run | TrainConfig) -> Explanation:
         "on one device" if config.layout is None else str(config.layout),
         tuple(describe(blueprint.infos, config.layout)),
         sum(r.bytes_per_device for r in state),
+        getattr(blueprint.tx, "notes", ()),
     )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import CheckpointError
 from jaxscale.layout import Layout, shardings_of
+from jaxscale.optim import convert_state, is_quantized
 from jaxscale.train.state import TrainState
+from pallas_kernels.blockwise import Quantized
+
+log = logging.getLogger("jaxscale")
 
 Tree = Any
 SCHEMA = 1
@@ -68,7 +76,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         arrays = flatten(state)
-        manifest = {"schema": SCHEMA, "leaves": _leaves(arrays, infos), **about}
+        manifest = {"schema": SCHEMA, "leaves": _leaves(state, arrays, infos), **about}
         step = int(state.step)
         try:
             self._manager.save(
@@ -118,23 +126,37 @@ class Checkpoints:
             )
         return manifest
 
-    def restore(self, step: int, state: TrainState, shardings: TrainState | None) -> TrainState:
+    def restore(
+        self, step: int, state: TrainState, shardings: TrainState | None, say: Callable[[str], None] = log.info
+    ) -> TrainState:
         """The state of a step, onto the layout of `shardings`.
+
+        Optimizer state that was saved in 32 bits and is wanted in 8, the other way round, or in other blocks, is
+        converted; `say` is told.
 
         Args:
           step: which checkpoint.
           state: shapes and dtypes, as `Blueprint.abstract_state()` gives.
           shardings: a sharding per array, or `None` for the default device.
+          say: takes a sentence for the user.
 
         Raises:
           CheckpointError: arrays are missing, extra or of another shape or dtype; all are listed, nothing is loaded.
         """
-        want = flatten(state)
-        where = flatten(shardings) if shardings is not None else dict.fromkeys(want, _default_sharding())
-        got = self._read(step, want, where, "")
+        saved = self.manifest(step)["leaves"] if step in self.steps() else {}
+        stored, places = _as_saved(state, shardings, saved)
+        want = flatten(stored)
+        got = self._read(step, want, flatten(places) if places else dict.fromkeys(want, _default_sharding()), "")
         got["rng"] = jax.random.wrap_key_data(got["rng"])
-        paths, treedef = jax.tree_util.tree_flatten_with_path(state)
-        return jax.tree.unflatten(treedef, [got[_name(path)] for path, _ in paths])
+        treedef: Any
+        paths, treedef = jax.tree_util.tree_flatten_with_path(stored)
+        restored = jax.tree.unflatten(treedef, [got[_name(path)] for path, _ in paths])
+        if treedef == jax.tree.structure(state):
+            return restored
+        say(f"checkpoint {step} keeps its optimizer state in another precision than this run; it was converted")
+        there = shardings.opt_state if shardings else None
+        convert = jax.jit(lambda s: convert_state(s, state.opt_state), out_shardings=there)
+        return dataclasses.replace(restored, opt_state=convert(restored.opt_state))
 
     def restore_params(self, step: int, infos: Tree, layout: Layout | None) -> Tree:
         """The parameters alone, onto any layout.
@@ -189,12 +211,50 @@ def _name(path: tuple[Any, ...]) -> str:
     return "/".join(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
 
 
-def _leaves(arrays: dict[str, Any], infos: Tree) -> dict[str, Any]:
+def _leaves(state: TrainState, arrays: dict[str, Any], infos: Tree) -> dict[str, Any]:
     axes = {f"params/{i.path}": i.axes for i in jax.tree.leaves(infos)}
-    return {
+    leaves: dict[str, dict[str, Any]] = {
         name: {"shape": list(x.shape), "dtype": np.dtype(x.dtype).name, "axes": list(axes.get(name, ())) or None}
         for name, x in arrays.items()
     }
+    for path, q in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
+        if is_quantized(q):
+            how = {"tile": list(q.tile), "format": q.format, "signed": q.signed}
+            leaves[f"{_name(path)}/codes"]["quantized"] = how
+    return leaves
+
+
+def _as_saved(
+    state: TrainState, shardings: TrainState | None, saved: dict[str, Any]
+) -> tuple[TrainState, TrainState | None]:
+    """`state` and `shardings` with the optimizer's leaves in the precision a manifest says they were saved in."""
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state.opt_state, is_leaf=is_quantized)
+    places = structure.flatten_up_to(shardings.opt_state) if shardings else [None] * len(leaves)
+    new_leaves, new_places = [], []
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        name = f"opt_state/{_name(path)}"
+        home = place.codes if is_quantized(place) else place  # scales are cut as the codes are
+        how = saved.get(f"{name}/codes", {}).get("quantized")
+        if name in saved and is_quantized(leaf):
+            leaf, place = jax.ShapeDtypeStruct(leaf.shape, jnp.float32), home
+        elif how is not None and (not is_quantized(leaf) or tuple(how["tile"]) != leaf.tile
+                                  or how["format"] != leaf.format):  # fmt: skip
+            parts = (saved[f"{name}/codes"], saved[f"{name}/scales"])
+            shapes: Any = [jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"])) for x in parts]
+            leaf = Quantized(shapes[0], shapes[1], tuple(how["tile"]), how["format"], how["signed"])
+            place = dataclasses.replace(leaf, codes=home, scales=_uncut(home))
+        new_leaves.append(leaf)
+        new_places.append(place)
+    stored = dataclasses.replace(state, opt_state=structure.unflatten(new_leaves))
+    if shardings is None:
+        return stored, None
+    return stored, dataclasses.replace(shardings, opt_state=structure.unflatten(new_places))
+
+
+def _uncut(sharding: Any) -> Any:
+    """Whole on every device: blocks of another size need not divide as these do."""
+    return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def _check_same(saved: dict[str, Any], want: dict[str, Any], what: str) -> None:

@@ -258,7 +258,9 @@ class _Loop:
                 f"train.steps was {manifest['steps']} and is {self.config.steps}: the schedule is made anew, and goes "
                 f"on with a learning rate of {rate:.3g}"
             )
-        return self.checkpoints.restore(step, blueprint.abstract_state(), blueprint.shardings())
+        return self.checkpoints.restore(
+            step, blueprint.abstract_state(), blueprint.shardings(), self.reporter.say
+        )  # fmt: skip
 
     def _rows(self) -> dict[str, Any]:
         """The settings that decide what a row of data is."""

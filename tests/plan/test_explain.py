@@ -79,7 +79,7 @@ def test_the_state_counts_its_moments(optimizer, moments):
 
 def test_an_explanation_is_json():
     found = json.loads(json.dumps(explained().to_json()))
-    assert {"layout", "params", "state_bytes_per_device"} == found.keys()
+    assert {"layout", "params", "state_bytes_per_device", "notes"} == found.keys()
     assert found["params"][0].keys() >= {"path", "shape", "axes", "spec", "rules", "bytes_per_device"}
 
 

@@ -1,0 +1,277 @@
+"""Eight-bit codes for numbers in [-1, 1] or [0, 1]: what a block holds once it is divided by its largest magnitude.
+
+A codec is arithmetic only, no table and no gather, so that the same few lines run under XLA, Mosaic TPU and Mosaic GPU.
+Adding one is a class here and a line in `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.dispatch import KernelError
+
+
+class Codec(Protocol):
+    """An 8-bit code; `values()[i]` belongs to the i-th code in ascending order."""
+
+    name: ClassVar[str]
+
+    @property
+    def signed(self) -> bool:
+        """Whether it covers [-1, 1], else [0, 1]."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the stored codes."""
+        ...
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """float32 in [-1, 1] (or [0, 1]) -> the code of the nearest value; either one on a tie, any for a NaN."""
+        ...
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        """Codes -> float32."""
+        ...
+
+    def order(self, codes: jax.Array) -> jax.Array:
+        """Codes -> int32 places in `values()`."""
+        ...
+
+    def at(self, places: jax.Array) -> jax.Array:
+        """int32 places in `values()`, clipped to its length -> codes."""
+        ...
+
+    def values(self) -> np.ndarray:
+        """What the codes stand for, float64, ascending (tests)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """The dynamic map (Dettmers, Lewis, Shleifer & Zettlemoyer 2022, "8-bit Optimizers via Block-wise Quantization").
+
+    Seven decades from 1e-6 to 1; decade i holds the 2**i (unsigned: 2 * 2**i) midpoints of an even division of
+    [0.1, 1] * 10**(i - 6), besides 0 and 1. So precision is spent on the large and range on the small. uint8 codes in
+    ascending order of value; signed, 127 is zero and -1 has no code (the nearest value is -0.993).
+
+    Both directions in closed form: with a the code's distance from zero and h = a + 1/2 (unsigned: a + 3/2), the
+    exponent of h is the decade and its mantissa m in [1, 2) gives 10**(i - 6) * (0.9 m - 0.8).
+    """
+
+    signed: bool
+    name: ClassVar[str] = "dynamic"
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint8)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        # 2**23 | code, as the bits of a float32, is 2**23 + code: cheaper on a GPU than converting an integer.
+        x = _float(codes.astype(jnp.int32) | 0x4B000000)
+        if not self.signed:
+            return _decoded(x - (2.0**23 - 1.5))
+        twice = _float(codes.astype(jnp.int32) | 0x4B800000) - (2.0**24 + 2 * 127.0)
+        magnitude = _decoded(jnp.abs(twice) + 1.0)
+        return _float(_bits(magnitude) | (_bits(twice) & _SIGN))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        a = jnp.abs(x) if self.signed else x
+        # The decade i in three bits found by bisection, while y = a * 10**(6 - i) comes into (0.1, 1]; n = its codes.
+        first = 1.0 if self.signed else 2.0
+        b2 = a > np.float32(1e-3)
+        y = jnp.where(b2, a, a * np.float32(1e4))
+        b1 = y > np.float32(0.1)
+        y = jnp.where(b1, y, y * np.float32(100))
+        b0 = y > 1.0
+        y = jnp.where(b0, y * np.float32(0.1), y)
+        n = jnp.where(b2, 16 * first, first)
+        n = jnp.where(b1, n * 4.0, n)
+        n = jnp.where(b0, n + n, n)
+        # Midpoints between codes are where n * (y / 0.9 + 8 / 9) is whole: take 1/2 off and round. A hair less than
+        # 1 / 0.9 keeps y = 1 in its decade.
+        place = (y * np.float32((1 - 4e-7) / 0.9) + np.float32(8 / 9)) * n - 0.5
+        # Up to 0.2 of a step into a decade the last code of the one below is nearer.
+        place = jnp.where(place < n - 0.3, place - 0.5, place)
+        zero, one = _EDGES[self.signed]
+        place = jnp.where(a > zero, jnp.maximum(place, first), first - 1.0)  # and the lowest decade has none below
+        if not self.signed:  # decade i starts at code n - 1
+            place = jnp.where(a > one, 256.0, place)
+            return (_rounded(place, -1) & 0xFF).astype(jnp.uint8)
+        place = _float(_bits(place) | (_bits(x) & _SIGN))
+        return (_rounded(jnp.where(x > one, 128.0, place), 127) & 0xFF).astype(jnp.uint8)
+
+    def order(self, codes: jax.Array) -> jax.Array:
+        return codes.astype(jnp.int32)
+
+    def at(self, places: jax.Array) -> jax.Array:
+        return jnp.clip(places, 0, 255).astype(jnp.uint8)
+
+    def values(self) -> np.ndarray:
+        positive = _dynamic_positive(self.signed)
+        return np.concatenate([-positive[-2::-1], [0.0], positive] if self.signed else [[0.0], positive])
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Evenly spaced: int8 codes -127 to 127 of 127ths, or uint8 codes of 255ths. Too coarse near zero for Adam's v."""
+
+    signed: bool
+    name: ClassVar[str] = "linear"
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.int8 if self.signed else np.uint8)
+
+    @property
+    def _top(self) -> float:
+        return 127.0 if self.signed else 255.0
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return codes.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / self._top)
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        x = jnp.clip(x * self._top, -self._top if self.signed else 0.0, self._top)
+        return _rounded(x, 0).astype(self.dtype)
+
+    def order(self, codes: jax.Array) -> jax.Array:
+        return codes.astype(jnp.int32) + (127 if self.signed else 0)
+
+    def at(self, places: jax.Array) -> jax.Array:
+        if not self.signed:
+            return jnp.clip(places, 0, 255).astype(jnp.uint8)
+        return (jnp.clip(places, 0, 254) - 127).astype(jnp.int8)
+
+    def values(self) -> np.ndarray:
+        return np.arange(-127 if self.signed else 0, self._top + 1) / self._top
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """float8_e4m3fn (Micikevicius et al. 2022), a block's largest magnitude at 448; unsigned, the sign is unused."""
+
+    signed: bool
+    name: ClassVar[str] = "fp8"
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(jnp.float8_e4m3fn)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return codes.astype(jnp.float32) * np.float32(1 / 448)
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return (x * 448.0).astype(jnp.float8_e4m3fn)
+
+    def order(self, codes: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
+        if not self.signed:
+            return bits & 0x7F
+        return 126 + jnp.where(bits >= 128, -(bits & 0x7F), bits)
+
+    def at(self, places: jax.Array) -> jax.Array:
+        if self.signed:
+            places = jnp.clip(places - 126, -126, 126)
+            places = jnp.where(places < 0, 128 - places, places)
+        else:
+            places = jnp.clip(places, 0, 126)
+        return lax.bitcast_convert_type(places.astype(jnp.uint8), jnp.float8_e4m3fn)
+
+    def values(self) -> np.ndarray:
+        positive = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64) / 448
+        return np.concatenate([-positive[:0:-1], positive]) if self.signed else positive
+
+
+FORMATS: Mapping[str, tuple[Codec, Codec]] = {
+    kind.name: (kind(False), kind(True)) for kind in (Dynamic, Linear, Float8)
+}
+"""A format's name -> its codec for unsigned and for signed numbers."""
+
+
+def codec(format: str, signed: bool) -> Codec:
+    """The codec of a format.
+
+    Args:
+      format: "dynamic", "linear" or "fp8".
+      signed: for numbers of both signs.
+
+    Raises:
+      KernelError: there is no such format.
+    """
+    if format not in FORMATS:
+        close = difflib.get_close_matches(str(format), FORMATS, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise KernelError(f"there is no 8-bit format '{format}', only {', '.join(map(repr, FORMATS))}{hint}")
+    return FORMATS[format][bool(signed)]
+
+
+def encode_stochastic(codec: Codec, x: jax.Array, key: jax.Array) -> jax.Array:
+    """Codes of one of the two values around x, at random, so that the mean is x; a value the codec has stays.
+
+    Args:
+      codec: whose codes.
+      x: float32 in the codec's range. Beyond its last value there is one neighbour only (-1 under `Dynamic`).
+      key: of `jax.random`.
+    """
+    place = codec.order(codec.encode(x))
+    near = codec.decode(codec.at(place))
+    other = codec.decode(codec.at(jnp.where(x > near, place + 1, place - 1)))
+    gap = other - near
+    chance = jnp.where(gap == 0, 0.0, (x - near) / jnp.where(gap == 0, 1.0, gap))
+    step = jnp.where(x > near, 1, -1)
+    return codec.at(jnp.where(jax.random.uniform(key, x.shape) < chance, place + step, place))
+
+
+# ---- the dynamic map's numbers
+
+_SIGN = np.int32(-(2**31))
+
+
+def _dynamic_positive(signed: bool) -> np.ndarray:
+    """The positive values of the dynamic map, ascending, float64."""
+    out = []
+    for i in range(7):
+        n = 2**i if signed else 2 ** (i + 1)
+        out.append(10.0 ** (i - 6) * (0.1 + 0.9 * (np.arange(n) + 0.5) / n))
+    return np.concatenate([*out, [1.0]])
+
+
+def _edges(signed: bool) -> tuple[np.float32, np.float32]:
+    """Below the first, 0 is nearest; above the second, 1."""
+    positive = _dynamic_positive(signed)
+    return np.float32(positive[0] / 2), np.float32((1 + positive[-2]) / 2)
+
+
+_EDGES = (_edges(False), _edges(True))
+
+
+def _decoded(f: jax.Array) -> jax.Array:
+    """f = 2**(i + 1) * m -> 10**(i - 6) * (0.9 m - 0.8), at most 1; 0 where f < 2, which is the code of zero."""
+    bits = _bits(f)
+    mantissa = _float((bits & 0x007FFFFF) | 0x3F800000)
+    value = mantissa * np.float32(0.9e-6) - np.float32(0.8e-6)
+    # The exponent field is 128 + i, so its low bits are those of i.
+    for bit, power in ((1, 1e1), (2, 1e2), (4, 1e4)):
+        value = jnp.where((bits & (bit << 23)) != 0, value * np.float32(power), value)
+    return jnp.where(f < 2.0, 0.0, jnp.minimum(value, 1.0))
+
+
+def _rounded(x: jax.Array, plus: int) -> jax.Array:
+    """round(x) + plus as int32, for |x| < 2**22: adding 3 * 2**22 leaves the integer in the low bits."""
+    return _bits(x + np.float32(3 * 2**22 + plus)) - 0x4B400000
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.float32)

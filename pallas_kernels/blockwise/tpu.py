@@ -1,0 +1,241 @@
+"""The update on TPUs (Mosaic TPU): one pass over memory, in place.
+
+Two forms, by where the tile's rows lie, so that nothing is laid out anew around the kernel. As a matrix, a tile is `high`
+neighbouring rows of 128 lanes: lanes and then rows are reduced in registers, the rows by rolls. As a stack of matrices
+(an attention projection (E, heads, 128) with the tile (2, 1, 128)), a tile is `high` neighbours of the stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.blockwise.codecs import Codec, codec
+from pallas_kernels.blockwise.reference import inverse
+from pallas_kernels.blockwise.rules import Rule
+from pallas_kernels.dispatch import Target
+from pallas_kernels.tiles import lookup
+
+LANES = 128
+PACKED = 32
+"""Rows of a register of 8-bit numbers."""
+FLOATS = ("float32", "bfloat16")
+FORMATS = ("dynamic", "linear")
+VMEM = 48 * 2**20
+"""Bytes of on-chip memory a kernel may ask for: less than any generation has."""
+
+
+def supported(target: Target, **case: Any) -> str | None:
+    """Why this kernel cannot serve a case, or `None`."""
+    if case["flat"] is not None:
+        return "the flat form has no kernel; quantise by tiles (tile_for)"
+    if case["format"] not in FORMATS:
+        return f"there are kernels for the formats {' and '.join(map(repr, FORMATS))}, not '{case['format']}'"
+    for what in ("param", "grad"):
+        if case[f"{what}_dtype"] not in FLOATS:
+            return f"a TPU kernel takes {' and '.join(FLOATS)}, and the {what} is {case[f'{what}_dtype']}"
+    form = as_stack(case["shape"], case["tile"])
+    return form if isinstance(form, str) else None
+
+
+def as_stack(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, int, int] | str:
+    """An array as (stack, middle, columns) with tiles (high, 1, 128), and `high`; or why it is none. middle = 1: a matrix."""
+    if not math.prod(shape):
+        return "the array is empty"
+    if len(shape) < 2 or tile[-1] != LANES:
+        return f"a tile's last dimension is {LANES} of a matrix in a kernel, and the tile is {tile} of {shape}"
+    tall = [i for i, t in enumerate(tile[:-1]) if t > 1] or [len(shape) - 2]
+    if len(tall) != 1:
+        return f"one dimension besides the last may be tiled in a kernel, and the tile is {tile}"
+    (k,) = tall
+    high, between = tile[k], shape[k + 1 : -1]
+    if high > 8:
+        return f"a tile has at most 8 rows in a kernel, and the tile is {tile}"
+    if len(between) > 1:
+        return f"one dimension may stand between the tiled ones in a kernel, and {shape} has {len(between)}"
+    stack, columns = math.prod(shape[: k + 1]), shape[-1]
+    if between:
+        if columns > 8 * LANES:
+            return f"heads of at most {8 * LANES} fit a kernel, and {shape} has {columns}"
+        return stack, between[0], columns, high
+    if k and shape[k] % PACKED:
+        return f"stacked matrices have a multiple of {PACKED} rows in a kernel, and {shape} has {shape[k]}"
+    return stack, 1, columns, high
+
+
+def run(
+    target: Target,
+    numbers: jax.Array,
+    param: jax.Array,
+    grad: jax.Array,
+    codes: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
+    *,
+    rule: Rule,
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    tile: tuple[int, ...],
+    flat: int | None,
+    format: str,
+    param_dtype: str,
+    grad_dtype: str,
+    apply: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """One step; arguments and results as `reference.update`."""
+    form = as_stack(shape, tile)
+    assert not isinstance(form, str)
+    stack, middle, columns, high = form
+    groups = columns // LANES
+    matrix = middle == 1
+    whole = (stack, columns) if matrix else (stack, middle, columns)
+    small = (stack // high, groups) if matrix else (stack // high, middle, groups)
+    codecs = [codec(format, signed) for signed in rule.states]
+    n = len(codecs)
+    out_dtype = param.dtype if apply else jnp.dtype(jnp.float32)
+
+    # A block is whole rows, as many as fit: blocks in flight are held twice, beside float32 scratch of one.
+    kind = "matrix" if matrix else "stack"
+    element = param.dtype.itemsize + grad.dtype.itemsize + out_dtype.itemsize + 2 * n
+    padded = columns if matrix else -(-middle // PACKED) * PACKED * columns
+    unit = max(PACKED, 8 * high) if matrix else high
+    most = lookup("blockwise", target.kind, form=kind)["bytes"] // (2 * element * padded)
+    rows = max(unit, most // unit * unit)
+    rows = stack if rows >= stack else rows
+
+    def specs(array: tuple[int, ...], count: int, divide: int) -> list[pl.BlockSpec]:
+        rest = array[1:]
+        return [pl.BlockSpec((rows // divide, *rest), lambda i: (i, *[0] * len(rest)))] * count
+
+    body = _matrix_kernel if matrix else _stack_kernel
+
+    def kernel(numbers_ref: Any, p: Any, g: Any, *refs: Any) -> None:
+        derived = {name: numbers_ref[i] for i, name in enumerate(names)}
+        old_codes, old_scales, out, new_codes = refs[:n], refs[n : 2 * n], refs[2 * n], refs[2 * n + 1 : 3 * n + 1]
+        new_scales, scratch = refs[3 * n + 1 : 4 * n + 1], refs[4 * n + 1 :]
+        states = list(zip(codecs, old_codes, old_scales, new_codes, new_scales, strict=True))
+        body(rule, derived, apply, high, p, g, out, states, scratch)
+
+    result = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(stack, rows),),
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            *specs(whole, 2 + n, 1),
+            *specs(small, n, high),
+        ],
+        out_specs=[*specs(whole, 1 + n, 1), *specs(small, n, high)],
+        out_shape=[
+            jax.ShapeDtypeStruct(whole, out_dtype),
+            *(jax.ShapeDtypeStruct(whole, q.dtype) for q in codes),
+            *(jax.ShapeDtypeStruct(small, jnp.float32) for _ in scales),
+        ],
+        scratch_shapes=[pltpu.VMEM((rows, groups), jnp.float32)] * (n if matrix else 0),
+        input_output_aliases=({1: 0} if apply else {}) | {3 + i: 1 + i for i in range(2 * n)},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM),
+        cost_estimate=pl.CostEstimate(
+            flops=60 * math.prod(shape),
+            transcendentals=math.prod(shape),
+            bytes_accessed=element * math.prod(shape),
+        ),
+        interpret=target.tpu(),
+    )(numbers, *(x.reshape(whole) for x in (param, grad, *codes)), *(s.reshape(small) for s in scales))
+    out, new_codes, new_scales = result[0], result[1 : 1 + n], result[1 + n :]
+    return (
+        out.reshape(shape),
+        tuple(q.reshape(shape) for q in new_codes),
+        tuple(a.reshape(s.shape) for a, s in zip(new_scales, scales, strict=True)),
+    )
+
+
+def _matrix_kernel(
+    rule: Rule,
+    derived: dict[str, Any],
+    apply: bool,
+    high: int,
+    p_ref: Any,
+    g_ref: Any,
+    out_ref: Any,
+    states: list[tuple[Codec, Any, Any, Any, Any]],
+    wide: Any,
+) -> None:
+    """A block of whole rows, 128 columns at a time; `wide` holds a scale for every row instead of every `high`."""
+    rows, columns = p_ref.shape
+    few, groups = rows // high, columns // LANES
+    for (_, _, scale_ref, _, _), scratch in zip(states, wide, strict=True):
+        for h in range(high):
+            scratch[pl.ds(h, few, high), :] = scale_ref[...]
+    lane = lax.broadcasted_iota(jnp.int32, (rows, groups), 1)
+    row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+
+    def over_tile(x: jax.Array) -> jax.Array:
+        """The largest of each tile, in all its rows and lanes."""
+        x = jnp.broadcast_to(jnp.max(x, axis=1, keepdims=True), x.shape)
+        d = 1
+        while d < high:
+            x = jnp.maximum(x, jnp.where((row & d) == 0, pltpu.roll(x, rows - d, 0), pltpu.roll(x, d, 0)))
+            d *= 2
+        return x
+
+    def group(j: jax.Array, tops: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = pl.ds(pl.multiple_of(j * LANES, LANES), LANES)
+        old = [jnp.sum(jnp.where(lane == j, scratch[...], 0.0), axis=1, keepdims=True) for scratch in wide]
+        decoded = tuple(c.decode(q[:, at].astype(jnp.int32)) * s for (c, q, *_), s in zip(states, old, strict=True))
+        p = p_ref[:, at].astype(jnp.float32)
+        change, new = rule.step(p, g_ref[:, at].astype(jnp.float32), decoded, derived)
+        out_ref[:, at] = (p + change).astype(out_ref.dtype) if apply else change
+        found = []
+        for (c, _, _, q_ref, _), x, top in zip(states, new, tops, strict=True):
+            largest = over_tile(jnp.abs(x))
+            q_ref[:, at] = c.encode(x * inverse(largest))
+            found.append(jnp.where(lane == j, largest[:, :1], top))
+        return tuple(found)
+
+    tops = lax.fori_loop(0, groups, group, tuple(jnp.zeros((rows, groups), jnp.float32) for _ in states))
+    for (*_, scale_ref), scratch, top in zip(states, wide, tops, strict=True):
+        scratch[...] = top
+        scale_ref[...] = scratch[pl.ds(0, few, high), :]
+
+
+def _stack_kernel(
+    rule: Rule,
+    derived: dict[str, Any],
+    apply: bool,
+    high: int,
+    p_ref: Any,
+    g_ref: Any,
+    out_ref: Any,
+    states: list[tuple[Codec, Any, Any, Any, Any]],
+    scratch: Any,
+) -> None:
+    """A block of matrices, one tile of them at a time."""
+    stack, middle, columns = p_ref.shape
+
+    def one(i: jax.Array, carry: int) -> int:
+        at = pl.ds(i * high, high)
+        for j in range(columns // LANES):
+            lanes = slice(j * LANES, (j + 1) * LANES)
+            decoded = tuple(
+                c.decode(q[at, :, lanes].astype(jnp.int32)) * s[i, :, j : j + 1][None] for c, q, s, _, _ in states
+            )
+            p = p_ref[at, :, lanes].astype(jnp.float32)
+            change, new = rule.step(p, g_ref[at, :, lanes].astype(jnp.float32), decoded, derived)
+            out_ref[at, :, lanes] = (p + change).astype(out_ref.dtype) if apply else change
+            for (c, _, _, q_ref, scale_ref), x in zip(states, new, strict=True):
+                largest = jnp.max(jnp.max(jnp.abs(x), axis=0), axis=1, keepdims=True)
+                scale_ref[i, :, j : j + 1] = largest
+                q_ref[at, :, lanes] = c.encode(x * inverse(largest)[None])
+        return carry
+
+    lax.fori_loop(0, stack // high, one, 0)
+
+
+def configurations() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes."""
+    yield from ()

@@ -1,0 +1,107 @@
+"""Runs with 8-bit optimizer state: they train, resume elsewhere, and change precision on the way."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale as js
+from jaxscale import optim
+from jaxscale.errors import CheckpointError
+from jaxscale.optim import is_quantized
+from jaxscale.plan import explain
+from jaxscale.train import blueprint_of
+from pallas_kernels.blockwise import dequantize_blockwise
+from tests.truth.errors import raises_saying
+from tests.truth.runs import STEPS, assert_same_bits, losses, transformer, write_text
+
+EIGHT = optim.AdamW8bit(storage=optim.EightBit(min_size=1024, width=16))
+ELSEWHERE = js.Layout("data=4,tensor=2")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("eight") / "text")
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A finished run whose moments take 8 bits, its state in memory."""
+    return js.fit(transformer(text, optimizer=EIGHT), run=tmp_path_factory.mktemp("eight") / "run", quiet=True)
+
+
+def quantized(state):
+    return [q for q in jax.tree.leaves(state.opt_state, is_leaf=is_quantized) if is_quantized(q)]
+
+
+def restored(run, **changes):
+    """The state of a run's checkpoint, as a run with other settings reads it."""
+    config = js.TrainConfig(**run.config.values() | changes)
+    blueprint, _ = blueprint_of(config)
+    return run.checkpoints.restore(STEPS, blueprint.abstract_state(), blueprint.shardings())
+
+
+def test_it_trains_sharded(run):
+    assert len(quantized(run.state)) == 2 * 8  # head, q, k, v, out, gate, up, down
+    assert losses(run)[-1] < losses(run)[0]
+
+
+@pytest.mark.parametrize("layout", [ELSEWHERE, js.Layout("fsdp=2"), None], ids=str)
+def test_its_checkpoint_is_restored_onto_any_layout_bit_for_bit(run, layout):
+    assert_same_bits(restored(run, layout=layout), run.state)
+
+
+def test_a_run_resumes_on_another_layout(run, text, tmp_path):
+    folder = shutil.copytree(run.path, tmp_path / "copy")
+    changed = transformer(text, optimizer=EIGHT, layout=ELSEWHERE, steps=STEPS + 2)
+    again = js.fit(changed, run=folder, resume=True, quiet=True)
+    assert int(again.state.step) == STEPS + 2 and np.isfinite(losses(again)).all()
+
+
+@pytest.mark.parametrize("layout", [ELSEWHERE, None], ids=str)
+def test_its_checkpoint_converts_to_32_bits(run, layout):
+    wide = restored(run, optimizer=optim.AdamW(), layout=layout)
+    q, exact = run.state.opt_state[1].mu, wide.opt_state[1].mu
+    got = exact["runs"][0]["blocks"][0]["mlp"]["up"]["kernel"]
+    want = dequantize_blockwise(q["runs"][0]["blocks"][0]["mlp"]["up"]["kernel"])
+    np.testing.assert_array_equal(got, np.asarray(want))
+    assert not quantized(wide)
+
+
+@pytest.mark.parametrize("layout", [ELSEWHERE, None], ids=str)
+def test_a_32_bit_checkpoint_converts_to_8_bits(finished_run, layout):
+    narrow = restored(finished_run, optimizer=EIGHT, layout=layout)
+    exact, q = finished_run.state.opt_state[1].nu, narrow.opt_state[1].nu
+    want = np.asarray(exact["head"]["weight"])
+    got = np.asarray(dequantize_blockwise(q["head"]["weight"]))
+    assert 0 < np.abs(got - want).max() < 0.02 * want.max()
+    assert_same_bits(narrow.params, finished_run.state.params)
+
+
+def test_blocks_of_another_size_convert(run):
+    other = optim.AdamW8bit(storage=optim.EightBit(min_size=1024, block_size=128, width=16, format="linear"))
+    got = restored(run, optimizer=other)
+    assert {q.format for q in quantized(got)} == {"linear"}
+
+
+def test_another_optimizers_checkpoint_is_refused(run):
+    with raises_saying(CheckpointError, "does not fit this model and optimizer", "nu"):
+        restored(run, optimizer=optim.Lion8bit(storage=EIGHT.storage))
+
+
+def test_a_change_of_precision_is_said(run, text, tmp_path):
+    said = []
+    blueprint, _ = blueprint_of(js.TrainConfig(**run.config.values() | {"optimizer": optim.AdamW()}))
+    folder = shutil.copytree(run.path, tmp_path / "copy")
+    js.Run(folder, run.config).checkpoints.restore(
+        STEPS, blueprint.abstract_state(), blueprint.shardings(), said.append
+    )  # fmt: skip
+    assert len(said) == 1 and "another precision" in said[0]
+
+
+def test_explain_says_what_keeps_32_bits(run):
+    text = str(explain(run))
+    assert "embed/weight keeps 32-bit optimizer state" in text and "EightBit.keep" in text

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from jaxscale.errors import ConfigError, JaxscaleError
 from jaxscale.version import __version__
+from pallas_kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from jaxscale.train import Run, TrainConfig
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except JaxscaleError as e:
+    except (JaxscaleError, KernelError) as e:
         print(f"jaxscale: {e}", file=sys.stderr)
         return 2
     except BrokenPipeError:

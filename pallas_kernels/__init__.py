@@ -4,6 +4,42 @@ Ops: `pallas_kernels.softmax`, `pallas_kernels.blockwise`. Each takes `implement
 platform a program is lowered for, a name is that one or an error. `chosen()` tells what was chosen and why.
 """
 
-from pallas_kernels.dispatch import Choice, KernelError, chosen, forget
+from __future__ import annotations
 
-__all__ = ["Choice", "KernelError", "chosen", "forget"]
+import difflib
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.errors import KernelError
+
+if TYPE_CHECKING:
+    from pallas_kernels.dispatch import Choice, chosen, forget
+
+__all__ = ["Choice", "KernelError", "chosen", "forget", "parity"]
+
+
+def parity(**wanted: str) -> list[dict[str, str]]:
+    """Rows of `PARITY.md`: what was checked on which backend, its error, and what is not supported.
+
+    Args:
+      **wanted: cells by column, as `op="softmax", backend="mosaic_gpu"`; all rows without.
+
+    Raises:
+      KernelError: there is no such column.
+    """
+    lines = (Path(__file__).parent / "PARITY.md").read_text().splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line[:2] == "| ")
+    for column in wanted:
+        if column not in head:
+            close = difflib.get_close_matches(column, head, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise KernelError(f"the parity table has no column '{column}', only {', '.join(head)}{hint}")
+    found = (dict(zip(head, row, strict=True)) for row in rows)
+    return [row for row in found if all(row[column] == value for column, value in wanted.items())]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Choice", "chosen", "forget"):  # they need JAX, which importing this package does not start
+        return getattr(importlib.import_module("pallas_kernels.dispatch"), name)
+    raise AttributeError(f"module 'pallas_kernels' has no attribute '{name}'")

@@ -91,6 +91,8 @@ def _tpu_devices(topology: str) -> tuple[Any, ...]:
 
     # Else it asks the cloud's metadata server what machine this is, and waits where there is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Else one process at a time may load it, which is for TPUs that are there.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(libtpu.__file__).parent / "libtpu.so"))
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     try:

@@ -16,6 +16,24 @@ from typing import Any
 import jax
 from jax import lax
 
+from pallas_kernels.errors import KernelError
+
+__all__ = [
+    "HOPPER",
+    "JAX_VERSION",
+    "Choice",
+    "Implementation",
+    "KernelError",
+    "Target",
+    "chosen",
+    "device",
+    "dispatch",
+    "forget",
+    "hopper",
+    "interpreted",
+    "on_device",
+]
+
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -24,10 +42,6 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # what an interpreted kernel believes it runs on
 _interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
 _chosen: dict[tuple[Any, ...], Choice] = {}
-
-
-class KernelError(ValueError):
-    """What a kernel cannot do, in one sentence that names the nearest thing it can."""
 
 
 @dataclasses.dataclass(frozen=True)

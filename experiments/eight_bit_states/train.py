@@ -1,0 +1,140 @@
+"""Does training with 8-bit optimizer states end where 32-bit states do? Two models, three seeds each.
+
+    python experiments/eight_bit_states/train.py             # about an hour on two cores; resumes where it stopped
+    python experiments/eight_bit_states/train.py --table     # from the runs that are there: results.json and loss.png
+
+Every run is a folder under `runs/eight_bit_states/`; a finished one is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+from matplotlib.figure import Figure
+
+import jaxscale as js
+from jaxscale.optim import AdamW, AdamW8bit
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/eight_bit_states")
+MODELS = {
+    "demo": js.models.Transformer.Config(depth=4, width=128, heads=4),
+    "4x": js.models.Transformer.Config(depth=4, width=256, heads=4),
+}
+STATES = {"32-bit": AdamW(), "8-bit": AdamW8bit()}
+SEEDS = (0, 1, 2)
+
+
+def config(model: str, states: str, seed: int, steps: int) -> js.TrainConfig:
+    """The demo's settings on one device; the seed decides initial values and the order of the data."""
+    return js.TrainConfig(
+        model=MODELS[model],
+        optimizer=STATES[states],
+        layout=None,
+        data=js.data.python_stdlib(),
+        steps=steps,
+        seed=seed,
+        batch_size=16,
+        seq_len=128,
+        lr=4e-3,
+        eval_every=100,
+        eval_batches=64,
+        tensorboard=False,
+    )
+
+
+def folder(model: str, states: str, seed: int) -> Path:
+    return RUNS / f"{model}-{states}-{seed}"
+
+
+def train(steps: int) -> None:
+    """Every run that is not finished."""
+    for model in MODELS:
+        for seed in SEEDS:
+            for states in STATES:
+                path = folder(model, states, seed)
+                if heldout(path).get(steps) is None:
+                    js.fit(config(model, states, seed, steps), run=path, resume=(path / "config.gin").exists())
+
+
+def heldout(path: Path) -> dict[int, float]:
+    """Held-out loss (nats per byte) by step."""
+    if not (path / "metrics.jsonl").exists():
+        return {}
+    return {r["step"]: r["eval_loss"] for r in js.Run(path).metrics() if "eval_loss" in r}
+
+
+def table(steps: int) -> list[dict[str, Any]]:
+    """A row per model: the final losses, how far the states and how far the seeds are apart."""
+    rows = []
+    for model in MODELS:
+        final = {s: [heldout(folder(model, s, seed))[steps] for seed in SEEDS] for s in STATES}
+        apart = [b - a for a, b in zip(final["32-bit"], final["8-bit"], strict=True)]
+        rows.append(
+            {
+                "model": model,
+                "parameters": MODELS[model].param_count(),
+                "heldout": final,
+                "mean_difference": statistics.mean(apart),
+                "differences": apart,
+                "seed_standard_deviation": statistics.stdev(final["32-bit"]),
+                "seed_range": max(final["32-bit"]) - min(final["32-bit"]),
+            }
+        )
+    return rows
+
+
+def draw(path: Path) -> None:
+    """Held-out loss over steps, every run."""
+    figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained")
+    for ax, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
+        for states, style in (("32-bit", dict(color="#9bb8d8", linewidth=3)), ("8-bit", dict(color="#d1495b"))):
+            for seed in SEEDS:
+                curve = heldout(folder(model, states, seed))
+                ax.plot(curve.keys(), curve.values(), label=states if seed == 0 else None, **style)
+        ax.set(title=f"{model}: {MODELS[model].param_count() / 1e6:.2f}M parameters", xlabel="step", yscale="log")
+        ax.set_ylabel("held-out nats per byte")
+        ax.grid(alpha=0.25)
+        ax.legend(frameon=False, title="optimizer states")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    if not args.table:
+        train(args.steps)
+    rows = table(args.steps)
+    found = {
+        "what": "final held-out loss, nats per byte, AdamW with 32-bit and with 8-bit states",
+        "steps": args.steps,
+        "seeds": SEEDS,
+        "date": datetime.date.today().isoformat(),
+        "jaxscale": js.__version__,
+        "commit": js.load(folder("demo", "8-bit", 0)).info.get("commit"),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+    (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(HERE / "loss.png")
+    for r in rows:
+        print(
+            f"{r['model']:5s} {r['parameters']:>9,} parameters: 32-bit {r['heldout']['32-bit']}, 8-bit "
+            f"{r['heldout']['8-bit']}; mean difference {r['mean_difference']:+.4f}, seeds' standard deviation "
+            f"{r['seed_standard_deviation']:.4f}, range {r['seed_range']:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

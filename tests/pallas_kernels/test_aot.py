@@ -1,0 +1,110 @@
+"""Compilers without devices, and the gate on what they say."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels import aot, gate
+from pallas_kernels.aot import Report
+from pallas_kernels.dispatch import KernelError
+
+
+def needs(why: str | None):
+    """Skips where a compiler is missing; a failure in CI, where it is installed."""
+    return pytest.mark.skipif(why is not None and not os.environ.get("JAXSCALE_CI"), reason=str(why))
+
+
+NEW = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="compiling for a GPU that is not here needs jax 0.11")
+TPU = needs(aot.why_no_tpu())
+X = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+
+
+def _double(block):
+    def kernel(x, o):
+        o[...] = x[...] * 2
+
+    spec = pl.BlockSpec(block, lambda i: (i, 0))
+    return pl.pallas_call(kernel, out_shape=X, grid=(16 // block[0],), in_specs=[spec], out_specs=spec)
+
+
+@TPU
+@pytest.mark.parametrize("topology", gate.TPUS)
+def test_a_kernel_compiles_for_every_tpu(topology):
+    assert gate.gate_tpu(_double((8, 256)), (X,), topology) is None
+
+
+@TPU
+def test_the_gate_refuses_what_mosaic_refuses():
+    assert "does not compile" in gate.gate_tpu(_double((4, 100)), (X,), "v5e")
+
+
+@TPU
+def test_the_gate_refuses_a_function_without_a_kernel():
+    assert "holds none" in gate.gate_tpu(lambda x: x * 2, (X,), "v5e")
+
+
+@NEW
+@needs(aot.why_no_gpu() if jax.__version_info__ >= (0, 11) else None)
+def test_the_gate_reads_what_ptxas_says_and_refuses_too_much_shared_memory():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def copy(rows):
+        def kernel(x, o, shared, barrier):
+            plgpu.copy_gmem_to_smem(x, shared, barrier)
+            plgpu.barrier_wait(barrier)
+            plgpu.copy_smem_to_gmem(shared, o)
+            plgpu.wait_smem_to_gmem(0)
+
+        shape = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
+        scratch = [plgpu.SMEM(shape.shape, jnp.float32), plgpu.Barrier()]
+        return plgpu.kernel(kernel, out_type=shape, grid=(1,), grid_names=("i",), scratch_types=scratch), (shape,)
+
+    reports, problem = gate.gate_gpu(*copy(64), "h200")
+    assert problem is None and reports[0].shared_memory >= 64 * 256 * 4 and reports[0].registers > 0
+    assert gate.gate_gpu(*copy(256), "h200")[1] is not None  # 256 KiB
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(spill_bytes=16), "16 bytes of registers spilled"),
+        (dict(wgmma_serialised=True), "serialised"),
+        (dict(shared_memory=240000), "240000 bytes of shared memory, and a block may use 232448"),
+        (dict(), None),
+    ],
+)
+def test_a_report_names_its_problem(change, says):
+    fine = dict(name="k", registers=128, spill_bytes=0, wgmma_serialised=False, shared_memory=1024, instructions=10)
+    assert Report(**fine | change).problem == says or (says and says in Report(**fine | change).problem)
+
+
+@pytest.mark.parametrize(
+    "topology, says",
+    [("v9:2x2", "no hardware 'v9:2x2'"), ("h300", "no hardware 'h300'"), ("", "no hardware ''")],
+)
+def test_unknown_hardware_is_named_with_what_there_is(topology, says):
+    with pytest.raises(KernelError, match=f"{says}; name one of v4, v5e.*h200"):
+        aot.devices_of(topology)
+
+
+@TPU
+def test_a_slice_that_cannot_be_is_refused():
+    with pytest.raises(KernelError, match="'v5e:3x5' is no slice.*the smallest is 'v5e:2x2'"):
+        aot.devices_of("v5e:3x5")
+
+
+@NEW
+def test_a_number_of_gpus_that_cannot_be_is_refused():
+    with pytest.raises(KernelError, match="'h200:9'.*multiple of 8"):
+        aot.devices_of("h200:9")
+
+
+def test_the_gates_command_names_an_unknown_op(capsys):
+    with pytest.raises(SystemExit):
+        gate.main(["sofmax"])
+    assert "no kernels of 'sofmax'; there are blockwise, softmax" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """Optimizer states in eight bits, block by block, and their update in one pass (Dettmers et al. 2022).
 
-    state = quantize_blockwise(jnp.zeros((4096, 14336)), tile=tile_for((4096, 14336)), signed=True)
-    param, (m, v) = update_blockwise(ADAMW, scalars, param, grad, (m, v))
+    tile = tile_for(param.shape, ("embed", "mlp"))
+    states = tuple(quantize_blockwise(jnp.zeros(param.shape), tile=tile, signed=signed) for signed in ADAMW.states)
+    param, states = update_blockwise(ADAMW, scalars, param, grad, states)
+
+`codecs` holds the 8-bit codes, `rules` the optimizers' arithmetic, `quantized` the arrays and their tiles.
 """
 
 from __future__ import annotations

@@ -99,15 +99,16 @@ class Dynamic:
         # Midpoints between codes are where n * (y / 0.9 + 8 / 9) is whole: take 1/2 off and round. A hair less than
         # 1 / 0.9 keeps y = 1 in its decade.
         place = (y * np.float32((1 - 4e-7) / 0.9) + np.float32(8 / 9)) * n - 0.5
-        # Up to 0.2 of a step into a decade the last code of the one below is nearer.
-        place = jnp.where(place < n - 0.3, place - 0.5, place)
+        # Up to 0.2 of a step into a decade the last code of the one below is nearer; into the lowest, 0 is, up to half
+        # its first value.
         zero, one = _EDGES[self.signed]
-        place = jnp.where(a > zero, jnp.maximum(place, first), first - 1.0)  # and the lowest decade has none below
+        edge = jnp.where(a < np.float32(1e-6), (zero * 1e6 / 0.9 + 8 / 9) * first - 0.5, n - 0.3)
+        place = jnp.where(place < edge, place - 0.5, place)
         if not self.signed:  # decade i starts at code n - 1
-            place = jnp.where(a > one, 256.0, place)
+            place = jnp.where(a > np.float32(one), 256.0, place)
             return (_rounded(place, -1) & 0xFF).astype(jnp.uint8)
         place = _float(_bits(place) | (_bits(x) & _SIGN))
-        return (_rounded(jnp.where(x > one, 128.0, place), 127) & 0xFF).astype(jnp.uint8)
+        return (_rounded(jnp.where(x > np.float32(one), 128.0, place), 127) & 0xFF).astype(jnp.uint8)
 
     def order(self, codes: jax.Array) -> jax.Array:
         return codes.astype(jnp.int32)
@@ -244,10 +245,10 @@ def _dynamic_positive(signed: bool) -> np.ndarray:
     return np.concatenate([*out, [1.0]])
 
 
-def _edges(signed: bool) -> tuple[np.float32, np.float32]:
+def _edges(signed: bool) -> tuple[float, float]:
     """Below the first, 0 is nearest; above the second, 1."""
     positive = _dynamic_positive(signed)
-    return np.float32(positive[0] / 2), np.float32((1 + positive[-2]) / 2)
+    return float(positive[0] / 2), float((1 + positive[-2]) / 2)
 
 
 _EDGES = (_edges(False), _edges(True))

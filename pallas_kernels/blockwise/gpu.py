@@ -2,7 +2,7 @@
 
 Memory is linear, so every tile this takes is two rows of 128 columns of a matrix (R, C), and the matrix is seen as
 (R / 2, 2, C). A block of 128 threads brings 2 x 128 x `pairs` elements to shared memory by TMA, and walks them in steps
-of 16 pairs: eight threads share a pair, each with 16 columns of both rows, so that a scale is found with three
+of 8 pairs: sixteen threads share a pair, each with 8 columns of both rows, so that a scale is found with four
 shuffles and everything between two shared memory accesses stays in registers. Several blocks on a multiprocessor hide
 each other's copies.
 """
@@ -16,15 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.blockwise import examples
 from pallas_kernels.blockwise.codecs import codec
 from pallas_kernels.blockwise.reference import inverse
-from pallas_kernels.blockwise.rules import ADAMW, RULES, Rule
-from pallas_kernels.dispatch import Target, hopper
+from pallas_kernels.blockwise.rules import ADAMW, LION, RULES, Rule
+from pallas_kernels.dispatch import HOPPER, Target, hopper
 from pallas_kernels.tiles import entries, lookup
 
 LANES = 128
@@ -54,13 +54,12 @@ def supported(target: Target, **case: Any) -> str | None:
 
 
 def as_matrix(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, int] | str:
-    """An array whose tile is `high` rows of 128 of a matrix (rows, columns), as it lies in memory, or why it is none."""
+    """(rows, columns, high): as it lies in memory a matrix with tiles of `high` rows of 128; or why it is none."""
     size, block = math.prod(shape), math.prod(tile)
     if not size:
         return "the array is empty"
-    if tile[-1] == block and block % LANES == 0:  # a run of one row: as many rows of 128
-        if block == LANES or shape[-1] == block or len(shape) == 1 or shape[-1] % block == 0:
-            return size // LANES, LANES, block // LANES
+    if tile[-1] == block and block % LANES == 0:  # a run within a row: some rows of 128
+        return size // LANES, LANES, block // LANES
     if tile[-1] != LANES:
         return f"a tile's last dimension is {LANES} in a kernel, and the tile is {tile}"
     tall = [i for i, t in enumerate(tile[:-1]) if t > 1]
@@ -103,26 +102,23 @@ def run(
     vector = 16 // max(param.dtype.itemsize, grad.dtype.itemsize, 2 if apply else 4)  # 16 bytes of the widest
 
     # What is written over is handed in as references, so that donated arrays are updated in place.
-    new_ref = functools.partial(jax.tree.map, jax.new_ref)
-    out = new_ref(view(param)) if apply else jax.new_ref(jnp.zeros((tall, high, columns), jnp.float32))
-    inputs = () if apply else (view(param),)
-    code_refs = tuple(jax.new_ref(view(q)) for q in codes)
-    scale_refs = tuple(jax.new_ref(scale_view(s)) for s in scales)
+    p_given = jax.new_ref(view(param)) if apply else view(param)
+    codes_given = tuple(jax.new_ref(view(q)) for q in codes)
+    scales_given = tuple(jax.new_ref(scale_view(s)) for s in scales)
 
-    def kernel(numbers_ref, *refs):
-        refs, scratch = refs[: -(2 + n + (not apply)) - 1], refs[-(2 + n + (not apply)) - 1 :]
-        *given, grad_ref, out_ref = refs[: len(inputs) + 2]
-        code_refs, scale_refs = refs[len(inputs) + 2 :][:n], refs[len(inputs) + 2 + n :]
-        *buffers, barriers = scratch
+    def kernel(numbers_ref: Any, g_ref: Any, *refs: Any) -> None:
+        code_refs, scale_refs, p_ref, rest = refs[:n], refs[n : 2 * n], refs[2 * n], refs[2 * n + 1 :]
+        out_ref, rest = (p_ref, rest) if apply else (rest[0], rest[1:])
+        *buffers, barriers = rest
         p_buf, g_buf, *q_bufs = buffers[: 2 + n]
         o_buf = p_buf if apply else buffers[2 + n]
-        at = (pl.ds(lax.axis_index("row") * pairs, pairs), slice(None), pl.ds(lax.axis_index("group") * LANES, LANES))
-        sources = [*(given or [out_ref]), grad_ref, *code_refs]
-        for i, (source, buffer) in enumerate(zip(sources, buffers, strict=False)):
+        block = lax.axis_index("block")  # one dimension of the grid: CUDA's others end at 65535
+        row, group = lax.div(block, groups) * pairs, lax.rem(block, groups)
+        at = (pl.ds(row, pairs), slice(None), pl.ds(group * LANES, LANES))
+        for i, (source, buffer) in enumerate(zip([p_ref, g_ref, *code_refs], buffers[: 2 + n], strict=True)):
             plgpu.copy_gmem_to_smem(source.at[at], buffer, barriers.at[i])
         derived = {name: numbers_ref[i] for i, name in enumerate(names)}
         wide, narrow = _layouts(vector)
-        group = lax.axis_index("group")
         for i in range(2 + n):
             plgpu.barrier_wait(barriers.at[i])
 
@@ -134,7 +130,7 @@ def run(
 
         def step(i, carry):
             here = pl.ds(i * STEP, STEP)
-            there = pl.ds(lax.axis_index("row") * pairs + i * STEP, STEP)
+            there = pl.ds(row + i * STEP, STEP)
             old = [spread(plgpu.load(s.at[there, group], layout=narrow, optimized=False)) for s in scale_refs]
             fresh = []
             for h in range(high):
@@ -159,30 +155,30 @@ def run(
             plgpu.copy_smem_to_gmem(buffer, ref.at[at])
         plgpu.wait_smem_to_gmem(0)
 
-    block = (pairs, high, LANES)
-    buffers = [plgpu.SMEM(block, param.dtype), plgpu.SMEM(block, grad.dtype)]
-    buffers += [plgpu.SMEM(block, q.dtype) for q in codes]
-    buffers += [] if apply else [plgpu.SMEM(block, jnp.float32)]
-    plgpu.kernel(
+    shared = (pairs, high, LANES)
+    buffers = [plgpu.SMEM(shared, param.dtype), plgpu.SMEM(shared, grad.dtype)]
+    buffers += [plgpu.SMEM(shared, q.dtype) for q in codes]
+    buffers += [] if apply else [plgpu.SMEM(shared, jnp.float32)]
+    made = plgpu.kernel(
         kernel,
-        out_type=(),
-        grid=(tall // pairs, groups),
-        grid_names=("row", "group"),
+        out_type=() if apply else (jax.ShapeDtypeStruct((tall, high, columns), jnp.float32),),
+        grid=(tall // pairs * groups,),
+        grid_names=("block",),
         scratch_types=[*buffers, plgpu.Barrier(num_barriers=2 + n)],
         **target.gpu(),
-    )(numbers, *inputs, view(grad), out, *code_refs, *scale_refs)
-    back = lambda ref, like: ref[...].reshape(like)  # noqa: E731
+    )(numbers, view(grad), *codes_given, *scales_given, p_given)
+    out = p_given[...] if apply else made[0]
     return (
-        back(out, shape),
-        tuple(back(r, shape) for r in code_refs),
-        tuple(back(r, s.shape) for r, s in zip(scale_refs, scales, strict=True)),
+        out.reshape(shape),
+        tuple(ref[...].reshape(shape) for ref in codes_given),
+        tuple(ref[...].reshape(s.shape) for ref, s in zip(scales_given, scales, strict=True)),
     )
 
 
 def _layouts(vector: int) -> tuple[Any, Any]:
-    """Of (16, 128) elements over 128 threads, and of 16 values, one a row.
+    """Of (8, 128) elements over 128 threads, and of 8 values, one a row.
 
-    A warp has 4 rows, eight lanes to a row; a lane has runs of `vector` columns, 16 in all.
+    A warp has 2 rows, sixteen lanes to a row; a lane has runs of `vector` columns, 8 in all.
     """
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
@@ -192,5 +188,17 @@ def _layouts(vector: int) -> tuple[Any, Any]:
 
 
 def configurations() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes."""
-    yield from ()
+    """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes, each rule once at least."""
+    for entry in entries("blockwise"):
+        if not any(name in entry["device"] for name in HOPPER):
+            continue
+        key = entry["key"]
+        dtypes = jnp.dtype(key["param"]), jnp.dtype(key["grad"])
+        for name, shape, tile in examples.LLAMA:
+            yield examples.case("mosaic_gpu", f"adamw {key['param']} {name}", ADAMW, shape, tile, *dtypes)
+        for rule in [r for r in RULES.values() if r not in (ADAMW, LION)]:
+            yield examples.case("mosaic_gpu", f"{rule.name} {key['param']}", rule, (4096, 1792), (2, 128), *dtypes)
+        yield examples.case("mosaic_gpu", f"update {key['param']}", ADAMW, (4096, 1792), (2, 128), *dtypes, apply=False)
+        for format in FORMATS:
+            name = f"lion {key['param']} {format}"
+            yield examples.case("mosaic_gpu", name, LION, (4096, 1792), (2, 128), *dtypes, format=format)

@@ -1,6 +1,6 @@
-"""The update in plain JAX: blocks by reshape, one scale each. The truth of this room, and what runs where no kernel is.
+"""The update in plain JAX: blocks by reshape, one scale each. The truth of this room, and what runs without a kernel.
 
-A tile (t0, t1) of an array (n0, n1) is seen as (n0 / t0, t0, n1 / t1, t1): the odd dimensions are the inside of a block.
+A tile (t0, t1) of an array (n0, n1) is seen as (n0 / t0, t0, n1 / t1, t1): odd dimensions are the inside of a block.
 """
 
 from __future__ import annotations

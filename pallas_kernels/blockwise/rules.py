@@ -46,7 +46,11 @@ def adamw() -> Rule:
     def derive(s: Scalars) -> dict[str, jax.Array]:
         root = jnp.sqrt(s["fix2"])
         rate = -s["lr"]
-        return _moments(s) | {"eps": s["eps"] * root, "rate": rate * root / s["fix1"], "shrink": rate * s["weight_decay"]}
+        return _moments(s) | {
+            "eps": s["eps"] * root,
+            "rate": rate * root / s["fix1"],
+            "shrink": rate * s["weight_decay"],
+        }
 
     def step(p, g, states, s):
         m, v = _new_moments(g, states, s)

@@ -1,0 +1,261 @@
+"""AdamW with states in eight bits, fused in one pass, against the same in plain XLA, 32-bit states, and torch.
+
+    python experiments/benchmarks/adamw8bit.py                 every size this machine is for
+    python experiments/benchmarks/adamw8bit.py --json FILE     and writes the figures
+
+One process; rows are called in turns and each figure is a median of neighbours' ratios. Parameters, gradients and
+states are those after a few real steps on normal data. On a GPU a call is several steps in one program, so that
+launching counts for little, and the caches are written over before each. A copy is measured in the same turns: what
+share of its bandwidth a row reaches is its bytes per parameter (counted, not measured) over its time. On a CPU the
+figures compare programs at toy sizes and say nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
+
+import jax
+import jax.numpy as jnp
+import measure
+from jax import Array
+
+from jaxscale.optim.adamw import AdamWState, adamw
+from pallas_kernels.blockwise import ADAMW, quantize_blockwise, update_blockwise
+from pallas_kernels.dispatch import chosen
+
+NUMBERS = dict(lr=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+TILE, COLUMNS = (2, 128), 4096
+SIZES = {"gpu": (16, 64, 256), "tpu": (16, 64, 256), "cpu": (1, 4)}  # millions of parameters
+STEPS = {"gpu": 8, "tpu": 8, "cpu": 1}  # in one timed call
+SETTLING = 3  # real steps before anything is timed
+FLUSH = 256 * 2**20
+TARGETS = {"copy": 0.70, "xla": 2.5, "torch": 1.4}
+"""Share of the copy bandwidth, and how many times as fast as the same in XLA and as torch's 32-bit AdamW."""
+
+
+@dataclasses.dataclass
+class Row:
+    """One way to take a step.
+
+    Args:
+      call: takes `steps` steps and returns when they are done.
+      bytes: read and written, per parameter and step.
+      steps: of one call.
+    """
+
+    call: Callable[[], None]
+    bytes: float
+    steps: int
+
+
+def scalars(t: Any) -> dict[str, Any]:
+    """What the rule takes at step t."""
+    return NUMBERS | {"fix1": 1 - NUMBERS["b1"] ** t, "fix2": 1 - NUMBERS["b2"] ** t}
+
+
+def normal(size: int, dtype: Any, scale: float, seed: int) -> Array:
+    """A matrix of 4096 columns."""
+    return (jax.random.normal(jax.random.key(seed), (size // COLUMNS, COLUMNS)) * scale).astype(dtype)
+
+
+def carried(
+    step: Callable[..., tuple[Any, ...]], state: tuple[Any, ...], grad: Array, steps: int
+) -> Callable[[], None]:
+    """A call that takes `steps` steps in one program and keeps what they leave, in place."""
+
+    def several(state: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
+        for _ in range(steps):
+            state = step(*state, grad)
+        return state
+
+    program = jax.jit(several, donate_argnums=0).lower(state, grad).compile()
+    box = [state]
+
+    def call() -> None:
+        box[0] = program(box[0], grad)
+        jax.block_until_ready(box[0])
+
+    return call
+
+
+def eight_bit(size: int, dtype: Any, steps: int, implementation: str | None) -> Row:
+    """Ours: 8-bit moments."""
+
+    def step(p: Array, states: Any, t: Array, g: Array) -> tuple[Any, ...]:
+        p, states = update_blockwise(ADAMW, scalars(t), p, g, states, implementation=implementation)
+        return p, states, t + 1
+
+    shape = (size // COLUMNS, COLUMNS)
+    zero = jax.jit(lambda x: tuple(quantize_blockwise(x, tile=TILE, signed=signed) for signed in ADAMW.states))
+    states = zero(jnp.zeros(shape))
+    state = (normal(size, dtype, 0.02, 0), states, jnp.float32(1))
+    for i in range(SETTLING):
+        state = jax.jit(step)(*state, normal(size, dtype, 1e-3, 1 + i))
+    item = jnp.dtype(dtype).itemsize
+    return Row(carried(step, state, normal(size, dtype, 1e-3, 9), steps), 3 * item + 4 + 16 / math.prod(TILE), steps)
+
+
+def thirty_two_bit(size: int, dtype: Any, steps: int) -> Row:
+    """jaxscale's AdamW, float32 moments, in place."""
+    tx = adamw(NUMBERS["lr"], **{k: v for k, v in NUMBERS.items() if k != "lr"})
+
+    def step(p: Array, state: AdamWState, g: Array) -> tuple[Any, ...]:
+        return tx.update_and_apply(g, state, p)
+
+    p = normal(size, dtype, 0.02, 0)
+    mu, nu = normal(size, jnp.float32, 1e-4, 1), jnp.square(normal(size, jnp.float32, 1e-4, 2))
+    state = (p, AdamWState(jnp.int32(SETTLING), mu, nu))
+    return Row(carried(step, state, normal(size, dtype, 1e-3, 9), steps), 3 * jnp.dtype(dtype).itemsize + 16, steps)
+
+
+def copy(size: int, dtype: Any, steps: int) -> Row:
+    """Reads and writes an array of as many numbers, float32, and does nothing to speak of."""
+
+    def step(x: Array, one: Array) -> tuple[Any, ...]:
+        return (jax.lax.optimization_barrier(x * one),)
+
+    state = (normal(size, jnp.float32, 1.0, 0),)
+    return Row(carried(step, state, jnp.float32(1.0), steps), 8.0, steps)
+
+
+def torch_fused(size: int, dtype: Any, steps: int) -> Row | None:
+    """torch's fused AdamW (its moments are of the parameter's dtype), where torch finds a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[jnp.dtype(dtype).name]
+    p = torch.nn.Parameter((torch.randn(size, device="cuda") * 0.02).to(kind))
+    p.grad = (torch.randn(size, device="cuda") * 1e-3).to(kind)
+    numbers = dict(lr=NUMBERS["lr"], betas=(NUMBERS["b1"], NUMBERS["b2"]), eps=NUMBERS["eps"])
+    optimizer = torch.optim.AdamW([p], weight_decay=NUMBERS["weight_decay"], fused=True, **numbers)
+
+    def call() -> None:
+        for _ in range(steps):
+            optimizer.step()
+        torch.cuda.synchronize()
+
+    for _ in range(SETTLING):
+        call()
+    return Row(call, 7 * jnp.dtype(dtype).itemsize, steps)
+
+
+def in_turns(rows: dict[str, Row], rounds: int, flush: Callable[[], None]) -> dict[str, list[float]]:
+    """Seconds a step of every row; as `measure.interleaved`, with the caches written over before each call."""
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    names = list(rows)
+    for i in range(-2, rounds):
+        for name in names if i % 2 == 0 else reversed(names):
+            flush()
+            start = time.perf_counter()
+            rows[name].call()
+            if i >= 0:
+                seconds[name].append((time.perf_counter() - start) / rows[name].steps)
+    return seconds
+
+
+def flusher(platform: str) -> Callable[[], None]:
+    """Writes over a GPU's caches."""
+    if platform != "gpu":
+        return lambda: None
+    write = jax.jit(lambda x: x + 1, donate_argnums=0)
+    box = [jnp.zeros(FLUSH // 4, jnp.int32)]
+
+    def flush() -> None:
+        box[0] = jax.block_until_ready(write(box[0]))
+
+    return flush
+
+
+def one_size(millions: int, dtype: Any, platform: str, rounds: int) -> list[dict[str, Any]]:
+    """All rows at one size; prints and returns them."""
+    size, steps = millions * 2**20, STEPS[platform]
+    rows = {
+        "8-bit fused": eight_bit(size, dtype, steps, None),
+        "8-bit in XLA": eight_bit(size, dtype, steps, "xla"),
+        "32-bit in XLA": thirty_two_bit(size, dtype, steps),
+        "copy": copy(size, dtype, steps),
+    }
+    if row := torch_fused(size, dtype, steps):
+        rows["torch fused"] = row
+    seconds = in_turns(rows, rounds, flusher(platform))
+    bandwidth = rows["copy"].bytes * size / statistics.median(seconds["copy"])
+    out = []
+    for name, row in rows.items():
+        share = measure.ratio(seconds["copy"], seconds[name]).median * row.bytes / rows["copy"].bytes
+        faster = {
+            other: measure.ratio(seconds[other], seconds[name]).median for other in rows if other not in (name, "copy")
+        }
+        out.append(
+            {
+                "row": name,
+                "parameters": size,
+                "dtype": jnp.dtype(dtype).name,
+                "ms": statistics.median(seconds[name]) * 1e3,
+                "bytes_per_parameter": row.bytes,
+                "copy_gb_per_s": bandwidth / 1e9,
+                "share_of_copy": share,
+                "times_as_fast_as": faster,
+                "rounds": rounds,
+                "verdicts": verdicts(share, faster, dtype) if name == "8-bit fused" and platform == "gpu" else {},
+            }
+        )
+        _show(out[-1])
+    return out
+
+
+def verdicts(share: float, faster: dict[str, float], dtype: Any) -> dict[str, bool]:
+    """Which targets the fused row meets; torch's counts in float32, where its moments have 32 bits."""
+    met = {"copy": share >= TARGETS["copy"], "xla": faster["8-bit in XLA"] >= TARGETS["xla"]}
+    if "torch fused" in faster and jnp.dtype(dtype) == jnp.float32:
+        met["torch"] = faster["torch fused"] >= TARGETS["torch"]
+    return met
+
+
+def _show(r: dict[str, Any]) -> None:
+    ratios = ", ".join(f"{v:.2f}x {k}" for k, v in r["times_as_fast_as"].items()) if r["row"] == "8-bit fused" else ""
+    met = ", ".join(f"{k} {'met' if ok else 'MISSED'}" for k, ok in r["verdicts"].items())
+    print(
+        f"{r['parameters'] >> 20:4d}M {r['dtype']:9s} {r['row']:14s} {r['ms']:9.3f} ms  "
+        f"{r['share_of_copy']:.2f} of a copy's {r['copy_gb_per_s']:.0f} GB/s  {ratios}  {met}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--millions", type=int, nargs="*", help="sizes; by default those for this machine")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    platform = device.platform if device.platform in SIZES else "gpu"
+    if platform == "cpu":
+        print("on a CPU: toy sizes, no kernel; these figures say nothing of a GPU or a TPU")
+    rows = []
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for millions in args.millions or SIZES[platform]:
+            rows += one_size(millions, dtype, platform, args.rounds)
+    picked = sorted({str(c) for c in chosen("blockwise") if c.kind == device.device_kind})
+    for line in picked:
+        print(line[:200])
+    if args.json:
+        found = {"facts": measure.facts(device.device_kind), "toy": platform == "cpu", "targets": TARGETS}
+        args.json.write_text(json.dumps(found | {"chosen": picked, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

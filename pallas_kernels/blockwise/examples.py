@@ -1,0 +1,52 @@
+"""The cases that the gate compiles: Llama-3-8B's parameters as one of eight devices holds them, with their tiles."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blockwise.quantized import quantize_blockwise
+from pallas_kernels.blockwise.rules import Rule
+
+LLAMA = (
+    ("embedding, tensor=8", (16032, 4096), (2, 128)),
+    ("mlp, tensor=8", (4096, 1792), (2, 128)),
+    ("mlp, fsdp=8", (512, 14336), (2, 128)),
+    ("mlp stacked, fsdp=8", (4, 512, 14336), (1, 2, 128)),
+    ("q, tensor=8", (4096, 4, 128), (2, 1, 128)),
+    ("k, tensor=8", (4096, 1, 128), (2, 1, 128)),
+    ("k stacked, fsdp=8", (4, 512, 8, 128), (1, 2, 1, 128)),
+    ("o, tensor=8", (4, 128, 4096), (1, 2, 128)),
+    ("norm", (4096,), (256,)),
+)
+"""(which, local shape, tile)."""
+
+
+def case(
+    implementation: str,
+    name: str,
+    rule: Rule,
+    shape: tuple[int, ...],
+    tile: tuple[int, ...],
+    param: Any,
+    grad: Any,
+    *,
+    apply: bool = True,
+    format: str = "dynamic",
+) -> tuple[str, Any, tuple[Any, ...]]:
+    """(name, a function of local arrays, their shapes): one step by a named implementation."""
+    from pallas_kernels.blockwise import update_blockwise
+
+    def states() -> tuple[Any, ...]:
+        zero = jnp.zeros(shape, jnp.float32)
+        return tuple(quantize_blockwise(zero, tile=tile, signed=signed, format=format) for signed in rule.states)
+
+    def step(scalars: Any, p: Any, g: Any, state: Any) -> Any:
+        return update_blockwise(rule, scalars, p, g, state, apply=apply, implementation=implementation)
+
+    scalars = {s: jax.ShapeDtypeStruct((), jnp.float32) for s in rule.scalars}
+    arrays = (jax.ShapeDtypeStruct(shape, param), jax.ShapeDtypeStruct(shape, grad))
+    return name, step, (scalars, *arrays, jax.eval_shape(functools.partial(states)))

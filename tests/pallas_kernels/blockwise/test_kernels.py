@@ -1,0 +1,117 @@
+"""The TPU and the GPU kernel, interpreted, against the XLA formulation."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.blockwise import ADAMW, LION, RULES, codec, gpu, tpu
+from pallas_kernels.dispatch import JAX_VERSION, KernelError, Target, interpreted
+from tests.pallas_kernels.blockwise.cases import make, step
+
+needs_jax_11 = pytest.mark.skipif(JAX_VERSION < (0, 11), reason="Mosaic GPU's interpreter came with jax 0.11")
+
+
+def _agree(rule, shape, tile, implementation, *dtypes, races=False, format="dynamic", apply=True):
+    p, g, states = make(rule, shape, tile, *dtypes, format=format)
+    want, before = step(rule, p, g, states, implementation="xla", apply=apply)
+    with interpreted(races=races):
+        got, after = step(rule, p, g, states, implementation=implementation, apply=apply)
+    assert got.dtype == want.dtype
+    ulp = 2.0**-23 if got.dtype == np.float32 else float(jax.numpy.finfo(got.dtype).eps)
+    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2 * ulp, atol=1e-6 * (ulp < 1e-6))
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_allclose(a.scales, b.scales, rtol=1e-6)
+        order = codec(format, b.signed).order
+        off = np.asarray(order(a.codes)) - np.asarray(order(b.codes))
+        assert abs(off).max() <= 1 and np.count_nonzero(off) <= 2  # ties
+
+
+@pytest.mark.parametrize(
+    "shape, tile",
+    [
+        ((8, 256), (2, 128)),
+        ((104, 128), (2, 128)),  # the last block of rows is short
+        ((2, 32, 256), (1, 2, 128)),
+        ((12, 3, 128), (2, 1, 128)),
+        ((2, 4, 2, 256), (1, 2, 1, 128)),
+        ((32, 128), (8, 128)),
+    ],
+    ids=str,
+)
+def test_the_tpu_kernel_gives_what_xla_gives(shape, tile, monkeypatch):
+    monkeypatch.setattr(tpu, "lookup", lambda *_, **__: {"bytes": 2 * 12 * 64 * shape[-1]})  # a few blocks
+    _agree(ADAMW, shape, tile, "mosaic_tpu")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_tpu_kernel_runs_every_rule_in_bfloat16(name):
+    _agree(RULES[name], (32, 128), (2, 128), "mosaic_tpu", "bfloat16")
+
+
+def test_the_tpu_kernel_takes_other_formats_gradients_and_gives_updates():
+    _agree(LION, (32, 128), (2, 128), "mosaic_tpu", format="linear")
+    _agree(LION, (4, 2, 128), (2, 1, 128), "mosaic_tpu", "float32", "bfloat16", apply=False)
+
+
+@needs_jax_11
+@pytest.mark.parametrize(
+    "shape, tile",
+    [
+        ((64, 256), (2, 128)),  # several blocks
+        ((32, 3, 128), (2, 1, 128)),
+        ((2, 16, 128), (1, 2, 128)),
+        ((4096,), (256,)),
+        ((2, 2048), (1, 256)),
+        ((8, 128), (1, 128)),
+        ((32, 128), (4, 128)),
+    ],
+    ids=str,
+)
+def test_the_gpu_kernel_gives_what_xla_gives_without_races(shape, tile, monkeypatch):
+    monkeypatch.setattr(gpu, "lookup", lambda *_, **__: {"pairs": 16})
+    _agree(ADAMW, shape, tile, "mosaic_gpu", races=True)
+
+
+@needs_jax_11
+@pytest.mark.parametrize("name", RULES)
+def test_the_gpu_kernel_runs_every_rule_in_bfloat16(name):
+    _agree(RULES[name], (16, 128), (2, 128), "mosaic_gpu", "bfloat16", races=True)
+
+
+@needs_jax_11
+def test_the_gpu_kernel_takes_other_formats_gradients_and_gives_updates():
+    _agree(LION, (16, 128), (2, 128), "mosaic_gpu", format="linear", races=True)
+    _agree(ADAMW, (16, 128), (2, 128), "mosaic_gpu", "bfloat16", "float32", apply=False, races=True)
+    _agree(ADAMW, (16, 128), (2, 128), "mosaic_gpu", "float16", apply=False, races=True)
+
+
+CASE = dict(shape=(64, 256), tile=(2, 128), flat=None, format="dynamic", param_dtype="float32", grad_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        (dict(), None),
+        (dict(flat=256, tile=()), "the flat form has no kernel"),
+        (dict(format="fp8"), "formats 'dynamic' and 'linear'"),
+        (dict(grad_dtype="float64"), "float64"),
+        (dict(tile=(8, 32)), "last dimension is 128"),
+        (dict(shape=(8, 8, 256), tile=(2, 2, 128)), "one dimension besides the last"),
+        (dict(shape=(0, 256)), "empty"),
+    ],
+)
+@pytest.mark.parametrize("module, kind", [(tpu, "TPU v5 lite"), (gpu, "NVIDIA H200")], ids=["tpu", "gpu"])
+def test_what_a_kernel_cannot_do_it_says_in_a_sentence(module, kind, changed, says):
+    why = module.supported(Target(kind, "tpu" if module is tpu else "cuda"), **(CASE | changed))
+    if module is gpu and JAX_VERSION < (0, 11):
+        says = "jax 0.11"
+    assert why is None if says is None else says in why and "\n" not in why
+
+
+@needs_jax_11
+def test_a_gpu_kernel_refuses_rows_it_cannot_cut():
+    p, g, states = make(ADAMW, (20, 128), (2, 128))
+    with interpreted(), pytest.raises(KernelError, match="blocks of 8 tiles of 2 rows"):
+        step(ADAMW, p, g, states, implementation="mosaic_gpu")

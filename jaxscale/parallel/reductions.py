@@ -1,0 +1,42 @@
+"""Reductions over a dimension that a mesh axis shards, for use inside `shard_map`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.softmax.pairs import Partial, combine_all, partial
+
+
+def sharded_logsumexp(
+    x: Float[Array, "... v"], axis_name: str | tuple[str, ...], *, where: Bool[Array, "..."] | None = None
+) -> Float[Array, "..."]:
+    """log(sum(exp(x))) over the last axis, a vocabulary's say, that a mesh axis shards: one collective.
+
+    Every shard sums to a pair (mantissa, exponent); one `all_gather` brings 8 bytes of each shard per row, and the
+    pairs merge in the same order everywhere, so every device gets the same bits. The usual way, the maximum first and
+    then the sum, needs two collectives, one waiting for the other. Backwards there is one reduce-scatter. Gathered
+    values count as varying: the enclosing `shard_map` needs `check_vma=False` where it returns this as replicated.
+
+    Args:
+      x: this shard, float32, bfloat16 or float16.
+      axis_name: the mesh axis or axes.
+      where: boolean, broadcastable to x; False is left out.
+
+    Returns:
+      float32, the same on every shard.
+    """
+    return _merged(partial(x, where=where), axis_name).logsumexp()
+
+
+def sharded_logsumexp_by_maximum(x: Float[Array, "... v"], axis_name: str | tuple[str, ...]) -> Float[Array, "..."]:
+    """The usual way, to compare with: `pmax` of the maxima, then `psum` of the sums."""
+    x = x.astype(jnp.float32)
+    top = lax.pmax(lax.stop_gradient(jnp.max(x, axis=-1)), axis_name)
+    return top + jnp.log(lax.psum(jnp.sum(jnp.exp(x - top[..., None]), axis=-1), axis_name))
+
+
+def _merged(mine: Partial, axis_name: str | tuple[str, ...]) -> Partial:
+    both = lax.all_gather(jnp.stack([mine.mantissa, mine.exponent]), axis_name)
+    return combine_all(Partial(both[:, 0], both[:, 1]))

@@ -1,0 +1,193 @@
+"""Softmax, its logarithm and its denominator in two passes, with kernels for TPU and Hopper.
+
+    from pallas_kernels.softmax import combine, log_softmax, logsumexp, partial, softmax
+    y = softmax(x)                                            # the best implementation of the platform
+    total = combine(partial(x[:, :n]), partial(x[:, n:]))     # a row in two places
+    total.logsumexp()                                         # logsumexp(x)
+
+All are over the last axis, with any leading shape. They are first-order differentiable in reverse mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, KernelError, Target, dispatch
+from pallas_kernels.softmax import gpu, reference, tpu
+from pallas_kernels.softmax.pairs import Partial, combine, combine_all, empty, partial
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Partial",
+    "combine",
+    "combine_all",
+    "empty",
+    "log_softmax",
+    "logsumexp",
+    "partial",
+    "softmax",
+]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
+    """exp(x) over its sum along the last axis, computed in float32; `jax.nn.softmax` at every edge.
+
+    Args:
+      x: float32, bfloat16 or float16, at least one column.
+      where: boolean, broadcastable to x; False is left out, whatever it holds, and 0 in the output.
+      implementation: "mosaic_tpu", "mosaic_gpu" or "xla"; `None` is the best for the platform. A named one is also
+        the one that the gradient has to use.
+
+    Returns:
+      x's shape and dtype. The gradient keeps this output (and the mask), and nothing else.
+
+    Raises:
+      KernelError: another dtype, no columns, a mask of another type or shape, or a named implementation that is not
+        supported here.
+    """
+    return _normalise(*_checked("softmax", x, where), "softmax", implementation)
+
+
+def log_softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
+    """log(softmax(x)), as exact where softmax underflows; `jax.nn.log_softmax` at every edge.
+
+    As `softmax` in all else, and -inf where masked.
+    """
+    return _normalise(*_checked("log_softmax", x, where), "log_softmax", implementation)
+
+
+def logsumexp(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
+    """log(sum(exp(x))) along the last axis; `jax.nn.logsumexp` at every edge.
+
+    Arguments and errors are those of `softmax`.
+
+    Returns:
+      float32 of x's leading shape; -inf where nothing is left in. The gradient keeps x and this; it is 0 where this
+      is -inf.
+    """
+    return _sum(*_checked("logsumexp", x, where), implementation)
+
+
+# ---- implementations
+
+
+def _gpu_supported(target: Target, *, op: str, **case: Any) -> str | None:
+    if op.endswith("_backward"):
+        return gpu.supported(target, inputs=2, **case)
+    return gpu.supported_sums(target, **case)
+
+
+def _tpu_supported(target: Target, *, op: str, **case: Any) -> str | None:
+    return tpu.supported(target, inputs=2 if op.endswith("_backward") else 1, **case)
+
+
+def _run_kernel(room: Any, target: Target, *arrays: jax.Array, op: str, **case: Any) -> jax.Array:
+    shape = arrays[0].shape
+    rows = [a.reshape(-1, shape[-1]) for a in arrays]
+    if op.endswith("_backward"):
+        return room.backward(target, *rows, op=op.removesuffix("_backward")).reshape(shape)
+    return room.forward(target, *rows, op=op).reshape(shape[:-1] if op == "logsumexp" else shape)
+
+
+def _run_xla(target: Target, *arrays: jax.Array, op: str, **case: Any) -> jax.Array:
+    run = {**reference.FORWARD, **{f"{k}_backward": f for k, f in reference.BACKWARD.items()}}[op]
+    return run(*arrays)
+
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", ("cuda",), _gpu_supported, functools.partial(_run_kernel, gpu)),
+    Implementation("mosaic_tpu", ("tpu",), _tpu_supported, functools.partial(_run_kernel, tpu)),
+    Implementation("xla", (), lambda target, **case: None, _run_xla),
+)
+"""Best first; those of one platform never meet those of another."""
+
+
+def _run(op: str, implementation: str | None, x: jax.Array, *others: jax.Array, masked: bool) -> jax.Array:
+    rows = math.prod(x.shape[:-1])
+    case = {"op": op, "rows": rows, "columns": x.shape[-1], "dtype": x.dtype.name, "masked": masked}
+    if rows == 0:  # there is nothing for a kernel's grid to run over
+        implementation = "xla"
+    return dispatch(op, IMPLEMENTATIONS, (x, *others), case, implementation)
+
+
+# ---- gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _normalise(x: jax.Array, where: jax.Array | None, op: str, implementation: str | None) -> jax.Array:
+    return _run(op, implementation, x, *(() if where is None else (where,)), masked=where is not None)
+
+
+def _normalise_forward(
+    x: jax.Array, where: jax.Array | None, op: str, implementation: str | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    y = _normalise(x, where, op, implementation)
+    return y, (y, where)
+
+
+def _normalise_backward(
+    op: str, implementation: str | None, kept: tuple[jax.Array, jax.Array | None], g: jax.Array
+) -> tuple[jax.Array, None]:
+    y, where = kept
+    if where is not None:  # what is left out got a constant, whatever its cotangent holds
+        g = jnp.where(where, g, 0)
+    # A mask is no hindrance here: it is in y and g already.
+    return _run(f"{op}_backward", implementation, y, g.astype(y.dtype), masked=False), None
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum(x: jax.Array, where: jax.Array | None, implementation: str | None) -> jax.Array:
+    return _run("logsumexp", implementation, x, *(() if where is None else (where,)), masked=where is not None)
+
+
+def _sum_forward(
+    x: jax.Array, where: jax.Array | None, implementation: str | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None, jax.Array]]:
+    out = _sum(x, where, implementation)
+    return out, (x, where, out)
+
+
+def _sum_backward(
+    implementation: str | None, kept: tuple[jax.Array, jax.Array | None, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None]:
+    x, where, out = kept
+    x32 = x.astype(jnp.float32)
+    share = jnp.exp((x32 if where is None else jnp.where(where, x32, -jnp.inf)) - out[..., None])
+    share = jnp.where(out[..., None] == -jnp.inf, 0, share)
+    return (g[..., None] * share).astype(x.dtype), None
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
+
+
+# ---- what comes in
+
+
+def _checked(op: str, x: Any, where: Any) -> tuple[jax.Array, jax.Array | None]:
+    x = jnp.asarray(x)
+    if x.dtype.name not in _DTYPES:
+        raise KernelError(f"{op} takes float32, bfloat16 or float16, not {x.dtype.name}; convert with x.astype")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise KernelError(f"{op} sums over the last axis, which needs at least one column, not shape {x.shape}")
+    if where is None:
+        return x, None
+    where = jnp.asarray(where)
+    if where.dtype != jnp.bool_:
+        raise KernelError(f"{op}: where has to be boolean, not {where.dtype.name}; compare with 0")
+    try:
+        fits = jnp.broadcast_shapes(where.shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise KernelError(f"{op}: where of shape {where.shape} does not broadcast to x of shape {x.shape}")
+    return x, where

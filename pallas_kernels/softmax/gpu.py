@@ -1,0 +1,142 @@
+"""Softmax for Hopper in Mosaic GPU: a row is read once where it fits in shared memory, and written once.
+
+Dukhan and Ablavatski's two passes (arXiv:2001.04438): the first keeps for every lane a sum and its scale, with no
+pass for the maximum; the second makes the result. A lane's scale is kept in the input's own units and moves once per
+batch of tiles: at 4.3 TB/s a multiprocessor has 31 instructions for a bfloat16 element, of which splitting each into
+a mantissa and an exponent would take most, and differences in the input's own units are exact at any magnitude.
+
+Longer rows are streamed twice, the second time backwards, to find in the L2 cache what is left of them there. Few long
+rows are split among blocks for their sums, and XLA makes the result, which is elementwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Target, hopper
+from pallas_kernels.softmax.gpu_rows import PIECE, SMS, most_columns, rows_once
+from pallas_kernels.softmax.gpu_stream import row_sums
+from pallas_kernels.softmax.gpu_twice import rows_twice
+from pallas_kernels.softmax.pairs import HIGHEST
+from pallas_kernels.tiles import entries, lookup
+
+_WARPGROUPS = 4  # that share a row too long for shared memory
+
+
+def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bool, inputs: int) -> str | None:
+    """Why an op that writes rows cannot run, or `None`.
+
+    Args:
+      target: what for.
+      rows, columns: of the array as a matrix.
+      dtype: of the inputs and the output.
+      masked: a mask was given.
+      inputs: how many arrays a row is read from: 1 forward, 2 backward.
+    """
+    longest = most_columns(dtype, inputs)
+    if why := _unfit(target, columns, masked):
+        return why
+    if inputs > 1 and columns > longest and not _fill(rows):
+        return (
+            f"a row of {columns} columns does not fit in shared memory ({longest} of {dtype} do), and {rows} rows are "
+            f"no even share for {SMS} multiprocessors"
+        )
+    return None
+
+
+def supported_sums(target: Target, *, rows: int, columns: int, dtype: str, masked: bool) -> str | None:
+    """Why the kernel that streams rows cannot run, or `None`; the arguments are those of `supported`."""
+    return _unfit(target, columns, masked)
+
+
+def _unfit(target: Target, columns: int, masked: bool) -> str | None:
+    if why := hopper(target):
+        return why
+    if masked:
+        return "a mask is left to XLA, which fuses it with its own reads"
+    if columns % 128:
+        return f"TMA moves rows of whole 128 columns, and there are {columns}"
+    if columns < 1024 and not target.interpret:
+        return f"a row of {columns} columns gives a warpgroup too little to do; from 1024 on it pays"
+    return None
+
+
+# ---- the ops
+
+
+def forward(target: Target, x: jax.Array, *, op: str) -> jax.Array:
+    """Softmax or log_softmax of (R, C), in its dtype; or logsumexp, float32 (R,); `op` is its name."""
+    rows, columns = x.shape
+    if op != "logsumexp" and columns <= most_columns(x.dtype.name, 1):
+        return rows_once(target, op, [x], **_once_tile(target, columns, x.dtype.name, 1))
+    if op != "logsumexp" and _fill(rows):
+        return rows_twice(target, op, [x], warpgroups=_WARPGROUPS)
+    top, total = row_sums(target, x, **_stream_tile(target, rows, columns, x.dtype.name))
+    if op == "logsumexp":
+        return top + jnp.log(total)
+    # The second pass is elementwise, which XLA does at the speed of memory.
+    total = jnp.where(total <= HIGHEST, total, jnp.nan)[:, None]
+    shifted = x.astype(jnp.float32) - top[:, None]
+    return (jnp.exp(shifted) * (1 / total) if op == "softmax" else shifted - jnp.log(total)).astype(x.dtype)
+
+
+def backward(target: Target, y: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
+    """From the output and its cotangent, (R, C) of one dtype, that of the input; `op` is the forward's name."""
+    if y.shape[1] > most_columns(y.dtype.name, 2):
+        return rows_twice(target, f"{op}_backward", [y, g], warpgroups=_WARPGROUPS)
+    tile = _once_tile(target, y.shape[1], y.dtype.name, 2)
+    return rows_once(target, f"{op}_backward", [y, g], **tile)
+
+
+def _fill(rows: int) -> bool:
+    """Whether so many rows, a block each, keep nine in ten multiprocessors busy."""
+    return rows >= 0.9 * SMS * -(-rows // SMS)
+
+
+def _once_tile(target: Target, columns: int, dtype: str, inputs: int) -> dict[str, int]:
+    tile = lookup("softmax", target.kind, kernel="rows_once", dtype=dtype, columns=columns * inputs)
+    return {"warpgroups": tile["warpgroups"]}
+
+
+def _stream_tile(target: Target, rows: int, columns: int, dtype: str) -> dict[str, int]:
+    tile = lookup("softmax", target.kind, kernel="row_sums", dtype=dtype, columns=columns)
+    pieces = columns * jnp.dtype(dtype).itemsize // (PIECE * tile["warpgroups"] * tile["slots"])
+    few = -(-4 * SMS // max(rows, 1))  # blocks of a row, so that few rows fill the machine too
+    return {"warpgroups": tile["warpgroups"], "slots": tile["slots"], "splits": max(1, min(few, pieces))}
+
+
+def _shape(rows: int, columns: int, dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, columns), dtype)
+
+
+def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Every tile of the table on a shape of its own: (name, function, arguments), for the gate."""
+    for entry in entries("softmax"):
+        key = entry["key"]
+        if not entry["device"].startswith("NVIDIA"):
+            continue
+        target = Target(entry["device"], "cuda")
+        columns, dtype = key["columns"], key["dtype"]
+        name = f"{key['kernel']} {dtype} {columns}"
+        if key["kernel"] == "row_sums":
+            sums = lambda x, t=target: forward(t, x, op="logsumexp")  # noqa: E731
+            yield name, sums, (_shape(256, columns, dtype),)
+            for op, inputs in (
+                ("softmax", 1),
+                ("log_softmax", 1),
+                ("softmax_backward", 2),
+                ("log_softmax_backward", 2),
+            ):
+                twice = lambda *a, t=target, o=op: rows_twice(t, o, a, warpgroups=_WARPGROUPS)  # noqa: E731
+                yield f"rows_twice {dtype} {columns} {op}", twice, (_shape(264, columns, dtype),) * inputs
+            continue
+        for op, inputs in (("softmax", 1), ("log_softmax", 1), ("softmax_backward", 2), ("log_softmax_backward", 2)):
+            c = columns // inputs // 128 * 128
+            shape = (_shape(512, c, dtype),) * inputs
+            if c <= most_columns(dtype, inputs):
+                tile = _once_tile(target, c, dtype, inputs)
+                yield f"{name} {op}", lambda *a, t=target, o=op, tile=tile: rows_once(t, o, a, **tile), shape

@@ -1,0 +1,355 @@
+"""Rows that fit in the shared memory of a Hopper multiprocessor: read once, written once.
+
+A row is cut into pieces of 8 KiB, dealt out to the warpgroups of a block. Each fetches, reads, overwrites and stores
+its own pieces and meets the others once a row, to merge; a piece's slot is refilled with a later row of the block as
+soon as its result has left. Short rows have several on their way at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels.aot import SHARED_MEMORY
+from pallas_kernels.dispatch import Target
+from pallas_kernels.softmax.gpu_sweeps import SWEEPS, Scalars, Sweep, Tiles
+
+plgpu: Any = mosaic_gpu  # its names differ between versions
+
+PIECE = 8192
+"""Bytes of a row that one TMA copy brings; half of it where only then several warpgroups find room."""
+
+SMS = 132
+"""Multiprocessors of an H100 or H200."""
+
+_VECTOR = 16  # bytes a thread reads at once
+RESERVED = 11264  # bytes of shared memory for merging, barriers and what Mosaic takes for its own reductions
+_PER_SM = 233472  # bytes of shared memory of a multiprocessor
+_REGISTERS = 80  # a thread's, rounded up from what ptxas reports: how many blocks fit on a multiprocessor
+_DEPTH = 4  # rows of a block on their way at a time, where there is room
+
+
+def most_columns(dtype: str, inputs: int) -> int:
+    """The longest row of which all inputs fit in a block's shared memory."""
+    pieces = (SHARED_MEMORY - RESERVED) // PIECE // inputs
+    return pieces * (PIECE // jnp.dtype(dtype).itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A row of C elements as (C / width, width) lines, in pieces of `lines` lines, in tiles of `tile` lines.
+
+    Args:
+      columns, itemsize: of the row.
+      warpgroups: that share it.
+      piece: bytes of a piece, at most.
+    """
+
+    columns: int
+    itemsize: int
+    warpgroups: int
+    piece: int = PIECE
+
+    @property
+    def width(self) -> int:
+        return 256 if self.columns % 256 == 0 else 128
+
+    @property
+    def vector(self) -> int:
+        return _VECTOR // self.itemsize
+
+    @property
+    def tile(self) -> int:
+        return 128 * self.vector // self.width
+
+    @property
+    def lines(self) -> int:
+        whole = -(-self.total // self.tile) * self.tile
+        return min(self.piece // self.itemsize // self.width, whole)
+
+    @property
+    def total(self) -> int:
+        """Lines of the row."""
+        return self.columns // self.width
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.total // self.lines)
+
+    @property
+    def rest(self) -> int:
+        """Lines of the last piece when it is not whole, else 0."""
+        return self.total % self.lines
+
+    @property
+    def each(self) -> int:
+        """Pieces of a warpgroup, for some of which there may be nothing."""
+        return -(-self.pieces // self.warpgroups)
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory that a row takes, of one input."""
+        return self.each * self.warpgroups * self.lines * self.width * self.itemsize
+
+    def layout(self, lines: int) -> Any:
+        return plgpu.Layout.WG_STRIDED((lines, self.width), vec_size=self.vector)
+
+    def tiles(self, slots: Sequence[Any]) -> list[Tiles]:
+        """A piece of every input as a batch of float32 tiles."""
+        return [self.read(slots, line, self.tile) for line in range(0, self.lines, self.tile)]
+
+    def read(self, slots: Sequence[Any], line: int, lines: int) -> Tiles:
+        at, layout = pl.ds(line, lines), self.layout(lines)
+        return tuple(plgpu.load(s.at[at], layout=layout).astype(jnp.float32) for s in slots)
+
+    def splat(self, value: float) -> Any:
+        full = jnp.full((self.tile, self.width), value, jnp.float32)
+        return plgpu.layout_cast(full, self.layout(self.tile))
+
+
+def cut_for(columns: int, dtype: Any, inputs: int, warpgroups: int) -> Cut:
+    """The row among at most `warpgroups`, as many as leave no more slots empty than fit."""
+    size = jnp.dtype(dtype).itemsize
+    cuts = [Cut(columns, size, n, piece) for n in range(warpgroups, 0, -1) for piece in (PIECE, PIECE // 2)]
+    fits = [c for c in cuts if c.bytes * inputs <= SHARED_MEMORY - RESERVED]
+    return min(fits, key=lambda c: (c.each * c.warpgroups > c.pieces + c.pieces // 4, -c.warpgroups, -c.piece))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How rows are spread over the machine.
+
+    Args:
+      rows, cut, inputs: what there is to do.
+    """
+
+    rows: int
+    cut: Cut
+    inputs: int
+
+    @property
+    def taken(self) -> int:
+        """Bytes of shared memory that a row takes."""
+        return self.cut.bytes * self.inputs
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor holds."""
+        registers = _REGISTERS if self.cut.lines > self.cut.tile else _REGISTERS * 3 // 4
+        return max(1, min(_PER_SM // (self.taken + RESERVED), 65536 // (registers * 128 * self.cut.warpgroups)))
+
+    @property
+    def blocks(self) -> int:
+        """Of the grid: each takes every so manieth row."""
+        return min(self.rows, SMS * self.resident)
+
+    @property
+    def depth(self) -> int:
+        """Rows of a block in shared memory at a time."""
+        room = min(SHARED_MEMORY, _PER_SM // self.resident) - RESERVED
+        return max(1, min(_DEPTH, room // self.taken, -(-self.rows // self.blocks)))
+
+    @property
+    def per_row(self) -> int:
+        """Slots for a row's pieces."""
+        return self.cut.each * self.cut.warpgroups
+
+
+def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroups: int) -> jax.Array:
+    """One of `SWEEPS` over the rows of matrices (R, C) of one dtype, which is also the output's.
+
+    Args:
+      target: what for.
+      op: a key of `SWEEPS`.
+      arrays: the inputs, alike in shape and dtype; C a multiple of 128, at most `most_columns`.
+      warpgroups: at most so many share a row.
+    """
+    (rows, columns), dtype, inputs = arrays[0].shape, arrays[0].dtype, len(arrays)
+    cut = cut_for(columns, dtype, inputs, warpgroups)
+    plan = Plan(rows, cut, inputs)
+    slots = plan.depth * plan.per_row
+    shape = (rows, cut.total, cut.width)
+
+    def kernel(*refs: Any) -> None:
+        sources, out, stores = refs[:inputs], refs[inputs], refs[inputs + 1 : 2 * inputs + 1]
+        _Once(plan, SWEEPS[op], sources, out, stores, *refs[2 * inputs + 1 :]).run()
+
+    out = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=cut.warpgroups,
+        thread_name="wg",
+        scratch_types=[
+            *[plgpu.SMEM((slots, cut.lines, cut.width), dtype)] * inputs,
+            plgpu.SMEM((2, cut.warpgroups, len(SWEEPS[op].begin), 128), jnp.float32),
+            plgpu.Barrier(num_arrivals=inputs, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=cut.warpgroups),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **target.gpu(),
+    )(*[a.reshape(shape) for a in arrays])
+    return out.reshape(rows, columns)
+
+
+class Block:
+    """What a warpgroup does with its pieces of the block's rows, the i-th of which is row block + i * blocks.
+
+    Args:
+      cut: how a row is cut.
+      rows, blocks: of the array and of the grid.
+      sweep: what is done.
+      sources, out: the arrays, in lines, in global memory.
+      stores: slots for pieces in shared memory, of each input.
+      exchange: where warpgroups leave their scalars.
+      arrived: a barrier for each slot.
+      merged: where warpgroups meet.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        rows: int,
+        blocks: int,
+        sweep: Sweep,
+        sources: Sequence[Any],
+        out: Any,
+        stores: Sequence[Any],
+        exchange: Any,
+        arrived: Any,
+        merged: Any,
+    ):
+        self.cut, self.rows, self.blocks, self.sweep = cut, rows, blocks, sweep
+        self.sources, self.out, self.stores = sources, out, stores
+        self.exchange, self.arrived, self.merged = exchange, arrived, merged
+        self.first, self.wg = lax.axis_index("block"), lax.axis_index("wg")
+        # Where a warpgroup may lack a piece, it has no store to count, and waits for all.
+        self.behind = 0 if cut.pieces % cut.warpgroups else 1
+        self.mine = lax.div(rows - self.first + blocks - 1, blocks)
+
+    def begin(self) -> Tiles:
+        return tuple(self.cut.splat(b) for b in self.sweep.begin)
+
+    def merge(self, i: Any, state: Tiles) -> Scalars:
+        """The row's scalars, from the lanes of all warpgroups."""
+        scalars = self.sweep.fold(state)
+        n = self.cut.warpgroups
+        if n == 1:
+            return self.sweep.merge([scalars])
+        half = lax.rem(i, 2)  # a warpgroup may be one row ahead of another, never two
+        for k, value in enumerate(scalars):
+            self.exchange[half, self.wg, k] = jnp.full((128,), value, jnp.float32)
+        plgpu.barrier_arrive(self.merged)
+        plgpu.barrier_wait(self.merged)
+        return self.sweep.merge([tuple(self.exchange[half, w, k, 0] for k in range(len(scalars))) for w in range(n)])
+
+    def write(self, i: Any, j: Any, slot: Any, whole: Scalars) -> None:
+        """Turns a piece into its result, in place, and sends it off."""
+        row, slots = self.first + i * self.blocks, self.at(slot)
+        # As one tile: Mosaic puts a barrier before and after every write.
+        slots[0][...] = self.sweep.result(whole, self.cut.read(slots, 0, self.cut.lines)).astype(slots[0].dtype)
+        plgpu.commit_smem()
+
+        def store(line: Any, count: int) -> None:
+            plgpu.copy_smem_to_gmem(slots[0].at[pl.ds(0, count)], self.out.at[row, pl.ds(line, count)])
+
+        self.if_any(j, store)
+
+    def fetch(self, i: Any, j: Any, slot: Any) -> None:
+        row = self.first + i * self.blocks
+
+        def bring(line: Any, count: int) -> None:
+            for source, store in zip(self.sources, self.stores, strict=True):
+                lines = source.at[row, pl.ds(line, count)]
+                plgpu.copy_gmem_to_smem(lines, store.at[slot, pl.ds(0, count)], self.arrived.at[slot])
+
+        self.if_any(j, bring)
+
+    def await_piece(self, j: Any, slot: Any) -> None:
+        self.if_any(j, lambda line, count: plgpu.barrier_wait(self.arrived.at[slot]))
+
+    def pad(self, j: Any, slot: Any) -> None:
+        """Behind the row's end, what the first pass is to find there."""
+        piece, cut = j * self.cut.warpgroups + self.wg, self.cut
+
+        def fill(start: int) -> None:
+            for store, value in zip(self.at(slot), self.sweep.pads, strict=True):
+                store[pl.ds(start, cut.lines - start)] = jnp.full((cut.lines - start, cut.width), value, store.dtype)
+
+        if cut.rest:
+            pl.when(piece == cut.pieces - 1)(lambda: fill(cut.rest))
+        if cut.pieces % cut.warpgroups:
+            pl.when(piece >= cut.pieces)(lambda: fill(0))
+
+    def if_any(self, j: Any, do: Callable[[Any, int], None]) -> None:
+        """`do(first line, how many)` for this warpgroup's piece j, if there is one."""
+        piece, cut = j * self.cut.warpgroups + self.wg, self.cut
+        pl.when(piece < cut.pieces - bool(cut.rest))(lambda: do(piece * cut.lines, cut.lines))
+        if cut.rest:
+            pl.when(piece == cut.pieces - 1)(lambda: do(piece * cut.lines, cut.rest))
+
+    def at(self, slot: Any) -> list[Any]:
+        """A slot of every input."""
+        return [store.at[slot] for store in self.stores]
+
+
+class _Once(Block):
+    """The kernel: row i lies whole in the slots of i % depth."""
+
+    def __init__(self, plan: Plan, *refs: Any):
+        super().__init__(plan.cut, plan.rows, plan.blocks, *refs)
+        self.plan = plan
+
+    def run(self) -> None:
+        each = self.cut.each
+
+        @pl.loop(0, self.plan.depth)
+        def _(i: Any) -> None:
+            @pl.loop(0, each)
+            def _(j: Any) -> None:
+                self._fill(i, j)
+
+        @pl.loop(0, self.mine)
+        def _(i: Any) -> None:
+            whole = self.merge(i, self._first_pass(i))
+
+            @pl.loop(0, each)
+            def _(j: Any) -> None:
+                self.write(i, j, self._slot(i, j), whole)
+
+                @pl.when(j > 0)  # one store behind, so that no store is waited for as soon as it has begun
+                def _() -> None:
+                    plgpu.wait_smem_to_gmem(self.behind, wait_read_only=True)
+                    self._fill(i + self.plan.depth, j - 1)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._fill(i + self.plan.depth, each - 1)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def _first_pass(self, i: Any) -> Tiles:
+        def step(j: Any, state: Tiles) -> Tiles:
+            self.await_piece(j, self._slot(i, j))
+            return self.sweep.gather(state, self.cut.tiles(self.at(self._slot(i, j))))
+
+        return lax.fori_loop(0, self.cut.each, step, self.begin())
+
+    def _fill(self, i: Any, j: Any) -> None:
+        slot = self._slot(i, j)
+
+        @pl.when(i < self.mine)
+        def _() -> None:
+            self.pad(j, slot)
+            self.fetch(i, j, slot)
+
+    def _slot(self, i: Any, j: Any) -> Any:
+        """Where piece j of this warpgroup lies, of the i-th row."""
+        return lax.rem(i, self.plan.depth) * self.plan.per_row + self.wg * self.cut.each + j

@@ -1,0 +1,116 @@
+"""What the Hopper kernels do with a row: the first pass's sums and the second's result, of each op."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.softmax.pairs import HIGHEST, LOG2E, LOWEST
+
+Scalars = tuple[Any, ...]
+Tiles = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Two passes over a row, in tiles of float32 whose every element is a lane of its own.
+
+    Args:
+      pads: what stands behind the end of each input's row.
+      begin: the lanes' values at the start.
+      gather: lanes' values and a batch of tiles (each a tuple over inputs) -> lanes' values.
+      fold: lanes' values -> scalars of a warpgroup.
+      merge: scalars of all warpgroups -> the row's.
+      result: the row's scalars and a tile of each input -> a tile of the output; it takes the first input's place.
+    """
+
+    pads: tuple[float, ...]
+    begin: tuple[float, ...]
+    gather: Callable[[Tiles, Sequence[Tiles]], Tiles]
+    fold: Callable[[Tiles], Scalars]
+    merge: Callable[[Sequence[Scalars]], Scalars]
+    result: Callable[[Scalars, Tiles], Any]
+
+
+def _exp(x: Any) -> Any:
+    return jnp.exp2(x * LOG2E)
+
+
+def gather_sum(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
+    old, total = state
+    new = old
+    for (x,) in batch:
+        new = jnp.maximum(new, x)
+    new = jnp.minimum(new, HIGHEST)  # the scale stays finite, so that infinity makes the sum infinite and not NaN
+    total = total * _exp(old - new)
+    for (x,) in batch:
+        total = total + _exp(x - new)
+    return new, total
+
+
+def fold_sum(state: Tiles) -> Scalars:
+    scale, total = state
+    top = jnp.max(scale)
+    return top, jnp.sum(total * _exp(scale - top))
+
+
+def _merge_sum(parts: Sequence[Scalars]) -> Scalars:
+    top = parts[0][0]
+    for scale, _ in parts[1:]:
+        top = jnp.maximum(top, scale)
+    total = parts[0][1] * _exp(parts[0][0] - top)
+    for scale, part in parts[1:]:
+        total = total + part * _exp(scale - top)
+    return top, total
+
+
+def _merge_softmax(parts: Sequence[Scalars]) -> Scalars:
+    top, total = _merge_sum(parts)
+    return top, jnp.where(total <= HIGHEST, 1.0 / total, jnp.float32(jnp.nan))  # +inf in the row: all NaN
+
+
+def _merge_log_softmax(parts: Sequence[Scalars]) -> Scalars:
+    top, total = _merge_sum(parts)
+    return top, jnp.where(total <= HIGHEST, jnp.log(total), jnp.float32(jnp.nan))
+
+
+def _add(parts: Sequence[Scalars]) -> Scalars:
+    total = parts[0][0]
+    for (part,) in parts[1:]:
+        total = total + part
+    return (total,)
+
+
+def _gather_dot(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
+    (total,) = state
+    for y, g in batch:
+        total = total + y * g
+    return (total,)
+
+
+def _gather_last(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
+    (total,) = state
+    for _, g in batch:
+        total = total + g
+    return (total,)
+
+
+def _fold_add(state: Tiles) -> Scalars:
+    return (jnp.sum(state[0]),)
+
+
+_SUM = Sweep((-math.inf,), (LOWEST, 0.0), gather_sum, fold_sum, _merge_sum, lambda s, x: x[0])
+SWEEPS = {
+    "softmax": dataclasses.replace(_SUM, merge=_merge_softmax, result=lambda s, x: _exp(x[0] - s[0]) * s[1]),
+    "log_softmax": dataclasses.replace(_SUM, merge=_merge_log_softmax, result=lambda s, x: (x[0] - s[0]) - s[1]),
+    # y and dL/dy -> dL/dx
+    "softmax_backward": Sweep((0.0, 0.0), (0.0,), _gather_dot, _fold_add, _add, lambda s, x: x[0] * (x[1] - s[0])),
+    "log_softmax_backward": Sweep(
+        (0.0, 0.0), (0.0,), _gather_last, _fold_add, _add, lambda s, x: x[1] - _exp(x[0]) * s[0]
+    ),
+}
+"""By the name of the op; a backward one takes the output and its cotangent."""

@@ -46,7 +46,7 @@ def softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str
         the one that the gradient has to use.
 
     Returns:
-      x's shape and dtype. The gradient keeps this output (and the mask), and nothing else.
+      x's shape and dtype. The gradient keeps this output, and nothing else.
 
     Raises:
       KernelError: another dtype, no columns, a mask of another type or shape, or a named implementation that is not
@@ -58,7 +58,8 @@ def softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str
 def log_softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
     """log(softmax(x)), as exact where softmax underflows; `jax.nn.log_softmax` at every edge.
 
-    As `softmax` in all else, and -inf where masked.
+    As `softmax` in all else, and -inf where masked. The gradient keeps x (and the mask): an output rounded at its own
+    magnitude would be a worse source of probabilities.
     """
     return _normalise(*_checked("log_softmax", x, where), "log_softmax", implementation)
 
@@ -69,8 +70,8 @@ def logsumexp(x: jax.Array, *, where: jax.Array | None = None, implementation: s
     Arguments and errors are those of `softmax`.
 
     Returns:
-      float32 of x's leading shape; -inf where nothing is left in. The gradient keeps x and this; it is 0 where this
-      is -inf.
+      float32 of x's leading shape; -inf where nothing is left in, with gradient 0. The gradient keeps x and two
+      numbers a row: a scale, and the sum of exp(x - scale).
     """
     return _sum(*_checked("logsumexp", x, where), implementation)
 
@@ -88,15 +89,17 @@ def _tpu_supported(target: Target, *, op: str, **case: Any) -> str | None:
     return tpu.supported(target, inputs=2 if op.endswith("_backward") else 1, **case)
 
 
-def _run_kernel(room: Any, target: Target, *arrays: jax.Array, op: str, **case: Any) -> jax.Array:
+def _run_kernel(room: Any, target: Target, *arrays: jax.Array, op: str, **case: Any) -> Any:
     shape = arrays[0].shape
     rows = [a.reshape(-1, shape[-1]) for a in arrays]
     if op.endswith("_backward"):
         return room.backward(target, *rows, op=op.removesuffix("_backward")).reshape(shape)
-    return room.forward(target, *rows, op=op).reshape(shape[:-1] if op == "logsumexp" else shape)
+    if op == "sums":
+        return tuple(y.reshape(shape[:-1]) for y in room.forward(target, *rows, op=op))
+    return room.forward(target, *rows, op=op).reshape(shape)
 
 
-def _run_xla(target: Target, *arrays: jax.Array, op: str, **case: Any) -> jax.Array:
+def _run_xla(target: Target, *arrays: jax.Array, op: str, **case: Any) -> Any:
     run = {**reference.FORWARD, **{f"{k}_backward": f for k, f in reference.BACKWARD.items()}}[op]
     return run(*arrays)
 
@@ -109,12 +112,13 @@ IMPLEMENTATIONS = (
 """Best first; those of one platform never meet those of another."""
 
 
-def _run(op: str, implementation: str | None, x: jax.Array, *others: jax.Array, masked: bool) -> jax.Array:
+def _run(op: str, implementation: str | None, x: jax.Array, *others: jax.Array, masked: bool) -> Any:
     rows = math.prod(x.shape[:-1])
     case = {"op": op, "rows": rows, "columns": x.shape[-1], "dtype": x.dtype.name, "masked": masked}
     if rows == 0:  # there is nothing for a kernel's grid to run over
         implementation = "xla"
-    return dispatch(op, IMPLEMENTATIONS, (x, *others), case, implementation)
+    name = "logsumexp" if op == "sums" else op
+    return dispatch(name, IMPLEMENTATIONS, (x, *others), case, implementation)
 
 
 # ---- gradients
@@ -129,17 +133,19 @@ def _normalise_forward(
     x: jax.Array, where: jax.Array | None, op: str, implementation: str | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
     y = _normalise(x, where, op, implementation)
-    return y, (y, where)
+    return y, (y if op == "softmax" else x, where)
 
 
 def _normalise_backward(
-    op: str, implementation: str | None, kept: tuple[jax.Array, jax.Array | None], g: jax.Array
+    op: str, implementation: str | None, residuals: tuple[jax.Array, jax.Array | None], g: jax.Array
 ) -> tuple[jax.Array, None]:
-    y, where = kept
+    kept, where = residuals
+    others: tuple[jax.Array, ...] = ()
     if where is not None:  # what is left out got a constant, whatever its cotangent holds
         g = jnp.where(where, g, 0)
-    # A mask is no hindrance here: it is in y and g already.
-    return _run(f"{op}_backward", implementation, y, g.astype(y.dtype), masked=False), None
+        others = () if op == "softmax" else (where,)  # softmax's output is 0 there already
+    g = g.astype(kept.dtype)
+    return _run(f"{op}_backward", implementation, kept, g, *others, masked=bool(others)), None
 
 
 _normalise.defvjp(_normalise_forward, _normalise_backward)
@@ -147,24 +153,24 @@ _normalise.defvjp(_normalise_forward, _normalise_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sum(x: jax.Array, where: jax.Array | None, implementation: str | None) -> jax.Array:
-    return _run("logsumexp", implementation, x, *(() if where is None else (where,)), masked=where is not None)
+    return _sum_forward(x, where, implementation)[0]
 
 
 def _sum_forward(
     x: jax.Array, where: jax.Array | None, implementation: str | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None, jax.Array]]:
-    out = _sum(x, where, implementation)
-    return out, (x, where, out)
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]]:
+    given = () if where is None else (where,)
+    scale, total = _run("sums", implementation, x, *given, masked=where is not None)
+    return scale + jnp.log(total), (x, where, scale, total)
 
 
 def _sum_backward(
-    implementation: str | None, kept: tuple[jax.Array, jax.Array | None, jax.Array], g: jax.Array
+    implementation: str | None, kept: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, None]:
-    x, where, out = kept
-    x32 = x.astype(jnp.float32)
-    share = jnp.exp((x32 if where is None else jnp.where(where, x32, -jnp.inf)) - out[..., None])
-    share = jnp.where(out[..., None] == -jnp.inf, 0, share)
-    return (g[..., None] * share).astype(x.dtype), None
+    x, where, scale, total = kept
+    some = (total != 0)[..., None]
+    share = jnp.exp(reference.masked(x, where) - scale[..., None]) / jnp.where(some, total[..., None], 1)
+    return (g[..., None] * jnp.where(some, share, 0)).astype(x.dtype), None
 
 
 _sum.defvjp(_sum_forward, _sum_backward)

@@ -68,28 +68,28 @@ def _unfit(target: Target, columns: int, masked: bool) -> str | None:
 # ---- the ops
 
 
-def forward(target: Target, x: jax.Array, *, op: str) -> jax.Array:
-    """Softmax or log_softmax of (R, C), in its dtype; or logsumexp, float32 (R,); `op` is its name."""
+def forward(target: Target, x: jax.Array, *, op: str) -> Any:
+    """Of (R, C): "softmax" or "log_softmax" in its dtype, or the "sums" of `reference.sums`, float32 (R,) twice."""
     rows, columns = x.shape
-    if op != "logsumexp" and columns <= most_columns(x.dtype.name, 1):
+    if op != "sums" and columns <= most_columns(x.dtype.name, 1):
         return rows_once(target, op, [x], **_once_tile(target, columns, x.dtype.name, 1))
-    if op != "logsumexp" and _fill(rows):
+    if op != "sums" and _fill(rows):
         return rows_twice(target, op, [x], warpgroups=_WARPGROUPS)
     top, total = row_sums(target, x, **_stream_tile(target, rows, columns, x.dtype.name))
-    if op == "logsumexp":
-        return top + jnp.log(total)
+    if op == "sums":
+        return top, total
     # The second pass is elementwise, which XLA does at the speed of memory.
     total = jnp.where(total <= HIGHEST, total, jnp.nan)[:, None]
     shifted = x.astype(jnp.float32) - top[:, None]
     return (jnp.exp(shifted) * (1 / total) if op == "softmax" else shifted - jnp.log(total)).astype(x.dtype)
 
 
-def backward(target: Target, y: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
-    """From the output and its cotangent, (R, C) of one dtype, that of the input; `op` is the forward's name."""
-    if y.shape[1] > most_columns(y.dtype.name, 2):
-        return rows_twice(target, f"{op}_backward", [y, g], warpgroups=_WARPGROUPS)
-    tile = _once_tile(target, y.shape[1], y.dtype.name, 2)
-    return rows_once(target, f"{op}_backward", [y, g], **tile)
+def backward(target: Target, kept: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
+    """The input's cotangent, (R, C), from the output of "softmax" or the input of "log_softmax", and g of its dtype."""
+    if kept.shape[1] > most_columns(kept.dtype.name, 2):
+        return rows_twice(target, f"{op}_backward", [kept, g], warpgroups=_WARPGROUPS)
+    tile = _once_tile(target, kept.shape[1], kept.dtype.name, 2)
+    return rows_once(target, f"{op}_backward", [kept, g], **tile)
 
 
 def _fill(rows: int) -> bool:
@@ -123,7 +123,7 @@ def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]
         columns, dtype = key["columns"], key["dtype"]
         name = f"{key['kernel']} {dtype} {columns}"
         if key["kernel"] == "row_sums":
-            sums = lambda x, t=target: forward(t, x, op="logsumexp")  # noqa: E731
+            sums = lambda x, t=target: forward(t, x, op="sums")  # noqa: E731
             yield name, sums, (_shape(256, columns, dtype),)
             for op, inputs in (
                 ("softmax", 1),

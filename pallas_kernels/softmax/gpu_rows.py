@@ -163,7 +163,7 @@ class Plan:
 
 
 def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroups: int) -> jax.Array:
-    """One of `SWEEPS` over the rows of matrices (R, C) of one dtype, which is also the output's.
+    """The sweep of an op over the rows of matrices (R, C) of one dtype, which is also the output's.
 
     Args:
       target: what for.
@@ -175,11 +175,12 @@ def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroup
     cut = cut_for(columns, dtype, inputs, warpgroups)
     plan = Plan(rows, cut, inputs)
     slots = plan.depth * plan.per_row
+    sweep = SWEEPS[op]
     shape = (rows, cut.total, cut.width)
 
     def kernel(*refs: Any) -> None:
         sources, out, stores = refs[:inputs], refs[inputs], refs[inputs + 1 : 2 * inputs + 1]
-        _Once(plan, SWEEPS[op], sources, out, stores, *refs[2 * inputs + 1 :]).run()
+        _Once(plan, sweep, sources, out, stores, *refs[2 * inputs + 1 :]).run()
 
     out = plgpu.kernel(
         kernel,
@@ -190,7 +191,7 @@ def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroup
         thread_name="wg",
         scratch_types=[
             *[plgpu.SMEM((slots, cut.lines, cut.width), dtype)] * inputs,
-            plgpu.SMEM((2, cut.warpgroups, len(SWEEPS[op].begin), 128), jnp.float32),
+            plgpu.SMEM((2, cut.warpgroups, len(sweep.begin), 128), jnp.float32),
             plgpu.Barrier(num_arrivals=inputs, num_barriers=slots),
             plgpu.Barrier(num_arrivals=cut.warpgroups),
         ],

@@ -92,11 +92,21 @@ def _gather_dot(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
     return (total,)
 
 
-def _gather_last(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
-    (total,) = state
+def _gather_both(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
+    *sums, last = state
     for _, g in batch:
-        total = total + g
-    return (total,)
+        last = last + g
+    return *gather_sum((sums[0], sums[1]), [(x,) for x, _ in batch]), last
+
+
+def _fold_both(state: Tiles) -> Scalars:
+    return *fold_sum(state[:2]), jnp.sum(state[2])
+
+
+def _merge_both(parts: Sequence[Scalars]) -> Scalars:
+    (last,) = _add([part[2:] for part in parts])
+    top, inverse = _merge_softmax([part[:2] for part in parts])
+    return top, inverse * last
 
 
 def _fold_add(state: Tiles) -> Scalars:
@@ -107,10 +117,16 @@ _SUM = Sweep((-math.inf,), (LOWEST, 0.0), gather_sum, fold_sum, _merge_sum, lamb
 SWEEPS = {
     "softmax": dataclasses.replace(_SUM, merge=_merge_softmax, result=lambda s, x: _exp(x[0] - s[0]) * s[1]),
     "log_softmax": dataclasses.replace(_SUM, merge=_merge_log_softmax, result=lambda s, x: (x[0] - s[0]) - s[1]),
-    # y and dL/dy -> dL/dx
+    # softmax's output and dL/dy -> dL/dx
     "softmax_backward": Sweep((0.0, 0.0), (0.0,), _gather_dot, _fold_add, _add, lambda s, x: x[0] * (x[1] - s[0])),
+    # log_softmax's input and dL/dy -> dL/dx: exp of a rounded output would be off by its magnitude
     "log_softmax_backward": Sweep(
-        (0.0, 0.0), (0.0,), _gather_last, _fold_add, _add, lambda s, x: x[1] - _exp(x[0]) * s[0]
+        (-math.inf, 0.0),
+        (LOWEST, 0.0, 0.0),
+        _gather_both,
+        _fold_both,
+        _merge_both,
+        lambda s, x: x[1] - _exp(x[0] - s[0]) * s[1],
     ),
 }
-"""By the name of the op; a backward one takes the output and its cotangent."""
+"""By the name of the op."""

@@ -22,7 +22,7 @@ from pallas_kernels.softmax.gpu_sweeps import SWEEPS, Scalars, Tiles
 
 
 def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroups: int) -> jax.Array:
-    """One of `SWEEPS` over the rows of matrices (R, C) of one dtype, which is also the output's.
+    """The sweep of an op over the rows of matrices (R, C) of one dtype, which is also the output's.
 
     Args:
       target: what for.
@@ -34,11 +34,12 @@ def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgrou
     cut = Cut(columns, dtype.itemsize, warpgroups)
     slots = max(2, (SHARED_MEMORY - gpu_rows.RESERVED) // (PIECE * inputs * warpgroups))
     blocks = min(rows, gpu_rows.SMS)
+    sweep = SWEEPS[op]
     shape = (rows, cut.total, cut.width)
 
     def kernel(*refs: Any) -> None:
         sources, out, stores = refs[:inputs], refs[inputs], refs[inputs + 1 : 2 * inputs + 1]
-        _Block(rows, blocks, slots, cut, SWEEPS[op], sources, out, stores, *refs[2 * inputs + 1 :]).run()
+        _Block(rows, blocks, slots, cut, sweep, sources, out, stores, *refs[2 * inputs + 1 :]).run()
 
     out = plgpu.kernel(
         kernel,
@@ -49,7 +50,7 @@ def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgrou
         thread_name="wg",
         scratch_types=[
             *[plgpu.SMEM((slots * warpgroups, cut.lines, cut.width), dtype)] * inputs,
-            plgpu.SMEM((2, warpgroups, len(SWEEPS[op].begin), 128), jnp.float32),
+            plgpu.SMEM((2, warpgroups, len(sweep.begin), 128), jnp.float32),
             plgpu.Barrier(num_arrivals=inputs, num_barriers=slots * warpgroups),
             plgpu.Barrier(num_arrivals=warpgroups),
         ],

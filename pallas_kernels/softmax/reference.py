@@ -7,11 +7,12 @@ ran at 0.05 to 0.4 of its speed. So this is what stands behind the interface the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.softmax.pairs import Partial, combine, combine_all, empty, partial
+from pallas_kernels.softmax.pairs import HIGHEST, LOWEST, Partial, combine, combine_all, empty, partial
 
 __all__ = [
     "BACKWARD",
@@ -22,10 +23,11 @@ __all__ = [
     "empty",
     "log_softmax",
     "log_softmax_backward",
-    "logsumexp",
+    "masked",
     "partial",
     "softmax",
     "softmax_backward",
+    "sums",
 ]
 
 
@@ -39,9 +41,18 @@ def log_softmax(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     return jax.nn.log_softmax(x.astype(jnp.float32), where=where).astype(x.dtype)
 
 
-def logsumexp(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """`jax.nn.logsumexp`, float32; -inf where all is masked."""
-    return jax.nn.logsumexp(x.astype(jnp.float32), axis=-1, where=where)
+def sums(x: jax.Array, where: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """A finite scale, and the sum of exp(x - scale), float32 of the leading shape; 0 where all is masked or -inf."""
+    x = masked(x, where)
+    # Finite, so that infinity makes the sum infinite and not NaN, and a row of minus infinity sums to 0.
+    scale = jnp.clip(jnp.max(x, axis=-1), LOWEST, HIGHEST)
+    return scale, jnp.sum(jnp.exp(x - scale[..., None]), axis=-1)
+
+
+def masked(x: jax.Array, where: jax.Array | None) -> jax.Array:
+    """x in float32, -inf where it is left out."""
+    x = x.astype(jnp.float32)
+    return x if where is None else jnp.where(where, x, -jnp.inf)
 
 
 def softmax_backward(y: jax.Array, g: jax.Array) -> jax.Array:
@@ -52,11 +63,12 @@ def softmax_backward(y: jax.Array, g: jax.Array) -> jax.Array:
     return (part - y32 * jnp.sum(part, axis=-1, keepdims=True)).astype(y.dtype)
 
 
-def log_softmax_backward(y: jax.Array, g: jax.Array) -> jax.Array:
-    """From log_softmax's output and its cotangent, the cotangent of its input, in y's dtype."""
-    y32, g32 = y.astype(jnp.float32), g.astype(jnp.float32)
-    return (g32 - jnp.exp(y32) * jnp.sum(g32, axis=-1, keepdims=True)).astype(y.dtype)
+def log_softmax_backward(x: jax.Array, g: jax.Array, where: jax.Array | None = None) -> jax.Array:
+    """From log_softmax's input and its output's cotangent, the cotangent of its input, in x's dtype."""
+    g32 = g.astype(jnp.float32)
+    share = jax.nn.softmax(x.astype(jnp.float32), where=where)
+    return (g32 - share * jnp.sum(g32, axis=-1, keepdims=True)).astype(x.dtype)
 
 
-FORWARD: dict[str, Callable[..., jax.Array]] = {"softmax": softmax, "log_softmax": log_softmax, "logsumexp": logsumexp}
-BACKWARD: dict[str, Callable[..., jax.Array]] = {"softmax": softmax_backward, "log_softmax": log_softmax_backward}
+FORWARD: dict[str, Callable[..., Any]] = {"softmax": softmax, "log_softmax": log_softmax, "sums": sums}
+BACKWARD: dict[str, Callable[..., Any]] = {"softmax": softmax_backward, "log_softmax": log_softmax_backward}

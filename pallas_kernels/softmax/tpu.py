@@ -48,7 +48,7 @@ class Sweep:
       pads: what stands behind the end of each input's row.
       begin: the statistics at the start.
       gather: statistics and a block of each input -> statistics.
-      result: statistics and a block of each input -> a block of the output, or a column.
+      result: statistics and a block of each input -> a block of the output, or two columns.
     """
 
     pads: tuple[float, ...]
@@ -78,28 +78,33 @@ def _log_softmax(stats: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return (x - scale) - jnp.log(_finite(total))
 
 
-def _logsumexp(stats: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+def _sums(stats: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     scale, total = stats
-    return scale + jnp.log(total)
+    return jnp.where(lax.broadcasted_iota(jnp.int32, (scale.shape[0], 2), 1) == 0, scale, total)
 
 
 def _gather_dot(stats: Sequence[jax.Array], y: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
     return (stats[0] + jnp.sum(y * g, axis=1, keepdims=True),)
 
 
-def _gather_last(stats: Sequence[jax.Array], y: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-    return (stats[0] + jnp.sum(g, axis=1, keepdims=True),)
+def _gather_both(stats: Sequence[jax.Array], x: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+    return *_gather_sum(stats[:2], x), stats[2] + jnp.sum(g, axis=1, keepdims=True)
+
+
+def _log_softmax_backward(stats: Sequence[jax.Array], x: jax.Array, g: jax.Array) -> jax.Array:
+    return g - _softmax(stats[:2], x) * stats[2]
 
 
 SWEEPS = {
     "softmax": Sweep((-jnp.inf,), (LOWEST, 0.0), _gather_sum, _softmax),
     "log_softmax": Sweep((-jnp.inf,), (LOWEST, 0.0), _gather_sum, _log_softmax),
-    "logsumexp": Sweep((-jnp.inf,), (LOWEST, 0.0), _gather_sum, _logsumexp),
-    # y and dL/dy -> dL/dx
+    "sums": Sweep((-jnp.inf,), (LOWEST, 0.0), _gather_sum, _sums),
+    # softmax's output and dL/dy -> dL/dx
     "softmax_backward": Sweep((0.0, 0.0), (0.0,), _gather_dot, lambda stats, y, g: y * (g - stats[0])),
-    "log_softmax_backward": Sweep((0.0, 0.0), (0.0,), _gather_last, lambda stats, y, g: g - jnp.exp(y) * stats[0]),
+    # log_softmax's input and dL/dy -> dL/dx: exp of a rounded output would be off by its magnitude
+    "log_softmax_backward": Sweep((-jnp.inf, 0.0), (LOWEST, 0.0, 0.0), _gather_both, _log_softmax_backward),
 }
-"""By the name of the op; a backward one takes the output and its cotangent."""
+"""By the name of the op."""
 
 
 # ---- how often it is read
@@ -116,7 +121,7 @@ def sweep_rows(target: Target, op: str, arrays: Sequence[jax.Array], *, block: i
       chunk: columns of a chunk of a row that does not fit, a multiple of 128.
 
     Returns:
-      (R, C) in the inputs' dtype; of logsumexp (R, 1) in float32.
+      (R, C) in the inputs' dtype; of "sums" (R, 2) in float32: a scale, and the sum of exp(x - scale).
     """
     rows, columns = arrays[0].shape
     most = whole_rows(columns, arrays[0].dtype, len(arrays))
@@ -143,8 +148,8 @@ def _block_rows(rows: int, aim: int, dtype: Any) -> int:
 
 
 def _out(op: str, array: jax.Array) -> jax.ShapeDtypeStruct:
-    if op == "logsumexp":
-        return jax.ShapeDtypeStruct((array.shape[0], 1), jnp.float32)
+    if op == "sums":
+        return jax.ShapeDtypeStruct((array.shape[0], 2), jnp.float32)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
@@ -171,8 +176,8 @@ def _read_once(target: Target, op: str, arrays: Sequence[jax.Array], block: int)
 def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int) -> jax.Array:
     sweep, out, (rows, columns) = SWEEPS[op], _out(op, arrays[0]), arrays[0].shape
     block, chunks = _block_rows(rows, 2 * _step(arrays[0].dtype), arrays[0].dtype), pl.cdiv(columns, chunk)
-    column = out.shape[1] == 1
-    passes = 1 if column else 2
+    sums = op == "sums"
+    passes = 1 if sums else 2
 
     def kernel(*refs: Any) -> None:
         sources, result, kept = refs[: len(arrays)], refs[len(arrays)], refs[len(arrays) + 1 :]
@@ -194,9 +199,9 @@ def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int
             for k, value in zip(kept, sweep.gather(stats, *xs), strict=True):
                 k[...] = jnp.broadcast_to(value, k.shape)
 
-        @pl.when((second == passes - 1) & ((j == chunks - 1) | (not column)))
+        @pl.when((second == passes - 1) & ((j == chunks - 1) | (not sums)))
         def _() -> None:
-            now = tuple(k[:, :1] for k in kept) if column else stats
+            now = tuple(k[:, :1] for k in kept) if sums else stats
             result[...] = sweep.result(now, *xs).astype(result.dtype)
 
     return pl.pallas_call(
@@ -205,7 +210,7 @@ def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int
         grid=(pl.cdiv(rows, block), passes, chunks),
         in_specs=[pl.BlockSpec((block, chunk), lambda i, p, j: (i, j))] * len(arrays),
         # While the first pass runs, the output stays at the block that the second begins with.
-        out_specs=pl.BlockSpec((block, 1 if column else chunk), lambda i, p, j: (i, p * j)),
+        out_specs=pl.BlockSpec((block, 2 if sums else chunk), lambda i, p, j: (i, p * j)),
         scratch_shapes=[pltpu.VMEM((block, _LANES), jnp.float32)] * len(sweep.begin),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
@@ -217,15 +222,15 @@ def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int
 # ---- the ops
 
 
-def forward(target: Target, x: jax.Array, *, op: str) -> jax.Array:
-    """Softmax or log_softmax of (R, C), in its dtype; or logsumexp, float32 (R,); `op` is its name."""
+def forward(target: Target, x: jax.Array, *, op: str) -> Any:
+    """Of (R, C): "softmax" or "log_softmax" in its dtype, or the "sums" of `reference.sums`, float32 (R,) twice."""
     y = sweep_rows(target, op, [x], **_tile(target, x.shape[1], x.dtype.name))
-    return y[:, 0] if op == "logsumexp" else y
+    return (y[:, 0], y[:, 1]) if op == "sums" else y
 
 
-def backward(target: Target, y: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
-    """From the output and its cotangent, (R, C) of one dtype, that of the input; `op` is the forward's name."""
-    return sweep_rows(target, f"{op}_backward", [y, g], **_tile(target, y.shape[1], y.dtype.name))
+def backward(target: Target, kept: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
+    """The input's cotangent, (R, C), from the output of "softmax" or the input of "log_softmax", and g of its dtype."""
+    return sweep_rows(target, f"{op}_backward", [kept, g], **_tile(target, kept.shape[1], kept.dtype.name))
 
 
 def _tile(target: Target, columns: int, dtype: str) -> dict[str, int]:

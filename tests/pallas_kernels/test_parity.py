@@ -1,0 +1,45 @@
+"""The parity table: every backend agrees with float64 as well as a plain implementation, and the table says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels import dispatch, parity
+from tests.pallas_kernels.parity import BACKENDS, Case, cases, committed, measure
+
+CASES = {c.name: c for c in cases()}
+HERE = tuple(b for b in BACKENDS if b != "mosaic_gpu" or dispatch.JAX_VERSION >= (0, 11))
+
+
+def _sample(backend: str) -> list[Case]:
+    """All of what compiles; of what is interpreted, which takes its time, one dtype. The table has the rest."""
+    return [c for c in CASES.values() if backend == "xla" or (c.dtype == "float32" and "large" not in c.feature)]
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_no_error_is_more_than_twice_a_plain_implementations(backend):
+    rows = [measure(case, backend) for case in _sample(backend)]
+    wrong = [row.cells for row in rows if row.verdict == "WRONG"]
+    assert not wrong
+    assert any(row.error is not None for row in rows)
+
+
+def test_the_committed_table_has_every_row():
+    have = committed()
+    want = {(c.op, c.feature, c.dtype, c.direction, b) for c in CASES.values() for b in BACKENDS}
+    assert set(have) == want, "run python -m tests.pallas_kernels.parity on jax 0.11 or newer"
+
+
+def test_the_committed_table_holds_nothing_wrong():
+    assert {cells[-1].partition(":")[0] for cells in committed().values()} == {"ok", "not supported"}
+
+
+def test_the_table_can_be_asked():
+    rows = parity(op="blockwise", backend="mosaic_tpu", dtype="bfloat16")
+    assert rows and {r["backend"] for r in rows} == {"mosaic_tpu"} and {r["dtype"] for r in rows} == {"bfloat16"}
+    assert all(float(r["error"]) >= 0 for r in rows if r["verdict"] == "ok")
+
+
+def test_a_question_about_no_column_is_refused():
+    with pytest.raises(dispatch.KernelError, match="no column 'ops'.*'op'"):
+        parity(ops="softmax")

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from pallas_kernels.dispatch import JAX_VERSION, KernelError
@@ -89,10 +90,10 @@ def _tpu_devices(topology: str) -> tuple[Any, ...]:
     import libtpu
     from jax.experimental import topologies
 
-    # Else it asks the cloud's metadata server what machine this is, and waits where there is none.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Else one process at a time may load it, which is for TPUs that are there.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if not list(Path("/dev").glob("accel*")) and not list(Path("/dev").glob("vfio/[0-9]*")):
+        # No TPU here: else libtpu asks the cloud's metadata server what machine this is, and lets in one process only.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(libtpu.__file__).parent / "libtpu.so"))
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     try:
@@ -111,11 +112,17 @@ def _gpu_devices(name: str, count: str, topology: str) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     n = int(count)
-    with _cuda_tools():
-        shape = f"1x{max(1, n // 8)}x{min(n, 8)}"  # slices, hosts, GPUs of a host
-        return tuple(
-            topologies.get_topology_desc(platform="cuda", target_config=GPUS[name], topology=shape).devices
-        )  # fmt: skip
+    shape = f"1x{max(1, n // 8)}x{min(n, 8)}"  # slices, hosts, GPUs of a host
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of drivers and libraries that only a GPU needs
+    try:
+        with _cuda_tools():
+            found = topologies.get_topology_desc(platform="cuda", target_config=GPUS[name], topology=shape).devices
+    except Exception as e:  # what it raises is not documented
+        raise KernelError(
+            f"JAX's CUDA plugin does not describe '{topology}' ({str(e).strip().splitlines()[0][:120]}); start Python "
+            "with JAX_PLATFORMS=cpu in the environment"
+        ) from e
+    return tuple(found)
 
 
 def _cuda_folder() -> Path | None:
@@ -130,9 +137,11 @@ def _cuda_folder() -> Path | None:
 def _cuda_tools() -> Iterator[None]:
     """ptxas on the path: Mosaic looks there, XLA is told by an option."""
     folder, before = _cuda_folder(), os.environ.get("PATH", "")
-    if folder is not None and str(folder / "bin") not in before.split(os.pathsep):
-        os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{before}"
-    yield
+    os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{before}" if folder is not None else before
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def compiler_options(devices: Sequence[Any]) -> dict[str, Any]:
@@ -152,11 +161,19 @@ def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
 def _uncached() -> Iterator[None]:
     """Without the compilation cache: it stores these programs and cannot load them without a device."""
     before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
+    if not before or not jax.config.values["jax_compilation_cache_dir"]:
+        yield
+        return
+
+    def enable(value: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", value)
+        compilation_cache.reset_cache()  # whether there is one is asked once
+
+    enable(False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        enable(True)
 
 
 def compile_kernel(fn: Callable[..., Any], *shapes: Any, topology: str) -> Any:

@@ -1,8 +1,9 @@
 """Which implementation of an op runs where: chosen by the platform a program is lowered for, in the open.
 
 `jax.devices()` says "cpu" while a program is compiled for a pod, so nothing here asks the host. Which branch runs is
-decided by `lax.platform_dependent` when the program is lowered; what that platform's device can do, and its tiles,
-come from the device kind of the mesh in scope, else of the default device.
+decided by `lax.platform_dependent` when the program is lowered; which kernel the other branch is, and its tiles, come
+from the device kind of the mesh in scope, else of the default device. Lowered for a platform without either, an op is
+what XLA makes of it.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def dispatch(
     case: dict[str, Any],
     implementation: str | None = None,
 ) -> Any:
-    """Runs an op by the implementation that was named, or by the best one of each platform.
+    """Runs an op by the implementation that was named, or by the best one for the device in scope.
 
     Args:
       op: its name.
@@ -163,20 +164,12 @@ def dispatch(
     here = device()
     if implementation is not None:
         return _run_named(op, implementations, arrays, case, implementation, here)
-    # A mesh in scope tells what the program is compiled for; without one it may be lowered for any platform.
-    known = jax.sharding.get_abstract_mesh().abstract_device is not None
-    fallback = implementations[-1]
-    branches: dict[str, Callable[..., Any]] = {}
-    for platform in (here.platform,) if known else ("cpu", "tpu", "cuda", "rocm"):
-        # any TPU will do where none is known: kernels and tiles differ by little; GPUs are too unlike each other
-        target = here if platform == here.platform else Target("TPU" if platform == "tpu" else "", platform)
-        best = _best(op, implementations, target, case)
-        if best is not fallback:
-            branches[platform] = _bind(best, target, case)
+    fallback, best = implementations[-1], _best(op, implementations, here, case)
     default = _bind(fallback, here, case)
-    if not branches:
+    if best is fallback:
         return default(*arrays)
-    return lax.platform_dependent(*arrays, default=default, **branches)
+    # Lowered for another platform than that of the device in scope, it is what runs anywhere.
+    return lax.platform_dependent(*arrays, default=default, **{here.platform: _bind(best, here, case)})
 
 
 def _bind(chosen: Implementation, target: Target, case: dict[str, Any]) -> Callable[..., Any]:
@@ -227,19 +220,24 @@ def _why_not(one: Implementation, target: Target, case: dict[str, Any]) -> str |
             f"it is for {' and '.join(one.platforms)}, and this is {target.kind or target.platform}; "
             "leave implementation=None for the best one here"
         )
-    if one.platforms and (left := _left_to_partitioner()):
-        return (
-            f"the mesh in scope leaves {left} to the partitioner, which cannot cut a kernel; call the op through "
-            "jaxscale.parallel.sharded_op"
-        )
+    if one.platforms and not target.interpret and (why := _unguarded()):
+        return why
     return one.supported(target, **case)
 
 
-def _left_to_partitioner() -> str:
-    """Mesh axes of more than one device that no `shard_map` has taken: there, a TPU refuses a kernel."""
+def _unguarded() -> str | None:
+    """Why the partitioner might meet a kernel, which it cannot cut and a TPU refuses; `None` when it will not."""
     mesh = jax.sharding.get_abstract_mesh()
+    through = "call the op through jaxscale.parallel.sharded_op, or inside a shard_map"
     left = [f"{a}={n}" for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes]
-    return ", ".join(left)
+    if left:
+        return f"the mesh in scope leaves {', '.join(left)} to the partitioner, which cannot cut a kernel; {through}"
+    if mesh.empty and jax.device_count() > 1:
+        return (
+            f"there are {jax.device_count()} devices and no mesh in scope, so arrays may be cut, which a kernel cannot "
+            f"be; {through}"
+        )
+    return None
 
 
 def _record(

@@ -47,12 +47,11 @@ def tune(
     platform = "gpu" if topology in GPUS else "tpu"
     kind = devices_of(topology)[0].device_kind
     here = jax.devices()[0].device_kind == kind
-    tuning = importlib.import_module(f"pallas_kernels.{op}.tuning")
-    found = []
-    for key in tuning.keys(platform):
+    found, room = [], tuning(op)
+    for key in room.keys(platform):
         passed: list[tuple[float, dict[str, Any]]] = []
-        for tile in list(tuning.candidates(platform, key))[:limit]:
-            fn, shapes = tuning.build(platform, key, tile)
+        for tile in list(room.candidates(platform, key))[:limit]:
+            fn, shapes = room.build(platform, key, tile)
             problem = gate_gpu(fn, shapes, topology)[1] if platform == "gpu" else gate_tpu(fn, shapes, topology)
             seconds = _seconds(fn, shapes) if here and problem is None else 0.0
             say(f"{op} {key} {tile}: {problem or (f'{seconds * 1e6:.1f} us' if here else 'compiles')}")
@@ -67,6 +66,11 @@ def tune(
         best = min(passed, key=lambda p: p[0])[1] if here else passed[0][1]
         found.append({"device": kind, "key": key, "tile": best, "from": how})
     return found
+
+
+def tuning(op: str) -> Any:
+    """An op's `tuning.py`."""
+    return importlib.import_module(f"pallas_kernels.{op}.tuning")
 
 
 def _seconds(fn: Callable[..., Any], shapes: tuple[Any, ...]) -> float:

@@ -89,28 +89,32 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
       infos: a `TensorInfo` per parameter.
     """
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
-    state = jax.eval_shape(tx.init, params)
+    state: Tree = jax.eval_shape(tx.init, params)
+    by_path: dict[Any, TensorInfo] = dict(jax.tree_util.tree_leaves_with_path(infos))
 
-    def of_param(leaf: Any, info: TensorInfo) -> Any:
+    def info(path: tuple[Any, ...], leaf: Any) -> Any:
+        # whatever wraps an optimizer, the state of a parameter ends with the parameter's own path
+        found = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
+        if found is None:
+            return TensorInfo("", leaf.shape, leaf.dtype, (None,) * len(leaf.shape))
         if is_quantized(leaf):
-            part = lambda what, x: TensorInfo(f"{info.path}/{what}", x.shape, x.dtype, info.axes)  # noqa: E731
-            return dataclasses.replace(
-                leaf, codes=part("codes", leaf.codes), scales=part("scales", leaf.scales)
-            )  # fmt: skip
-        axes = info.axes if leaf.shape == info.shape else (None,) * len(leaf.shape)
-        return TensorInfo(info.path, leaf.shape, leaf.dtype, axes)
+            part = lambda what, x: TensorInfo(f"{found.path}/{what}", x.shape, x.dtype, found.axes)  # noqa: E731
+            return dataclasses.replace(leaf, codes=part("codes", leaf.codes), scales=part("scales", leaf.scales))
+        axes = found.axes if leaf.shape == found.shape else (None,) * len(leaf.shape)
+        return TensorInfo(found.path if leaf.shape == found.shape else "", leaf.shape, leaf.dtype, axes)
 
-    def other(leaf: jax.ShapeDtypeStruct) -> TensorInfo:
-        return TensorInfo("", leaf.shape, leaf.dtype, (None,) * len(leaf.shape))
+    return jax.tree_util.tree_map_with_path(info, state, is_leaf=is_quantized)
 
-    found: list[Tree] = []
-    # optax runs `tx.init` on placeholders to tell the two apart; traced, it needs no device
-    jax.eval_shape(
-        lambda: found.append(
-            optax.tree.map_params(tx, of_param, state, infos, transform_non_params=other, is_leaf=is_quantized)
-        )
-    )
-    return found[0]
+
+def check_state(tx: optax.GradientTransformation, infos: Tree, layout: Layout) -> None:
+    """Raises unless a layout leaves the tiles of 8-bit state whole.
+
+    Raises:
+      LayoutError: naming a storage that fits.
+    """
+    by_path = {i.path: i for i in jax.tree.leaves(infos)}
+    eight_bit = filter(is_quantized, jax.tree.leaves(state_infos(tx, infos), is_leaf=is_quantized))
+    check_fits([(by_path[q.codes.path.removesuffix("/codes")], q.tile) for q in eight_bit], layout)
 
 
 def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layout | None) -> Tree:
@@ -121,11 +125,8 @@ def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layou
     """
     if layout is None:
         return None
-    state = state_infos(tx, infos)
-    by_path = {i.path: i for i in jax.tree.leaves(infos)}
-    eight_bit = filter(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))
-    check_fits([(by_path[q.codes.path.removesuffix("/codes")], q.tile) for q in eight_bit], layout)
-    return shardings_of(state, layout, "opt_state")
+    check_state(tx, infos, layout)
+    return shardings_of(state_infos(tx, infos), layout, "opt_state")
 
 
 def decay_mask(infos: Tree) -> Tree:

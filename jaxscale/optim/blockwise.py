@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo
+from jaxscale.layout import TensorInfo, current
 from jaxscale.optim.base import FusedTransformation, Tree
-from jaxscale.optim.storage import EightBit, Moment, is_quantized
+from jaxscale.optim.storage import EightBit, Moment, check_fits, is_quantized
 from jaxscale.parallel import sharded_op
 from pallas_kernels.blockwise import Quantized, Rule, update_blockwise
 
@@ -42,7 +42,8 @@ def blockwise(
       storage: which states take 8 bits, and how.
       infos: a `TensorInfo` per parameter: names tell which dimension stacks layers and, under a layout, where each
         tensor lives. Without them a tensor is one layer, and the kernel is left out on several devices.
-      decay_mask: a bool per parameter, whether it decays; `None` means all do.
+      decay_mask: a bool per parameter or subtree, whether it decays, or a function from the parameters to that;
+        `None` means all do.
       initial: what each moment begins as; zeros by default.
       finish: applied to the update before it is added.
       implementation: of `update_blockwise`.
@@ -72,7 +73,7 @@ def blockwise(
         numbers = scalars(count)
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
-        decays = [True] * len(paths) if decay_mask is None else structure.flatten_up_to(decay_mask)
+        decays = [_decays(decay_mask, path, params) for path, _ in paths]
         gs = structure.flatten_up_to(grads)
         columns = [structure.flatten_up_to(m) for m in moments]
         out, news = [], []
@@ -86,7 +87,7 @@ def blockwise(
             if finish is not None:
                 u = finish(info, p, u, own)
                 u = (p.astype(jnp.float32) + u).astype(p.dtype) if apply else u
-            out.append(u if apply else u.astype(p.dtype))
+            out.append(u)
             news.append(new)
         new_moments = [jax.tree.unflatten(structure, list(m)) for m in zip(*news, strict=True)]
         if not news:
@@ -103,6 +104,18 @@ def blockwise(
 
     notes = storage.notes(infos) if infos is not None else ()
     return FusedTransformation(init, update, update_and_apply, notes)
+
+
+def _decays(mask: Tree | None, path: tuple[Any, ...], params: Tree) -> bool:
+    """Whether the parameter at `path` decays; a bool in the mask stands for all below it, as in optax."""
+    mask = mask(params) if callable(mask) else mask
+    if mask is None:
+        return True
+    entries = jax.tree_util.tree_leaves_with_path(mask, is_leaf=lambda m: m is None)
+    found = [bool(value) for at, value in entries if path[: len(at)] == at]
+    if not found:
+        raise ConfigError(f"the mask of weight decay says nothing of '{_name(path)}'; give a bool for it")
+    return found[0]
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -141,7 +154,9 @@ def _one(
     arrays = (p, g, *(q.codes for q in states), *(q.scales for q in states))
     packed = jnp.stack(list(own.values()))
     if named:
-        axes = info.axes
+        axes, layout = info.axes, current()
+        if layout is not None:
+            check_fits([(info, states[0].tile)], layout)
         u, *rest = sharded_op(
             local, packed, *arrays, axes=((None,), *(axes,) * len(arrays)), out_axes=(axes,) * (len(arrays) - 1),
             kind="opt_state", name=f"the 8-bit state of {info.path}",

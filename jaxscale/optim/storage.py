@@ -37,7 +37,8 @@ class EightBit:
 
     Args:
       block_size: numbers that share a scale, a power of two of at least 64.
-      format: "dynamic" (the paper's), "linear" or "fp8".
+      format: "dynamic" (the paper's), "linear" or "fp8". The last two round small second moments to 0 that the first
+        keeps, so use them for optimizers with a momentum only.
       min_size: a parameter with fewer elements per layer keeps 32 bits.
       keep: parameters keep 32 bits when a component of their path is one of these. The paper keeps embeddings, whose
         gradients are sparse and uneven; `()` keeps none.
@@ -55,6 +56,9 @@ class EightBit:
     width: int = 128
 
     def __post_init__(self) -> None:
+        for name in ("block_size", "min_size", "width"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ConfigError(f"EightBit.{name} = {getattr(self, name)!r}: must be a whole number")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"EightBit.block_size = {self.block_size}: must be a power of two of at least {SMALLEST_BLOCK}"
@@ -62,9 +66,10 @@ class EightBit:
         if self.width < 1 or self.width & (self.width - 1):
             raise ConfigError(f"EightBit.width = {self.width}: must be a power of two, at most 128 being useful")
         if self.format not in FORMATS:
-            raise ConfigError(f"EightBit.format = '{self.format}' does not exist{near(self.format, FORMATS)}")
-        if isinstance(self.keep, str):
-            raise ConfigError(f"EightBit.keep = '{self.keep}': give a tuple of path components, as ('{self.keep}',)")
+            raise ConfigError(f"EightBit.format = {self.format!r} does not exist{near(str(self.format), FORMATS)}")
+        if isinstance(self.keep, str) or not isinstance(self.keep, tuple | list):
+            raise ConfigError(f"EightBit.keep = {self.keep!r}: give a tuple of path components, as ('embed',)")
+        object.__setattr__(self, "keep", tuple(self.keep))
 
     def why_32bit(self, info: TensorInfo) -> str | None:
         """Why the states of a parameter keep 32 bits, or `None` when they take 8."""
@@ -141,9 +146,9 @@ def _fitting(infos: Sequence[TensorInfo], held: Sequence[tuple[int, ...]], block
         for width in (128, 64, 32, 16, 8):
             choose = lambda i, b=block_size, w=width: tile_for(i.shape, i.axes, block_size=b, width=w)  # noqa: E731
             if all(_divides(choose(i), local) for i, local in zip(infos, held, strict=True)):
-                how = [] if block_size == EightBit.block_size else [f"block_size={block_size}"]
-                how += [] if width == EightBit.width else [f"width={width}"]
-                return f"EightBit({', '.join(how)}) fits it and every other parameter"
+                how = [] if block_size == EightBit.block_size else [f"EightBit.block_size = {block_size}"]
+                how += [] if width == EightBit.width else [f"EightBit.width = {width}"]
+                return f"with {' and '.join(how)} it fits, and every other parameter whose state is in 8 bits"
         block_size //= 2
     return None
 
@@ -185,4 +190,5 @@ def convert(x: Moment, like: Moment) -> Moment:
     value = dequantize_blockwise(x) if is_quantized(x) else x
     if not is_quantized(like):
         return value.astype(like.dtype)
-    return quantize_blockwise(value, signed=like.signed, format=like.format, tile=like.tile)
+    tile, block_size = (None, like.flat) if like.flat is not None else (like.tile, 256)
+    return quantize_blockwise(value, signed=like.signed, format=like.format, tile=tile, block_size=block_size)

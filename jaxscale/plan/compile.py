@@ -53,6 +53,7 @@ def compile_for(
 
     Raises:
       LayoutError: an unknown topology, a compiler that is not installed, or a mesh larger than the topology.
+      ConfigError: `donate_argnums` for a function that is jitted already.
       jax.errors.JaxRuntimeError: the program does not fit the hardware's memory.
     """
     devices = topology_devices(topology)
@@ -62,8 +63,11 @@ def compile_for(
     def place(x: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-        return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=NamedSharding(there.device_mesh, spec))
+        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, sharding=NamedSharding(there.device_mesh, spec))
 
+    if hasattr(fn, "lower") and donate_argnums:
+        raise ConfigError("a function that jax.jit made has its own donate_argnums; give them there")
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=tuple(donate_argnums))
     with there:
         return compile_lowered(jitted.lower(*jax.tree.map(place, args)), used)

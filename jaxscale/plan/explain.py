@@ -7,7 +7,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.layout import TensorRow, describe
-from jaxscale.optim import state_infos
+from jaxscale.optim import check_state, state_infos
 from jaxscale.train import Run, TrainConfig, blueprint_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def explain(run: Run | TrainConfig) -> Explanation:
     """
     config = run if isinstance(run, TrainConfig) else run.config
     blueprint, _ = blueprint_of(config)
+    if config.layout is not None:
+        check_state(blueprint.tx, blueprint.infos, config.layout)
     state = describe(state_infos(blueprint.tx, blueprint.infos), config.layout, "opt_state")
     return Explanation(
         "on one device" if config.layout is None else str(config.layout),

@@ -151,7 +151,8 @@ class Checkpoints:
         treedef: Any
         paths, treedef = jax.tree_util.tree_flatten_with_path(stored)
         restored = jax.tree.unflatten(treedef, [got[_name(path)] for path, _ in paths])
-        if treedef == jax.tree.structure(state):
+        dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
+        if dtypes[0] == dtypes[1] and treedef == jax.tree.structure(state):
             return restored
         say(f"checkpoint {step} keeps its optimizer state in another precision than this run; it was converted")
         there = shardings.opt_state if shardings else None
@@ -236,8 +237,8 @@ def _as_saved(
         name = f"opt_state/{_name(path)}"
         home = place.codes if is_quantized(place) else place  # scales are cut as the codes are
         how = saved.get(f"{name}/codes", {}).get("quantized")
-        if name in saved and is_quantized(leaf):
-            leaf, place = jax.ShapeDtypeStruct(leaf.shape, jnp.float32), home
+        if name in saved and (is_quantized(leaf) or _other_float(leaf, saved[name])):
+            leaf, place = jax.ShapeDtypeStruct(leaf.shape, np.dtype(saved[name]["dtype"])), home
         elif how is not None and (not is_quantized(leaf) or tuple(how["tile"]) != leaf.tile
                                   or how["format"] != leaf.format):  # fmt: skip
             parts = (saved[f"{name}/codes"], saved[f"{name}/scales"])
@@ -250,6 +251,12 @@ def _as_saved(
     if shardings is None:
         return stored, None
     return stored, dataclasses.replace(shardings, opt_state=structure.unflatten(new_places))
+
+
+def _other_float(leaf: Any, saved: dict[str, Any]) -> bool:
+    """Whether an array was saved as another float: moments are of their parameter's dtype, or float32 beside 8 bits."""
+    dtype = np.dtype(saved["dtype"])
+    return leaf.dtype != dtype and all(jnp.issubdtype(d, jnp.floating) for d in (leaf.dtype, dtype))
 
 
 def _uncut(sharding: Any) -> Any:

@@ -31,9 +31,14 @@ def unblock(blocks: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def absmax_of(blocks: jax.Array, tile: tuple[int, ...], flat: int | None) -> jax.Array:
-    """The largest magnitude of each block, its inner dimensions kept as 1; NaN where the block holds one."""
+    """The largest magnitude of each block, its inner dimensions kept as 1; infinite where the block holds a NaN."""
     inside = (1,) if flat is not None else tuple(range(1, blocks.ndim, 2))
-    return jnp.max(jnp.abs(blocks), axis=inside, keepdims=True)
+    return jnp.max(magnitude(blocks), axis=inside, keepdims=True)
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """|x|, infinite for a NaN: a maximum may lose NaNs (XLA's on CPUs does), and a fault has to show."""
+    return jnp.where(x != x, jnp.inf, jnp.abs(x))
 
 
 def inverse(scales: jax.Array) -> jax.Array:

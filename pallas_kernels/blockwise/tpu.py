@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blockwise import examples
 from pallas_kernels.blockwise.codecs import Codec, codec
-from pallas_kernels.blockwise.reference import inverse
+from pallas_kernels.blockwise.reference import inverse, magnitude
 from pallas_kernels.blockwise.rules import ADAMW, LION, RULES, Rule
 from pallas_kernels.dispatch import Target
 from pallas_kernels.tiles import lookup
@@ -30,6 +30,8 @@ PACKED = 32
 """Rows of a register of 8-bit numbers."""
 FLOATS = ("float32", "bfloat16")
 FORMATS = ("dynamic", "linear")
+WIDEST = LANES * LANES
+"""Columns of a block of a matrix: their scales fill the lanes of a register, so more are blocks of their own."""
 VMEM = 48 * 2**20
 """Bytes of on-chip memory a kernel may ask for: less than any generation has."""
 
@@ -44,7 +46,30 @@ def supported(target: Target, **case: Any) -> str | None:
         if case[f"{what}_dtype"] not in FLOATS:
             return f"a TPU kernel takes {' and '.join(FLOATS)}, and the {what} is {case[f'{what}_dtype']}"
     form = as_stack(case["shape"], case["tile"])
-    return form if isinstance(form, str) else None
+    if isinstance(form, str):
+        return form
+    needed = _unit(form) * _row_bytes(form, _element_bytes(**case)) * 2
+    if needed > VMEM:
+        return f"the smallest block of {case['shape']} in tiles of {case['tile']} takes {needed} bytes of VMEM"
+    return None
+
+
+def _element_bytes(*, rule: Rule, param_dtype: str, grad_dtype: str, apply: bool, **_: Any) -> int:
+    """Bytes that are read and written for an element."""
+    size = lambda name: jnp.dtype(name).itemsize  # noqa: E731
+    return size(param_dtype) + size(grad_dtype) + (size(param_dtype) if apply else 4) + 2 * len(rule.states)
+
+
+def _unit(form: tuple[int, int, int, int]) -> int:
+    """Rows of the smallest block: whole registers of codes and of scales."""
+    _, middle, _, high = form
+    return max(PACKED, 8 * high) if middle == 1 else high
+
+
+def _row_bytes(form: tuple[int, int, int, int], element: int) -> int:
+    """Bytes of a block's row, padded to registers as it lies in VMEM."""
+    _, middle, columns, _ = form
+    return element * (min(columns, WIDEST) if middle == 1 else -(-middle // PACKED) * PACKED * columns)
 
 
 def as_stack(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, int, int] | str:
@@ -97,30 +122,30 @@ def run(
     form = as_stack(shape, tile)
     assert not isinstance(form, str)
     stack, middle, columns, high = form
-    groups = columns // LANES
     matrix = middle == 1
     whole = (stack, columns) if matrix else (stack, middle, columns)
-    small = (stack // high, groups) if matrix else (stack // high, middle, groups)
+    small = (stack // high, columns // LANES) if matrix else (stack // high, middle, columns // LANES)
     codecs = [codec(format, signed) for signed in rule.states]
     n = len(codecs)
     out_dtype = param.dtype if apply else jnp.dtype(jnp.float32)
 
-    # A block is whole rows, as many as fit: blocks in flight are held twice, beside float32 scratch of one.
-    kind = "matrix" if matrix else "stack"
-    element = param.dtype.itemsize + grad.dtype.itemsize + out_dtype.itemsize + 2 * n
-    padded = columns if matrix else -(-middle // PACKED) * PACKED * columns
-    unit = max(PACKED, 8 * high) if matrix else high
-    most = lookup("blockwise", target.kind, form=kind)["bytes"] // (2 * element * padded)
-    rows = max(unit, most // unit * unit)
+    # As many rows as fit: blocks in flight are held twice, beside float32 scratch of one.
+    element = _element_bytes(rule=rule, param_dtype=param_dtype, grad_dtype=grad_dtype, apply=apply)
+    unit = _unit(form)
+    most = lookup("blockwise", target.kind, form="matrix" if matrix else "stack")["bytes"]
+    rows = max(unit, most // (2 * _row_bytes(form, element)) // unit * unit)
     rows = stack if rows >= stack else rows
+    width = min(columns, WIDEST) if matrix else columns
+    groups = width // LANES
 
-    def specs(array: tuple[int, ...], count: int, divide: int) -> list[pl.BlockSpec]:
-        rest = array[1:]
-        return [pl.BlockSpec((rows // divide, *rest), lambda i: (i, *[0] * len(rest)))] * count
+    def specs(array: tuple[int, ...], count: int, divide: int, last: int) -> list[pl.BlockSpec]:
+        between = array[1:-1]
+        block = (rows // divide, *between, last)
+        return [pl.BlockSpec(block, lambda i, j: (i, *[0] * len(between), j))] * count
 
     body = _matrix_kernel if matrix else _stack_kernel
     aliases = ({1: 0} if apply else {}) | {3 + i: 1 + i for i in range(2 * n)}
-    if target.interpret and stack % rows:
+    if target.interpret and (stack % rows or columns % width):
         aliases = {}  # jax 0.10's interpreter gives an aliased array back with its last block padded
 
     def kernel(numbers_ref: Any, p: Any, g: Any, *refs: Any) -> None:
@@ -132,13 +157,13 @@ def run(
 
     result = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(stack, rows),),
+        grid=(pl.cdiv(stack, rows), pl.cdiv(columns, width)),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            *specs(whole, 2 + n, 1),
-            *specs(small, n, high),
+            *specs(whole, 2 + n, 1, width),
+            *specs(small, n, high, groups),
         ],
-        out_specs=[*specs(whole, 1 + n, 1), *specs(small, n, high)],
+        out_specs=[*specs(whole, 1 + n, 1, width), *specs(small, n, high, groups)],
         out_shape=[
             jax.ShapeDtypeStruct(whole, out_dtype),
             *(jax.ShapeDtypeStruct(whole, q.dtype) for q in codes),
@@ -146,7 +171,7 @@ def run(
         ],
         scratch_shapes=[pltpu.VMEM((rows, groups), jnp.float32)] * (n if matrix else 0),
         input_output_aliases=aliases,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM),
         cost_estimate=pl.CostEstimate(
             flops=60 * math.prod(shape),
             transcendentals=math.prod(shape),
@@ -200,7 +225,7 @@ def _matrix_kernel(
         out_ref[:, at] = (p + change).astype(out_ref.dtype) if apply else change
         found = []
         for (c, _, _, q_ref, _), x, top in zip(states, new, tops, strict=True):
-            largest = over_tile(jnp.abs(x))
+            largest = over_tile(magnitude(x))
             q_ref[:, at] = c.encode(x * inverse(largest))
             found.append(jnp.where(lane == j, largest[:, :1], top))
         return tuple(found)
@@ -236,7 +261,7 @@ def _stack_kernel(
             change, new = rule.step(p, g_ref[at, :, lanes].astype(jnp.float32), decoded, derived)
             out_ref[at, :, lanes] = (p + change).astype(out_ref.dtype) if apply else change
             for (c, _, _, q_ref, scale_ref), x in zip(states, new, strict=True):
-                largest = jnp.max(jnp.max(jnp.abs(x), axis=0), axis=1, keepdims=True)
+                largest = jnp.max(jnp.max(magnitude(x), axis=0), axis=1, keepdims=True)
                 scale_ref[i, :, j : j + 1] = largest
                 q_ref[at, :, lanes] = c.encode(x * inverse(largest)[None])
         return carry
@@ -252,6 +277,7 @@ def configurations() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
                 yield examples.case("mosaic_tpu", f"adamw {dtype} {name}", ADAMW, shape, tile, dtype, dtype)
         for rule in [r for r in RULES.values() if r not in (ADAMW, LION)]:
             yield examples.case("mosaic_tpu", f"{rule.name} {dtype}", rule, (4096, 1792), (2, 128), dtype, dtype)
+        yield examples.case("mosaic_tpu", f"wide {dtype}", ADAMW, (512, 28672), (2, 128), dtype, dtype)
         for tile in ((1, 128), (8, 128)):
             yield examples.case("mosaic_tpu", f"adamw {dtype} {tile}", ADAMW, (4096, 1792), tile, dtype, dtype)
         yield examples.case("mosaic_tpu", f"update {dtype}", ADAMW, (4096, 1792), (2, 128), dtype, dtype, apply=False)

@@ -43,7 +43,7 @@ def _fill(infos, seed, scale=1.0):
 PARAMS = _fill(INFOS, 0)
 
 MEMBERS = {
-    "adamw": (functools.partial(optim.adamw_8bit, weight_decay=0.1), lambda: optax.adamw(RATE, 0.9, 0.95, weight_decay=0.1)),
+    "adamw": (optim.adamw_8bit, lambda: optax.adamw(RATE, 0.9, 0.95, weight_decay=0.1)),
     "lion": (functools.partial(optim.lion_8bit, weight_decay=0.1), lambda: optax.lion(RATE, weight_decay=0.1)),
     "sgdm": (optim.sgdm_8bit, lambda: optax.sgd(RATE, 0.9)),
     "nesterov": (functools.partial(optim.sgdm_8bit, nesterov=True), lambda: optax.sgd(RATE, 0.9, nesterov=True)),
@@ -122,8 +122,9 @@ def test_state_is_identical_on_every_layout(name, layout):
     with layout:
         params, state = _steps(MEMBERS[name][0](RATE, infos=INFOS), PARAMS, layout=layout)
     want_params, want = _whole(name)
-    codes = [(a, b) for a, b in zip(*map(jax.tree.leaves, (state, want)), strict=True) if a.dtype == np.uint8]
-    assert len(codes) == 4 and all(np.array_equal(a, b) for a, b in codes)
+    pairs = zip(*map(_quantized, (state, want)), strict=True)
+    same = [np.array_equal(a.codes, b.codes) and np.array_equal(a.scales, b.scales) for a, b in pairs]
+    assert same == [True] * 4
     assert_leaves_agree(params, want_params, gradient_norm=0.0)
 
 
@@ -132,9 +133,8 @@ def test_stacked_layers_equal_unrolled_ones(name):
     make = MEMBERS[name][0]
     stacked, state = _whole(name) if name in ("adamw", "lamb") else _steps(make(RATE, infos=INFOS), PARAMS)
     split = lambda tree, i: {k: jax.tree.map(lambda x: x[i], tree[k]) for k in ("mlp", "attn", "norm")}  # noqa: E731
-    infos = jax.tree.map(
-        lambda i: dataclasses.replace(i, shape=i.shape[1:], axes=i.axes[1:]), {k: INFOS[k] for k in ("mlp", "attn", "norm")}
-    )  # fmt: skip
+    layers = {k: INFOS[k] for k in ("mlp", "attn", "norm")}
+    infos = jax.tree.map(lambda i: dataclasses.replace(i, shape=i.shape[1:], axes=i.axes[1:]), layers)
     for layer in (0, 1):
         tx = make(RATE, infos=infos)
         params, alone = jax.tree.map(jnp.asarray, split(PARAMS, layer)), None
@@ -191,6 +191,68 @@ def test_shardings_are_found_for_a_composed_optimizer():
     assert mu.codes.spec == mu.scales.spec == jax.P(None, "fsdp", "tensor")
 
 
+WRAPPED = {
+    "masked": lambda tx: optax.masked(tx, {"embed": False, "mlp": True, "attn": True, "norm": False}),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"a": tx, "b": optax.sgd(0.1)}, {"embed": "b", "mlp": "a", "attn": "a", "norm": "b"}
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_wrapped_optimizer_is_laid_out_and_trains_like_one_that_is_not(how):
+    masks = optim.decay_mask(INFOS)
+    tx = WRAPPED[how](optim.adamw_8bit(RATE, infos=INFOS, mask=masks))
+    layout = LAYOUTS[-1]
+    with layout:
+        got, state = _steps(tx, PARAMS, fused=False, layout=layout)
+    want, _ = _steps(optim.adamw_8bit(RATE, infos=INFOS, mask=masks), PARAMS)
+    assert len(_quantized(state)) == 4
+    assert_leaves_agree({k: got[k] for k in ("mlp", "attn")}, {k: want[k] for k in ("mlp", "attn")}, gradient_norm=0.0)
+
+
+MASKS = {
+    "a bool for each": jax.tree.map(lambda _: False, INFOS) | {"mlp": {"kernel": True}},
+    "a bool for a subtree": {"embed": False, "mlp": True, "attn": False, "norm": False},
+    "none for what stays": {"embed": None, "mlp": True, "attn": None, "norm": None},
+    "a function": lambda params: {k: k == "mlp" for k in params},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_what_decays_can_be_said_in_any_of_optaxs_ways(mask):
+    tx = optim.adamw_8bit(0.1, weight_decay=1.0, infos=INFOS, mask=MASKS[mask])
+    zeros = jax.tree.map(np.zeros_like, PARAMS)
+    updates, _ = jax.jit(tx.update)(zeros, tx.init(PARAMS), PARAMS)
+    assert {k: bool(np.any(u)) for k, t in updates.items() for u in t.values()} == {
+        "embed": False, "mlp": True, "attn": False, "norm": False
+    }  # fmt: skip
+
+
+def test_a_mask_that_says_nothing_of_a_parameter_is_refused():
+    tx = optim.adamw_8bit(0.1, infos=INFOS, mask={"mlp": True})
+    with raises_saying(ConfigError, "mask of weight decay says nothing of 'attn/kernel'"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_both_forms_agree_for_bfloat16_parameters():
+    half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
+    tx = optim.adamw_8bit(RATE)
+    fused, split = _steps(tx, half)[0], _steps(tx, half, fused=False)[0]
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (fused, split)), strict=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_shows_in_the_state(bad):
+    grads = _fill(INFOS, 1)
+    grads["mlp"]["kernel"][1, 3, 5] = bad
+    tx = optim.adamw_8bit(0.1, infos=INFOS)
+    _, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    for m in (state.mu, state.nu):
+        values = np.asarray(dequantize_blockwise(m["mlp"]["kernel"]))
+        assert not np.isfinite(values[1, 2:4, :128]).any() and np.isfinite(values[0]).all()
+
+
 def test_state_is_two_bytes_a_parameter_and_a_scale_a_block():
     tx = optim.adamw_8bit(0.1, infos=INFOS)
     state = tx.init(PARAMS)
@@ -241,13 +303,13 @@ def test_a_state_converts_to_32_bits_and_back():
     assert jax.tree.structure(wide) == jax.tree.structure(full.init(PARAMS))
     back = convert_state(wide, jax.eval_shape(tx.init, PARAMS))
     assert jax.tree.structure(back) == jax.tree.structure(state)
-    for q, exact in zip(_quantized(back), (wide.mu["attn"]["kernel"], wide.mu["mlp"]["kernel"]), strict=True):
+    for q, exact in zip(_quantized(back.mu), (wide.mu["attn"]["kernel"], wide.mu["mlp"]["kernel"]), strict=True):
         # -1 is not in the map, its neighbour -0.993 is: a block's scale may shrink by that much, and codes with it
         assert np.abs(dequantize_blockwise(q) - exact).max() < 0.02 * np.abs(exact).max()
 
 
 def _quantized(state):
-    return [q for q in jax.tree.leaves(state.mu, is_leaf=is_quantized) if is_quantized(q)]
+    return [q for q in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(q)]
 
 
 def test_another_optimizers_state_does_not_convert():
@@ -258,7 +320,7 @@ def test_another_optimizers_state_does_not_convert():
 
 def test_a_tile_that_a_layout_would_cut_names_one_that_fits():
     info = {"w": TensorInfo("mlp/up", (128, 384), jnp.float32, ("embed", "mlp"))}
-    words = ("mlp/up", "tiles of (2, 128)", "a device holds (128, 192)", "EightBit(width=64) fits it and every other parameter")
+    words = ("mlp/up", "tiles of (2, 128)", "a device holds (128, 192)", "with EightBit.width = 64 it fits")
     with raises_saying(LayoutError, *words):
         state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("tensor=2"))
     fits = optim.adamw_8bit(0.1, infos=info, storage=EightBit(width=64))
@@ -267,7 +329,7 @@ def test_a_tile_that_a_layout_would_cut_names_one_that_fits():
 
 def test_where_width_does_not_help_a_smaller_block_is_named():
     info = {"w": TensorInfo("attn/kernel", (64, 4, 16), jnp.float32, ("embed", "heads", "head_dim"))}
-    words = ("tiles of (16, 1, 16)", "a device holds (8, 4, 16)", "EightBit(block_size=128) fits")
+    words = ("tiles of (16, 1, 16)", "a device holds (8, 4, 16)", "EightBit.block_size = 128")
     with raises_saying(LayoutError, *words):
         state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("fsdp=8"))
 

@@ -40,11 +40,12 @@ def _factor(text: str) -> set[str]:
     return {k for k in ("2.0", "3.0", "5.0") if f"dense<{k}" in text}
 
 
-@pytest.mark.parametrize("platform, factor", [("cpu", "2.0"), ("tpu", "3.0")])
+@pytest.mark.parametrize("platform, factor", [("cpu", "2.0"), ("tpu", "3.0"), ("cuda", "2.0")])
 def test_the_lowering_platform_chooses(platform, factor):
-    f = jax.jit(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}))
-    x = jax.ShapeDtypeStruct((4,), jnp.float32)
-    assert _factor(f.trace(x).lower(lowering_platforms=(platform,)).as_text()) == {factor}
+    with dispatch.on_device("TPU v5 lite"):
+        f = jax.jit(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}))
+        text = f.trace(jax.ShapeDtypeStruct((4,), jnp.float32)).lower(lowering_platforms=(platform,)).as_text()
+    assert _factor(text) == {factor}
 
 
 def test_a_device_in_scope_decides_for_its_own_platform():
@@ -103,15 +104,31 @@ def test_a_trace_made_interpreted_is_not_reused_outside():
     assert seen == [True]
 
 
+def _in_scope(kind, platform):
+    """A mesh of eight such devices, one axis, in scope."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
 def test_a_kernel_is_not_left_to_the_partitioner():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh), dispatch.interpreted():
-        call = lambda x: dispatch.dispatch("toy", _toy(), (x,), {}, "mosaic_tpu")  # noqa: E731
+    call = lambda x: dispatch.dispatch("toy", _toy(), (x,), {}, "mosaic_tpu")  # noqa: E731
+    x, spec = jax.ShapeDtypeStruct((8,), jnp.float32), PartitionSpec("data")
+    with _in_scope("TPU v5 lite", "tpu"):
         with pytest.raises(KernelError, match="leaves data=8 to the partitioner.*sharded_op"):
-            jax.jit(call)(jnp.ones(8))
-        spec = PartitionSpec("data")
-        mapped = jax.shard_map(call, in_specs=spec, out_specs=spec, check_vma=False)
-        np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones(8)), 3.0)
+            jax.eval_shape(call, x)
+        jax.eval_shape(jax.shard_map(call, in_specs=spec, out_specs=spec, check_vma=False), x)
+        dispatch.forget()
+        jax.eval_shape(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}), x)
+    assert "xla; not mosaic_tpu: the mesh in scope leaves data=8" in str(dispatch.chosen()[0])
+
+
+def test_several_devices_without_a_mesh_might_hold_pieces(monkeypatch):
+    monkeypatch.setattr(dispatch, "device", lambda: Target("TPU v5 lite", "tpu"))
+    with pytest.raises(KernelError, match="there are 8 devices and no mesh in scope"):
+        jax.eval_shape(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}, "mosaic_tpu"), jnp.ones(4))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.eval_shape(lambda x: dispatch.dispatch("toy", _toy(), (x,), {}, "mosaic_tpu"), jnp.ones(4))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import jaxscale as js
 from jaxscale import optim
-from jaxscale.errors import CheckpointError
+from jaxscale.errors import CheckpointError, LayoutError
 from jaxscale.optim import is_quantized
 from jaxscale.plan import explain
 from jaxscale.train import blueprint_of
@@ -105,3 +105,21 @@ def test_a_change_of_precision_is_said(run, text, tmp_path):
 def test_explain_says_what_keeps_32_bits(run):
     text = str(explain(run))
     assert "embed/weight keeps 32-bit optimizer state" in text and "EightBit.keep" in text
+
+
+def test_explain_names_the_storage_that_fits_as_training_does(text):
+    config = transformer(text, optimizer=optim.AdamW8bit(storage=optim.EightBit(min_size=1024)))
+    for ask in (explain, js.train.prepare):
+        with raises_saying(LayoutError, "head/weight", "a device holds (128, 16)", "EightBit.width = 16"):
+            ask(config)
+
+
+def test_moments_of_bfloat16_parameters_convert_both_ways(text, tmp_path):
+    model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64, param_dtype="bfloat16")
+    settings = dict(model=model, layout=None, eval_batches=0)
+    for i, (a, b) in enumerate([(EIGHT, optim.AdamW()), (optim.AdamW(), EIGHT)]):
+        run = js.fit(transformer(text, optimizer=a, **settings), run=tmp_path / str(i), quiet=True)
+        got = restored(run, optimizer=b)
+        blueprint, _ = blueprint_of(js.TrainConfig(**run.config.values() | {"optimizer": b}))
+        want = blueprint.abstract_state().opt_state
+        assert jax.tree.map(lambda x: x.dtype, got.opt_state) == jax.tree.map(lambda x: x.dtype, want)

@@ -67,6 +67,14 @@ def test_zeros_stay_zeros_and_a_fault_shows():
     np.testing.assert_array_equal(back[3], 0.0)  # the largest is no normal float32
 
 
+@pytest.mark.parametrize("shape", [(4, 256), (128, 512), (2, 128, 512)], ids=str)
+def test_a_nan_is_not_lost_in_an_array_of_any_size(shape):
+    tile = (*[1] * (len(shape) - 2), 2, 128)
+    x = _normal(*shape).at[(*[0] * (len(shape) - 2), 3, 5)].set(jnp.nan)
+    back = dequantize_blockwise(jax.jit(lambda x: quantize_blockwise(x, tile=tile))(x))
+    assert int((~jnp.isfinite(back)).sum()) == 256  # its block and no other
+
+
 def test_a_random_key_makes_the_mean_right_and_the_same_key_the_same_codes():
     x = _normal(2, 128)
     q = jax.jit(lambda key: quantize_blockwise(x, tile=(2, 128), key=key))

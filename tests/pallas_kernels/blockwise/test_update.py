@@ -191,7 +191,7 @@ def test_rules_are_found_by_their_names():
         (dict(implementation="mosaic_tpu"), "implementation='mosaic_tpu' is not supported here: it is for tpu"),
         (dict(implementation="mosaic_gpu"), "implementation='mosaic_gpu' is not supported here: it is for cuda"),
     ],
-    ids=str,
+    ids=lambda v: v[:40] if isinstance(v, str) else "-".join(v),
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(change, says):
     p, g, states = make(ADAMW, (4, 256), (2, 128))

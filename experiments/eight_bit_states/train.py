@@ -1,4 +1,4 @@
-"""Does training with 8-bit optimizer states end where 32-bit states do? Two models, three seeds each.
+"""Does training with 8-bit optimizer states end where 32-bit states do? Three seeds of each row.
 
     python experiments/eight_bit_states/train.py             # about an hour on two cores; resumes where it stopped
     python experiments/eight_bit_states/train.py --table     # from the runs that are there: results.json and loss.png
@@ -24,10 +24,10 @@ from jaxscale.optim import AdamW, AdamW8bit
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/eight_bit_states")
-MODELS = {
-    "demo": js.models.Transformer.Config(depth=4, width=128, heads=4),
-    "4x": js.models.Transformer.Config(depth=4, width=256, heads=4),
-}
+DEMO = js.models.Transformer.Config(depth=4, width=128, heads=4)
+WIDE = js.models.Transformer.Config(depth=4, width=256, heads=4)
+MODELS = {"demo": (DEMO, 4e-3), "4x": (WIDE, 2e-3), "4x-high-lr": (WIDE, 4e-3)}
+"""A model and its peak learning rate; the last is twice what suits the wider model, to see what breaks first."""
 STATES = {"32-bit": AdamW(), "8-bit": AdamW8bit()}
 SEEDS = (0, 1, 2)
 
@@ -35,7 +35,7 @@ SEEDS = (0, 1, 2)
 def config(model: str, states: str, seed: int, steps: int) -> js.TrainConfig:
     """The demo's settings on one device; the seed decides initial values and the order of the data."""
     return js.TrainConfig(
-        model=MODELS[model],
+        model=MODELS[model][0],
         optimizer=STATES[states],
         layout=None,
         data=js.data.python_stdlib(),
@@ -43,7 +43,7 @@ def config(model: str, states: str, seed: int, steps: int) -> js.TrainConfig:
         seed=seed,
         batch_size=16,
         seq_len=128,
-        lr=4e-3,
+        lr=MODELS[model][1],
         eval_every=100,
         eval_batches=64,
         tensorboard=False,
@@ -80,7 +80,8 @@ def table(steps: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "model": model,
-                "parameters": MODELS[model].param_count(),
+                "parameters": MODELS[model][0].param_count(),
+                "lr": MODELS[model][1],
                 "heldout": final,
                 "mean_difference": statistics.mean(apart),
                 "differences": apart,
@@ -93,13 +94,14 @@ def table(steps: int) -> list[dict[str, Any]]:
 
 def draw(path: Path) -> None:
     """Held-out loss over steps, every run."""
-    figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(13, 3.6), dpi=110, layout="constrained")
     for ax, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
         for states, style in (("32-bit", dict(color="#9bb8d8", linewidth=3)), ("8-bit", dict(color="#d1495b"))):
             for seed in SEEDS:
                 curve = heldout(folder(model, states, seed))
                 ax.plot(curve.keys(), curve.values(), label=states if seed == 0 else None, **style)
-        ax.set(title=f"{model}: {MODELS[model].param_count() / 1e6:.2f}M parameters", xlabel="step", yscale="log")
+        size = MODELS[model][0].param_count() / 1e6
+        ax.set(title=f"{model}: {size:.2f}M parameters, lr {MODELS[model][1]:g}", xlabel="step")
         ax.set_ylabel("held-out nats per byte")
         ax.grid(alpha=0.25)
         ax.legend(frameon=False, title="optimizer states")
@@ -130,7 +132,7 @@ def main() -> None:
     draw(HERE / "loss.png")
     for r in rows:
         print(
-            f"{r['model']:5s} {r['parameters']:>9,} parameters: 32-bit {r['heldout']['32-bit']}, 8-bit "
+            f"{r['model']:10s} {r['parameters']:>9,} parameters: 32-bit {r['heldout']['32-bit']}, 8-bit "
             f"{r['heldout']['8-bit']}; mean difference {r['mean_difference']:+.4f}, seeds' standard deviation "
             f"{r['seed_standard_deviation']:.4f}, range {r['seed_range']:.4f}"
         )

@@ -87,7 +87,8 @@ def test_the_gpu_kernel_takes_other_formats_gradients_and_gives_updates():
     _agree(ADAMW, (16, 128), (2, 128), "mosaic_gpu", "float16", apply=False, races=True)
 
 
-CASE = dict(shape=(64, 256), tile=(2, 128), flat=None, format="dynamic", param_dtype="float32", grad_dtype="float32")
+CASE = dict(rule=ADAMW, shape=(64, 256), tile=(2, 128), flat=None, format="dynamic", apply=True)
+CASE |= dict(param_dtype="float32", grad_dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,16 @@ def test_what_a_kernel_cannot_do_it_says_in_a_sentence(module, kind, changed, sa
     if module is gpu and JAX_VERSION < (0, 11):
         says = "jax 0.11"
     assert why is None if says is None else says in why and "\n" not in why
+
+
+def test_a_tpu_kernel_refuses_a_block_that_does_not_fit_its_memory():
+    why = tpu.supported(Target("TPU v5 lite", "tpu"), **CASE | dict(shape=(48, 8192, 128), tile=(8, 1, 128)))
+    assert "takes 268435456 bytes of VMEM" in why
+
+
+@pytest.mark.parametrize("columns", [128 * 128 + 256])
+def test_the_tpu_kernel_takes_rows_wider_than_a_block(columns):
+    _agree(ADAMW, (32, columns), (2, 128), "mosaic_tpu")
 
 
 @needs_jax_11

@@ -1,5 +1,6 @@
 """Algorithms with explicit collectives: everything that runs under `shard_map`."""
 
+from jaxscale.parallel.reductions import sharded_logsumexp
 from jaxscale.parallel.sharded import sharded_op
 
-__all__ = ["sharded_op"]
+__all__ = ["sharded_logsumexp", "sharded_op"]

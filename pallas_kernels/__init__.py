@@ -26,16 +26,21 @@ def parity(**wanted: str) -> list[dict[str, str]]:
       **wanted: cells by column, as `op="softmax", backend="mosaic_gpu"`; all rows without.
 
     Raises:
-      KernelError: there is no such column.
+      KernelError: there is no such column, or nothing of that name in it.
     """
     lines = (Path(__file__).parent / "PARITY.md").read_text().splitlines()
     head, _, *rows = ([cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line[:2] == "| ")
-    for column in wanted:
-        if column not in head:
-            close = difflib.get_close_matches(column, head, n=1)
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+
+    def check(name: str, known: list[str], what: str) -> None:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise KernelError(f"the parity table has no column '{column}', only {', '.join(head)}{hint}")
-    found = (dict(zip(head, row, strict=True)) for row in rows)
+            raise KernelError(f"the parity table has no {what} '{name}', only {', '.join(known)}{hint}")
+
+    for column, value in wanted.items():
+        check(column, head, "column")
+        check(value, sorted({row[column] for row in found}), column)
     return [row for row in found if all(row[column] == value for column, value in wanted.items())]
 
 

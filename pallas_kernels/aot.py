@@ -59,6 +59,7 @@ def devices_of(topology: str) -> tuple[Any, ...]:
     Raises:
       KernelError: an unknown name, or the compiler for it is not installed.
     """
+    topology = topology.strip().lower()
     name, _, shape = topology.partition(":")
     if name in GPUS:
         return _gpu_devices(name, shape or "1", topology)
@@ -71,7 +72,7 @@ def devices_of(topology: str) -> tuple[Any, ...]:
 def why_no_tpu() -> str | None:
     """Why nothing can be compiled for a TPU here, or `None`."""
     if importlib.util.find_spec("libtpu") is None:
-        return "compiling for a TPU needs libtpu: pip install 'jaxscale[tpu]'"
+        return "compiling for a TPU needs libtpu, which the extra [tpu] brings: make install EXTRAS=plot,tpu"
     return None
 
 
@@ -80,7 +81,7 @@ def why_no_gpu() -> str | None:
     if JAX_VERSION < (0, 11):
         return f"compiling for a GPU that is not here needs jax 0.11 (Python 3.12), and this is jax {jax.__version__}"
     if importlib.util.find_spec("jax_cuda13_plugin") is None or _cuda_folder() is None:
-        return "compiling for a GPU that is not here needs the CUDA compiler: pip install 'jaxscale[gpu-aot]'"
+        return "compiling for a GPU that is not here needs the extra [gpu-aot]: make install EXTRAS=plot,gpu-aot"
     return None
 
 

@@ -79,8 +79,11 @@ def blockwise(
         out, news = [], []
         for (path, p), g, decay, *states in zip(paths, gs, decays, *columns, strict=True):
             info = info_of(path, p)
-            if not jnp.issubdtype(g.dtype, jnp.floating):
-                raise ConfigError(f"the gradient of {info.path} is {g.dtype}, and an optimizer takes floats")
+            for what, x in (("parameter", p), ("gradient of", g)):
+                if not jnp.issubdtype(x.dtype, jnp.floating):
+                    raise ConfigError(f"the {what} {info.path} is {x.dtype}, not a float; cast it to float32 first")
+            if g.shape != p.shape:
+                raise ConfigError(f"the gradient of {info.path} has shape {g.shape}, and the parameter {p.shape}")
             own = numbers if decay else {**numbers, "weight_decay": jnp.zeros([], jnp.float32)}
             named = infos is not None
             u, new = _one(rule, own, info, p, g, tuple(states), apply and finish is None, named, implementation)

@@ -58,13 +58,13 @@ class EightBit:
     def __post_init__(self) -> None:
         for name in ("block_size", "min_size", "width"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ConfigError(f"EightBit.{name} = {getattr(self, name)!r}: must be a whole number")
+                raise ConfigError(f"EightBit.{name} = {getattr(self, name)!r}: must be a whole number of at least 0")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"EightBit.block_size = {self.block_size}: must be a power of two of at least {SMALLEST_BLOCK}"
             )
         if self.width < 1 or self.width & (self.width - 1):
-            raise ConfigError(f"EightBit.width = {self.width}: must be a power of two, at most 128 being useful")
+            raise ConfigError(f"EightBit.width = {self.width}: must be a power of two; kernels take 128")
         if self.format not in FORMATS:
             raise ConfigError(f"EightBit.format = {self.format!r} does not exist{near(str(self.format), FORMATS)}")
         if isinstance(self.keep, str) or not isinstance(self.keep, tuple | list):
@@ -146,9 +146,14 @@ def _fitting(infos: Sequence[TensorInfo], held: Sequence[tuple[int, ...]], block
         for width in (128, 64, 32, 16, 8):
             choose = lambda i, b=block_size, w=width: tile_for(i.shape, i.axes, block_size=b, width=w)  # noqa: E731
             if all(_divides(choose(i), local) for i, local in zip(infos, held, strict=True)):
-                how = [] if block_size == EightBit.block_size else [f"EightBit.block_size = {block_size}"]
-                how += [] if width == EightBit.width else [f"EightBit.width = {width}"]
-                return f"with {' and '.join(how)} it fits, and every other parameter whose state is in 8 bits"
+                how = {} if block_size == EightBit.block_size else {"block_size": block_size}
+                how |= {} if width == EightBit.width else {"width": width}
+                fields = ", ".join(f"{k}={v}" for k, v in how.items())
+                gin = "".join(f", EightBit.{k} = {v}" for k, v in how.items())
+                return (
+                    f"with the optimizer's storage=EightBit({fields}) it fits, and every other parameter whose state "
+                    f"is in 8 bits (in gin: AdamW8bit.storage = @EightBit(){gin})"
+                )
         block_size //= 2
     return None
 

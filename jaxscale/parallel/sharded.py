@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxscale.errors import LayoutError
 from jaxscale.layout import current
+from jaxscale.layout.axes import check_axis
 from jaxscale.layout.rules import Kind
 
 Axes = Sequence[str | None]
@@ -43,14 +45,19 @@ def sharded_op(
     Raises:
       LayoutError: naming the tensor that cannot be laid out.
     """
+    for axis in (a for names in axes if isinstance(names, tuple) for a in names if a is not None):
+        check_axis(axis, f"sharded_op(..., axes={tuple(axes)})")
     layout = current()
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
     free = {a for a, n in mesh.shape.items() if n > 1 and a not in manual}
+    if len(axes) != len(arrays):
+        raise LayoutError(
+            f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}; axes is a tuple of names for each "
+            "array, as (('batch', None), ('batch',)) for two"
+        )
     if layout is None or not free:
         return fn(*arrays)
-    if len(axes) != len(arrays):
-        raise TypeError(f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}")
 
     def spec(names: Axes, shape: tuple[int, ...] | None) -> PartitionSpec:
         # inside another shard_map a shape is local, and some of its axes are cut already

@@ -154,7 +154,7 @@ class Checkpoints:
         dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
         if dtypes[0] == dtypes[1] and treedef == jax.tree.structure(state):
             return restored
-        say(f"checkpoint {step} keeps its optimizer state in another precision than this run; it was converted")
+        say(f"checkpoint {step} keeps its optimizer state in another precision or other blocks; it was converted")
         there = shardings.opt_state if shardings else None
         convert = jax.jit(lambda s: convert_state(s, state.opt_state), out_shardings=there)
         return dataclasses.replace(restored, opt_state=convert(restored.opt_state))

@@ -140,6 +140,9 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
             raise ConfigError(f"{e}; a part of your own has to be imported first: --import ITS_MODULE") from None
         config = gin_config.call("train")
         unread = gin_config.unused()
+        if bindings:  # what belonged to a part that they replace is left over, and no mistake
+            typed = {b.partition("=")[0].strip() for b in bindings}
+            unread = [name for name in unread if name in typed]
         if unread:
             known = [line.partition(" =")[0] for line in file.read_text().splitlines() if " = " in line]
             tail = unread[0].rsplit("/", 1)[-1]

@@ -320,7 +320,7 @@ def test_another_optimizers_state_does_not_convert():
 
 def test_a_tile_that_a_layout_would_cut_names_one_that_fits():
     info = {"w": TensorInfo("mlp/up", (128, 384), jnp.float32, ("embed", "mlp"))}
-    words = ("mlp/up", "tiles of (2, 128)", "a device holds (128, 192)", "with EightBit.width = 64 it fits")
+    words = ("mlp/up", "tiles of (2, 128)", "a device holds (128, 192)", "storage=EightBit(width=64) it fits")
     with raises_saying(LayoutError, *words):
         state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("tensor=2"))
     fits = optim.adamw_8bit(0.1, infos=info, storage=EightBit(width=64))
@@ -329,7 +329,7 @@ def test_a_tile_that_a_layout_would_cut_names_one_that_fits():
 
 def test_where_width_does_not_help_a_smaller_block_is_named():
     info = {"w": TensorInfo("attn/kernel", (64, 4, 16), jnp.float32, ("embed", "heads", "head_dim"))}
-    words = ("tiles of (16, 1, 16)", "a device holds (8, 4, 16)", "EightBit.block_size = 128")
+    words = ("tiles of (16, 1, 16)", "a device holds (8, 4, 16)", "storage=EightBit(block_size=128) it fits")
     with raises_saying(LayoutError, *words):
         state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("fsdp=8"))
 
@@ -343,7 +343,14 @@ def test_a_tensor_that_no_tile_fits_can_be_kept():
 def test_integer_gradients_are_refused():
     grads = jax.tree.map(lambda p: p.astype(np.int32), PARAMS)
     tx = optim.adamw_8bit(0.1)
-    with raises_saying(ConfigError, "the gradient of attn/kernel is int32"):
+    with raises_saying(ConfigError, "the gradient of attn/kernel is int32", "cast it to float32"):
+        tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+def test_a_gradient_of_another_shape_is_named():
+    grads = PARAMS | {"mlp": {"kernel": np.ones((2, 512, 128), np.float32)}}
+    tx = optim.adamw_8bit(0.1)
+    with raises_saying(ConfigError, "the gradient of mlp/kernel has shape (2, 512, 128)", "(2, 128, 512)"):
         tx.update(grads, tx.init(PARAMS), PARAMS)
 
 

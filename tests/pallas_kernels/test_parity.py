@@ -44,3 +44,5 @@ def test_the_table_can_be_asked():
 def test_a_question_about_no_column_is_refused():
     with pytest.raises(dispatch.KernelError, match="no column 'ops'.*'op'"):
         parity(ops="softmax")
+    with pytest.raises(dispatch.KernelError, match="no op 'sofmax'.*did you mean 'softmax'"):
+        parity(op="sofmax")

@@ -83,3 +83,13 @@ def test_several_outputs_have_names_in_their_own_tree():
 def test_a_dimension_that_does_not_divide_is_named():
     with Layout("data=8"), raises_saying(LayoutError, "the rows", "(6, 4)", "batch"):
         sharded_op(jnp.square, jnp.ones((6, 4)), axes=(("batch", None),), out_axes=("batch", None), name="the rows")
+
+
+def test_a_misspelt_name_is_refused_with_or_without_a_layout():
+    with raises_saying(LayoutError, "'batchh'", "batch"):
+        sharded_op(jnp.square, jnp.ones((8, 4)), axes=(("batchh", None),), out_axes=("batch", None))
+
+
+def test_names_for_another_number_of_arrays_are_refused():
+    with raises_saying(LayoutError, "1 arrays and names for 2", "as (('batch', None)"):
+        sharded_op(jnp.square, jnp.ones((8, 4)), axes=("batch", None), out_axes=("batch", None))

@@ -10,10 +10,10 @@ import pytest
 
 import jaxscale as js
 from jaxscale import optim
-from jaxscale.errors import CheckpointError, LayoutError
+from jaxscale.errors import CheckpointError, ConfigError, LayoutError
 from jaxscale.optim import is_quantized
 from jaxscale.plan import explain
-from jaxscale.train import blueprint_of
+from jaxscale.train import blueprint_of, read_config
 from pallas_kernels.blockwise import dequantize_blockwise
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, assert_same_bits, losses, transformer, write_text
@@ -92,6 +92,12 @@ def test_another_optimizers_checkpoint_is_refused(run):
         restored(run, optimizer=optim.Lion8bit(storage=EIGHT.storage))
 
 
+def test_the_optimizer_of_a_run_is_changed_from_the_command_line(run):
+    assert read_config(run.path, ["train.optimizer = @AdamW()"]).optimizer == optim.AdamW()
+    with raises_saying(ConfigError, "reads the binding EightBit.width"):
+        read_config(run.path, ["train.optimizer = @AdamW()", "EightBit.width = 4"])
+
+
 def test_a_change_of_precision_is_said(run, text, tmp_path):
     said = []
     blueprint, _ = blueprint_of(js.TrainConfig(**run.config.values() | {"optimizer": optim.AdamW()}))
@@ -109,8 +115,9 @@ def test_explain_says_what_keeps_32_bits(run):
 
 def test_explain_names_the_storage_that_fits_as_training_does(text):
     config = transformer(text, optimizer=optim.AdamW8bit(storage=optim.EightBit(min_size=1024)))
+    words = ("head/weight", "a device holds (128, 16)", "EightBit(width=16)", "EightBit.width = 16")
     for ask in (explain, js.train.prepare):
-        with raises_saying(LayoutError, "head/weight", "a device holds (128, 16)", "EightBit.width = 16"):
+        with raises_saying(LayoutError, *words):
             ask(config)
 
 

@@ -131,7 +131,7 @@ def _number(name: str, value: Any) -> float | None:
         raise KernelError(f"flash_attention: {name} has to be known before tracing; multiply q instead, or fix it")
     try:
         return float(value)
-    except TypeError:
+    except (TypeError, ValueError):
         raise KernelError(f"flash_attention: {name} has to be a number or None, not {value!r}") from None
 
 

@@ -44,7 +44,9 @@ def covering(features: dict[str, tuple[Any, ...]] = FEATURES) -> list[dict[str, 
             row = {n: int(random.integers(len(features[n]))) for n in names} | {a: x, b: y}
             for n in names:
                 if n not in (a, b):
-                    gain = [sum(pair in wanted for pair in _pairs(row | {n: i}, names, n)) for i in range(len(features[n]))]
+                    gain = [
+                        sum(pair in wanted for pair in _pairs(row | {n: i}, names, n)) for i in range(len(features[n]))
+                    ]
                     row[n] = int(np.argmax(gain))
             tries.append((sum(pair in wanted for pair in _pairs(row, names)), row))
         row = max(tries, key=lambda t: t[0])[1]
@@ -58,7 +60,11 @@ def _pairs(row: dict[str, int], names: list[str], only: str | None = None) -> li
 
 
 def name_of(case: dict[str, Any]) -> str:
-    return " ".join(f"{v}" if k in ("dtype", "kind") else f"{k}={v}" for k, v in case.items() if v).replace("(", "").replace(")", "")
+    return (
+        " ".join(f"{v}" if k in ("dtype", "kind") else f"{k}={v}" for k, v in case.items() if v)
+        .replace("(", "")
+        .replace(")", "")
+    )
 
 
 def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -140,7 +146,7 @@ def truth(
 
 def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: np.ndarray, options: dict[str, Any]) -> jax.Array:
     """Attention as anybody writes it in jax.numpy: products in the arrays' dtype, the weights' function in float32."""
-    (b, s, h, d), (t, kv) = q.shape, k.shape[1:3]
+    (_, _, h, d), (t, kv) = q.shape, k.shape[1:3]
     k, v = (jnp.repeat(a, h // kv, 2) for a in (k, v))
     scores = jnp.einsum("bshd,bthd->bhst", q, k).astype(jnp.float32) * d**-0.5
     if options.get("softcap"):

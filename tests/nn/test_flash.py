@@ -17,18 +17,19 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import dot_product_attention, flash_attention
 from jaxscale.train.state import describe_model
-from pallas_kernels.flash_attention import NAMES, xla
+from pallas_kernels import chosen, forget
+from pallas_kernels.flash_attention import xla
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force, random_batch, train
 
 PLAIN = TransformerConfig(
-    depth=2, vocab=61, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, windows=(5, None), attention_softcap=2.0
+    depth=2, vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, windows=(5, None), attention_softcap=2.0
 )
 FLASH = dataclasses.replace(PLAIN, attention=flash_attention)
 BATCHES = {
-    "packed": random_batch(61, rows=4, seq=40, lengths=(17, 5, 11)),
-    "whole rows": random_batch(61, rows=4, seq=40),
+    "packed": random_batch(64, rows=4, seq=40, lengths=(17, 5, 11)),
+    "whole rows": random_batch(64, rows=4, seq=40),
 }
 
 
@@ -78,7 +79,30 @@ def test_a_layout_that_splits_the_sequence_is_refused():
             jax.eval_shape(lambda p, t: nnx.merge(graphdef, p)(t), params, batch["tokens"])
 
 
+@pytest.mark.parametrize("layout", [None, Layout("data=2,tensor=2")], ids=str)
+def test_the_flash_policy_keeps_the_backward_pass_from_attending_again(layout):
+    products = {}
+    for policy in ("none", "full", "flash"):
+        graphdef, infos = describe_model(dataclasses.replace(FLASH, windows=(None,), remat=policy))
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        with in_force(layout):
+            f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))
+            jaxpr = jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))
+        products[policy] = str(jaxpr).count("dot_general[")
+    # A block multiplies by 7 weights, of which the last is not needed again, and twice in attention.
+    assert products["full"] - products["none"] == 6 + 2
+    assert products["flash"] - products["none"] == 6
+
+
 def test_gin_chooses_it_with_its_options():
-    config.parse("Transformer.attention = @flash_attention\nflash_attention.implementation = 'dense'")
-    model = config.query("Transformer") if hasattr(config, "query") else None
-    assert model is None or model
+    config.load(
+        bindings=[
+            "train.model = @Transformer()",
+            "Transformer.attention = @flash_attention",
+            "flash_attention.implementation = 'dense'",
+        ]
+    )
+    model = config.call("Transformer")
+    forget()
+    jax.eval_shape(model.attention, *(jnp.ones((2, 8, n, 8)) for n in (4, 2, 2)))
+    assert [c.implementation for c in chosen("flash_attention")] == ["dense"]

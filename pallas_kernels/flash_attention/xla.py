@@ -4,6 +4,7 @@ Scores exist for one tile of queries and one of keys at a time, at most `TILE` x
 memory grows with S + T and never with S x T. The softmax is the online one (Milakov & Gimelshein 2018), in float32; the
 backward pass makes the weights again from the log-sum-exp (Dao et al. 2022), one tile of keys after another. Where
 `tile_table` says that nobody in the batch sees anything, a tile's work is not done (under `vmap` it is, and dropped).
+A full tile is masked like a partial one: XLA fuses that with the exponential, and a third branch only costs compiling.
 
 Tiles are numbered first, and heads grouped by the key head they read: queries are (nq, B, K, G, q, D) and keys
 (nk, B, K, k, D).

@@ -169,6 +169,22 @@ def test_a_tile_is_skipped_or_full_only_where_every_element_is(name, q_tile, k_t
     np.testing.assert_array_equal(jitted, table)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 16}, {"segments": True}], ids=str)
+def test_a_tile_that_nobody_sees_is_not_read(options):
+    q, k, v = arrays()
+    last = (np.arange(S) >= 32).astype(np.int32)  # a tile of its own
+    spoil = lambda x: x.at[:, 32:].set(jnp.nan)  # noqa: E731
+    rest = {n: o for n, o in options.items() if n != "segments"}
+    rest |= {"segment_ids": np.tile(last, (B, 1))} if options.get("segments") else {}
+
+    def value(q, k, v):
+        f = lambda q, k, v: flash_attention(q, k, v, **rest)[:, :32]  # noqa: E731
+        y, pull = jax.vjp(f, q, k, v)
+        return y, pull(jnp.ones_like(y))[0][:, :32]
+
+    close(jax.jit(value)(q, spoil(k), spoil(v)), jax.jit(value)(q, k, v))
+
+
 # ---- composition
 
 

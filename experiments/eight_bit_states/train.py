@@ -13,6 +13,7 @@ import datetime
 import json
 import platform
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def main() -> None:
         "seeds": SEEDS,
         "date": datetime.date.today().isoformat(),
         "jaxscale": js.__version__,
-        "commit": js.load(folder("demo", "8-bit", 0)).info.get("commit"),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),

@@ -4,6 +4,7 @@ from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, do
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.embedding import Embedding, StableEmbedding
+from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.head import head_logits
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
@@ -35,6 +36,7 @@ __all__ = [
     "attention_mask",
     "dot_product_attention",
     "dropout",
+    "flash_attention",
     "head_logits",
     "project",
     "rotate",

@@ -18,9 +18,10 @@ REMAT: dict[str, Callable | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("attn_out"),
+    "flash": jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse"),
 }
 """What the backward pass finds saved, by name: everything; only each group's input; the products with weights as
-well; or the attention outputs."""
+well; the attention outputs; or of `flash_attention` what keeps its backward pass from running it again."""
 
 
 class Run(nnx.Module):

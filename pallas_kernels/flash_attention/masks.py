@@ -1,0 +1,186 @@
+"""Which query sees which key, without a matrix that says so: a rule, token by token, and a verdict for each tile.
+
+Every backend shares this file. A query and a key are a distance apart, `behind` = the query's position - the key's;
+causal and window ask about that distance, segments ask whether two ids are equal, and a block-sparse table says of
+whole rectangles whether they are seen at all. Smallest and largest positions and ids of a tile's queries and keys
+decide whether the tile is skipped, seen in full or needs the rule for each element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.errors import KernelError
+
+__all__ = ["FULL", "PARTIAL", "SKIP", "Blocks", "Mask", "Tokens", "tile_table", "visible"]
+
+SKIP, PARTIAL, FULL = 0, 1, 2
+"""What `tile_table` says of a tile: nothing in it is seen; ask `visible` for each element; everything is seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A block-sparse mask as a small table of tiles, the same for every example and head.
+
+    Args:
+      rows: a tuple of bool for each block of queries, one for each block of keys: may these see those?
+      query, key: how many queries and keys a block has; the last ones may be cut short.
+    """
+
+    rows: tuple[tuple[bool, ...], ...]
+    query: int
+    key: int
+
+    @classmethod
+    def of(cls, table: Any, *, query: int, key: int) -> Blocks:
+        """From anything that NumPy takes for a matrix of bool.
+
+        Raises:
+          KernelError: it is no matrix of bool, or a block has no tokens.
+        """
+        table = np.asarray(table)
+        if table.ndim != 2 or table.dtype != np.bool_:
+            raise KernelError(f"a table of blocks is a matrix of bool, not {table.dtype} of shape {table.shape}")
+        if query < 1 or key < 1:
+            raise KernelError(f"a block needs at least one query and one key, not {query} and {key}")
+        return cls(tuple(tuple(row) for row in table.tolist()), query, key)
+
+    @property
+    def table(self) -> np.ndarray:
+        """As a matrix of bool."""
+        return np.asarray(self.rows, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The part of a mask that is known before tracing.
+
+    Args:
+      causal: a key after its query is not seen.
+      window: only so many latest positions are seen, the query's own among them; without `causal`, that many to both
+        sides (the own one counted in each).
+      blocks: a block-sparse table besides, over indices, not positions.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    blocks: Blocks | None = None
+
+
+class Tokens(NamedTuple):
+    """The part of a mask that is data: int32 of (B, S) for queries and (B, T) for keys, in pairs, or `None`.
+
+    Segments are compared for equality, and 0 is an id like any other (padding sees padding, as in
+    `jaxscale.nn.attention`). Without positions, tokens stand in order and the last query at the last key.
+    """
+
+    q_segments: jax.Array | None = None
+    k_segments: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    k_positions: jax.Array | None = None
+
+
+def visible(mask: Mask, tokens: Tokens, q_index: jax.Array, k_index: jax.Array, *, s: int, t: int) -> jax.Array | None:
+    """The rule for every pair of some queries and some keys.
+
+    Args:
+      mask, tokens: the mask; `tokens` of these very queries and keys.
+      q_index, k_index: their indices in the sequence, (q,) and (k,). A key whose index is t or more is never seen.
+      s, t: lengths of the whole sequences.
+
+    Returns:
+      boolean (B or 1, q, k), or `None` where every pair is seen whatever the index below s and t.
+    """
+    rules = []
+    if mask.causal or mask.window is not None:
+        q = q_index[None] + (t - s) if tokens.q_positions is None else tokens.q_positions
+        k = k_index[None] if tokens.k_positions is None else tokens.k_positions
+        behind = q[:, :, None] - k[:, None, :]
+        if mask.causal:
+            rules.append(behind >= 0)
+        if mask.window is not None:
+            rules.append((behind if mask.causal else abs(behind)) < mask.window)
+    if tokens.q_segments is not None and tokens.k_segments is not None:
+        rules.append(tokens.q_segments[:, :, None] == tokens.k_segments[:, None, :])
+    if mask.blocks is not None:
+        table = jnp.asarray(mask.blocks.table)
+        row = jnp.minimum(q_index // mask.blocks.query, table.shape[0] - 1)
+        column = jnp.minimum(k_index // mask.blocks.key, table.shape[1] - 1)
+        rules.append(table[row][:, column][None])
+    if not rules:
+        return None
+    seen = rules[0]
+    for rule in rules[1:]:
+        seen = seen & rule
+    return seen
+
+
+def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_tile: int) -> Any:
+    """`SKIP`, `PARTIAL` or `FULL` of every pair of a tile of queries and a tile of keys, for the batch as a whole.
+
+    A tile is skipped when no example sees anything in it, which is certain: the ranges of its positions or ids do
+    not meet. A tile that is `PARTIAL` may turn out empty.
+
+    Args:
+      mask, tokens: the mask, `tokens` of the whole sequences.
+      s, t: their lengths.
+      q_tile, k_tile: queries and keys of a tile; the last ones may be cut short.
+
+    Returns:
+      int8 (query tiles, key tiles): NumPy where it does not depend on data, so that it is known while tracing.
+    """
+    nq, nk = -(-s // q_tile), -(-t // k_tile)
+    some: Any = np.ones((1, nq, nk), bool)
+    every: Any = np.ones((1, nq, nk), bool)
+    if mask.causal or mask.window is not None:
+        if tokens.q_positions is None or tokens.k_positions is None:
+            q, k = _range(np.arange(s)[None] + (t - s), q_tile), _range(np.arange(t)[None], k_tile)
+        else:
+            q, k = _range(tokens.q_positions, q_tile), _range(tokens.k_positions, k_tile)
+        nearest = q[0][:, :, None] - k[1][:, None, :]
+        farthest = q[1][:, :, None] - k[0][:, None, :]
+        if mask.causal:
+            some, every = some & (farthest >= 0), every & (nearest >= 0)
+        if mask.window is not None:
+            some, every = some & (nearest < mask.window), every & (farthest < mask.window)
+            if not mask.causal:
+                some, every = some & (farthest > -mask.window), every & (nearest > -mask.window)
+    if tokens.q_segments is not None and tokens.k_segments is not None:
+        low, high = (a[:, :, None] for a in _range(tokens.q_segments, q_tile))
+        k_low, k_high = (a[:, None, :] for a in _range(tokens.k_segments, k_tile))
+        some = some & (low <= k_high) & (k_low <= high)
+        every = every & (low == high) & (k_low == k_high) & (low == k_low)
+    if mask.blocks is not None:
+        share = _share(mask.blocks, s, t, q_tile, k_tile)
+        some, every = some & (share > 0), every & (share == 1)
+    some, every = some.any(0), every.all(0)
+    where = np.where if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp.where
+    return where(some, where(every, FULL, PARTIAL), SKIP).astype(np.int8)
+
+
+def _range(x: Any, tile: int) -> tuple[Any, Any]:
+    """Smallest and largest of every tile along the last axis: (B, tiles) twice."""
+    count = -(-x.shape[1] // tile)
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
+    x = xp.pad(x, ((0, 0), (0, count * tile - x.shape[1])), mode="edge").reshape(x.shape[0], count, tile)
+    return x.min(-1), x.max(-1)
+
+
+def _share(blocks: Blocks, s: int, t: int, q_tile: int, k_tile: int) -> np.ndarray:
+    """How much of each tile the table's blocks that meet it cover: 0 is nothing, 1 everything, 0.5 some."""
+    table = blocks.table
+    total = np.pad(table.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+
+    def span(length: int, tile: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        start = np.arange(0, length, tile)
+        return start // block, -(-np.minimum(start + tile, length) // block)
+
+    (top, bottom), (left, right) = span(s, q_tile, blocks.query), span(t, k_tile, blocks.key)
+    met = (bottom - top)[:, None] * (right - left)[None]
+    on = (total[bottom][:, right] - total[top][:, right]) - (total[bottom][:, left] - total[top][:, left])
+    return np.where(on == 0, 0.0, np.where(on == met, 1.0, 0.5))

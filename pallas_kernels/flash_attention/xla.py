@@ -1,0 +1,303 @@
+"""Attention in tiles, as XLA computes it anywhere: a scan over tiles of keys for each tile of queries.
+
+Scores exist for one tile of queries and one of keys at a time, at most `TILE` x `TILE` for every example and head, so
+memory grows with S + T and never with S x T. The softmax is the online one (Milakov & Gimelshein 2018), in float32; the
+backward pass makes the weights again from the log-sum-exp (Dao et al. 2022), one tile of keys after another. Where
+`tile_table` says that nobody in the batch sees anything, a tile's work is not done (under `vmap` it is, and dropped).
+A full tile is masked like a partial one: XLA fuses that with the exponential, and a third branch only costs compiling.
+
+Tiles are numbered first, and heads grouped by the key head they read: queries are (nq, B, K, G, q, D) and keys
+(nk, B, K, k, D).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.flash_attention.inputs import Inputs, Score
+from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table, visible
+
+__all__ = ["TILE", "backward", "forward"]
+
+TILE = 512
+"""Queries and keys of a tile at most: no larger matrix of scores is ever held."""
+
+_product = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)  # noqa: E731
+
+
+def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
+    """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
+    cut = _Cut.of(inputs, mask, score)
+    keys = cut.keys(inputs)
+
+    def queries(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
+        i, query, row = given
+        acc = jnp.zeros((*query.x.shape[:-1], cut.dv), jnp.float32)
+        start = (acc, *(jnp.full(acc.shape[:-1], x, jnp.float32) for x in (-jnp.inf, 0.0)))
+
+        def step(carry: Any, given: tuple[Any, ...]) -> tuple[Any, None]:
+            j, (key, value), state = given
+            add = lambda: _attend(carry, cut.scores(query, key, i, j)[0], value, score)  # noqa: E731
+            return cut.unless_skipped(state, add, lambda: carry), None
+
+        (acc, top, total), _ = lax.scan(step, start, (jnp.arange(cut.nk), keys, row))
+        if score.kind == "sigmoid":
+            return acc.astype(inputs.q.dtype), None
+        some = total > 0
+        out = acc / jnp.where(some, total, 1)[..., None]
+        return out.astype(inputs.q.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+
+    out, lse = lax.map(queries, (jnp.arange(cut.nq), cut.queries(inputs.q, inputs.tokens), cut.table))
+    return cut.join(out), None if lse is None else cut.join(lse[..., None])[..., 0]
+
+
+def backward(
+    inputs: Inputs,
+    mask: Mask,
+    score: Score,
+    out: jax.Array,
+    lse: jax.Array | None,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Cotangents of q, k, v and bias."""
+    cut = _Cut.of(inputs, mask, score)
+    queries, douts, stats = cut.queries(inputs.q, inputs.tokens), cut.split(dout), None
+    if lse is not None and dlse is not None:
+        # Of an empty row nothing depends on anything, whatever a merge made of -inf.
+        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(lse == -jnp.inf, 0, dlse)
+        stats = tuple(cut.split(x[..., None])[..., 0] for x in (jnp.where(lse == -jnp.inf, 0, lse), delta))
+
+    def of_keys(carry: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
+        j, (key, value), column = given
+
+        def step(carry: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
+            i, query, dout, stat, state = given
+            work = lambda: _gradients(cut, query, key, value, dout, stat, i, j)  # noqa: E731
+            nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work))  # noqa: E731
+            dq, dk, dv, dbias = cut.unless_skipped(state, work, nothing)
+            return (carry[0] + dk, carry[1] + dv), (dq, dbias)
+
+        start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key.x, value))
+        given = (jnp.arange(cut.nq), queries, douts, stats, column)
+        (dk, dv), (dq, dbias) = lax.scan(step, start, given)
+        total, constant = carry
+        if cut.bias is not None and cut.bias.shape[4] == 1:  # one number for all keys
+            constant, dbias = constant + dbias, None
+        return (total + dq, constant), (dk, dv, dbias)
+
+    start = (jnp.zeros(queries.x.shape, jnp.float32), cut.no_bias())
+    (dq, constant), (dk, dv, dbias) = lax.scan(of_keys, start, (jnp.arange(cut.nk), cut.keys(inputs), cut.table.T))
+    return (
+        cut.join(dq).astype(inputs.q.dtype),
+        cut.join_keys(dk).astype(inputs.k.dtype),
+        cut.join_keys(dv).astype(inputs.v.dtype),
+        cut.join_bias(constant, dbias, inputs.bias),
+    )
+
+
+def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score) -> Any:
+    """One more tile of keys, its scores -inf where unseen."""
+    acc, top, total = carry
+    if score.kind == "sigmoid":
+        weights = jax.nn.sigmoid(scores)
+        return acc + _product("bkgqt,bktd->bkgqd", weights.astype(value.dtype), value), top, total
+    higher = jnp.maximum(top, scores.max(-1))
+    finite = jnp.where(higher == -jnp.inf, 0, higher)
+    fade, weights = jnp.exp(top - finite), jnp.exp(scores - finite[..., None])
+    mixed = _product("bkgqt,bktd->bkgqd", weights.astype(value.dtype), value)
+    return acc * fade[..., None] + mixed, higher, total * fade + weights.sum(-1)
+
+
+def _gradients(
+    cut: _Cut, query: _Tile, key: _Tile, value: jax.Array, dout: jax.Array, stat: Any, i: jax.Array, j: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """What one tile adds to the cotangents of its queries, keys, values and bias, in float32."""
+    scores, slope = cut.scores(query, key, i, j)
+    dweights = _product("bkgqd,bktd->bkgqt", dout, value)
+    if cut.score.kind == "sigmoid":
+        weights = jax.nn.sigmoid(scores)
+        dscores = dweights * weights * (1 - weights)
+    else:
+        lse, delta = stat
+        weights = jnp.exp(scores - lse[..., None])
+        dscores = weights * (dweights - delta[..., None])
+    dbias = cut.sum_bias(dscores)
+    if slope is not None:
+        dscores = dscores * slope
+    dscores = (dscores * cut.score.scale).astype(query.x.dtype)
+    return (
+        _product("bkgqt,bktd->bkgqd", dscores, key.x),
+        _product("bkgqt,bkgqd->bktd", dscores, query.x),
+        _product("bkgqt,bkgqd->bktd", weights.astype(dout.dtype), dout),
+        dbias,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Queries or keys, one tile of them or all, with their segments and positions (B, length) or `None`."""
+
+    x: jax.Array
+    segments: jax.Array | None
+    positions: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How sequences are cut into tiles, and what is asked of each.
+
+    Args:
+      mask, score: what to compute.
+      s, t, groups, dv: queries, keys, query heads for each key head, width of a value.
+      q, k, nq, nk: sizes and numbers of tiles; the last are filled up with zeros.
+      bias: float32 (B or 1, K or 1, G or 1, padded S or 1, padded T or 1), or `None`.
+      table: `tile_table`.
+      skips: whether it holds a skip, or may.
+    """
+
+    mask: Mask
+    score: Score
+    s: int
+    t: int
+    groups: int
+    dv: int
+    q: int
+    k: int
+    nq: int
+    nk: int
+    bias: jax.Array | None
+    table: Any
+    skips: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs, mask: Mask, score: Score) -> _Cut:
+        (_, s, h, _), (_, t, kv, dv) = inputs.q.shape, inputs.v.shape
+        blocks = mask.blocks
+        q, k = _size(s, None if blocks is None else blocks.query), _size(t, None if blocks is None else blocks.key)
+        nq, nk = -(-s // q), -(-t // k)
+        table = tile_table(mask, inputs.tokens, s=s, t=t, q_tile=q, k_tile=k)
+        skips = not isinstance(table, np.ndarray) or bool((table == SKIP).any())
+        bias = inputs.bias
+        if bias is not None:
+            pad = [(0, 0), (0, 0)] + [
+                (0, n * size - length if length > 1 else 0)
+                for n, size, length in ((nq, q, bias.shape[2]), (nk, k, bias.shape[3]))
+            ]
+            bias = jnp.pad(bias.astype(jnp.float32), pad)
+            heads = (kv, h // kv) if bias.shape[1] > 1 else (1, 1)
+            bias = bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
+        return cls(mask, score, s, t, h // kv, dv, q, k, nq, nk, bias, table, skips)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """(B, S, H, D) as (nq, B, K, G, q, D)."""
+        b, s, h, d = x.shape
+        x = jnp.pad(x, ((0, 0), (0, self.nq * self.q - s), (0, 0), (0, 0)))
+        x = x.reshape(b, self.nq, self.q, h // self.groups, self.groups, d)
+        return x.transpose(1, 0, 3, 4, 2, 5)
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """The way back."""
+        nq, b, kv, groups, q, d = x.shape
+        return x.transpose(1, 0, 4, 2, 3, 5).reshape(b, nq * q, kv * groups, d)[:, : self.s]
+
+    def queries(self, x: jax.Array, tokens: Tokens) -> _Tile:
+        """All queries, their tiles along the first axis."""
+        return _Tile(self.split(x), *(_rows(a, self.nq, self.q) for a in (tokens.q_segments, tokens.q_positions)))
+
+    def keys(self, inputs: Inputs) -> tuple[_Tile, jax.Array]:
+        """All keys and values, their tiles along the first axis."""
+
+        def split(x: jax.Array) -> jax.Array:
+            b, t, kv, d = x.shape
+            x = jnp.pad(x, ((0, 0), (0, self.nk * self.k - t), (0, 0), (0, 0)))
+            return x.reshape(b, self.nk, self.k, kv, d).transpose(1, 0, 3, 2, 4)
+
+        rows = (_rows(a, self.nk, self.k) for a in (inputs.tokens.k_segments, inputs.tokens.k_positions))
+        return _Tile(split(inputs.k), *rows), split(inputs.v)
+
+    def join_keys(self, x: jax.Array) -> jax.Array:
+        """(nk, B, K, k, D) as (B, T, K, D)."""
+        nk, b, kv, k, d = x.shape
+        return x.transpose(1, 0, 3, 2, 4).reshape(b, nk * k, kv, d)[:, : self.t]
+
+    def unless_skipped(self, state: jax.Array, work: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """`work()` where the tile's state asks for it."""
+        return lax.cond(state != SKIP, work, otherwise) if self.skips else work()
+
+    def scores(self, query: _Tile, key: _Tile, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """A tile's scores, -inf where unseen, and what a soft-cap multiplies their gradient by, or `None`."""
+        scores, slope = _product("bkgqd,bktd->bkgqt", query.x, key.x) * self.score.scale, None
+        if self.score.softcap is not None:
+            tanh = jnp.tanh(scores / self.score.softcap)
+            scores, slope = self.score.softcap * tanh, 1 - tanh * tanh
+        if self.bias is not None:
+            *_, rows, columns = self.bias.shape
+            start = (0, 0, 0, i * self.q if rows > 1 else 0, j * self.k if columns > 1 else 0)
+            scores = scores + lax.dynamic_slice(self.bias, start, self._bias_tile())
+        if self.score.shift:
+            scores = scores + self.score.shift
+        q_index, k_index = i * self.q + jnp.arange(self.q), j * self.k + jnp.arange(self.k)
+        tokens = Tokens(query.segments, key.segments, query.positions, key.positions)
+        seen = visible(self.mask, tokens, q_index, k_index, s=self.s, t=self.t)
+        if self.nk * self.k > self.t:
+            real = (k_index < self.t)[None, None]
+            seen = real if seen is None else seen & real
+        return (scores if seen is None else jnp.where(seen[:, None, None], scores, -jnp.inf)), slope
+
+    def _bias_tile(self) -> tuple[int, ...]:
+        assert self.bias is not None
+        *whole, s, t = self.bias.shape
+        return *whole, self.q if s > 1 else 1, self.k if t > 1 else 1
+
+    def no_bias(self) -> jax.Array | None:
+        """Where the cotangent of a bias without a key axis starts."""
+        if self.bias is None or self.bias.shape[4] > 1:
+            return None
+        tile = self._bias_tile()
+        return jnp.zeros((self.nq, *tile), jnp.float32)
+
+    def sum_bias(self, dscores: jax.Array) -> jax.Array | None:
+        """A tile's part of the bias's cotangent."""
+        if self.bias is None:
+            return None
+        over = tuple(a for a, n in enumerate(self._bias_tile()) if n == 1)
+        return dscores.sum(over, keepdims=True)
+
+    def join_bias(self, constant: jax.Array | None, parts: jax.Array | None, bias: jax.Array | None) -> Any:
+        """The bias's cotangent from (nq, tile) or from (nk, nq, tile)."""
+        if self.bias is None or bias is None:
+            return None
+        if constant is not None:
+            parts = constant[None]
+        assert parts is not None
+        if self.bias.shape[3] == 1:
+            parts = parts.sum(1, keepdims=True)
+        nk, nq, b, kv, groups, q, k = parts.shape
+        whole = parts.transpose(2, 3, 4, 1, 5, 0, 6).reshape(b, kv * groups, nq * q, nk * k)
+        return whole[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+
+
+def _size(length: int, block: int | None) -> int:
+    """At most `TILE`: as few tiles as that takes, of one size, or a whole number of a mask's blocks."""
+    if block is not None and block <= TILE:
+        return min(TILE // block, -(-length // block)) * block
+    count = -(-length // TILE)
+    even = -(-length // count)
+    return even if count == 1 else -(-even // 8) * 8
+
+
+def _rows(x: jax.Array | None, count: int, tile: int) -> jax.Array | None:
+    """(B, length) as (count, B, tile), its last number repeated."""
+    if x is None:
+        return None
+    x = jnp.pad(x, ((0, 0), (0, count * tile - x.shape[1])), mode="edge")
+    return x.reshape(x.shape[0], count, tile).swapaxes(0, 1)

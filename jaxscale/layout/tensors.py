@@ -74,7 +74,7 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
     structure = jax.tree.structure(nnx.to_pure_dict(state))
     infos = []
     for path, v in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
-        name = _path_name(path)
+        name = path_name(path)
         if not isinstance(v, nnx.Param):
             raise LayoutError(
                 f"{name} is a {type(v).__name__}, and a model here holds parameters (nnx.Param) only; "
@@ -93,7 +93,8 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
     return graphdef, jax.tree.unflatten(structure, infos)
 
 
-def _path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
+    """A leaf's place in a tree of any nodes, as "runs/0/norm"."""
     return "/".join(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
 
 

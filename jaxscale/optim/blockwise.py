@@ -11,6 +11,7 @@ import optax
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo, current
+from jaxscale.layout.tensors import path_name
 from jaxscale.optim.base import FusedTransformation, Tree
 from jaxscale.optim.storage import EightBit, Moment, check_fits, is_quantized
 from jaxscale.parallel import sharded_op
@@ -48,11 +49,11 @@ def blockwise(
       finish: applied to the update before it is added.
       implementation: of `update_blockwise`.
     """
-    known = None if infos is None else {_name(k): i for k, i in jax.tree_util.tree_leaves_with_path(infos)}
+    known = None if infos is None else {path_name(k): i for k, i in jax.tree_util.tree_leaves_with_path(infos)}
     begin = initial or (0.0,) * len(rule.states)
 
     def info_of(path: tuple[Any, ...], p: jax.Array) -> TensorInfo:
-        name = _name(path)
+        name = path_name(path)
         if known is None:
             return TensorInfo(name, tuple(p.shape), p.dtype, (None,) * p.ndim)
         if name not in known or known[name].shape != tuple(p.shape):
@@ -73,7 +74,7 @@ def blockwise(
         numbers = scalars(count)
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
-        decays = [_decays(decay_mask, path, params) for path, _ in paths]
+        decays = [_is_decayed(decay_mask, path, params) for path, _ in paths]
         gs = structure.flatten_up_to(grads)
         columns = [structure.flatten_up_to(m) for m in moments]
         out, news = [], []
@@ -109,7 +110,7 @@ def blockwise(
     return FusedTransformation(init, update, update_and_apply, notes)
 
 
-def _decays(mask: Tree | None, path: tuple[Any, ...], params: Tree) -> bool:
+def _is_decayed(mask: Tree | None, path: tuple[Any, ...], params: Tree) -> bool:
     """Whether the parameter at `path` decays; a bool in the mask stands for all below it, as in optax."""
     mask = mask(params) if callable(mask) else mask
     if mask is None:
@@ -117,12 +118,8 @@ def _decays(mask: Tree | None, path: tuple[Any, ...], params: Tree) -> bool:
     entries = jax.tree_util.tree_leaves_with_path(mask, is_leaf=lambda m: m is None)
     found = [bool(value) for at, value in entries if path[: len(at)] == at]
     if not found:
-        raise ConfigError(f"the mask of weight decay says nothing of '{_name(path)}'; give a bool for it")
+        raise ConfigError(f"the mask of weight decay says nothing of '{path_name(path)}'; give a bool for it")
     return found[0]
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def _one(

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import CheckpointError
 from jaxscale.layout import Layout, shardings_of
+from jaxscale.layout.tensors import path_name
 from jaxscale.optim import convert_state, is_quantized
 from jaxscale.train.state import TrainState
 from pallas_kernels.blockwise import Quantized
@@ -150,7 +151,7 @@ class Checkpoints:
         got["rng"] = jax.random.wrap_key_data(got["rng"])
         treedef: Any
         paths, treedef = jax.tree_util.tree_flatten_with_path(stored)
-        restored = jax.tree.unflatten(treedef, [got[_name(path)] for path, _ in paths])
+        restored = jax.tree.unflatten(treedef, [got[path_name(path)] for path, _ in paths])
         dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
         if dtypes[0] == dtypes[1] and treedef == jax.tree.structure(state):
             return restored
@@ -166,11 +167,11 @@ class Checkpoints:
           CheckpointError: as `restore`.
         """
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
-        want = {f"params/{_name(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+        want = {f"params/{path_name(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(params)}
         placed = shardings_of(infos, layout)
         where = dict.fromkeys(want, _default_sharding())
         if placed is not None:
-            where = {f"params/{_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
+            where = {f"params/{path_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
         got = self._read(step, want, where, "params/")
         return jax.tree.unflatten(jax.tree.structure(params), [got[name] for name in want])
 
@@ -204,12 +205,8 @@ def flatten(state: Any) -> dict[str, Any]:
             leaf = jax.random.key_data(leaf)
         elif isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.eval_shape(jax.random.key_data, leaf)
-        out[_name(path)] = leaf
+        out[path_name(path)] = leaf
     return out
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return "/".join(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
 
 
 def _leaves(state: TrainState, arrays: dict[str, Any], infos: Tree) -> dict[str, Any]:
@@ -221,7 +218,7 @@ def _leaves(state: TrainState, arrays: dict[str, Any], infos: Tree) -> dict[str,
     for path, q in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
         if is_quantized(q):
             how = {"tile": list(q.tile), "format": q.format, "signed": q.signed}
-            leaves[f"{_name(path)}/codes"]["quantized"] = how
+            leaves[f"{path_name(path)}/codes"]["quantized"] = how
     return leaves
 
 
@@ -234,7 +231,7 @@ def _as_saved(
     places = structure.flatten_up_to(shardings.opt_state) if shardings else [None] * len(leaves)
     new_leaves, new_places = [], []
     for (path, leaf), place in zip(leaves, places, strict=True):
-        name = f"opt_state/{_name(path)}"
+        name = f"opt_state/{path_name(path)}"
         home = place.codes if is_quantized(place) else place  # scales are cut as the codes are
         how = saved.get(f"{name}/codes", {}).get("quantized")
         if name in saved and (is_quantized(leaf) or _other_float(leaf, saved[name])):

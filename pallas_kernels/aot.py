@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 import re
 import tempfile
@@ -211,7 +210,7 @@ class Report:
       registers: per thread.
       spill_bytes: stored and loaded because registers ran out.
       wgmma_serialised: whether asynchronous matrix products were made to wait for each other.
-      shared_memory: bytes per block.
+      shared_memory: bytes per block; of several kernels of one name, the most.
       instructions: static count in the PTX.
     """
 
@@ -259,15 +258,20 @@ def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str = "h200")
 
 def _read_report(path: Path) -> Report:
     text = path.read_text()
-    number = lambda pattern, where: int(m[1]) if (m := re.search(pattern, where)) else 0  # noqa: E731
-    resources = path.with_suffix(".resources.txt")
     ptx = path.with_suffix(".ptx")
     code = ptx.read_text() if ptx.exists() else ""
+    registers = re.search(r"Used (\d+) registers", text)
+    # The lowering that writes the resources and the compiler that writes the rest number a name's kernels separately,
+    # so a number does not tell which belong together: the most of them is a bound on each.
+    resources = path.parent.glob(f"{path.stem.rpartition('_')[0]}_*.resources.txt")
+    shared = [int(n) for file in resources for n in re.findall(r"smem_scratch_bytes=(\d+)", file.read_text())]
+    if not shared:
+        raise KernelError(f"no shared memory is recorded for the kernel '{path.stem}': did this jax rename its dumps?")
     return Report(
         name=path.stem,
-        registers=number(r"Used (\d+) registers", text),
-        spill_bytes=math.fsum(int(n) for n in re.findall(r"(\d+) bytes spill", text)).__int__(),
+        registers=int(registers[1]) if registers else 0,
+        spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", text)),
         wgmma_serialised="C7512" in text or "serialized" in text,
-        shared_memory=number(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else 0,
+        shared_memory=max(shared),
         instructions=len(re.findall(r"^\s+[@a-z][^;{}]*;", code, re.M)),
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.errors import KernelError
 
-__all__ = ["FULL", "PARTIAL", "SKIP", "Blocks", "Mask", "Tokens", "tile_table", "visible"]
+__all__ = ["FULL", "PARTIAL", "SKIP", "Blocks", "Mask", "Tokens", "Visits", "tile_table", "visible", "visits"]
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 """What `tile_table` says of a tile: nothing in it is seen; ask `visible` for each element; everything is seen."""
@@ -120,19 +120,21 @@ def visible(mask: Mask, tokens: Tokens, q_index: jax.Array, k_index: jax.Array, 
     return seen
 
 
-def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_tile: int) -> Any:
-    """`SKIP`, `PARTIAL` or `FULL` of every pair of a tile of queries and a tile of keys, for the batch as a whole.
+def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_tile: int, each: bool = False) -> Any:
+    """`SKIP`, `PARTIAL` or `FULL` of every pair of a tile of queries and a tile of keys.
 
-    A tile is skipped when no example sees anything in it, which is certain: the ranges of its positions or ids do
-    not meet. A tile that is `PARTIAL` may turn out empty.
+    A tile is skipped when nothing is seen in it, which is certain: the ranges of its positions or ids do not meet. A
+    tile that is `PARTIAL` may turn out empty.
 
     Args:
       mask, tokens: the mask, `tokens` of the whole sequences.
       s, t: their lengths.
       q_tile, k_tile: queries and keys of a tile; the last ones may be cut short.
+      each: a table for each example instead of one that holds for the whole batch.
 
     Returns:
-      int8 (query tiles, key tiles): NumPy where it does not depend on data, so that it is known while tracing.
+      int8 (query tiles, key tiles), or with `each` (B or 1, query tiles, key tiles), 1 where examples do not differ:
+      NumPy where it does not depend on data, so that it is known while tracing.
     """
     nq, nk = -(-s // q_tile), -(-t // k_tile)
     some: Any = np.ones((1, nq, nk), bool)
@@ -158,9 +160,44 @@ def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_til
     if mask.blocks is not None:
         share = _share(mask.blocks, s, t, q_tile, k_tile)
         some, every = some & (share > 0), every & (share == 1)
-    some, every = some.any(0), every.all(0)
+    if not each:
+        some, every = some.any(0), every.all(0)
     where = np.where if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp.where
     return where(some, where(every, FULL, PARTIAL), SKIP).astype(np.int8)
+
+
+class Visits(NamedTuple):
+    """Which tiles of the other side a tile meets, in the order of the visits; int32, NumPy or JAX as the table is.
+
+    Args:
+      tiles: (B or 1, tiles, tiles of the other side): those seen in full first, then those to mask, then repeats of
+        the last visit (0 where there is none).
+      full: (B or 1, tiles), how many are seen in full.
+      count: (B or 1, tiles), how many are visited.
+    """
+
+    tiles: Any
+    full: Any
+    count: Any
+
+
+def visits(table: Any, *, masked_last: bool = False) -> Visits:
+    """From (B or 1, tiles, tiles of the other side) of `SKIP`, `PARTIAL` and `FULL`.
+
+    Args:
+      table: of `tile_table`, transposed where keys look for queries.
+      masked_last: the other side's last tile is filled up, so that no visit of it may go unmasked.
+    """
+    xp: Any = np if isinstance(table, np.ndarray) else jnp
+    table = xp.asarray(table, np.int32)
+    if masked_last:
+        last = np.arange(table.shape[-1]) == table.shape[-1] - 1
+        table = xp.where(last, xp.minimum(table, PARTIAL), table)
+    order = xp.argsort(-table, axis=-1, stable=True)
+    full, count = (table == FULL).sum(-1), (table != SKIP).sum(-1)
+    last = xp.take_along_axis(order, xp.maximum(count - 1, 0)[..., None], -1)
+    tiles = xp.where(np.arange(table.shape[-1]) < count[..., None], order, xp.where(count[..., None] > 0, last, 0))
+    return Visits(*(x.astype(np.int32) for x in (tiles, full, count)))
 
 
 def _range(x: Any, tile: int) -> tuple[Any, Any]:

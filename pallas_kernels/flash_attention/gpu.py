@@ -4,8 +4,9 @@ Sequences are filled up to whole tiles, and which tiles meet is worked out from 
 Where a tile of 128 queries would be half empty, the query heads of a key head are packed into it, each query with its
 position at hand. The backward pass is one kernel for widths of 64 and 128, and where several are needed:
 
-  deterministic, or another width      keys and values together, queries                7 products of tiles
-  widths that add up to more than 256  values, keys, queries                            8
+  deterministic, or another width            keys and values together, queries      7 products of tiles, in place of 5
+  width 64 with a soft-cap                   the same: its slope takes the registers
+  widths that add up to more than 256        values, keys, queries                  8
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def backward(
         delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(empty, 0, dlse)
         stats = jnp.stack([jnp.where(empty, 0, lse) * LOG2E, delta], -1)
     found: dict[str, jax.Array] = {}
-    for wanted in passes(d, dv, deterministic):
+    for wanted in passes(d, dv, deterministic, score.softcap is not None):
         key = _key(d, dv, mask, score, tokens)
         tile = lookup("flash_attention", target.kind, kernel=f"backward of {wanted}", **key)
         stay = wanted == "q"
@@ -159,9 +160,9 @@ def backward(
     return dq, found["k"][:, :t], found["v"][:, :t], None
 
 
-def passes(d: int, dv: int, deterministic: bool) -> tuple[str, ...]:
+def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:
     """What each kernel of the backward pass makes."""
-    if d == dv and d in _FUSED and not deterministic:
+    if d == dv and d in _FUSED and not deterministic and not (softcap and d == 64):
         return ("kvq",)
     return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
 
@@ -301,7 +302,8 @@ def _configuration(
     rows = (shape(2, s, of="int32"), shape(2, length, of="int32")) * 2 if tokens else (None,) * 4
     q, k, v = shape(2, s, 16, width[0]), shape(2, length, 4, width[0]), shape(2, length, 4, width[1])
     inputs, out, lse = Inputs(q, k, v, None, Tokens(*rows)), shape(2, s, 16, width[1]), shape(2, s, 16, of="float32")
-    yield f"{dtype} {name}", lambda i: forward(target, i, mask, score), (inputs,)
+    if not deterministic:
+        yield f"{dtype} {name}", lambda i: forward(target, i, mask, score), (inputs,)
     if queries is None:
         stats = (lse, out, lse) if kind == "softmax" else (None, out, None)
         grad = lambda *a: backward(target, a[0], mask, score, *a[1:], deterministic=deterministic)  # noqa: E731

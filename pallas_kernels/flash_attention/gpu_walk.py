@@ -95,12 +95,20 @@ class Walk:
         return lax.fori_loop(0, self.count(), lambda n, carry: body(self.item(n, plan), carry), start)
 
     def count(self) -> Any:
-        """How many items this block has, at least one."""
-        return lax.div(self.items - 1 - lax.axis_index("block"), self.blocks) + 1
+        """How many items this block has."""
+        return self.count_of(lax.axis_index("block"))
 
     def item(self, n: Any, plan: Any) -> Item:
         """This block's n-th."""
-        w = lax.axis_index("block") + n * self.blocks
+        return self.item_of(lax.axis_index("block"), n, plan)
+
+    def count_of(self, block: Any) -> Any:
+        """How many items a block has, at least one."""
+        return lax.div(self.items - 1 - block, self.blocks) + 1
+
+    def item_of(self, block: Any, n: Any, plan: Any) -> Item:
+        """The n-th item of a block."""
+        w = block + n * self.blocks
         side, inner = self.group * self.heads * self.tiles, self.group * self.heads
         pair = lax.div(w, side) * self.group + lax.div(lax.rem(w, inner), self.heads)
         rank = lax.div(lax.rem(w, side), inner)

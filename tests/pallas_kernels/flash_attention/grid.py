@@ -25,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of float64 products get in each other's way
-# Every program is compiled for one run of a millisecond.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+if __name__ == "__main__":  # before JAX is imported
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of float64 products get in each other's way
+    # Every program is compiled for one run of a millisecond.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -184,12 +184,15 @@ def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: Any, options: dict[str, An
     return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v), lse
 
 
-def assert_as_exact_as(got: Any, theirs: Any, want: np.ndarray, what: str, dtype: Any) -> None:
-    """Our error is at most twice the plain one's, or a unit in the last place of `dtype` of the largest value.
+def assert_as_exact_as(
+    got: Any, theirs: Any, want: np.ndarray, what: str, *, dtype: Any = None, units: float = 1.0
+) -> None:
+    """Our error is at most twice the plain one's, or some units in the last place of the whole norm.
 
-    `dtype` is that of the arrays: a float32 gradient of a bias is made from an output that was rounded to it.
+    `dtype` says whose last place, where it is not the result's own: a float32 gradient of a bias is made from an output
+    that was rounded to the arrays' dtype.
     """
     assert got.shape == want.shape, f"{what}: {got.shape}, should be {want.shape}"
     error, plain_error = (np.linalg.norm(np.asarray(a, np.float64) - want) for a in (got, theirs))
-    floor = float(jnp.finfo(dtype).eps) * np.linalg.norm(want)
+    floor = units * float(jnp.finfo(dtype or got.dtype).eps) * np.linalg.norm(want)
     assert error <= max(2 * plain_error, floor), f"{what}: off by {error:.2e}, plain {plain_error:.2e}, {floor:.2e}"

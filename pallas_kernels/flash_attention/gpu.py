@@ -120,7 +120,7 @@ def backward(
     deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """Cotangents of q, k and v, and `None` for a bias."""
-    q, k, v, _, tokens = inputs
+    q, v = inputs.q, inputs.v
     (s, d), (t, dv) = q.shape[1::2], v.shape[1::2]
     stats = None
     if lse is not None and dlse is not None:
@@ -129,35 +129,51 @@ def backward(
         stats = jnp.stack([jnp.where(empty, 0, lse) * LOG2E, delta], -1)
     found: dict[str, jax.Array] = {}
     for wanted in passes(d, dv, deterministic, score.softcap is not None):
-        key = _key(d, dv, mask, score, tokens)
-        tile = lookup("flash_attention", target.kind, kernel=f"backward of {wanted}", **key)
-        stay = wanted == "q"
-        sizes = (TILE, tile["keys"]) if stay else (tile["queries"], TILE)
-        case = _Case.of(target, inputs, mask, score, q_tile=sizes[0], k_tile=sizes[1], turned=not stay)
-        rows = None if stats is None else case.q(stats).transpose(0, 2, 3, 1)
-        kernel: Any = functools.partial(
-            of_queries if stay else of_keys,
-            target,
-            case.q(q),
-            case.k(k),
-            case.k(v),
-            case.q(dout),
-            rows,
-            case.walk.plan(case.visits),
-            case.tokens,
-            case.walk,
-            case.seen,
-            case.weigher,
-            slots=(tile["slots"], tile["others"]),
-        )
-        if stay:
-            found["q"] = kernel(keys=tile["keys"])
-        else:
-            found |= kernel(wanted=wanted, queries=tile["queries"], early=bool(tile["early"]))
+        found |= one_pass(target, inputs, mask, score, stats, dout, wanted)
     dq = found["q"][:, :s]
     if dq.dtype == jnp.float32:
         dq = (dq * score.scale).astype(q.dtype)
     return dq, found["k"][:, :t], found["v"][:, :t], None
+
+
+def one_pass(
+    target: Target, inputs: Inputs, mask: Mask, score: Score, stats: jax.Array | None, dout: jax.Array, wanted: str
+) -> dict[str, jax.Array]:
+    """One kernel of the backward pass.
+
+    Args:
+      target, inputs, mask, score: as elsewhere.
+      stats: for softmax, float32 (B, S, H, 2): the log-sum-exp in base 2, and what a row's cotangents have in common.
+      dout: (B, S, H, Dv).
+      wanted: one of `passes`.
+
+    Returns:
+      what is wanted, sequences filled up, an added-up "q" in float32 and not yet scaled.
+    """
+    q, k, v, _, tokens = inputs
+    key = _key(q.shape[3], v.shape[3], mask, score, tokens)
+    tile = lookup("flash_attention", target.kind, kernel=f"backward of {wanted}", **key)
+    stay = wanted == "q"
+    q_tile, k_tile = (TILE, tile["keys"]) if stay else (tile["queries"], TILE)
+    case = _Case.of(target, inputs, mask, score, q_tile=q_tile, k_tile=k_tile, turned=not stay)
+    kernel: Any = functools.partial(
+        of_queries if stay else of_keys,
+        target,
+        case.q(q),
+        case.k(k),
+        case.k(v),
+        case.q(dout),
+        None if stats is None else case.q(stats).transpose(0, 2, 3, 1),
+        case.walk.plan(case.visits),
+        case.tokens,
+        case.walk,
+        case.seen,
+        case.weigher,
+        slots=(tile["slots"], tile["others"]),
+    )
+    if stay:
+        return {"q": kernel(keys=tile["keys"])}
+    return kernel(wanted=wanted, queries=tile["queries"], early=bool(tile["early"]))  # type: ignore[no-any-return]
 
 
 def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ __all__ = [
     "NAMES",
     "Given",
     "Logits",
-    "Parts",
     "Merged",
+    "Parts",
     "Terms",
     "checked",
     "filtered_share",
@@ -164,6 +164,8 @@ def gradients(
     slopes: Merged,
     logits: Logits,
     implementation: str | None = None,
+    *,
+    dw_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cotangents of x, this piece's share of it, and of the piece itself.
 
@@ -171,17 +173,21 @@ def gradients(
       x, w, rows, logits, implementation: those of `parts`.
       lse: (...) float32 log-sum-exp over the whole vocabulary.
       slopes: (...) cotangents of what `merge` gave.
+      dw_dtype: type of w's cotangent, which is summed in float32; w's by default.
     """
-    return _run("backward", logits, implementation, x, w, rows, lse, slopes)
+    dw_dtype = w.dtype if dw_dtype is None else jnp.dtype(dw_dtype)
+    return _run("backward", logits, implementation, x, w, rows, lse, slopes, dw_dtype=dw_dtype.name)
 
 
 # ---- implementations
 
 
 def _run_plain(
-    room: Any, target: Target, inputs: Inputs, *others: Any, direction: str, logits: Logits, **_: Any
+    room: Any, target: Target, *arrays: Any, direction: str, logits: Logits, dw_dtype: str | None, **_: Any
 ) -> Any:
-    return getattr(room, direction)(inputs, logits, *others)
+    if direction == "forward":
+        return room.forward(*arrays, logits)
+    return room.backward(*arrays, logits, dw_dtype) if direction == "backward" else room.skipped(*arrays, logits)
 
 
 def _anywhere(target: Target, **case: Any) -> str | None:
@@ -199,7 +205,15 @@ _BY_NAME = (Implementation("dense", (), _unfiltered, functools.partial(_run_plai
 """What has to be asked for."""
 
 
-def _run(direction: str, logits: Logits, implementation: str | None, x: jax.Array, w: jax.Array, *others: Any) -> Any:
+def _run(
+    direction: str,
+    logits: Logits,
+    implementation: str | None,
+    x: jax.Array,
+    w: jax.Array,
+    *others: Any,
+    dw_dtype: str | None = None,
+) -> Any:
     *leading, width = x.shape
     flat = lambda a: a.reshape(-1, *a.shape[len(leading) :])  # noqa: E731
     x, others = flat(x), jax.tree.map(flat, others)
@@ -210,6 +224,7 @@ def _run(direction: str, logits: Logits, implementation: str | None, x: jax.Arra
         "w": w.shape,
         "dtype": x.dtype.name,
         "w_dtype": w.dtype.name,
+        "dw_dtype": dw_dtype,
     }
     ways = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
     arrays = (Inputs(x, w, others[0]), *others[1:])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -23,13 +21,16 @@ def forward(inputs: Inputs, logits: Logits) -> Parts:
     return Parts(partial(full), hit, full.sum(1) if logits.summed else None)
 
 
-def backward(inputs: Inputs, logits: Logits, lse: jax.Array, slopes: Merged) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of x and of w, each in its type; `lse` may be that of a larger vocabulary."""
+def backward(
+    inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits, dw_dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of x and of w; `lse` may be that of a larger vocabulary."""
+    x, w, rows = inputs
 
-    def wanted(x: Any, w: Any) -> Merged:
-        total, hit, summed = forward(Inputs(x, w, inputs.rows), logits)
-        mine = total.logsumexp()
+    def wanted(x: jax.Array, w: jax.Array) -> Merged:
+        mine, hit, summed = forward(Inputs(x, w, rows), logits).merged()
         # d lse / d mine, where mine is one of several sums that lse is the logarithm of
         return Merged(mine * jax.lax.stop_gradient(jnp.exp(mine - lse)), hit, summed)
 
-    return jax.vjp(wanted, inputs.x, inputs.w)[1](slopes)
+    dx, dw = jax.vjp(wanted, x.astype(jnp.float32), w.astype(x.dtype).astype(jnp.float32))[1](slopes)
+    return dx.astype(x.dtype), dw.astype(dw_dtype)

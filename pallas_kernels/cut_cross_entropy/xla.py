@@ -81,13 +81,16 @@ def _finite(top: jax.Array) -> jax.Array:
     return jnp.where(top == -jnp.inf, 0, top)
 
 
-def backward(inputs: Inputs, logits: Logits, lse: jax.Array, slopes: Merged) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of x and of w, each in its type."""
+def backward(
+    inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits, dw_dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of x and of w."""
     cut = _Cut.of(inputs, logits, TILE if logits.filter is None else FILTER_TILE)
     axis = logits.words_axis
 
     def of_words(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        words = cut.words(i)
+        # The last first: what it leaves out, the one before it overwrites.
+        words = cut.words(cut.word_tiles - 1 - i)
 
         def tile(j: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             tokens = cut.tokens(j)
@@ -102,17 +105,14 @@ def backward(inputs: Inputs, logits: Logits, lse: jax.Array, slopes: Merged) -> 
 
         dx, dw = state
         dx, found = lax.fori_loop(0, cut.token_tiles, tile, (dx, jnp.zeros(words.values.shape, jnp.float32)))
-        found = found.astype(dw.dtype)
-        if words.fresh is not None:
-            found = jnp.where(jnp.expand_dims(words.fresh, 1 - axis), found, words.take(dw, axis))
-        return dx, words.put(dw, found, axis)
+        return dx, words.put(dw, found.astype(dw.dtype), axis)
 
-    start = jnp.zeros(inputs.x.shape, jnp.float32), jnp.zeros_like(inputs.w)
+    start = jnp.zeros(inputs.x.shape, jnp.float32), jnp.zeros(inputs.w.shape, dw_dtype)
     dx, dw = lax.fori_loop(0, cut.word_tiles, of_words, start)
     return dx.astype(inputs.x.dtype), dw
 
 
-def skipped(inputs: Inputs, logits: Logits, lse: jax.Array, slopes: Merged) -> jax.Array:
+def skipped(inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits) -> jax.Array:
     """The share of blocks that `backward` leaves out, float32."""
     cut = _Cut.of(inputs, logits, FILTER_TILE)
 

@@ -56,6 +56,7 @@ def sharded_cross_entropy(
       LayoutError: a dimension that does not divide, or the vocabulary is cut by a `shard_map` around this.
       KernelError: as `linear_cross_entropy`.
     """
+    _refuse_a_cut_vocabulary()
     given = checked(
         "sharded_cross_entropy",
         x,
@@ -69,24 +70,29 @@ def sharded_cross_entropy(
         filter=filter,
         w_layout="ve",
     )
-    _check_layout(given.x, given.w)
+    _check_sizes(given.x, given.w)
     merged = _reduce(given.x, given.w, given.terms.rows(given.targets), _How(given.logits, implementation))
     loss = given.terms.losses(merged, given.targets, given.weights)
     return (loss, merged.lse) if return_lse else loss
 
 
-def _check_layout(x: Array, w: Array) -> None:
+def _refuse_a_cut_vocabulary() -> None:
     layout = current()
-    if layout is None:
-        return
-    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
-    if around := manual.intersection(layout.resolved_rules.target("activations", "vocab")):
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    around = [] if layout is None else [a for a in layout.resolved_rules.target("activations", "vocab") if a in manual]
+    if around:
         raise LayoutError(
-            f"sharded_cross_entropy was called inside a shard_map over '{min(around)}', which splits 'vocab'; call it "
+            f"sharded_cross_entropy was called inside a shard_map over '{around[0]}', which splits 'vocab'; call it "
             "outside, or merge the parts of pallas_kernels.cut_cross_entropy there"
         )
-    shape = None if manual else (*x.shape[:2], w.shape[0])
-    layout.spec(("batch", "seq", "vocab"), shape, kind="activations", name="the logits, which are never held,")
+
+
+def _check_sizes(x: Array, w: Array) -> None:
+    """All three dimensions at once, so that no two are on one mesh axis."""
+    layout = current()
+    if layout is not None and not jax.sharding.get_abstract_mesh().manual_axes:
+        names, shape = ("batch", "seq", "vocab"), (*x.shape[:2], w.shape[0])
+        layout.spec(names, shape, kind="activations", name="the logits, which are never held,")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,9 +161,9 @@ def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: np.ndarray, options: dict[
     return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)
 
 
-def assert_as_exact_as(got: Any, theirs: Any, want: np.ndarray, what: str) -> None:
-    """Our error is at most twice the plain one's, or a few units in the last place of the largest value."""
+def assert_as_exact_as(got: Any, theirs: Any, want: np.ndarray, what: str, *, units: float = 1) -> None:
+    """Our error is at most twice the plain one's, or some units in the last place of the whole norm."""
     assert got.shape == want.shape, f"{what}: {got.shape}, should be {want.shape}"
     error, plain_error = (np.linalg.norm(np.asarray(a, np.float64) - want) for a in (got, theirs))
-    floor = float(jnp.finfo(got.dtype).eps) * np.linalg.norm(want)
+    floor = units * float(jnp.finfo(got.dtype).eps) * np.linalg.norm(want)
     assert error <= max(2 * plain_error, floor), f"{what}: off by {error:.2e}, plain {plain_error:.2e}, {floor:.2e}"

@@ -31,7 +31,7 @@ LAYOUTS = {
     Layout("fsdp=8"): (["all-gather"], ["all-gather", "reduce-scatter"]),
     Layout("data=2,fsdp=4", "zero2"): ([], ["reduce-scatter"]),
     Layout("data=2,tensor=4"): (["all-gather"], ["all-reduce"] * 2),
-    Layout("context=2,fsdp=2,tensor=2"): (["all-gather"] * 2, ["all-gather", "all-reduce", "all-reduce", "reduce-scatter"]),
+    Layout("context=2,fsdp=2,tensor=2"): (["all-gather"] * 2, ["all-gather", *["all-reduce"] * 2, "reduce-scatter"]),
     Layout("data=2,expert=2,tensor=2", TWO): (["all-gather"], ["all-reduce"] * 2),
 }  # fmt: skip
 

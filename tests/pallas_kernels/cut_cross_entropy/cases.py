@@ -12,7 +12,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "w_dtype": (None, "float32"),
     "w_layout": ("ve", "ev"),
-    "sizes": ((32, 48), (37, 83), (6, 7), (48, 50)),
+    "sizes": ((32, 48), (37, 83), (6, 7)),
     "batched": (False, True),
     "softcap": (None, 2.0),
     "z_loss": (0.0, 0.1),

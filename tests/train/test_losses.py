@@ -28,7 +28,6 @@ cut = functools.partial(make_loss_and_grads, loss=CutLoss())
 @pytest.mark.parametrize(
     "tied, layout",
     [
-        (True, None),
         (True, Layout("context=2,fsdp=2,tensor=2")),
         (False, Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True)),
     ],

@@ -18,7 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import Implementation, Target, dispatch
-from pallas_kernels.flash_attention import cudnn, reference, xla
+from pallas_kernels.flash_attention import cudnn, gpu, reference, xla
 from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score, checked
 from pallas_kernels.flash_attention.masks import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, tile_table, visible
 
@@ -149,7 +149,10 @@ def _cudnn_supported(target: Target, *, how: _How, **case: Any) -> str | None:
     return cudnn.supported(target, how.mask, how.score, return_lse=how.return_lse, **case)
 
 
-IMPLEMENTATIONS = (Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),)
+IMPLEMENTATIONS = (
+    Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
+    Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
+)
 """What is chosen from, best first."""
 
 _BY_NAME = (

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.errors import KernelError
 
-__all__ = ["FULL", "PARTIAL", "SKIP", "Blocks", "Mask", "Tokens", "Visits", "tile_table", "visible", "visits"]
+__all__ = ["FULL", "PARTIAL", "SKIP", "Blocks", "Mask", "Tokens", "Visits", "masked", "tile_table", "visible", "visits"]
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 """What `tile_table` says of a tile: nothing in it is seen; ask `visible` for each element; everything is seen."""
@@ -191,13 +191,19 @@ def visits(table: Any, *, masked_last: bool = False) -> Visits:
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     table = xp.asarray(table, np.int32)
     if masked_last:
-        last = np.arange(table.shape[-1]) == table.shape[-1] - 1
-        table = xp.where(last, xp.minimum(table, PARTIAL), table)
+        table = masked(table)
     order = xp.argsort(-table, axis=-1, stable=True)
     full, count = (table == FULL).sum(-1), (table != SKIP).sum(-1)
     last = xp.take_along_axis(order, xp.maximum(count - 1, 0)[..., None], -1)
     tiles = xp.where(np.arange(table.shape[-1]) < count[..., None], order, xp.where(count[..., None] > 0, last, 0))
     return Visits(*(x.astype(np.int32) for x in (tiles, full, count)))
+
+
+def masked(table: Any) -> Any:
+    """The same table with the last tile of keys nowhere seen in full, for it has been filled up."""
+    xp: Any = np if isinstance(table, np.ndarray) else jnp
+    last = np.arange(table.shape[-1]) == table.shape[-1] - 1
+    return xp.where(last, xp.minimum(table, PARTIAL), table)
 
 
 def _range(x: Any, tile: int) -> tuple[Any, Any]:

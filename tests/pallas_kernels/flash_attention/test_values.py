@@ -17,6 +17,7 @@ from tests.pallas_kernels.flash_attention.cases import (
     make,
     name_of,
     plain,
+    seen_at_once,
     seen_by_loops,
     truth,
 )
@@ -51,24 +52,22 @@ def check(case, implementation="xla"):
             if ours:
                 y = flash_attention(q, k, v, bias=bias, **given, return_lse=softmax, implementation=implementation)
                 return y if softmax else (y, None)
-            seen = seen_by_loops(options, b, s, k.shape[1])
-            y = plain(q, k, v, bias, seen=seen, options=options)
-            return y, None
+            return plain(q, k, v, bias, seen=seen_at_once(options, b, s, k.shape[1]), options=options)
 
         y, pull = jax.vjp(f, *arrays)
-        return *y, pull((dout, dlse if y[1] is not None else None))
+        return *y, pull((dout, dlse if softmax else None))
 
     arrays = tuple(arrays[i] for i in diff)
     got, got_lse, got_grads = both(True, *arrays)
     theirs, _, their_grads = both(False, *arrays)
     assert got.dtype == q.dtype
-    assert_as_exact_as(got, theirs, out, "output")
+    assert_as_exact_as(got, theirs, out, "output", dtype=q.dtype)
     if softmax:
         assert got_lse.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got_lse), np.isneginf(lse))
         np.testing.assert_allclose(got_lse, lse, rtol=1e-4 if q.dtype == jnp.float32 else 1e-3, atol=1e-4)
     for name, x, y, want in zip(("dq", "dk", "dv", "dbias"), got_grads, their_grads, grads, strict=False):
-        assert_as_exact_as(x, y, want, name)
+        assert_as_exact_as(x, y, want, name, dtype=q.dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -79,6 +78,13 @@ def test_values_and_gradients_are_as_exact_as_plain_ones(case):
 @pytest.mark.parametrize("change", [{}, {"segments": True, "softcap": 2.0, "bias": "hs"}, {"kind": "sigmoid"}], ids=str)
 def test_the_dense_reference_is_the_truth(change):
     check(PLAIN | change, "dense")
+
+
+def test_the_mask_at_once_is_the_mask_by_loops():
+    for case in CASES:
+        _, options = make(case)
+        size = (2, *case["lengths"])
+        np.testing.assert_array_equal(seen_at_once(options, *size), seen_by_loops(options, *size), name_of(case))
 
 
 def test_every_two_values_of_two_features_meet():

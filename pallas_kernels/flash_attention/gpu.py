@@ -1,0 +1,310 @@
+"""Attention for Hopper in Mosaic GPU: what it takes, and how arrays are laid out for the kernels.
+
+Sequences are filled up to whole tiles, and which tiles meet is worked out from `masks.tile_table`, for each example.
+Where a tile of 128 queries would be half empty, the query heads of a key head are packed into it, each query with its
+position at hand. The backward pass is one kernel for widths of 64 and 128, and where several are needed:
+
+  deterministic, or another width            keys and values together, queries      7 products of tiles, in place of 5
+  width 64 with a soft-cap                   the same: its slope takes the registers
+  widths that add up to more than 256        values, keys, queries                  8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Target, hopper
+from pallas_kernels.flash_attention.gpu_forward import attend
+from pallas_kernels.flash_attention.gpu_keys import of_keys
+from pallas_kernels.flash_attention.gpu_queries import of_queries
+from pallas_kernels.flash_attention.gpu_walk import LOG2E, ROWS, WARPGROUPS, Seen, Walk, Weigher
+from pallas_kernels.flash_attention.inputs import Inputs, Score
+from pallas_kernels.flash_attention.masks import Blocks, Mask, Tokens, Visits, masked, tile_table, visits
+from pallas_kernels.tiles import lookup
+
+TILE = ROWS * WARPGROUPS
+"""Queries, or keys, that stay with a block."""
+DTYPES = ("bfloat16", "float16")
+_FUSED = (64, 128)
+
+
+def supported(
+    target: Target,
+    *,
+    direction: str,
+    how: Any,
+    q: tuple[int, ...],
+    v: tuple[int, ...],
+    bias: tuple[int, ...] | None,
+    dtype: str,
+    **_: Any,
+) -> str | None:
+    """Why the kernels cannot serve a case, or `None`."""
+    if why := hopper(target):
+        return why
+    if dtype not in DTYPES:
+        return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
+    if bias is not None:
+        return "a bias is left to XLA; causal, window, segment_ids, positions and blocks have kernels"
+    d, dv = q[3], v[3]
+    if d % 16 or dv % 16 or not (64 <= d <= 256 and 64 <= dv <= 256):
+        return f"head widths are multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
+    if d > 128 and dv > d:
+        return f"values of width {dv} do not fit in shared memory beside keys of width {d}"
+    if how.mask.blocks is not None and (why := _blocks(how.mask.blocks)):
+        return why
+    return None
+
+
+def _blocks(blocks: Blocks) -> str | None:
+    if blocks.query % TILE or blocks.key % TILE:
+        return (
+            f"blocks of a mask are whole tiles of {TILE} queries and {TILE} keys in a kernel, and these are "
+            f"{blocks.query} by {blocks.key}"
+        )
+    return None
+
+
+def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, **_: Any) -> Any:
+    """`forward` or `backward`."""
+    if direction == "forward":
+        return forward(target, inputs, how.mask, how.score)
+    return backward(target, inputs, how.mask, how.score, *others, deterministic=how.deterministic)
+
+
+def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
+    """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
+    b, s, h, d = inputs.q.shape
+    kv, dv = inputs.v.shape[2:]
+    if packs := 1 < h // kv and s <= ROWS and mask.blocks is None:
+        inputs = _pack(inputs, mask)
+    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, mask, score, inputs.tokens))
+    case = _Case.of(target, inputs, mask, score, q_tile=TILE, k_tile=tile["keys"])
+    out, lse = attend(
+        target,
+        case.q(inputs.q),
+        case.k(inputs.k),
+        case.k(inputs.v),
+        case.walk.plan(case.visits),
+        case.tokens,
+        case.walk,
+        case.seen,
+        case.weigher,
+        keys=tile["keys"],
+        slots=tile["slots"],
+    )
+    length = inputs.q.shape[1]
+    out, lse = out[:, :length], lse[:, :, :length].swapaxes(1, 2)
+    if packs:
+        out, lse = (x.reshape(b, s, h // kv, kv, *x.shape[3:]).swapaxes(2, 3) for x in (out, lse))
+        out, lse = out.reshape(b, s, h, dv), lse.reshape(b, s, h)
+    return out, lse if score.kind == "softmax" else None
+
+
+def backward(
+    target: Target,
+    inputs: Inputs,
+    mask: Mask,
+    score: Score,
+    out: jax.Array,
+    lse: jax.Array | None,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    *,
+    deterministic: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Cotangents of q, k and v, and `None` for a bias."""
+    q, k, v, _, tokens = inputs
+    (s, d), (t, dv) = q.shape[1::2], v.shape[1::2]
+    stats = None
+    if lse is not None and dlse is not None:
+        empty = lse == -jnp.inf
+        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(empty, 0, dlse)
+        stats = jnp.stack([jnp.where(empty, 0, lse) * LOG2E, delta], -1)
+    found: dict[str, jax.Array] = {}
+    for wanted in passes(d, dv, deterministic, score.softcap is not None):
+        key = _key(d, dv, mask, score, tokens)
+        tile = lookup("flash_attention", target.kind, kernel=f"backward of {wanted}", **key)
+        stay = wanted == "q"
+        sizes = (TILE, tile["keys"]) if stay else (tile["queries"], TILE)
+        case = _Case.of(target, inputs, mask, score, q_tile=sizes[0], k_tile=sizes[1], turned=not stay)
+        rows = None if stats is None else case.q(stats).transpose(0, 2, 3, 1)
+        kernel: Any = functools.partial(
+            of_queries if stay else of_keys,
+            target,
+            case.q(q),
+            case.k(k),
+            case.k(v),
+            case.q(dout),
+            rows,
+            case.walk.plan(case.visits),
+            case.tokens,
+            case.walk,
+            case.seen,
+            case.weigher,
+            slots=(tile["slots"], tile["others"]),
+        )
+        if stay:
+            found["q"] = kernel(keys=tile["keys"])
+        else:
+            found |= kernel(wanted=wanted, queries=tile["queries"], early=bool(tile["early"]))
+    dq = found["q"][:, :s]
+    if dq.dtype == jnp.float32:
+        dq = (dq * score.scale).astype(q.dtype)
+    return dq, found["k"][:, :t], found["v"][:, :t], None
+
+
+def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:
+    """What each kernel of the backward pass makes."""
+    if d == dv and d in _FUSED and not deterministic and not (softcap and d == 64):
+        return ("kvq",)
+    return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
+
+
+def _key(d: int, dv: int, mask: Mask, score: Score, tokens: Tokens) -> dict[str, Any]:
+    """What a tile depends on."""
+    given = tokens.q_segments is not None or tokens.q_positions is not None
+    return {"width": d, "values": dv, "softcap": score.softcap is not None, "tokens": given}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Sequences filled up to whole tiles, and what the kernels are told of them.
+
+    Args:
+      target: what for.
+      inputs: as they are.
+      q_tile, k_tile: queries and keys of a tile.
+      visits: of the side that stays.
+      seen: the mask, from references to `tokens`.
+      tokens: segments and positions, where there are.
+      weigher: the weights.
+      turned: keys stay.
+    """
+
+    target: Target
+    inputs: Inputs
+    q_tile: int
+    k_tile: int
+    visits: Visits
+    seen: Callable[[Sequence[Any]], Seen]
+    tokens: tuple[jax.Array, ...]
+    weigher: Weigher
+    turned: bool
+
+    @classmethod
+    def of(
+        cls, target: Target, inputs: Inputs, mask: Mask, score: Score, *, q_tile: int, k_tile: int, turned: bool = False
+    ) -> _Case:
+        s, t, tokens = inputs.q.shape[1], inputs.k.shape[1], inputs.tokens
+        table = tile_table(mask, tokens, s=s, t=t, q_tile=q_tile, k_tile=k_tile, each=True)
+        table = masked(table) if t % k_tile else table
+        met = visits(table.swapaxes(1, 2) if turned else table)
+        segments, positions = tokens.q_segments is not None, tokens.q_positions is not None
+
+        def seen(refs: Sequence[Any]) -> Seen:
+            of_segments, of_positions = tuple(refs[:2]) if segments else None, tuple(refs[-2:]) if positions else None
+            return Seen(mask, s, t, t % k_tile > 0, of_segments, of_positions, turned)
+
+        sizes = (q_tile, k_tile, q_tile, k_tile)
+        given = (tokens.q_segments, tokens.k_segments, tokens.q_positions, tokens.k_positions)
+        filled = tuple(_fill(x, n) for x, n in zip(given, sizes, strict=True) if x is not None)
+        return cls(target, inputs, q_tile, k_tile, met, seen, filled, Weigher(score), turned)
+
+    def q(self, x: jax.Array) -> jax.Array:
+        """What belongs to queries, filled up."""
+        return _fill(x, self.q_tile)
+
+    def k(self, x: jax.Array) -> jax.Array:
+        """What belongs to keys, filled up."""
+        return _fill(x, self.k_tile)
+
+    @property
+    def walk(self) -> Walk:
+        """Over the side that stays."""
+        met, (b, s, h, d), (t, kv, dv) = self.visits, self.inputs.q.shape, self.inputs.v.shape[1:]
+        if self.turned:
+            return Walk.of(self.target, b, kv, 1, met, h // kv * s * (d + dv) * 2)
+        return Walk.of(self.target, b, kv, h // kv, met, t * (d + dv) * 2)
+
+
+def _fill(x: jax.Array, tile: int) -> jax.Array:
+    short = -x.shape[1] % tile
+    return jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2)) if short else x
+
+
+def _pack(inputs: Inputs, mask: Mask) -> Inputs:
+    """Query heads of a key head one after another as queries: (B, S, H, D) -> (B, S * H / K, K, D)."""
+    q, k, v, _, tokens = inputs
+    (b, s, h, d), (t, kv) = q.shape, k.shape[1:3]
+    if tokens.q_positions is None and (mask.causal or mask.window is not None):
+        stand = (jnp.arange(s, dtype=jnp.int32) + (t - s), jnp.arange(t, dtype=jnp.int32))
+        tokens = tokens._replace(
+            q_positions=jnp.broadcast_to(stand[0], (b, s)), k_positions=jnp.broadcast_to(stand[1], (b, t))
+        )
+    each = lambda x: None if x is None else jnp.repeat(x, h // kv, axis=1)  # noqa: E731
+    tokens = tokens._replace(q_segments=each(tokens.q_segments), q_positions=each(tokens.q_positions))
+    q = q.reshape(b, s, kv, h // kv, d).swapaxes(2, 3).reshape(b, s * (h // kv), kv, d)
+    return Inputs(q, k, v, None, tokens)
+
+
+def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """What ships, for the gate: (name, function, arguments), every width with every feature that changes a kernel."""
+    plain: dict[str, Any] = {}
+    features: dict[str, dict[str, Any]] = {
+        "full": plain,
+        "causal": {"causal": True},
+        "window": {"causal": True, "window": 1024},
+        "window both sides": {"window": 1024},
+        "packed": {"causal": True, "tokens": True},
+        "packed window": {"causal": True, "window": 1024, "tokens": True},
+        "softcap": {"causal": True, "softcap": 30.0},
+        "packed softcap": {"causal": True, "softcap": 30.0, "tokens": True},
+        "sigmoid": {"causal": True, "kind": "sigmoid"},
+        "packed sigmoid": {"causal": True, "kind": "sigmoid", "tokens": True},
+        "odd": {"causal": True, "length": 4001},
+        "packed odd": {"causal": True, "tokens": True, "length": 4001},
+        "deterministic": {"causal": True, "deterministic": True},
+        "deterministic packed softcap": {"causal": True, "softcap": 30.0, "tokens": True, "deterministic": True},
+    }
+    for width in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+        for name, options in features.items():
+            if options.get("deterministic") and "kvq" not in passes(*width, False):
+                continue
+            yield from _configuration(f"{width[0]}/{width[1]} {name}", width, "bfloat16", **options)
+    yield from _configuration("128/128 causal", (128, 128), "float16", causal=True)
+    yield from _configuration("128/128 short, heads packed", (128, 128), "bfloat16", causal=True, queries=8)
+
+
+def _configuration(
+    name: str,
+    width: tuple[int, int],
+    dtype: str,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    kind: Any = "softmax",
+    tokens: bool = False,
+    deterministic: bool = False,
+    length: int = 4096,
+    queries: int | None = None,
+) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    target, s = Target("NVIDIA H200", "cuda"), queries or length
+    mask, score = Mask(causal, window), Score(kind, width[0] ** -0.5, softcap, 0.0)
+    shape: Any = lambda *dims, of=dtype: jax.ShapeDtypeStruct(dims, of)  # noqa: E731
+    rows = (shape(2, s, of="int32"), shape(2, length, of="int32")) * 2 if tokens else (None,) * 4
+    q, k, v = shape(2, s, 16, width[0]), shape(2, length, 4, width[0]), shape(2, length, 4, width[1])
+    inputs, out, lse = Inputs(q, k, v, None, Tokens(*rows)), shape(2, s, 16, width[1]), shape(2, s, 16, of="float32")
+    if not deterministic:
+        yield f"{dtype} {name}", lambda i: forward(target, i, mask, score), (inputs,)
+    if queries is None:
+        stats = (lse, out, lse) if kind == "softmax" else (None, out, None)
+        grad = lambda *a: backward(target, a[0], mask, score, *a[1:], deterministic=deterministic)  # noqa: E731
+        yield f"{dtype} {name} backward", grad, (inputs, out, *stats)

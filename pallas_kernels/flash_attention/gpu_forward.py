@@ -1,0 +1,218 @@
+"""The forward pass on Hopper: FlashAttention-2's loop over keys (Dao 2023), as FlashAttention-3 lays it on a Hopper.
+
+A block has two warpgroups that compute, each with 64 queries of its own, and one that brings keys and values by TMA
+(Shah et al. 2024). The two take turns: while one has the tensor cores, the other computes exponentials. Persistent
+blocks fetch an item's queries and first keys while the item before is written out; a warpgroup fetches its queries
+itself, for waiting on the other one's would stop both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.aot import SHARED_MEMORY
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.gpu_walk import (
+    LOG2E,
+    ROWS,
+    WARPGROUPS,
+    Item,
+    Ring,
+    Seen,
+    Walk,
+    Weigher,
+    accumulate,
+    plgpu,
+    product,
+    spread,
+    swizzled,
+    zeros,
+)
+
+_SPARE = 2048  # bytes of shared memory for barriers and what Mosaic takes for itself
+
+
+def shared_memory(d: int, dv: int, keys: int, slots: int) -> int:
+    """Bytes of a block's buffers when the output has one of its own."""
+    rows = WARPGROUPS * ROWS
+    return 2 * (rows * (d + dv) + slots * keys * (d + dv)) + 4 * rows + _SPARE
+
+
+def attend(
+    target: Target,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: jax.Array,
+    tokens: Sequence[jax.Array],
+    walk: Walk,
+    seen: Callable[[Sequence[Any]], Seen],
+    weigher: Weigher,
+    *,
+    keys: int,
+    slots: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The output in q's dtype, and the float32 log-sum-exp as (B, H, S).
+
+    Args:
+      target: what for.
+      q, k, v: (B, S, H, D), (B, T, K, D) and (B, T, K, Dv), S and T whole tiles.
+      plan: of `walk`.
+      tokens: segments and then positions, where there are, of queries (B, S) and keys (B, T).
+      walk: over tiles of 128 queries.
+      seen: the mask, from references to `tokens`.
+      weigher: the weights.
+      keys, slots: of a tile, and tiles of keys on their way at a time.
+    """
+    (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
+    fits = shared_memory(d, dv, keys, slots) <= SHARED_MEMORY
+    softmax, heads = weigher.score.kind == "softmax", walk.heads
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+
+    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, plan_ref: Any, *refs: Any) -> None:
+        of_tokens, refs = list(refs[: len(tokens)]), refs[len(tokens) :]
+        out_ref, lse_ref, q_s, k_s, v_s, lse_s, *refs_ = refs
+        out_s, refs_ = (refs_[0], refs_[1:]) if fits else (q_s, refs_)
+        q_full, k_full, v_full, k_free, v_free, turn = refs_
+        wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
+        ring_k, ring_v = Ring(k_full, k_free, slots), Ring(v_full, v_free, slots)
+
+        def swap() -> None:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        @pl.when(wg < WARPGROUPS)
+        def _() -> None:
+            if not target.interpret:
+                plgpu.set_max_registers(240, action="increase")
+            mine, out_mine = q_s.at[wg], out_s.at[wg]
+
+            def fetch(n: Any) -> None:
+                item = walk.item(n, plan_ref)
+                rows = pl.ds((item.tile * WARPGROUPS + wg) * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, item.kv * heads + item.g], mine, q_full.at[wg])
+
+            def fetch_next(item: Item) -> None:
+                pl.when(item.n + 1 < walk.count())(lambda: fetch(item.n + 1))
+
+            def attend_item(item: Item, done: Any) -> Any:
+                q0 = (item.tile * WARPGROUPS + wg) * ROWS
+                count = item.count
+
+                def step(n: Any, carry: Any, masked: bool) -> Any:
+                    acc, top, total = carry
+                    slot = lax.rem(done + n, slots)
+                    plgpu.barrier_wait(k_full.at[slot])
+                    raw = product(mine, k_s.at[slot].T, (ROWS, keys), swap)
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    fold = weigher.folded
+                    x = raw if fold is not None else weigher.base2(raw)[0]
+                    if masked:
+                        x = hide(x, item.b, q0, item.visit(n) * keys)
+                    fold = 1.0 if fold is None else fold
+                    if softmax:
+                        higher = jnp.maximum(top, x.max(1) * fold)
+                        finite = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
+                        fade = jnp.exp2(top - finite)
+                        p = jnp.exp2(x * fold - spread(finite, x.shape, 0))
+                        acc, total, top = acc * spread(fade, acc.shape, 0), total * fade + p.sum(1), higher
+                    else:
+                        p = 1 / (1 + jnp.exp2(-x))
+                    p = p.astype(dtype)
+                    if not target.interpret:  # all of it before the turn is given away
+                        acc, total, top, p = lax.optimization_barrier((acc, total, top, p))
+                    plgpu.barrier_arrive(turn)
+                    plgpu.barrier_wait(v_full.at[slot])
+                    plgpu.barrier_wait(turn)
+                    acc = accumulate(target, {"out": acc}, lambda add: add("out", p, v_s.at[slot]))["out"]
+                    if target.interpret:
+                        plgpu.commit_smem()  # its dot has read what TMA writes next
+                    plgpu.barrier_arrive(v_free.at[slot])
+                    return acc, top, total
+
+                plgpu.barrier_wait(q_full.at[wg])
+                carry = (
+                    zeros((ROWS, dv), plgpu.Layout.WGMMA),
+                    zeros((ROWS,), row_layout, -jnp.inf),
+                    zeros((ROWS,), row_layout),
+                )
+                carry = lax.fori_loop(0, item.full, lambda n, c: step(n, c, False), carry)
+                acc, top, total = lax.fori_loop(item.full, count, lambda n, c: step(n, c, True), carry)
+                if fits:
+                    fetch_next(item)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
+                if softmax:
+                    acc = acc * spread(jnp.where(total == 0.0, 0.0, 1 / total), acc.shape, 0)
+                    lse = jnp.where(total == 0.0, -jnp.inf, top * (1 / LOG2E) + jnp.log(total))
+                    lse_s[wg] = lse
+                out_mine[...] = acc.astype(dtype)
+                plgpu.commit_smem()
+                head = item.kv * heads + item.g
+                plgpu.copy_smem_to_gmem(out_mine, out_ref.at[item.b, pl.ds(q0, ROWS), head])
+                if softmax:
+                    plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_ref.at[item.b, head, pl.ds(q0, ROWS)])
+                if not fits:
+                    plgpu.wait_smem_to_gmem(0)
+                    fetch_next(item)
+                return done + count
+
+            fetch(0)
+            pl.when(wg == 1)(swap)
+            walk.each(attend_item, 0, plan_ref)
+            pl.when(wg == 0)(swap)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == WARPGROUPS)
+        def _() -> None:
+            if not target.interpret:
+                plgpu.set_max_registers(24, action="decrease")
+
+            def bring_item(item: Item, done: Any) -> Any:
+                def bring(n: Any, _: None) -> None:
+                    slot = lax.rem(done + n, slots)
+                    rows = pl.ds(item.visit(n) * keys, keys)
+                    ring_k.to_fill(done + n)
+                    plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[slot], k_full.at[slot])
+                    ring_v.to_fill(done + n)
+                    plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[slot], v_full.at[slot])
+
+                lax.fori_loop(0, item.count, bring, None)
+                return done + item.count
+
+            done = walk.each(bring_item, 0, plan_ref)
+            ring_k.drain(done)
+            ring_v.drain(done)
+
+    def room(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
+
+    barrier = plgpu.Barrier
+    return plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((b, s, h, dv), dtype), jax.ShapeDtypeStruct((b, h, s), jnp.float32)),
+        grid=(walk.blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=[
+            room(WARPGROUPS, ROWS, d),
+            room(slots, keys, d),
+            room(slots, keys, dv),
+            plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+            *([room(WARPGROUPS, ROWS, dv)] if fits else []),
+            barrier(num_barriers=WARPGROUPS),
+            barrier(num_barriers=slots),
+            barrier(num_barriers=slots),
+            barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+            barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+            barrier(num_arrivals=WARPGROUPS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **target.gpu(),
+    )(q, k, v, plan, *tokens)

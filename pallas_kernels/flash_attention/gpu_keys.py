@@ -1,0 +1,274 @@
+"""The backward pass on Hopper with keys that stay: cotangents of keys and values, and of queries by addition in memory.
+
+A block keeps 128 keys and values, 64 for each of its two computing warpgroups, and walks over the queries that see them
+(Dao 2023, algorithm 2; Shah et al. 2024). Scores are computed turned over, keys along rows, so that weights and
+their gradients go from registers into the products for values and keys. For the queries' cotangent the two warpgroups
+exchange score gradients through shared memory, each multiplies them with its half, and TMA adds the float32 result to
+what is in memory: five products, in an order of additions that differs from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.gpu_walk import (
+    ROWS,
+    WARPGROUPS,
+    Item,
+    Ring,
+    Seen,
+    Walk,
+    Weigher,
+    accumulate,
+    plgpu,
+    product,
+    spread,
+    swizzled,
+    zeros,
+)
+
+
+def of_keys(
+    target: Target,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    stats: jax.Array | None,
+    plan: jax.Array,
+    tokens: Sequence[jax.Array],
+    walk: Walk,
+    seen: Callable[[Sequence[Any]], Seen],
+    weigher: Weigher,
+    *,
+    wanted: str,
+    queries: int,
+    slots: tuple[int, int],
+    early: bool,
+) -> dict[str, jax.Array]:
+    """Some cotangents: "k" and "v" in their dtypes, and "q" in float32.
+
+    Args:
+      target: what for.
+      q, k, v, dout: (B, S, H, D), (B, T, K, D), (B, T, K, Dv) and (B, S, H, Dv), S and T whole tiles.
+      stats: for softmax, float32 (B, H, 2, S): the log-sum-exp in base 2, and the sum of dout * out less its cotangent.
+      plan: of `walk`.
+      tokens: segments and then positions, where there are.
+      walk: over tiles of 128 keys.
+      seen: the mask, from references to `tokens`.
+      weigher: the weights.
+      wanted: which, such as "kvq".
+      queries: of a tile: 64, where each warpgroup makes half of a query's cotangent, or 128, where it makes its own 64.
+      slots: tiles of queries, and of their cotangents, on their way at a time.
+      early: make the weights while their cotangents are being made, which takes more registers.
+    """
+    (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
+    groups, softmax = h // k.shape[2], stats is not None
+    need_dp, fused = "k" in wanted or "q" in wanted, "q" in wanted
+    made = [w for w in wanted if w != "q"]
+    part = (ROWS, d // WARPGROUPS) if queries == ROWS else (ROWS, d)  # of the queries' cotangent, a warpgroup's
+    dq = None
+    if fused:
+        # The interpreter knows no additions in memory: there, every tile of keys writes a term of its own.
+        terms = walk.tiles if target.interpret else 1
+        dq = jax.new_ref(jnp.zeros((terms, b, s, h, d), jnp.float32))
+
+    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
+        def take(n: int) -> tuple[Any, ...]:
+            nonlocal refs
+            taken, refs = refs[:n], refs[n:]
+            return taken
+
+        (stats_ref,) = take(1) if softmax else (None,)
+        (plan_ref,), of_tokens, (dq_ref,) = take(1), take(len(tokens)), take(1) if fused else (None,)
+        outs = dict(zip(made, take(len(made)), strict=True))
+        k_s, v_s, q_s, dout_s, stats_s = take(5)
+        ds_s, dq_s = take(2) if fused else (None, None)
+        kv_full, kv_free, q_full, q_free, dout_full, dout_free, exchanged = refs
+        wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
+        queue, douts = Ring(q_full, q_free, slots[0]), Ring(dout_full, dout_free, slots[1])
+
+        @pl.when(wg < WARPGROUPS)
+        def _() -> None:
+            if not target.interpret:
+                plgpu.set_max_registers(240, action="increase")
+            mine_k, mine_v = k_s.at[wg], v_s.at[wg]
+
+            def keys_item(item: Item, done: Any) -> Any:
+                tile, count, full = item.tile, item.count, item.full
+                k0 = (tile * WARPGROUPS + wg) * ROWS
+                plgpu.barrier_wait(kv_full)
+
+                def turn(u: Any, n: Any, g: Any, sums: Any) -> Any:
+                    slot, dout_slot = queue.slot(u), douts.slot(u)
+                    i = item.visit(n)
+                    me = lax.rem(wg + WARPGROUPS * u, WARPGROUPS)  # wg, anew: hoisted descriptors would fill registers
+                    plgpu.barrier_wait(q_full.at[slot])
+                    raw = product(k_s.at[me], q_s.at[slot].T, (ROWS, queries))
+                    fold = weigher.folded
+                    x, slope = (raw, None) if fold is not None else weigher.base2(raw)
+                    # A second loop for masked tiles would want registers of its own.
+                    x = lax.cond(n < full, lambda x: x, lambda x: hide(x, item.b, i * queries, k0), x)
+
+                    def column(row: int) -> Any:
+                        layout = plgpu.Layout.WGMMA.reduce(0)
+                        return spread(plgpu.load(stats_s.at[slot, row], layout=layout, optimized=False), x.shape, 1)
+
+                    def weigh() -> tuple[Any, Any]:
+                        """The weights, and what dp is multiplied by: few registers are left for anything else."""
+                        if softmax:
+                            p = w = jnp.exp2(x * (1.0 if fold is None else fold) - column(0))
+                        else:
+                            p = 1 / (1 + jnp.exp2(-x))
+                            w = p * (1 - p)
+                        return p.astype(dtype), w if slope is None else w * slope
+
+                    plgpu.barrier_wait(dout_full.at[dout_slot])
+                    of_weights = lambda meanwhile: product(  # noqa: E731
+                        v_s.at[me], dout_s.at[dout_slot].T, (ROWS, queries), meanwhile
+                    )
+                    if early and need_dp:
+                        dp, (p, w) = of_weights(weigh)
+                    else:
+                        p, w = weigh()
+                    if "v" in wanted:
+                        add_v = lambda add: add("v", p, dout_s.at[dout_slot])  # noqa: E731
+                        sums = {**sums, **accumulate(target, {"v": sums["v"]}, add_v)}
+                    if need_dp:
+                        dp = dp if early else of_weights(None)
+                        ds = (w * (dp - column(1) if softmax else dp)).astype(dtype)
+                        if fused:
+                            ds_s[lax.rem(u, 2), me] = ds
+                            plgpu.commit_smem()
+                            plgpu.barrier_arrive(exchanged)
+                        if "k" in wanted:
+                            add_k = lambda add: add("k", ds, q_s.at[slot])  # noqa: E731
+                            sums = {**sums, **accumulate(target, {"k": sums["k"]}, add_k)}
+                    if target.interpret:
+                        plgpu.commit_smem()  # its dots have read what TMA writes next
+                    plgpu.barrier_arrive(q_free.at[slot])
+                    plgpu.barrier_arrive(dout_free.at[dout_slot])
+                    if fused:
+                        plgpu.barrier_wait(exchanged)
+                        add_queries(lax.rem(u, 2), me, item.b, i, item.kv * groups + g, tile)
+                    return sums
+
+                def add_queries(now: Any, me: Any, b: Any, i: Any, head: Any, tile: Any) -> None:
+                    """This warpgroup's part of the cotangent of the queries in tile i."""
+
+                    def run(acc: Any) -> Any:
+                        for j in range(WARPGROUPS):
+                            if queries == ROWS:
+                                plgpu.wgmma(acc, ds_s.at[now, j].T, k_s.at[j, :, pl.ds(me * part[1], part[1])])
+                            else:
+                                plgpu.wgmma(acc, ds_s.at[now, j, :, pl.ds(me * ROWS, ROWS)].T, k_s.at[j])
+                        return acc[...]
+
+                    dq_part = pl.run_scoped(run, plgpu.ACC(part, jnp.float32))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    dq_s[me] = dq_part
+                    plgpu.commit_smem()
+                    place: tuple[Any, ...]
+                    if queries == ROWS:
+                        place = (b, pl.ds(i * queries, ROWS), head, pl.ds(me * part[1], part[1]))
+                    else:
+                        place = (b, pl.ds(i * queries + me * ROWS, ROWS), head)
+                    if target.interpret:
+                        plgpu.copy_smem_to_gmem(dq_s.at[me], dq_ref.at[(tile, *place)])
+                    else:
+                        plgpu.copy_smem_to_gmem(dq_s.at[me], dq_ref.at[(0, *place)], reduction_op="add")
+
+                def of_head(g: Any, sums: Any) -> Any:
+                    at = done + g * count
+                    return lax.fori_loop(0, count, lambda n, c: turn(at + n, n, g, c), sums)
+
+                sums = {w: zeros((ROWS, {"k": d, "v": dv}[w]), plgpu.Layout.WGMMA) for w in outs}
+                sums = lax.fori_loop(0, groups, of_head, sums)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for w, ref in outs.items():
+                    # Only this warpgroup reads its values, and its keys unless queries are added to.
+                    room = mine_v if w == "v" or fused else mine_k
+                    x = sums[w] * weigher.score.scale if w == "k" else sums[w]
+                    room[...] = x.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(room, ref.at[item.b, pl.ds(k0, ROWS), item.kv])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(kv_free)
+                return done + groups * count
+
+            walk.each(keys_item, 0, plan_ref)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == WARPGROUPS)
+        def _() -> None:
+            if not target.interpret:
+                plgpu.set_max_registers(24, action="decrease")
+
+            def bring_item(item: Item, done: Any) -> Any:
+                tile, count = item.tile, item.count
+                pl.when(item.n > 0)(lambda: plgpu.barrier_wait(kv_free))
+                for i in range(WARPGROUPS):
+                    rows = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
+                    plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[i], kv_full)
+                    if need_dp:
+                        plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[i], kv_full)
+
+                def bring(u: Any, _: None) -> None:
+                    head = item.kv * groups + lax.div(u, count)
+                    rows = pl.ds(item.visit(lax.rem(u, count)) * queries, queries)
+                    slot, dout_slot = queue.slot(done + u), douts.slot(done + u)
+                    queue.to_fill(done + u)
+                    plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, head], q_s.at[slot], q_full.at[slot])
+                    if softmax:
+                        plgpu.copy_gmem_to_smem(stats_ref.at[item.b, head, :, rows], stats_s.at[slot], q_full.at[slot])
+                    douts.to_fill(done + u)
+                    plgpu.copy_gmem_to_smem(
+                        dout_ref.at[item.b, rows, head], dout_s.at[dout_slot], dout_full.at[dout_slot]
+                    )
+
+                lax.fori_loop(0, groups * count, bring, None)
+                return done + groups * count
+
+            done = walk.each(bring_item, 0, plan_ref)
+            plgpu.barrier_wait(kv_free)
+            queue.drain(done)
+            douts.drain(done)
+
+    def room(*shape: int, of: Any = dtype) -> Any:
+        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of))
+
+    barrier = plgpu.Barrier
+    arrays = plgpu.kernel(
+        kernel,
+        out_type=tuple(jax.ShapeDtypeStruct({"k": k, "v": v}[w].shape, dtype) for w in made),
+        grid=(walk.blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=[
+            room(WARPGROUPS, ROWS, d),
+            room(WARPGROUPS, ROWS, dv),
+            room(slots[0], queries, d),
+            room(slots[1], queries, dv),
+            plgpu.SMEM((slots[0], 2, queries), jnp.float32),
+            *([room(2, WARPGROUPS, ROWS, queries), room(WARPGROUPS, *part, of=jnp.float32)] if fused else []),
+            barrier(num_arrivals=WARPGROUPS * (1 + need_dp)),
+            barrier(num_arrivals=WARPGROUPS),
+            barrier(num_arrivals=1 + softmax, num_barriers=slots[0]),
+            barrier(num_arrivals=WARPGROUPS, num_barriers=slots[0]),
+            barrier(num_barriers=slots[1]),
+            barrier(num_arrivals=WARPGROUPS, num_barriers=slots[1]),
+            barrier(num_arrivals=WARPGROUPS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **target.gpu(),
+    )(q, k, v, dout, *([] if stats is None else [stats]), plan, *tokens, *([] if dq is None else [dq]))
+    found = dict(zip(made, arrays, strict=True))
+    return found if dq is None else {**found, "q": jnp.sum(dq[...], axis=0)}

@@ -1,0 +1,181 @@
+"""The backward pass on Hopper with queries that stay: their cotangent alone, in an order of additions that is fixed.
+
+As the forward pass is: each of a block's two computing warpgroups keeps 64 queries and what belongs to them, and walks
+over the keys that they see. With `gpu_keys.of_keys` for keys and values this makes the deterministic mode, and serves
+the widths whose sums do not all fit in registers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.gpu_walk import (
+    ROWS,
+    WARPGROUPS,
+    Item,
+    Ring,
+    Seen,
+    Walk,
+    Weigher,
+    accumulate,
+    plgpu,
+    product,
+    spread,
+    swizzled,
+    zeros,
+)
+
+
+def of_queries(
+    target: Target,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    stats: jax.Array | None,
+    plan: jax.Array,
+    tokens: Sequence[jax.Array],
+    walk: Walk,
+    seen: Callable[[Sequence[Any]], Seen],
+    weigher: Weigher,
+    *,
+    keys: int,
+    slots: tuple[int, int],
+) -> jax.Array:
+    """The cotangent of q, in its dtype.
+
+    Args:
+      target, q, k, v, dout, stats, plan, tokens, seen, weigher: as for `gpu_keys.of_keys`.
+      walk: over tiles of 128 queries.
+      keys: of a tile.
+      slots: tiles of keys, and of values, on their way at a time.
+    """
+    d, dv, dtype = q.shape[3], v.shape[3], q.dtype
+    softmax, heads = stats is not None, walk.heads
+
+    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
+        stats_ref: Any = refs[0] if softmax else None
+        refs = refs[softmax:]
+        plan_ref, of_tokens, refs = refs[0], refs[1 : 1 + len(tokens)], refs[1 + len(tokens) :]
+        out_ref, q_s, dout_s, k_s, v_s, own_full, own_free, k_full, k_free, v_full, v_free = refs
+        wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
+        ring_k, ring_v = Ring(k_full, k_free, slots[0]), Ring(v_full, v_free, slots[1])
+
+        @pl.when(wg < WARPGROUPS)
+        def _() -> None:
+            if not target.interpret:
+                plgpu.set_max_registers(240, action="increase")
+
+            def queries_item(item: Item, done: Any) -> Any:
+                q0 = (item.tile * WARPGROUPS + wg) * ROWS
+                count, full, head = item.count, item.full, item.kv * heads + item.g
+
+                def stat(row: int) -> Any:
+                    part = stats_ref.at[item.b, head, row, pl.ds(q0, ROWS)]
+                    return plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+                lse, delta = (stat(0), stat(1)) if softmax else (None, None)
+                plgpu.barrier_wait(own_full)
+
+                def turn(n: Any, acc: Any) -> Any:
+                    u = done + n
+                    slot, v_slot = ring_k.slot(u), ring_v.slot(u)
+                    me = lax.rem(wg + WARPGROUPS * u, WARPGROUPS)  # wg, anew, as in `gpu_keys`
+                    plgpu.barrier_wait(k_full.at[slot])
+                    raw = product(q_s.at[me], k_s.at[slot].T, (ROWS, keys))
+                    fold = weigher.folded
+                    x, slope = (raw, None) if fold is not None else weigher.base2(raw)
+                    x = lax.cond(n < full, lambda x: x, lambda x: hide(x, item.b, q0, item.visit(n) * keys), x)
+
+                    def weigh() -> Any:
+                        if softmax:
+                            w = jnp.exp2(x * (1.0 if fold is None else fold) - spread(lse, x.shape, 0))
+                        else:
+                            p = 1 / (1 + jnp.exp2(-x))
+                            w = p * (1 - p)
+                        return w if slope is None else w * slope
+
+                    plgpu.barrier_wait(v_full.at[v_slot])
+                    dp, w = product(dout_s.at[me], v_s.at[v_slot].T, (ROWS, keys), weigh)
+                    plgpu.barrier_arrive(v_free.at[v_slot])
+                    ds = (w * (dp - spread(delta, dp.shape, 0) if softmax else dp)).astype(dtype)
+                    acc = accumulate(target, {"q": acc}, lambda add: add("q", ds, k_s.at[slot]))["q"]
+                    if target.interpret:
+                        plgpu.commit_smem()  # its dot has read what TMA writes next
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    return acc
+
+                acc = lax.fori_loop(0, count, turn, zeros((ROWS, d), plgpu.Layout.WGMMA))
+                q_s[wg] = (acc * weigher.score.scale).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_s.at[wg], out_ref.at[item.b, pl.ds(q0, ROWS), head])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(own_free)
+                return done + count
+
+            walk.each(queries_item, 0, plan_ref)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == WARPGROUPS)
+        def _() -> None:
+            if not target.interpret:
+                plgpu.set_max_registers(24, action="decrease")
+
+            def bring_item(item: Item, done: Any) -> Any:
+                tile, head = item.tile, item.kv * heads + item.g
+                pl.when(item.n > 0)(lambda: plgpu.barrier_wait(own_free))
+                for i in range(WARPGROUPS):
+                    rows = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
+                    plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, head], q_s.at[i], own_full)
+                    plgpu.copy_gmem_to_smem(dout_ref.at[item.b, rows, head], dout_s.at[i], own_full)
+
+                def bring(n: Any, _: None) -> None:
+                    rows = pl.ds(item.visit(n) * keys, keys)
+                    slot, v_slot = ring_k.slot(done + n), ring_v.slot(done + n)
+                    ring_k.to_fill(done + n)
+                    plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[slot], k_full.at[slot])
+                    ring_v.to_fill(done + n)
+                    plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[v_slot], v_full.at[v_slot])
+
+                count = item.count
+                lax.fori_loop(0, count, bring, None)
+                return done + count
+
+            done = walk.each(bring_item, 0, plan_ref)
+            plgpu.barrier_wait(own_free)
+            ring_k.drain(done)
+            ring_v.drain(done)
+
+    def room(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
+
+    barrier = plgpu.Barrier
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(q.shape, dtype),
+        grid=(walk.blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=[
+            room(WARPGROUPS, ROWS, d),
+            room(WARPGROUPS, ROWS, dv),
+            room(slots[0], keys, d),
+            room(slots[1], keys, dv),
+            barrier(num_arrivals=2 * WARPGROUPS),
+            barrier(num_arrivals=WARPGROUPS),
+            barrier(num_barriers=slots[0]),
+            barrier(num_arrivals=WARPGROUPS, num_barriers=slots[0]),
+            barrier(num_barriers=slots[1]),
+            barrier(num_arrivals=WARPGROUPS, num_barriers=slots[1]),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **target.gpu(),
+    )(q, k, v, dout, *([] if stats is None else [stats]), plan, *tokens)

@@ -1,0 +1,313 @@
+"""What Hopper's attention kernels share: who does which tile when, and the mask and the weights in registers.
+
+A kernel is persistent: as many blocks as multiprocessors, each taking every so many-th of a list of items, an item
+being one tile of one head. Heads whose other side fits in the L2 cache together go side by side, and among them the
+tiles with most to visit come first, so that what is left for the end is short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.inputs import Score
+from pallas_kernels.flash_attention.masks import Mask, Visits
+
+plgpu: Any = mosaic_gpu  # its names differ between versions
+
+ROWS = 64
+"""Queries or keys of a warpgroup: what one wgmma takes."""
+WARPGROUPS = 2
+"""That compute; a third moves memory."""
+SMS = 132
+"""Multiprocessors of an H100 or H200."""
+LOG2E = math.log2(math.e)
+_L2 = 24 * 2**20  # bytes of one side's heads that are to stay in the L2 cache, half of it
+
+
+def swizzled(width: int, dtype: Any) -> tuple[Any, Any]:
+    """How rows of `width` elements of two bytes lie in shared memory: in the widest swizzle they are multiples of."""
+    size = jnp.dtype(dtype).itemsize
+    bytes_ = next(b for b in (128, 64, 32) if width * size % b == 0)
+    return plgpu.TilingTransform((8, bytes_ // size)), plgpu.SwizzleTransform(bytes_)
+
+
+# ---- who does what
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The items of a kernel and how they are dealt out.
+
+    Args:
+      batch, kv: examples and key heads.
+      heads: items of a key head at one tile: its query heads, or 1.
+      tiles: of the side that stays.
+      group: (example, key head) pairs side by side.
+      shared: one plan for all examples.
+      blocks: that share the items.
+    """
+
+    batch: int
+    kv: int
+    heads: int
+    tiles: int
+    group: int
+    shared: bool
+    blocks: int
+
+    @classmethod
+    def of(cls, target: Target, batch: int, kv: int, heads: int, visits: Visits, head_bytes: int) -> Walk:
+        """For visits of a side; `head_bytes` are those of the other side's arrays for one key head."""
+        shared, tiles = visits.count.shape[0] == 1, visits.count.shape[1]
+        pairs = batch * kv
+        group = max(n for n in range(1, pairs + 1) if pairs % n == 0 and n <= max(1, _L2 // head_bytes))
+        blocks = min(2 if target.interpret else SMS, pairs * heads * tiles)
+        return cls(batch, kv, heads, tiles, group, shared, blocks)
+
+    def plan(self, visits: Visits) -> jax.Array:
+        """int32 (B or 1, tiles, 3 + most visits): a tile, its full and all visits' number, and these; longest first."""
+        xp: Any = np if isinstance(visits.count, np.ndarray) else jnp
+        order = xp.argsort(-visits.count, axis=-1, stable=True)
+        index = np.broadcast_to(np.arange(self.tiles, dtype=np.int32), visits.count.shape)
+        columns = (index[..., None], visits.full[..., None], visits.count[..., None], visits.tiles)
+        rows = xp.concatenate([xp.asarray(c, np.int32) for c in columns], -1)
+        return jnp.asarray(xp.take_along_axis(rows, order[..., None], 1))
+
+    @property
+    def items(self) -> int:
+        """How many there are."""
+        return self.batch * self.kv * self.heads * self.tiles
+
+    def each(self, body: Callable[[Item, Any], Any], start: Any, plan: Any) -> Any:
+        """`body(item, carry)` for every item of this block."""
+        return lax.fori_loop(0, self.count(), lambda n, carry: body(self.item(n, plan), carry), start)
+
+    def count(self) -> Any:
+        """How many items this block has."""
+        return self.count_of(lax.axis_index("block"))
+
+    def item(self, n: Any, plan: Any) -> Item:
+        """This block's n-th."""
+        return self.item_of(lax.axis_index("block"), n, plan)
+
+    def count_of(self, block: Any) -> Any:
+        """How many items a block has, at least one."""
+        return lax.div(self.items - 1 - block, self.blocks) + 1
+
+    def item_of(self, block: Any, n: Any, plan: Any) -> Item:
+        """The n-th item of a block."""
+        w = block + n * self.blocks
+        side, inner = self.group * self.heads * self.tiles, self.group * self.heads
+        pair = lax.div(w, side) * self.group + lax.div(lax.rem(w, inner), self.heads)
+        rank = lax.div(lax.rem(w, side), inner)
+        b = lax.div(pair, self.kv)
+        return Item(n, b, lax.rem(pair, self.kv), lax.rem(w, self.heads), 0 if self.shared else b, rank, plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One tile of one head.
+
+    Args:
+      n: how many this block has had before.
+      b, kv, g: example, key head, and query head among those of the key head.
+      row, rank: where its line of the plan is.
+      plan: a reference.
+    """
+
+    n: Any
+    b: Any
+    kv: Any
+    g: Any
+    row: Any
+    rank: Any
+    plan: Any
+
+    @property
+    def tile(self) -> Any:
+        """Which one, of the side that stays."""
+        return self.plan[self.row, self.rank, 0]
+
+    @property
+    def full(self) -> Any:
+        """How many tiles of the other side are seen in full; they come first."""
+        return self.plan[self.row, self.rank, 1]
+
+    @property
+    def count(self) -> Any:
+        """How many are visited."""
+        return self.plan[self.row, self.rank, 2]
+
+    def visit(self, n: Any) -> Any:
+        """The n-th tile of the other side."""
+        return self.plan[self.row, self.rank, 3 + n]
+
+
+# ---- a ring of buffers in shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots that one warpgroup fills and others empty, in turns.
+
+    Args:
+      full, free: a barrier for each slot.
+      slots: how many.
+    """
+
+    full: Any
+    free: Any
+    slots: int
+
+    def slot(self, turn: Any) -> Any:
+        """Where the fill number `turn` goes."""
+        return lax.rem(turn, self.slots)
+
+    def to_fill(self, turn: Any) -> None:
+        """Waits until whoever used the slot before is done."""
+        pl.when(turn >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[self.slot(turn)]))
+
+    def drain(self, turns: Any) -> None:
+        """After the last fill: a barrier's phases all have to be seen."""
+
+        def wait(turn: Any, _: None) -> None:
+            plgpu.barrier_wait(self.free.at[self.slot(turn)])
+
+        lax.fori_loop(lax.max(turns - self.slots, 0), turns, wait, None)
+
+
+# ---- in registers
+
+
+def product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], Any] | None = None) -> Any:
+    """a @ b in float32, both in shared memory; with `meanwhile`, that and what it makes while the product is made."""
+
+    def run(acc: Any) -> Any:
+        plgpu.wgmma(acc, a, b)
+        made = None if meanwhile is None else meanwhile()
+        return acc[...] if made is None else (acc[...], made)
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def accumulate(target: Target, sums: dict[str, Any], body: Callable[[Callable[[str, Any, Any], None]], None]) -> Any:
+    """`body(add)`, where `add(name, a, b)` adds a @ b to a sum, a in registers; all are done at the end."""
+    if target.interpret:  # which has no accumulators that start with something
+        sums = dict(sums)
+
+        def dot(name: str, a: Any, b: Any) -> None:
+            sums[name] = sums[name] + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+        body(dot)
+        return sums
+
+    def run(refs: dict[str, Any]) -> None:
+        body(lambda name, a, b: plgpu.wgmma(refs[name], a, b))
+
+    return pl.run_state(run)({name: plgpu.ACC.init(x) for name, x in sums.items()})
+
+
+def spread(x: Any, shape: tuple[int, int], axis: int) -> Any:
+    """One value a row (axis 0) or a column (axis 1) as a matrix."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def zeros(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> Any:
+    """Registers full of a number."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """The mask of a tile whose rows are queries, or keys when `turned`.
+
+    Args:
+      mask: causal and window; blocks are whole tiles and known before.
+      s, t: lengths before they were filled up.
+      padded: keys were.
+      segments, positions: references (B, S) and (B, T), or `None`.
+      turned: rows are keys and columns queries.
+    """
+
+    mask: Mask
+    s: int
+    t: int
+    padded: bool
+    segments: tuple[Any, Any] | None
+    positions: tuple[Any, Any] | None
+    turned: bool = False
+
+    def hide(self, scores: Any, b: Any, q0: Any, k0: Any) -> Any:
+        """Scores of queries from q0 and keys from k0, minus infinity where unseen."""
+        shape, layout = scores.shape, plgpu.Layout.WGMMA
+        q_axis, k_axis = (1, 0) if self.turned else (0, 1)
+        seen: Any = None
+
+        def load(ref: Any, start: Any, axis: int) -> Any:
+            part = ref.at[b, pl.ds(start, shape[axis])]
+            return plgpu.load(part, layout=layout.reduce(1 - axis), optimized=False)
+
+        def index(start: Any, axis: int) -> Any:
+            return plgpu.broadcasted_iota(jnp.int32, shape[axis : axis + 1], 0, layout=layout.reduce(1 - axis)) + start
+
+        def both(compare: Callable[[Any, Any], Any], of_q: Any, of_k: Any) -> Any:
+            # Vectors are spread as late as can be: differences of all pairs would fill the registers.
+            more = compare(spread(of_q, shape, q_axis), spread(of_k, shape, k_axis))
+            return more if seen is None else seen & more
+
+        if self.mask.causal or self.mask.window is not None:
+            if self.positions is not None:
+                q, k = load(self.positions[0], q0, q_axis), load(self.positions[1], k0, k_axis)
+            else:
+                q, k = index(q0 + (self.t - self.s), q_axis), index(k0, k_axis)
+            if self.mask.causal:
+                seen = both(operator.ge, q, k)
+            if self.mask.window is not None:
+                seen = both(operator.lt, q, k + self.mask.window)
+                if not self.mask.causal:
+                    seen = both(operator.gt, q, k - self.mask.window)
+        if self.segments is not None:
+            seen = both(operator.eq, load(self.segments[0], q0, q_axis), load(self.segments[1], k0, k_axis))
+        if self.padded:
+            k = index(k0, k_axis)
+            seen = both(operator.gt, jnp.full(shape[q_axis], self.t, jnp.int32), k)
+        return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weigher:
+    """From products of queries and keys to weights, in base 2.
+
+    Args:
+      score: scale, soft-cap and shift.
+    """
+
+    score: Score
+
+    @property
+    def folded(self) -> float | None:
+        """What raw products are multiplied by in the exponent itself, which costs nothing; `None` if they cannot be."""
+        scale = self.score.scale * LOG2E
+        return scale if self.score.softcap is None and scale > 0 and self.score.kind == "softmax" else None
+
+    def base2(self, raw: Any) -> tuple[Any, Any]:
+        """Scores in units of log 2, and what a soft-cap multiplies their gradient by, or `None`."""
+        cap = self.score.softcap
+        if cap is None:
+            x = raw * (self.score.scale * LOG2E)
+            return (x + self.score.shift * LOG2E if self.score.shift else x), None
+        # tanh(z) = 1 - 2r, as exact as float32; the hardware's own is off by 2**-11 (PTX ISA, tanh.approx).
+        r = 1 / (1 + jnp.exp2(raw * (2 * LOG2E * self.score.scale / cap)))
+        return (cap + self.score.shift) * LOG2E - r * (2 * cap * LOG2E), 4 * r * (1 - r)

@@ -1,0 +1,125 @@
+"""The Hopper kernels: values and gradients interpreted with race detection, the tiles they walk, compiling."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.aot import kernel_reports, why_no_gpu
+from pallas_kernels.dispatch import KernelError, Target, interpreted
+from pallas_kernels.flash_attention import Blocks, flash_attention
+from pallas_kernels.flash_attention.gpu_walk import Walk
+from pallas_kernels.flash_attention.masks import FULL, SKIP, visits
+from pallas_kernels.gate import configurations
+from tests.pallas_kernels.flash_attention.cases import FEATURES, covering, name_of
+from tests.pallas_kernels.flash_attention.test_values import check
+
+interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the interpreter needs jax 0.11")
+CASES = covering(
+    {n: FEATURES[n] for n in ("causal", "segments", "positions", "window", "softcap", "kind")}
+    | {"dtype": ("bfloat16", "float16"), "heads": ((2, 1), (2, 2)), "lengths": ((130, 130), (40, 200))}
+    | {"widths": ((64, 64), (128, 128), (80, 64)), "deterministic": (False, True)}
+)
+WIDE = [
+    dict(dtype="bfloat16", widths=(192, 128), heads=(2, 1), lengths=(70, 130), causal=True, segments=True),
+    dict(dtype="bfloat16", widths=(256, 256), heads=(1, 1), lengths=(70, 130), softcap=2.0, window=7),
+]
+
+
+@interpreter
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_values_and_gradients_are_as_exact_as_plain_ones(case):
+    with interpreted(races=True):
+        check(dict.fromkeys(FEATURES) | case, "mosaic_gpu")
+
+
+@interpreter
+@pytest.mark.parametrize("case", WIDE, ids=name_of)
+def test_widths_whose_sums_take_a_kernel_each_are_as_exact(case):
+    with interpreted(races=True):
+        check(dict.fromkeys(FEATURES) | {"kind": "softmax"} | case, "mosaic_gpu")
+
+
+def arrays(s, t, h=2, kv=1, d=64):
+    random = np.random.default_rng(0)
+    return tuple(jnp.asarray(random.normal(size=x), jnp.bfloat16) for x in ((2, s, h, d), (2, t, kv, d), (2, t, kv, d)))
+
+
+@interpreter
+def test_a_tile_that_nobody_sees_is_not_computed_with():
+    q, k, v = arrays(256, 256, h=1)
+    ids = np.tile((np.arange(256) >= 128).astype(np.int32), (2, 1))
+    spoil = lambda x: x.at[:, 128:].set(jnp.nan)  # noqa: E731
+
+    def value(k, v, implementation):
+        f = lambda q: flash_attention(q, k, v, segment_ids=ids, implementation=implementation)[:, :128]  # noqa: E731
+        y, pull = jax.vjp(f, q)
+        return np.asarray(y, np.float32), np.asarray(pull(jnp.ones_like(y))[0], np.float32)[:, :128]
+
+    with interpreted():
+        got = value(spoil(k), spoil(v), "mosaic_gpu")
+    for a, b in zip(got, value(k, v, "dense"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+
+
+@interpreter
+def test_a_table_of_blocks_is_the_dense_masked_result():
+    blocks = Blocks.of(np.array([[1, 0], [0, 1], [0, 0]], bool), query=128, key=128)  # the last queries see nothing
+    given = arrays(300, 200)
+    with interpreted(races=True):
+        got = flash_attention(*given, blocks=blocks, return_lse=True, implementation="mosaic_gpu")
+    want = flash_attention(*given, blocks=blocks, return_lse=True, implementation="dense")
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2, 5, False), (2, 3, 1, 7, True), (1, 1, 4, 1, True)])
+def test_the_blocks_of_a_grid_walk_every_tile_of_every_head_once(shape):
+    batch, kv, heads, rows, shared = shape
+    table = np.random.default_rng(0).integers(SKIP, FULL + 1, (1 if shared else batch, rows, 4)).astype(np.int8)
+    met = visits(table)
+    walk = Walk.of(Target("NVIDIA H200", "cuda", interpret=True), batch, kv, heads, met, head_bytes=9 * 2**20)
+    plan = np.asarray(walk.plan(met))
+    items = [walk.item_of(block, n, plan) for block in range(walk.blocks) for n in range(walk.count_of(block))]
+    walked = sorted((int(i.b), int(i.kv), int(i.g), int(i.tile)) for i in items)
+    assert walked == list(itertools.product(range(batch), range(kv), range(heads), range(rows)))
+    assert all(int(i.count) == (table[int(i.row), int(i.tile)] != SKIP).sum() for i in items)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(dtype=jnp.float32), "float32 is left to XLA"),
+        (dict(d=72), "multiples of 16 from 64 to 256"),
+        (dict(bias=1.0), "a bias is left to XLA"),
+        (dict(blocks=Blocks.of(np.ones((4, 4), bool), query=64, key=64)), "128 queries and 128 keys"),
+    ],
+    ids=["float32", "width", "bias", "blocks"],
+)
+@interpreter
+def test_what_it_does_not_take_is_refused_with_the_reason(change, says):
+    options = {n: x for n, x in change.items() if n not in ("dtype", "d")}
+    given = (x.astype(change.get("dtype", x.dtype)) for x in arrays(256, 256, d=change.get("d", 64)))
+    with interpreted(), pytest.raises(KernelError, match=says):
+        flash_attention(*given, implementation="mosaic_gpu", **options)
+
+
+GATE = [
+    "bfloat16 128/128 packed window",
+    "bfloat16 128/128 packed window backward",
+    "bfloat16 64/64 packed softcap backward",
+    "bfloat16 256/256 odd backward",
+    "bfloat16 128/128 deterministic backward",
+]
+
+
+@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.parametrize("name", GATE)
+def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
+    fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("flash_attention", "gpu") if n == name)
+    reports = kernel_reports(fn, *shapes)
+    assert reports and not [r.problem for r in reports if r.problem]

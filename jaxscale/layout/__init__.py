@@ -3,7 +3,7 @@
 from jaxscale.layout.axes import AXES, MESH_AXES
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
-from jaxscale.layout.layout import Layout, constrain, current
+from jaxscale.layout.layout import Layout, constrain, current, in_use
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.rules import PRESETS, Rules, preset
 from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, named, shardings_of
@@ -22,6 +22,7 @@ __all__ = [
     "current",
     "describe",
     "draw",
+    "in_use",
     "init_distributed",
     "make_mesh",
     "named",

@@ -215,3 +215,13 @@ def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> ja
         return x
     spec = layout.spec(axes, x.shape, kind=kind, name=_NOUN[kind])
     return jax.lax.with_sharding_constraint(x, spec)  # of the mesh in scope, which need not be of real devices
+
+
+def in_use(param: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:
+    """A parameter as arithmetic wants it: in the compute dtype, and laid out as an activation.
+
+    Activation rules leave `embed` whole, so this is where FSDP gathers: each weight is whole along `embed` while its
+    layer runs, and only then. Said twice, since XLA would otherwise gather before a scan takes its slice, and copy the
+    whole stack.
+    """
+    return constrain(constrain(param.astype(dtype), *axes, kind="params"), *axes)

@@ -8,8 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.layout import constrain, named
-from jaxscale.nn.linear import in_use
+from jaxscale.layout import constrain, in_use, named
 from jaxscale.nn.norms import LayerNorm
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain, named
+from jaxscale.layout import constrain, in_use, named
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -70,16 +70,6 @@ project.defvjp(_project_fwd, _project_bwd)
 
 def _last(x: Array, n: int) -> tuple[int, ...]:
     return tuple(range(x.ndim - n, x.ndim))
-
-
-def in_use(param: Array, axes: tuple[str, ...], dtype: Any) -> Array:
-    """A parameter as arithmetic wants it: in the compute dtype, and laid out as an activation.
-
-    Activation rules leave `embed` whole, so this is where FSDP gathers: each weight is whole along `embed` while its
-    layer runs, and only then. Said twice, since XLA would otherwise gather before a scan takes its slice, and copy the
-    whole stack.
-    """
-    return constrain(constrain(param.astype(dtype), *axes, kind="params"), *axes)
 
 
 _CUT_STD = 0.87962566103423978  # of a unit normal cut off at -2 and 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.softmax.pairs import Partial, combine_all, partial
+from pallas_kernels.softmax.pairs import combine_all, partial
 
 
 def sharded_logsumexp(
@@ -27,7 +30,7 @@ def sharded_logsumexp(
     Returns:
       float32, the same on every shard.
     """
-    return _merged(partial(x, where=where), axis_name).logsumexp()
+    return combine_all(gather_together(partial(x, where=where), axis_name)).logsumexp()
 
 
 def sharded_logsumexp_by_maximum(x: Float[Array, "... v"], axis_name: str | tuple[str, ...]) -> Float[Array, "..."]:
@@ -37,6 +40,8 @@ def sharded_logsumexp_by_maximum(x: Float[Array, "... v"], axis_name: str | tupl
     return top + jnp.log(lax.psum(jnp.sum(jnp.exp(x - top[..., None]), axis=-1), axis_name))
 
 
-def _merged(mine: Partial, axis_name: str | tuple[str, ...]) -> Partial:
-    both = lax.all_gather(jnp.stack([mine.mantissa, mine.exponent]), axis_name)
-    return combine_all(Partial(both[:, 0], both[:, 1]))
+def gather_together(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Every shard's arrays, all of one shape and type, stacked along a new leading axis, by one `all_gather`."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = lax.all_gather(jnp.stack(leaves), axis_name)
+    return jax.tree.unflatten(structure, [found[:, i] for i in range(len(leaves))])

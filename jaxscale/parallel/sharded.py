@@ -22,6 +22,7 @@ def sharded_op(
     axes: Sequence[Axes],
     out_axes: Any,
     kind: Kind = "activations",
+    out_kinds: Any = None,
     name: str = "",
 ) -> Any:
     """Calls `fn` on every device's own piece of `arrays`, cut as the layout in force says.
@@ -37,6 +38,7 @@ def sharded_op(
       axes: for each array, a logical axis or `None` per dimension.
       out_axes: the same for each output, in the outputs' own tree (a tuple of names for a single array).
       kind: which of the layout's four maps to read.
+      out_kinds: the same for each output, in the outputs' own tree; by default `kind` for all.
       name: what the arrays are, for errors.
 
     Returns:
@@ -48,9 +50,7 @@ def sharded_op(
     for axis in (a for names in axes if isinstance(names, tuple) for a in names if a is not None):
         check_axis(axis, f"sharded_op(..., axes={tuple(axes)})")
     layout = current()
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = set(mesh.manual_axes)
-    free = {a for a, n in mesh.shape.items() if n > 1 and a not in manual}
+    free, manual = _free_and_manual()
     if len(axes) != len(arrays):
         raise LayoutError(
             f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}; axes is a tuple of names for each "
@@ -59,19 +59,42 @@ def sharded_op(
     if layout is None or not free:
         return fn(*arrays)
 
-    def spec(names: Axes, shape: tuple[int, ...] | None) -> PartitionSpec:
+    def spec(names: Axes, shape: tuple[int, ...] | None, kind: Kind) -> PartitionSpec:
         # inside another shard_map a shape is local, and some of its axes are cut already
         whole = layout.spec(names, None if manual else shape, kind=kind, name=name or "an operand of a kernel")
         return PartitionSpec(*(_only(free, part) for part in whole))
 
     is_names = lambda a: isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)  # noqa: E731
+    if out_kinds is None:
+        out_kinds = jax.tree.map(lambda _: kind, out_axes, is_leaf=is_names)
     return jax.shard_map(
         fn,
-        in_specs=tuple(spec(a, x.shape) for a, x in zip(axes, arrays, strict=True)),
-        out_specs=jax.tree.map(lambda a: spec(a, None), out_axes, is_leaf=is_names),
+        in_specs=tuple(spec(a, x.shape, kind) for a, x in zip(axes, arrays, strict=True)),
+        out_specs=jax.tree.map(lambda a, k: spec(a, None, k), out_axes, out_kinds, is_leaf=is_names),
         axis_names=free if manual else set(),
         check_vma=False,  # a Pallas call says nothing about how its outputs vary
     )(*arrays)
+
+
+def cut_over(*axes: str, kind: Kind = "activations") -> tuple[str, ...]:
+    """The mesh axes over which `sharded_op` cuts dimensions of these names here; none without a layout.
+
+    Raises:
+      LayoutError: no such name.
+    """
+    for axis in axes:
+        check_axis(axis, f"cut_over({axes})")
+    layout, (free, _) = current(), _free_and_manual()
+    if layout is None:
+        return ()
+    return tuple(m for axis in axes for m in layout.resolved_rules.target(kind, axis) if m in free)
+
+
+def _free_and_manual() -> tuple[set[str], set[str]]:
+    """The mesh axes that cut anything and are the partitioner's, and those of a shard_map around us."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    return {a for a, n in mesh.shape.items() if n > 1 and a not in manual}, manual
 
 
 def _only(free: set[str], part: Any) -> Any:

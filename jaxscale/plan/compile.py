@@ -100,7 +100,9 @@ def compile_step(config: TrainConfig, topology: str) -> Any:
     if config.segments:
         keys |= {"segment_ids": jnp.int32, "positions": jnp.int32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for k, d in keys.items()}
-    loss_and_grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate)
+    loss_and_grads = make_loss_and_grads(
+        blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
+    )
     step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule), blueprint, sharding)
     with config.layout:
         state = jax.tree.map(

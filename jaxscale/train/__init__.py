@@ -3,14 +3,18 @@
 from jaxscale.train.checkpoint import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.loop import fit
+from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
 from jaxscale.train.prepare import blueprint_of, prepare
 from jaxscale.train.run import Run, read_config
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
 
 __all__ = [
+    "AutoLoss",
     "Blueprint",
     "Checkpoints",
+    "CutLoss",
+    "MaterialisedLoss",
     "Run",
     "TrainConfig",
     "TrainState",

@@ -13,6 +13,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
+from jaxscale.train.loss import AutoLoss, Loss
 
 
 @register(name="train")
@@ -35,6 +36,7 @@ class TrainConfig:
       schedule: learning rate over time, such as `WarmupCosine()`; `lr` is its peak.
       clip_norm: gradients are scaled down to this global norm, float32; `None` leaves them.
       accumulate: micro-batches a step; changes memory, not the gradient.
+      loss: how each token's is made: `AutoLoss()`, `CutLoss()` (holds no logits) or `MaterialisedLoss()`.
       z_loss: weight of the squared log-partition, 1e-4 in PaLM.
       packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole where they fit, padded).
       segments: attention stays within a document, and positions start anew in each; else a row is one text.
@@ -63,6 +65,7 @@ class TrainConfig:
     schedule: LRSchedule = WarmupCosine()
     clip_norm: float | None = 1.0
     accumulate: int = 1
+    loss: Loss = AutoLoss()
     z_loss: float = 0.0
     packing: str = "stream"
     segments: bool = True
@@ -118,6 +121,7 @@ _PARTS = {
     "tokenizer": (("encode", "decode"), "a tokenizer such as ByteTokenizer()"),
     "optimizer": (("make",), "an optimizer such as AdamW()"),
     "schedule": (("make",), "a schedule such as WarmupCosine()"),
+    "loss": (("describe",), "a loss such as AutoLoss() or CutLoss()"),
 }
 
 _LEAST = {

@@ -112,10 +112,12 @@ class _Loop:
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
         blueprint = prepared.blueprint
-        loss_and_grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate)
+        loss_and_grads = make_loss_and_grads(
+            blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
+        )
         step = make_step(loss_and_grads, blueprint.tx, prepared.schedule)
         self.step = jit_step(step, blueprint, self._batch_shardings())
-        self.evaluate = make_eval(blueprint, self._batch_shardings())
+        self.evaluate = make_eval(blueprint, self._batch_shardings(), config.loss)
         self.flops = config.model.flops(config.batch_size, config.seq_len)
         devices = 1 if config.layout is None else config.layout.devices
         peak = peak_flops(jax.devices()[0])
@@ -312,6 +314,7 @@ class _Loop:
             f"{len(self.prepared.loader.source):,} rows of {config.seq_len} tokens · {config.batch_size} rows a step · "
             f"{config.steps} steps{since} · run folder {self.run.path}"
         )
+        self.reporter.say(f"loss: {config.loss.describe(config.model.vocab)}")
 
     def _open_files(self, first: int) -> list[Any]:
         if not self.main:

@@ -1,12 +1,103 @@
-"""The language-model loss, from final hidden states."""
+"""The language-model loss, from final hidden states and the head's weight: with its logits held, or without."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
 from jaxscale.nn import head_logits
+from jaxscale.parallel import sharded_cross_entropy
+
+
+class Loss(Protocol):
+    """How training makes each token's loss."""
+
+    def __call__(
+        self,
+        hidden: Float[Array, "b s e"],
+        weight: Float[Array, "v e"],
+        targets: Int[Array, "b s"],
+        *,
+        softcap: float | None,
+    ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+        """Arguments and outputs of `token_losses`."""
+        ...
+
+    def describe(self, vocab: int) -> str:
+        """Which loss runs for a vocabulary of this size, in words."""
+        ...
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MaterialisedLoss:
+    """Holds the B x S x V logits, float32, and their gradient: three matrix products, and the memory."""
+
+    def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
+        return token_losses(hidden, weight, targets, softcap=softcap)
+
+    def describe(self, vocab: int) -> str:
+        return "cross-entropy of materialised logits"
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class CutLoss:
+    """Holds no logits (Wijmans et al. 2024): a fourth matrix product makes them again in the backward pass.
+
+    Args:
+      filter, implementation: those of `jaxscale.parallel.sharded_cross_entropy`; filtered gradients are not exact.
+    """
+
+    filter: float | None = None
+    implementation: str | None = None
+
+    def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
+        loss, lse = sharded_cross_entropy(
+            hidden, weight, targets, softcap=softcap, return_lse=True, filter=self.filter,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return loss, jnp.square(lse)
+
+    def describe(self, vocab: int) -> str:
+        filtered = "" if self.filter is None else f", gradients filtered below {self.filter:g}"
+        return f"cut cross-entropy, no logits held{filtered}"
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class AutoLoss:
+    """`CutLoss` for large vocabularies; `MaterialisedLoss` for small ones, whose logits cost less to keep than to make.
+
+    Args:
+      cut_from: the smallest vocabulary whose logits are not held.
+
+    Raises:
+      ConfigError: a size below 1.
+    """
+
+    cut_from: int = 32768
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cut_from, int) or self.cut_from < 1:
+            raise ConfigError(f"AutoLoss.cut_from = {self.cut_from!r}: must be a whole number of at least 1")
+
+    def of(self, vocab: int) -> CutLoss | MaterialisedLoss:
+        """The one that runs."""
+        return CutLoss() if vocab >= self.cut_from else MaterialisedLoss()
+
+    def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
+        return self.of(weight.shape[0])(hidden, weight, targets, softcap=softcap)
+
+    def describe(self, vocab: int) -> str:
+        side = "below" if vocab < self.cut_from else "not below"
+        return f"{self.of(vocab).describe(vocab)} (a vocabulary of {vocab:,} is {side} {self.cut_from:,})"
 
 
 def token_losses(

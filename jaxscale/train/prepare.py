@@ -141,14 +141,15 @@ def _check_same_everywhere(source: Source) -> None:
 
 
 def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
-    """Traces the model, so that what it has to say about these shapes is said now."""
+    """Traces the model and its loss, so that what they have to say about these shapes is said now."""
 
-    def hidden(params: Any, tokens: Any) -> Any:
-        return nnx.merge(blueprint.graphdef, params).hidden(tokens)
+    def losses(params: Any, tokens: Any) -> Any:
+        model = nnx.merge(blueprint.graphdef, params)
+        return config.loss(model.hidden(tokens), model.head_weight(), tokens, softcap=model.logit_softcap)
 
     tokens = jax.ShapeDtypeStruct((config.micro_batch, config.seq_len), jnp.int32)
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        jax.eval_shape(hidden, blueprint.abstract_state().params, tokens)
+        jax.eval_shape(losses, blueprint.abstract_state().params, tokens)
 
 
 def _clip(norm: float) -> optax.GradientTransformation:

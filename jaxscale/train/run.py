@@ -205,4 +205,5 @@ def about(config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
         "seed": config.seed,
         "data": {"corpus": config.data.name, "fingerprint": data_fingerprint},
         "parameters": config.model.param_count(),
+        "loss": config.loss.describe(config.model.vocab),
     }

@@ -12,16 +12,19 @@ from flax import nnx
 
 from jaxscale.layout import Layout, constrain
 from jaxscale.optim import apply_gradients
-from jaxscale.train.loss import token_losses
+from jaxscale.train.loss import AutoLoss, Loss
 from jaxscale.train.state import Blueprint, TrainState
 
 Tree = Any
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 LossAndGrads = Callable[[Tree, Batch, jax.Array], tuple[Metrics, Tree]]
+_LOSS = AutoLoss()
 
 
-def make_loss_and_grads(blueprint: Blueprint, *, z_loss: float = 0.0, accumulate: int = 1) -> LossAndGrads:
+def make_loss_and_grads(
+    blueprint: Blueprint, *, z_loss: float = 0.0, accumulate: int = 1, loss: Loss = _LOSS
+) -> LossAndGrads:
     """The default `loss_and_grads`: differentiates the model, in micro-batches if asked.
 
     The loss is the mean over the weighted tokens of the *global* batch, so that accumulation changes memory and not
@@ -31,14 +34,15 @@ def make_loss_and_grads(blueprint: Blueprint, *, z_loss: float = 0.0, accumulate
       blueprint: model and layout.
       z_loss: weight of the squared log-partition.
       accumulate: number of micro-batches; divides the batch.
+      loss: of each token.
 
     Returns:
       `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them.
     """
 
     def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-        loss, z = weighted_sums(blueprint.graphdef, params, batch, key)
-        return (loss + z_loss * z) / total, loss / total
+        nats, z = weighted_sums(blueprint.graphdef, params, batch, key, loss)
+        return (nats + z_loss * z) / total, nats / total
 
     def lay_out(grads: Tree) -> Tree:
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
@@ -47,33 +51,33 @@ def make_loss_and_grads(blueprint: Blueprint, *, z_loss: float = 0.0, accumulate
         total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         grad = jax.grad(loss_of, has_aux=True)
         if accumulate == 1:
-            grads, loss = grad(params, batch, key, total)
-            return {"loss": loss}, lay_out(grads)
+            grads, nats = grad(params, batch, key, total)
+            return {"loss": nats}, lay_out(grads)
 
         def micro(carry: tuple[Tree, jax.Array], x: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, jax.Array], None]:
             part, i = x
-            grads, loss = grad(params, part, jax.random.fold_in(key, i), total)
+            grads, nats = grad(params, part, jax.random.fold_in(key, i), total)
             summed = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry[0], grads)
-            return (lay_out(summed), carry[1] + loss), None
+            return (lay_out(summed), carry[1] + nats), None
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
         parts = ({k: _split(v, accumulate) for k, v in batch.items()}, jnp.arange(accumulate))
-        (grads, loss), _ = jax.lax.scan(micro, (zeros, jnp.zeros([], jnp.float32)), parts)
-        return {"loss": loss}, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        (grads, nats), _ = jax.lax.scan(micro, (zeros, jnp.zeros([], jnp.float32)), parts)
+        return {"loss": nats}, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return loss_and_grads
 
 
 def weighted_sums(
-    graphdef: nnx.GraphDef, params: Tree, batch: Batch, key: jax.Array | None
+    graphdef: nnx.GraphDef, params: Tree, batch: Batch, key: jax.Array | None, loss: Loss = _LOSS
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32 scalars."""
     model = nnx.merge(graphdef, params)
     hidden = model.hidden(
         batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), key=key
     )
-    loss, z = token_losses(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
-    return jnp.sum(loss * batch["weights"]), jnp.sum(z * batch["weights"])
+    nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
+    return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"])
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
@@ -135,11 +139,13 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
     )
 
 
-def make_eval(blueprint: Blueprint, batch: Any) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval(
+    blueprint: Blueprint, batch: Any, loss: Loss = _LOSS
+) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
     """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout."""
 
     def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return weighted_sums(blueprint.graphdef, params, batch, None)[0], jnp.sum(batch["weights"])
+        return weighted_sums(blueprint.graphdef, params, batch, None, loss)[0], jnp.sum(batch["weights"])
 
     if blueprint.layout is None:
         return jax.jit(evaluate)

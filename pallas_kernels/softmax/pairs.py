@@ -69,7 +69,11 @@ def partial(x: jax.Array, *, where: jax.Array | None = None) -> Partial:
         x = jnp.where(where, x, -jnp.inf)
     top = lax.stop_gradient(jnp.max(x, axis=-1, initial=-jnp.inf))
     top = jnp.where(jnp.isnan(top), 0, jnp.clip(top, LOWEST, HIGHEST))
-    total = jnp.sum(jnp.exp(x - top[..., None]), axis=-1)
+    return pair(top, jnp.sum(jnp.exp(x - top[..., None]), axis=-1))
+
+
+def pair(top: jax.Array, total: jax.Array) -> Partial:
+    """total * exp(top) of finite float32 arrays, as what a running maximum and a running sum have come to."""
     mantissa, exponent = split(top)
     return Partial(total * mantissa, jnp.where(total == 0, EMPTY, exponent))
 

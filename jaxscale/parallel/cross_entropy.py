@@ -1,0 +1,164 @@
+"""The loss that never holds its logits, over a vocabulary that the layout splits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxscale.errors import LayoutError
+from jaxscale.layout import constrain, current, in_use
+from jaxscale.parallel.reductions import gather_together
+from jaxscale.parallel.sharded import cut_over, sharded_op
+from pallas_kernels.cut_cross_entropy import NAMES, Logits, Merged, Parts, checked, gradients, merge, parts
+
+_X, _W, _TOKENS = ("batch", "seq", "embed"), ("vocab", "embed"), ("batch", "seq")
+
+
+def sharded_cross_entropy(
+    x: Float[Array, "b s e"],
+    w: Float[Array, "v e"],
+    targets: Int[Array, "b s"],
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = None,
+    weights: Float[Array, "b s"] | None = None,
+    return_lse: bool = False,
+    filter: float | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """`pallas_kernels.cut_cross_entropy.linear_cross_entropy` of global arrays, cut as the layout in force says.
+
+    Each device sums over its own rows of the vocabulary and its own tokens, and one `all_gather` over the mesh axes
+    that split the vocabulary (12 bytes of each shard per token, 16 with label smoothing) merges them. Backwards, x's
+    cotangent is summed over those axes in x's type, and w's over the axes that split tokens in w's own, straight to
+    where the rules for gradients say. A w split along `embed` (FSDP) is cast to x's type first and gathered second,
+    forward and backward. Without a layout this is `linear_cross_entropy`.
+
+    Args:
+      x: final hidden states, named ("batch", "seq", "embed").
+      w: the head's weight as the model keeps it, named ("vocab", "embed"); products are in x's type.
+      targets: named ("batch", "seq").
+      softcap, z_loss, label_smoothing, ignore_index, weights, return_lse, filter, implementation: those of
+        `linear_cross_entropy`.
+
+    Returns:
+      float32 (B, S), or that and the log-sum-exp.
+
+    Raises:
+      LayoutError: a dimension that does not divide, or the vocabulary is cut by a `shard_map` around this.
+      KernelError: as `linear_cross_entropy`.
+    """
+    _refuse_a_cut_vocabulary()
+    given = checked(
+        "sharded_cross_entropy",
+        x,
+        w,
+        targets,
+        softcap=softcap,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        weights=weights,
+        filter=filter,
+        w_layout="ve",
+    )
+    _check_sizes(given.x, given.w)
+    merged = _reduce(given.x, given.w, given.terms.rows(given.targets), _How(given.logits, implementation))
+    loss = given.terms.losses(merged, given.targets, given.weights)
+    return (loss, merged.lse) if return_lse else loss
+
+
+def _refuse_a_cut_vocabulary() -> None:
+    layout = current()
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    around = [] if layout is None else [a for a in layout.resolved_rules.target("activations", "vocab") if a in manual]
+    if around:
+        raise LayoutError(
+            f"sharded_cross_entropy was called inside a shard_map over '{around[0]}', which splits 'vocab'; call it "
+            "outside, or merge the parts of pallas_kernels.cut_cross_entropy there"
+        )
+
+
+def _check_sizes(x: Array, w: Array) -> None:
+    """All three dimensions at once, so that no two are on one mesh axis."""
+    layout = current()
+    if layout is not None and not jax.sharding.get_abstract_mesh().manual_axes:
+        names, shape = ("batch", "seq", "vocab"), (*x.shape[:2], w.shape[0])
+        layout.spec(names, shape, kind="activations", name="the logits, which are never held,")
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """All that is known before tracing besides shapes."""
+
+    logits: Logits
+    implementation: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _reduce(x: Array, w: Array, rows: Array, how: _How) -> Merged:
+    over = cut_over("vocab")
+
+    def local(x: Array, w: Array, rows: Array) -> Merged:
+        mine: Parts = parts(x, w, _from_ours(rows, w, over), how.logits, how.implementation)
+        return merge(gather_together(mine, over)) if over else mine.merged()
+
+    names: Any = _TOKENS  # of each of the three
+    out = Merged(names, names, names if how.logits.summed else None)
+    return sharded_op(local, x, in_use(w, _W, x.dtype), rows, axes=(_X, _W, _TOKENS), out_axes=out, name=_NAME)
+
+
+def _forward(x: Array, w: Array, rows: Array, how: _How) -> tuple[Merged, tuple[Array, ...]]:
+    out = _reduce(x, w, rows, how)
+    out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
+    return out, (x, w, rows, out.lse)
+
+
+def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array, Array, None]:
+    x, w, rows, lse = kept
+    over, tokens = cut_over("vocab"), cut_over("batch", "seq")
+    # dw is whole along `embed` on every device: what sums it may as well split it, if that is where it goes.
+    split = cut_over("embed", kind="grads")
+    if not set(split) <= set(tokens) or cut_over("vocab", kind="grads") != over:
+        split = ()
+    rest = tuple(a for a in tokens if a not in split)
+
+    leaves, structure = jax.tree.flatten(slopes)
+
+    def local(x: Array, w: Array, rows: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
+        slopes, rows = jax.tree.unflatten(structure, leaves), _from_ours(rows, w, over)
+        dx, dw = gradients(x, w, rows, lse, slopes, how.logits, how.implementation, dw_dtype=kept[1].dtype)
+        if split:
+            dw = lax.psum_scatter(dw, split, scatter_dimension=1, tiled=True)
+        return lax.psum(dx, over) if over else dx, lax.psum(dw, rest) if rest else dw
+
+    dx, dw = sharded_op(
+        local,
+        x,
+        in_use(w, _W, x.dtype),
+        rows,
+        lse,
+        *leaves,
+        axes=(_X, _W, *[_TOKENS] * (2 + len(leaves))),
+        out_axes=(_X, _W),
+        out_kinds=("activations", "grads" if split else "activations"),
+        name=_NAME,
+    )
+    return dx, constrain(dw, *_W, kind="grads"), None
+
+
+_reduce.defvjp(_forward, _backward)
+_NAME = "the loss's operand"
+
+
+def _from_ours(rows: Array, w: Array, over: tuple[str, ...]) -> Array:
+    """Rows counted from the first of this device's."""
+    return rows - lax.axis_index(over) * w.shape[0] if over else rows

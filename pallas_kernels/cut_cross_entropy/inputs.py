@@ -1,0 +1,274 @@
+"""What the loss is given: the arrays, the static description of its terms, and the checks before anything is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.errors import KernelError
+from pallas_kernels.softmax.pairs import Partial
+
+__all__ = ["Given", "Inputs", "Logits", "Parts", "Merged", "Terms", "WeightLayout", "checked"]
+
+WeightLayout = Literal["ve", "ev"]
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Inputs(NamedTuple):
+    """What an implementation is given: x (N, E), w (V, E) or (E, V), and rows (N,) int32, each token's target.
+
+    w may be some rows of a vocabulary; a row that is not among them, -1 say, is no row.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    rows: jax.Array
+
+
+class Parts(NamedTuple):
+    """What logits leave of each token, float32; those of several pieces of a vocabulary merge.
+
+    Args:
+      total: the sum of their exponentials.
+      hit: the target's logit, 0 where it is not in this piece.
+      summed: the sum of all, or `None` where nobody asked.
+    """
+
+    total: Partial
+    hit: jax.Array
+    summed: jax.Array | None
+
+    def merged(self) -> Merged:
+        """The same, of a piece that is the whole vocabulary."""
+        return Merged(self.total.logsumexp(), self.hit, self.summed)
+
+
+class Merged(NamedTuple):
+    """Of the whole vocabulary, float32: the log-sum-exp, the target's logit, and the logits' sum or `None`.
+
+    Or their cotangents.
+    """
+
+    lse: jax.Array
+    hit: jax.Array
+    summed: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """How logits are made, and what is asked of them.
+
+    Args:
+      w_layout: "ve" or "ev", the order of w's axes.
+      softcap: logits become `softcap * tanh(logits / softcap)`; `None` leaves them.
+      summed: whether their sum is wanted.
+      filter: below which share of a token's largest coefficient a gradient is left out, by blocks; `None` for none.
+    """
+
+    w_layout: WeightLayout = "ve"
+    softcap: float | None = None
+    summed: bool = False
+    filter: float | None = None
+
+    @property
+    def words_axis(self) -> int:
+        """The vocabulary's axis of w."""
+        return self.w_layout.index("v")
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """How parts make a loss.
+
+    Args:
+      vocabulary: V, the whole one.
+      z_loss, label_smoothing, ignore_index: those of `linear_cross_entropy`.
+    """
+
+    vocabulary: int
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    ignore_index: int | None = None
+
+    def rows(self, targets: jax.Array) -> jax.Array:
+        """Targets as int32 rows, -1 for what is no row or ignored."""
+        return jnp.where(self._known(targets) & ~self._ignored(targets), _wide(targets), -1).astype(jnp.int32)
+
+    def losses(self, merged: Merged, targets: jax.Array, weights: jax.Array | None) -> jax.Array:
+        """The loss of each token, float32 of their shape, differentiable."""
+        loss = merged.lse - (1 - self.label_smoothing) * merged.hit
+        if merged.summed is not None:
+            loss = loss - self.label_smoothing / self.vocabulary * merged.summed
+        if self.z_loss:
+            loss = loss + self.z_loss * jnp.square(merged.lse)
+        ignored = self._ignored(targets)
+        # A factor, so that the gradient is no number either.
+        loss = loss * jnp.where(self._known(targets) | ignored, 1.0, jnp.nan)
+        if weights is not None:
+            loss = loss * weights
+        return jnp.where(ignored, 0.0, loss)
+
+    def _known(self, targets: jax.Array) -> jax.Array:
+        wide = _wide(targets)
+        return (wide >= 0) & (wide < self.vocabulary)
+
+    def _ignored(self, targets: jax.Array) -> jax.Array:
+        if self.ignore_index is None:
+            return jnp.zeros(targets.shape, bool)
+        return targets == self.ignore_index
+
+
+class Given(NamedTuple):
+    """Arguments in order: x (..., E), w, targets and weights (...) or `None`, and the two descriptions."""
+
+    x: jax.Array
+    w: jax.Array
+    targets: jax.Array
+    weights: jax.Array | None
+    logits: Logits
+    terms: Terms
+
+
+def checked(
+    op: str,
+    x: Any,
+    w: Any,
+    targets: Any,
+    *,
+    softcap: Any = None,
+    z_loss: Any = 0.0,
+    label_smoothing: Any = 0.0,
+    ignore_index: Any = None,
+    weights: Any = None,
+    filter: Any = None,
+    w_layout: str | None = None,
+) -> Given:
+    """The arguments of `linear_cross_entropy` in order, or a sentence on what is wrong with them.
+
+    Args:
+      op: who asks, for the sentence.
+
+    Raises:
+      KernelError: as documented there.
+    """
+    x, w, targets = jnp.asarray(x), jnp.asarray(w), jnp.asarray(targets)
+    for name, array in (("x", x), ("w", w)):
+        if array.dtype.name not in _DTYPES:
+            raise KernelError(
+                f"{op} takes float32, bfloat16 or float16, and {name} is {array.dtype.name}; convert with {name}.astype"
+            )
+    if x.ndim not in (2, 3) or x.shape[-1] == 0:
+        raise KernelError(
+            f"{op}: x has to be (tokens, width) or (batch, sequence, width) with a width of at least 1, "
+            f"not of shape {x.shape}"
+        )
+    layout = _layout(op, x.shape[-1], w, w_layout)
+    if targets.shape != x.shape[:-1]:
+        raise KernelError(
+            f"{op}: x of shape {x.shape} needs targets of shape {x.shape[:-1]}, one a token, not {targets.shape}"
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise KernelError(f"{op}: targets have to be integers, not {targets.dtype.name}")
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        if weights.shape != targets.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise KernelError(
+                f"{op}: weights have to be floating and of the targets' shape {targets.shape}, not "
+                f"{weights.dtype.name} of shape {weights.shape}"
+            )
+        weights = weights.astype(jnp.float32)
+    softcap = None if softcap is None else _number(op, "softcap", softcap, above=0.0)
+    filter = None if filter is None else _number(op, "filter", filter, least=0.0, below=1.0)
+    smoothing = _number(op, "label_smoothing", label_smoothing, least=0.0, below=1.0)
+    terms = Terms(
+        w.shape[layout.index("v")],
+        _number(op, "z_loss", z_loss, least=0.0),
+        smoothing,
+        _ignore_index(op, ignore_index, targets.dtype),
+    )
+    _check_targets(op, targets, terms)
+    return Given(x, w, targets, weights, Logits(layout, softcap, smoothing > 0, filter), terms)
+
+
+def _layout(op: str, width: int, w: jax.Array, asked: str | None) -> WeightLayout:
+    if asked not in (None, "ve", "ev"):
+        raise KernelError(
+            f"{op}: w_layout is 've' for (vocabulary, width), 'ev' for (width, vocabulary), not {asked!r}"
+        )
+    if w.ndim != 2 or 0 in w.shape:
+        raise KernelError(f"{op}: w has to be a matrix with something in it, not of shape {w.shape}")
+    fitting: list[WeightLayout] = [layout for layout in ("ve", "ev") if w.shape[layout.index("e")] == width]
+    if asked is not None and asked not in fitting:
+        raise KernelError(
+            f"{op}: w of shape {w.shape} as w_layout={asked!r} has a width of {w.shape[asked.index('e')]}, "
+            f"and x has one of {width}"
+        )
+    if not fitting:
+        raise KernelError(f"{op}: no axis of w, of shape {w.shape}, is as long as x is wide, {width}")
+    if asked is None and len(fitting) > 1:
+        raise KernelError(
+            f"{op}: either axis of w, of shape {w.shape}, may be the vocabulary; say w_layout='ve' or 'ev'"
+        )
+    return fitting[0] if asked is None else ("ve" if asked == "ve" else "ev")
+
+
+def _number(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise KernelError(f"{op}: {name} has to be known before tracing")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise KernelError(f"{op}: {name} has to be a number, not {value!r}") from None
+    fits = (
+        np.isfinite(number)
+        and (least is None or number >= least)
+        and (above is None or number > above)
+        and (below is None or number < below)
+    )
+    if not fits:
+        lower = f"greater than {above:g}" if above is not None else f"at least {least:g}"
+        raise KernelError(f"{op}: {name} has to be {lower}{f' and below {below:g}' if below else ''}, not {value!r}")
+    return number
+
+
+def _ignore_index(op: str, value: Any, dtype: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise KernelError(f"{op}: ignore_index has to be an integer or None, not {value!r}")
+    if not jnp.iinfo(dtype).min <= int(value) <= jnp.iinfo(dtype).max:
+        raise KernelError(f"{op}: no target of type {dtype.name} can be ignore_index={int(value)}; use int32 targets")
+    return int(value)
+
+
+def _check_targets(op: str, targets: Any, terms: Terms) -> None:
+    """Where targets are at hand; in a traced program the loss of a wrong one is NaN."""
+    if isinstance(targets, jax.core.Tracer) or not targets.size or not targets.is_fully_addressable:
+        return
+    values = np.asarray(targets)
+    bad = (values < 0) | (values >= terms.vocabulary)
+    if terms.ignore_index is not None:
+        bad &= values != terms.ignore_index
+    if bad.any():
+        place = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise KernelError(
+            f"{op}: the target {int(values[place])} at {place} is not in a vocabulary of {terms.vocabulary}, which has "
+            f"0 to {terms.vocabulary - 1}; for padding give ignore_index"
+        )
+
+
+def _wide(targets: jax.Array) -> jax.Array:
+    """In a type that holds V: a comparison with it must not wrap."""
+    return targets.astype(jnp.int32) if targets.dtype.itemsize < 4 else targets

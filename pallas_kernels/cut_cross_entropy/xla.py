@@ -1,0 +1,232 @@
+"""The loss in tiles, as XLA computes it anywhere: pieces of the vocabulary, and pieces of the tokens for each.
+
+Logits exist for `TILE` tokens and words at most, 16 MiB of float32, whatever N and V are. The forward pass keeps a
+running maximum and sum (Milakov & Gimelshein 2018). The backward pass makes each tile's logits again and its
+probabilities from the log-sum-exp; a word's gradient is summed over all tokens in float32 and written once, a token's
+is summed over all words in a float32 array of x's shape. So a pass needs a few tiles besides its outputs, and the
+backward pass that array.
+
+Where sizes are no multiple of a tile, the last tile begins earlier and leaves out what the one before it has done:
+nothing is padded, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts
+from pallas_kernels.softmax.pairs import pair
+
+__all__ = ["FILTER_TILE", "TILE", "backward", "forward", "skipped"]
+
+TILE = (2048, 2048)
+"""Tokens and words of a tile at most."""
+
+FILTER_TILE = (256, 512)
+"""The same of a block whose gradient may be left out: smaller, since one entry that counts keeps the block."""
+
+_dot = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)  # noqa: E731
+
+
+class _Running(NamedTuple):
+    """Of each token: the maximum so far, the sum of exponentials below it, the target's logit, the logits' sum."""
+
+    top: jax.Array
+    total: jax.Array
+    hit: jax.Array
+    summed: jax.Array | None
+
+
+def forward(inputs: Inputs, logits: Logits) -> Parts:
+    """The parts of every token."""
+    cut = _Cut.of(inputs, logits, TILE)
+
+    def of_words(i: jax.Array, state: _Running) -> _Running:
+        words = cut.words(i)
+
+        def tile(j: jax.Array, state: _Running) -> _Running:
+            tokens = cut.tokens(j)
+            old = jax.tree.map(tokens.take, state)
+            new = _add(old, *cut.logits_of(tokens, words)[:2], words.fresh)
+            if (fresh := tokens.fresh) is not None:
+                new = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), new, old)
+            return jax.tree.map(tokens.put, state, new)
+
+        return lax.fori_loop(0, cut.token_tiles, tile, state)
+
+    start = jnp.zeros(inputs.rows.shape, jnp.float32)
+    state = _Running(start - jnp.inf, start, start, start if logits.summed else None)
+    state = lax.fori_loop(0, cut.word_tiles, of_words, state)
+    return Parts(pair(_finite(state.top), state.total), state.hit, state.summed)
+
+
+def _add(old: _Running, logits: jax.Array, hit: jax.Array, fresh: jax.Array | None) -> _Running:
+    """One more tile."""
+    seen = logits if fresh is None else jnp.where(fresh, logits, -jnp.inf)
+    top = jnp.maximum(old.top, seen.max(1))
+    zero = _finite(top)
+    total = old.total * jnp.exp(old.top - zero) + jnp.exp(seen - zero[:, None]).sum(1)
+    summed = None
+    if old.summed is not None:
+        summed = old.summed + (logits if fresh is None else jnp.where(fresh, logits, 0)).sum(1)
+    return _Running(top, total, old.hit + jnp.where(hit, logits, 0).sum(1), summed)
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    return jnp.where(top == -jnp.inf, 0, top)
+
+
+def backward(
+    inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits, dw_dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of x and of w."""
+    cut = _Cut.of(inputs, logits, TILE if logits.filter is None else FILTER_TILE)
+    axis = logits.words_axis
+
+    def of_words(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # The last first: what it leaves out, the one before it overwrites.
+        words = cut.words(cut.word_tiles - 1 - i)
+
+        def tile(j: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            tokens = cut.tokens(j)
+            slope, needed = cut.slope_of(tokens, words, lse, slopes)
+            slope = slope.astype(inputs.x.dtype)
+
+            def work(dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
+                dx = tokens.put(dx, tokens.take(dx) + _dot(f"nv,{logits.w_layout}->ne", slope, words.values))
+                return dx, dw + _dot(f"nv,ne->{logits.w_layout}", slope, tokens.values)
+
+            return work(*state) if needed is None else lax.cond(needed, work, lambda *same: same, *state)
+
+        dx, dw = state
+        dx, found = lax.fori_loop(0, cut.token_tiles, tile, (dx, jnp.zeros(words.values.shape, jnp.float32)))
+        return dx, words.put(dw, found.astype(dw.dtype), axis)
+
+    start = jnp.zeros(inputs.x.shape, jnp.float32), jnp.zeros(inputs.w.shape, dw_dtype)
+    dx, dw = lax.fori_loop(0, cut.word_tiles, of_words, start)
+    return dx.astype(inputs.x.dtype), dw
+
+
+def skipped(inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits) -> jax.Array:
+    """The share of blocks that `backward` leaves out, float32."""
+    cut = _Cut.of(inputs, logits, FILTER_TILE)
+
+    def of_words(i: jax.Array, count: jax.Array) -> jax.Array:
+        words = cut.words(i)
+
+        def tile(j: jax.Array, count: jax.Array) -> jax.Array:
+            needed = cut.slope_of(cut.tokens(j), words, lse, slopes)[1]
+            return count if needed is None else count + ~needed
+
+        return lax.fori_loop(0, cut.token_tiles, tile, count)
+
+    count = lax.fori_loop(0, cut.word_tiles, of_words, jnp.zeros([], jnp.int32))
+    return count.astype(jnp.float32) / (cut.token_tiles * cut.word_tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Some tokens or words.
+
+    Args:
+      start, size: which.
+      values: their vectors, in x's type.
+      fresh: which of them no tile before has done; `None` for all.
+    """
+
+    start: jax.Array
+    size: int
+    values: jax.Array
+    fresh: jax.Array | None
+
+    def take(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+
+    def put(self, x: jax.Array, part: jax.Array, axis: int = 0) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, part, self.start, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How tokens and words are cut.
+
+    Args:
+      inputs, logits: what to compute.
+      token_size, word_size, token_tiles, word_tiles: of tiles, and how many.
+    """
+
+    inputs: Inputs
+    logits: Logits
+    token_size: int
+    word_size: int
+    token_tiles: int
+    word_tiles: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, logits: Logits, tile: tuple[int, int]) -> _Cut:
+        lengths = inputs.x.shape[0], inputs.w.shape[logits.words_axis]
+        sizes = [_size(length, most) for length, most in zip(lengths, tile, strict=True)]
+        return cls(inputs, logits, *sizes, *(max(1, -(-n // max(1, s))) for n, s in zip(lengths, sizes, strict=True)))
+
+    def tokens(self, j: jax.Array) -> _Tile:
+        return self._tile(self.inputs.x, j, self.token_size, 0)
+
+    def words(self, i: jax.Array) -> _Tile:
+        return self._tile(self.inputs.w, i, self.word_size, self.logits.words_axis)
+
+    def _tile(self, x: jax.Array, i: jax.Array, size: int, axis: int) -> _Tile:
+        length = x.shape[axis]
+        start = jnp.minimum(i * size, length - size)
+        fresh = start + jnp.arange(size) >= i * size if length % max(1, size) else None
+        values = _slice(x, start, size, axis).astype(self.inputs.x.dtype)
+        return _Tile(start, size, values, fresh)
+
+    def logits_of(self, tokens: _Tile, words: _Tile) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """A tile's float32 logits, which of them are targets, and what a soft-cap multiplies their gradient by."""
+        logits, slope = _dot(f"ne,{self.logits.w_layout}->nv", tokens.values, words.values), None
+        if (cap := self.logits.softcap) is not None:
+            tanh = jnp.tanh(logits / cap)
+            logits, slope = cap * tanh, 1 - tanh * tanh
+        hit = tokens.take(self.inputs.rows)[:, None] == words.start + jnp.arange(words.size)
+        return logits, hit if words.fresh is None else hit & words.fresh, slope
+
+    def slope_of(
+        self, tokens: _Tile, words: _Tile, lse: jax.Array, slopes: Merged
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The cotangent of a tile's products, 0 where done before, and whether any of it counts (`None`: all does)."""
+        logits, hit, cap = self.logits_of(tokens, words)
+        d = jax.tree.map(tokens.take, slopes)
+        slope = d.lse[:, None] * jnp.exp(logits - tokens.take(lse)[:, None]) + jnp.where(hit, d.hit[:, None], 0)
+        if d.summed is not None:
+            slope = slope + d.summed[:, None]
+        if cap is not None:
+            slope = slope * cap
+        if words.fresh is not None:
+            slope = jnp.where(words.fresh, slope, 0)
+        if tokens.fresh is not None:
+            slope = jnp.where(tokens.fresh[:, None], slope, 0)
+        if self.logits.filter is None:
+            return slope, None
+        largest = jnp.stack([jnp.abs(x) for x in jax.tree.leaves(d)]).max(0)
+        # Not the other way round: what is no number counts.
+        return slope, ~jnp.all(jnp.abs(slope) <= self.logits.filter * largest[:, None])
+
+
+def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
+    """`lax.dynamic_slice_in_dim`; of 16 bits XLA for CPUs would widen all of x for it, once, before the loop."""
+    if x.dtype.itemsize == 2:
+        x, start = lax.optimization_barrier((x, start))
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _size(length: int, most: int) -> int:
+    """As few tiles as `most` allows, of one size, in whole vector registers where there are several."""
+    if length <= most:
+        return length
+    even = -(-length // -(-length // most))
+    return min(most, -(-even // 128) * 128)

@@ -5,17 +5,13 @@ On a TPU `deterministic` changes nothing: every sum here has one order. See `tpu
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.dispatch import Target
-from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score
-from pallas_kernels.flash_attention.masks import Mask, Tokens
+from pallas_kernels.flash_attention import examples
+from pallas_kernels.flash_attention.inputs import Inputs
+from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_backward import backward
 from pallas_kernels.flash_attention.tpu_forward import forward
 from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Side, step_count
@@ -73,3 +69,28 @@ def supported(
 def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, **_: Any) -> Any:
     """Output and log-sum-exp, or cotangents of q, k, v and bias."""
     return (forward if direction == "forward" else backward)(target, inputs, how.mask, how.score, *others)
+
+
+def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """What ships, for the gate: (name, function, shapes)."""
+    for name, case in CASES.items():
+        for direction in ("forward", "backward"):
+            yield (f"{name} {direction}", *examples.case(run, direction, **case))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16 128 causal": {"mask": Mask(causal=True)},
+    "bfloat16 64 causal": {"mask": Mask(causal=True), "d": 64, "dv": 64},
+    "bfloat16 80": {"mask": Mask(), "d": 80, "dv": 80},
+    "bfloat16 96 window segments": {"mask": Mask(causal=True, window=1000), "segments": True, "d": 96, "dv": 96},
+    "bfloat16 192-128 causal segments": {"mask": Mask(causal=True), "segments": True, "d": 192, "kv": 8},
+    "bfloat16 256 window positions softcap": {
+        "mask": Mask(causal=True, window=700), "positions": True, "softcap": 50.0, "d": 256, "dv": 256,
+    },
+    "bfloat16 128 odd lengths": {"mask": Mask(causal=True), "segments": True, "s": 1000, "t": 1333},
+    "bfloat16 128 sigmoid": {"mask": Mask(window=500), "segments": True, "kind": "sigmoid"},
+    "float32 128 all": {
+        "mask": Mask(causal=True, window=900), "segments": True, "positions": True, "softcap": 30.0, "dtype": "float32",
+    },
+}  # fmt: skip
+"""What the gate compiles: a name -> arguments of `examples.case`."""

@@ -7,6 +7,8 @@ log-sum-exp then lies along the lanes as it comes, and every product but the fir
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +16,7 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
-from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Refs, Side, column, lanes, product, scores, walk
+from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Refs, Side, column, lanes, product, scores, units, walk
 
 
 def backward(
@@ -36,8 +38,8 @@ def backward(
         "dout": cut.wide(dout, "queries"),
     }
     if lse is not None and dlse is not None:
-        stats = zip(("lse", "delta"), xla.of_rows(out, lse, dout, dlse), strict=True)
-        arrays |= {name: cut.rows(x) for name, x in stats}
+        lse, delta = xla.of_rows(out, lse, dout, dlse)
+        arrays |= {"lse": cut.rows(lse * units(inputs.q.dtype)[0]), "delta": cut.rows(delta)}
     dk, dv = _of_keys(target, cut, inputs, score, arrays)
     return (
         cut.narrow(_of_queries(target, cut, inputs, score, arrays), cut.s, inputs.q.shape[3]),
@@ -63,7 +65,7 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
         found, slope = scores(refs["q"][...], key, score, seen)
         dweights = product(refs["dout"][...], refs["v"][...], (1, 1))
         lse, delta = (lanes(refs[f"{n}_column"][...], cut.k_tile) for n in stats) if stats else (None, None)
-        dscores = _gradient(found, slope, dweights, lse, delta)[1]
+        dscores = _gradient(key.dtype, found, slope, dweights, lse, delta)[1]
         refs["acc"][...] += product(dscores.astype(key.dtype), key, (1, 0))
 
     def end(refs: Refs) -> None:
@@ -92,7 +94,7 @@ def _of_keys(
         found, slope = scores(refs["k"][...], query, score, seen)
         dweights = product(refs["v"][...], dout, (1, 1))
         lse, delta = (refs["lse"][...], refs["delta"][...]) if "lse" in refs else (None, None)
-        weights, dscores = _gradient(found, slope, dweights, lse, delta)
+        weights, dscores = _gradient(query.dtype, found, slope, dweights, lse, delta)
         refs["dv_acc"][...] += product(weights.astype(dout.dtype), dout, (1, 0))
         refs["dk_acc"][...] += product(dscores.astype(query.dtype), query, (1, 0))
 
@@ -108,13 +110,18 @@ def _of_keys(
 
 
 def _gradient(
-    scores: jax.Array, slope: jax.Array | None, dweights: jax.Array, lse: jax.Array | None, delta: jax.Array | None
+    dtype: Any,
+    scores: jax.Array,
+    slope: jax.Array | None,
+    dweights: jax.Array,
+    lse: jax.Array | None,
+    delta: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weights again, and the cotangent of q k times the scale, which is left to the end."""
+    """The weights again (`lse` is in the scores' units), and the cotangent of q k times the scale, which is left to the end."""
     if lse is None or delta is None:
         weights = jax.nn.sigmoid(scores)
         dscores = dweights * weights * (1 - weights)
     else:
-        weights = jnp.exp(scores - lse)
+        weights = units(dtype)[1](scores - lse)
         dscores = weights * (dweights - delta)
     return weights, dscores if slope is None else dscores * slope

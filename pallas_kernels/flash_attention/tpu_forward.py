@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
-from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Refs, lanes, product, scores, walk
+from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Refs, lanes, product, scores, units, walk
 
 
 def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
@@ -19,6 +19,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     cut = Cut.of_inputs(target, "forward", inputs, mask)
     q, k, v = cut.wide(inputs.q, "queries"), cut.wide(inputs.k, "keys"), cut.wide(inputs.v, "keys")
     width, softmax = v.shape[3], score.kind == "softmax"
+    unit, exp = units(q.dtype)
 
     def begin(refs: Refs) -> None:
         refs["acc"][...] = jnp.zeros((cut.q_tile, width), jnp.float32)
@@ -35,7 +36,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         top = refs["top"][...]
         higher = jnp.maximum(top, found.max(1, keepdims=True))
         finite = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing seen so far: weights of 0 and not NaN
-        fade, weights = jnp.exp(top - finite), jnp.exp(found - lanes(finite, cut.k_tile))
+        fade, weights = exp(top - finite), exp(found - lanes(finite, cut.k_tile))
         refs["top"][...] = higher
         refs["total"][...] = refs["total"][...] * fade + weights.sum(1, keepdims=True)
         mixed = product(weights.astype(value.dtype), value, (1, 0))
@@ -48,7 +49,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
             some = total > 0
             total = jnp.where(some, total, 1.0)
             acc = acc * lanes(1 / total, width)
-            refs["lse"][...] = jnp.where(some, refs["top"][...] + jnp.log(total), -jnp.inf).T[:1]
+            refs["lse"][...] = jnp.where(some, refs["top"][...] * (1 / unit) + jnp.log(total), -jnp.inf).T[:1]
         refs["out"][...] = acc.astype(refs["out"].dtype)
 
     outs = {"out": jax.ShapeDtypeStruct((*q.shape[:3], width), q.dtype)}

@@ -233,14 +233,28 @@ def product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
     )  # fmt: skip
 
 
+def units(dtype: Any) -> tuple[float, Callable[[jax.Array], jax.Array]]:
+    """What a softmax's scores are multiplied by, and the function that makes weights of them.
+
+    A TPU has `exp2`, and `exp` multiplies once more; but scores in units of log(2) round once more, which float32 shows.
+    """
+    return (1.0, jnp.exp) if dtype == jnp.float32 else (math.log2(math.e), jnp.exp2)
+
+
 def scores(x: jax.Array, y: jax.Array, score: Score, seen: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """A tile's scores, -inf where unseen, and what a soft-cap multiplies their gradient by, or `None`."""
-    found, slope = product(x, y, (1, 1)) * score.scale, None
-    if score.softcap is not None:
-        tanh = jnp.tanh(found * (1 / score.softcap))
-        found, slope = score.softcap * tanh, 1 - tanh * tanh
+    """A tile's scores, -inf where unseen, and what a soft-cap multiplies their gradient by, or `None`.
+
+    Those of a softmax are in `units`.
+    """
+    unit = units(x.dtype)[0] if score.kind == "softmax" else 1.0
+    found, slope = product(x, y, (1, 1)), None
+    if score.softcap is None:
+        found = found * (score.scale * unit)
+    else:
+        tanh = jnp.tanh(found * (score.scale / score.softcap))
+        found, slope = (score.softcap * unit) * tanh, 1 - tanh * tanh
     if score.shift:
-        found = found + score.shift
+        found = found + score.shift * unit
     return (found if seen is None else jnp.where(seen, found, -jnp.inf)), slope
 
 

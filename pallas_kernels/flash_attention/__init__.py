@@ -79,8 +79,8 @@ def flash_attention(
       return_lse: also return the float32 log-sum-exp of the seen scores, (B, S, H), -inf where there are none. Its
         cotangent is taken.
       deterministic: equal bits on every run, where an implementation offers a faster way without.
-      implementation: "xla", "mosaic_tpu", "dense" (the S x T reference), or "cudnn" (for comparison); `None` is the best here. A
-        named one is also the one that the gradient uses.
+      implementation: "mosaic_tpu", "xla", "dense" (the S x T reference), or "cudnn" (for comparison); `None` is the
+        best here. A named one is also the one that the gradient uses.
       blocks: a block-sparse mask besides, over indices.
 
     Returns:

@@ -45,7 +45,10 @@ def case(
 
     t = s if t is None else t
     how = _How(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, False, None)
-    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+
+    def array(*shape: int, dtype: str = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     ids = array(b, s, dtype="int32"), array(b, t, dtype="int32")
     tokens = Tokens(*(ids if segments else (None, None)), *(ids if positions else (None, None)))
     inputs = Inputs(array(b, s, h, d), array(b, t, kv, d), array(b, t, kv, dv), None, tokens)

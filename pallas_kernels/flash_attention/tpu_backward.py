@@ -117,7 +117,7 @@ def _gradient(
     lse: jax.Array | None,
     delta: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weights again (`lse` is in the scores' units), and the cotangent of q k times the scale, which is left to the end."""
+    """The weights again, by a log-sum-exp in the scores' units, and the cotangent of scale * q k."""
     if lse is None or delta is None:
         weights = jax.nn.sigmoid(scores)
         dscores = dweights * weights * (1 - weights)

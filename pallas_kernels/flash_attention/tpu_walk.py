@@ -157,19 +157,19 @@ def _fit(tile: int, length: int, block: int | None) -> int:
 
 
 class Steps(NamedTuple):
-    """The list of meetings: int32, (1 or B) x `count` numbers each.
+    """The list of meetings: int32, (1 or B) x `length` numbers each.
 
     Args:
       own, other: which tiles meet.
       todo: what is to be done: begin, add a full tile, add one with its mask, end; or nothing.
-      count: how many there are for an example.
+      length: how many there are for an example.
       each: whether every example has its own.
     """
 
     own: Any
     other: Any
     todo: Any
-    count: int
+    length: int
     each: bool
 
 
@@ -204,7 +204,8 @@ def steps(cut: Cut, tokens: Tokens, own: Side) -> Steps:
         + _PARTIAL * ((visit >= at(met.full)) & (visit < at(met.count)))
         + _END * (visit == at(length) - 1)
     )
-    return Steps(*(x.astype(np.int32).reshape(-1) for x in (mine, other, todo)), count, examples > 1)
+    mine, other, todo = (x.astype(np.int32).reshape(-1) for x in (mine, other, todo))
+    return Steps(mine, other, todo, count, examples > 1)
 
 
 def _may(plan: Steps, what: int) -> bool:
@@ -236,7 +237,7 @@ def product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
 def units(dtype: Any) -> tuple[float, Callable[[jax.Array], jax.Array]]:
     """What a softmax's scores are multiplied by, and the function that makes weights of them.
 
-    A TPU has `exp2`, and `exp` multiplies once more; but scores in units of log(2) round once more, which float32 shows.
+    A TPU has `exp2`, and `exp` multiplies once more; but scores in units of log(2) round once more, as float32 shows.
     """
     return (1.0, jnp.exp) if dtype == jnp.float32 else (math.log2(math.e), jnp.exp2)
 
@@ -259,7 +260,7 @@ def scores(x: jax.Array, y: jax.Array, score: Score, seen: jax.Array | None) -> 
 
 
 def _seen(cut: Cut, own: Side, refs: Refs, i: Any, j: Any) -> jax.Array | None:
-    """`masks.visible`'s rule for tile `i` of the own side and tile `j` of the other, without blocks: tiles keep them."""
+    """`masks.visible`'s rule for tiles `i` of the own side and `j` of the other; blocks are never cut by a tile."""
     shape = (cut.q_tile, cut.k_tile) if own == "queries" else (cut.k_tile, cut.q_tile)
     mine, other = ("q", "k") if own == "queries" else ("k", "q")
     index = [
@@ -331,7 +332,7 @@ def walk(
         tile = cut.k_tile if of_keys else cut.q_tile
 
         def place(b: Any, h: Any, n: Any, g: Any, own_ref: Any, other_ref: Any, todo_ref: Any) -> tuple[Any, ...]:
-            n = b * plan.count + n if plan.each else n
+            n = b * plan.length + n if plan.each else n
             at = (own_ref if of_keys == (own == "keys") else other_ref)[n]
             if name in of_tokens:
                 return b, 0, at
@@ -354,7 +355,7 @@ def walk(
     def kernel(own_ref: Any, other_ref: Any, todo_ref: Any, *references: Any) -> None:
         refs = dict(zip(names, references, strict=True))
         b, n, g = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-        n = b * plan.count + n if plan.each else n
+        n = b * plan.length + n if plan.each else n
         i, j, todo = own_ref[n], other_ref[n], todo_ref[n]
 
         @pl.when((todo & _BEGIN != 0) & (g == 0))
@@ -367,27 +368,27 @@ def walk(
         if _may(plan, _FULL):
 
             @pl.when(todo & _FULL != 0)
-            def _() -> None:
+            def _full() -> None:
                 add(refs, None)
 
         if _may(plan, _PARTIAL):
 
             @pl.when(todo & _PARTIAL != 0)
-            def _() -> None:
+            def _partial() -> None:
                 add(refs, _seen(cut, own, refs, i, j))
 
         @pl.when((todo & _END != 0) & (g == inner - 1))
         def _() -> None:
             end(refs)
 
-    pairs = cut.b * cut.h * plan.count * cut.q_tile * cut.k_tile
-    wide = [x for n, x in {**arrays, **outs}.items() if n not in _ROWS]
+    pairs = cut.b * cut.h * plan.length * cut.q_tile * cut.k_tile
+    wide: list[Any] = [x for named in (arrays, outs) for n, x in named.items() if n not in _ROWS]
     results = pl.pallas_call(
         kernel,
         out_shape=tuple(outs.values()),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(cut.b, heads, plan.count, inner),
+            grid=(cut.b, heads, plan.length, inner),
             in_specs=[spec(n, x) for n, x in given.items()],
             out_specs=tuple(spec(n, x) for n, x in outs.items()),
             scratch_shapes=[

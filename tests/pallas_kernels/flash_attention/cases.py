@@ -144,8 +144,13 @@ def truth(
     return np.einsum("bhst,bthd->bshd", weights, v), lse, (dq, dk, dv, dbias)
 
 
-def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: np.ndarray, options: dict[str, Any]) -> jax.Array:
-    """Attention as anybody writes it in jax.numpy: products in the arrays' dtype, the weights' function in float32."""
+def plain(
+    q: Any, k: Any, v: Any, bias: Any, *, seen: np.ndarray, options: dict[str, Any]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attention as anybody writes it in jax.numpy: products in the arrays' dtype, the weights' function in float32.
+
+    With the log-sum-exp of a softmax, far below everything where nothing is seen.
+    """
     (_, _, h, d), (t, kv) = q.shape, k.shape[1:3]
     k, v = (jnp.repeat(a, h // kv, 2) for a in (k, v))
     scores = jnp.einsum("bshd,bthd->bhst", q, k).astype(jnp.float32) * d**-0.5
@@ -153,17 +158,19 @@ def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: np.ndarray, options: dict[
         scores = options["softcap"] * jnp.tanh(scores / options["softcap"])
     if bias is not None:
         scores = scores + bias
-    some = seen[:, None]
+    some, lse = seen[:, None], None
     if options.get("kind") == "sigmoid":
         weights = jax.nn.sigmoid(scores if bias is not None else scores - math.log(t)) * some
     else:
-        weights = jax.nn.softmax(jnp.where(some, scores, -1e30), -1) * some
-    return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)
+        scores = jnp.where(some, scores, -1e30)
+        weights = jax.nn.softmax(scores, -1) * some
+        lse = jax.nn.logsumexp(scores, -1).transpose(0, 2, 1)
+    return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v), lse
 
 
-def assert_as_exact_as(got: Any, theirs: Any, want: np.ndarray, what: str) -> None:
-    """Our error is at most twice the plain one's, or a few units in the last place of the largest value."""
+def assert_as_exact_as(got: Any, theirs: Any, want: np.ndarray, what: str, units: float = 1.0) -> None:
+    """Our error is at most twice the plain one's, or so many units in the last place."""
     assert got.shape == want.shape, f"{what}: {got.shape}, should be {want.shape}"
     error, plain_error = (np.linalg.norm(np.asarray(a, np.float64) - want) for a in (got, theirs))
-    floor = float(jnp.finfo(got.dtype).eps) * np.linalg.norm(want)
+    floor = units * float(jnp.finfo(got.dtype).eps) * np.linalg.norm(want)
     assert error <= max(2 * plain_error, floor), f"{what}: off by {error:.2e}, plain {plain_error:.2e}, {floor:.2e}"

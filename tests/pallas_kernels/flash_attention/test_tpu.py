@@ -18,8 +18,10 @@ from tests.pallas_kernels.flash_attention.test_values import check
 
 CASES = covering(
     {n: FEATURES[n] for n in ("widths", "causal", "segments", "positions", "window", "softcap", "kind")}
-    | {"dtype": ("float32", "bfloat16"), "heads": ((4, 2), (2, 2)), "lengths": ((41, 41), (37, 70), (64, 64))}
+    | {"dtype": ("float32", "bfloat16"), "heads": ((2, 1), (4, 2)), "lengths": ((41, 41), (37, 70))}
 )
+UNITS = {"float32": 4.0, "bfloat16": 1.0}
+"""The largest scores are about 8 here: half a unit in the last place of one is 4 units of the weight made from it."""
 GATE = {name: (fn, shapes) for name, fn, shapes in configurations("flash_attention", "tpu")}
 B, S, H, K, D = 2, 48, 2, 1, 16
 
@@ -42,21 +44,20 @@ def close(got, want, tolerance=2e-5):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_values_and_gradients_are_as_exact_as_plain_ones(case, small_tiles, capsys):
     with interpreted(races=True):
-        check(dict.fromkeys(FEATURES) | case, "mosaic_tpu")
+        check(dict.fromkeys(FEATURES) | case, "mosaic_tpu", UNITS[case["dtype"]])
     assert "RACE" not in capsys.readouterr().out
 
 
 def test_a_table_of_blocks_decides_which_tiles_are_walked(small_tiles):
-    q, k, v = arrays()
     blocks = Blocks.of(np.array([[1, 0], [0, 1], [0, 0]], bool), query=16, key=32)  # the last queries see nothing
 
     def value(implementation):
         f = lambda *a: flash_attention(*a, blocks=blocks, return_lse=True, implementation=implementation)  # noqa: E731
-        y, pull = jax.vjp(f, q, k, v)
+        y, pull = jax.vjp(f, *arrays())
         return y, pull(jax.tree.map(jnp.ones_like, y))
 
     with interpreted():
-        close(value("mosaic_tpu"), value("dense"))
+        close(jax.jit(value, static_argnums=0)("mosaic_tpu"), value("dense"))
 
 
 def test_a_tile_that_nobody_sees_is_not_computed_with(small_tiles):
@@ -64,6 +65,7 @@ def test_a_tile_that_nobody_sees_is_not_computed_with(small_tiles):
     ids = np.tile((np.arange(S) >= 32).astype(np.int32), (B, 1))  # a tile of keys of its own, and one of queries
     spoil = lambda x: x.at[:, 32:].set(jnp.nan)  # noqa: E731
 
+    @jax.jit
     def value(q, k, v):
         f = lambda q: flash_attention(q, k, v, segment_ids=ids, implementation="mosaic_tpu")[:, :32]  # noqa: E731
         y, pull = jax.vjp(f, q)
@@ -79,8 +81,10 @@ def test_under_vmap_every_example_walks_its_own_tiles_and_empty_rows_stay_zero(s
 
     def grads(implementation):
         def one(q, k, v, of_q, ids):
-            f = lambda *a: flash_attention(*(x[None] for x in a), causal=True, segment_ids=(of_q[None], ids[None]),
-                                           return_lse=True, implementation=implementation)  # noqa: E731  # fmt: skip
+            def f(*a):
+                rest = {"segment_ids": (of_q[None], ids[None]), "implementation": implementation}
+                return flash_attention(*(x[None] for x in a), causal=True, return_lse=True, **rest)
+
             y, pull = jax.vjp(f, q, k, v)
             # what a merge of two empty rows makes: NaN
             return y, pull((jnp.ones_like(y[0]), jnp.where(jnp.isneginf(y[1]), jnp.nan, 1.0)))
@@ -88,9 +92,11 @@ def test_under_vmap_every_example_walks_its_own_tiles_and_empty_rows_stay_zero(s
         return jax.vmap(one)(*arrays(), of_q, ids)
 
     with interpreted():
-        got = grads("mosaic_tpu")
+        got = jax.jit(grads, static_argnums=0)("mosaic_tpu")
     (out, lse), (dq, *_) = got
-    assert not np.asarray(out)[:, 0, :16].any() and np.isneginf(lse[:, 0, :16]).all() and not np.asarray(dq)[:, :16].any()
+    assert (
+        not np.asarray(out)[:, 0, :16].any() and np.isneginf(lse[:, 0, :16]).all() and not np.asarray(dq)[:, :16].any()
+    )
     close(got, grads("xla"))
 
 

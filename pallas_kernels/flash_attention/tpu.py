@@ -19,7 +19,7 @@ from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Side, step_count
 WIDEST = 256
 """The largest head_dim: with a wider one, smaller tiles would be needed than the table has."""
 
-STEP_BYTES = 512 * 2**10
+STEP_BYTES = 768 * 2**10
 """What the list of steps may take of SMEM, of which there is 1 MiB."""
 
 

@@ -1,6 +1,6 @@
 """Flash attention for TPUs in Mosaic: only tiles that somebody sees are read and computed, keys are never repeated.
 
-On a TPU `deterministic` changes nothing: every sum here has one order. See `tpu_walk`, `tpu_forward`, `tpu_backward`.
+On a TPU `deterministic` changes nothing: every sum here has one order. See `tpu_steps`, `tpu_walk`, `tpu_forward`, `tpu_backward`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pallas_kernels.flash_attention.inputs import Inputs
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_backward import backward
 from pallas_kernels.flash_attention.tpu_forward import forward
-from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Side, step_count
+from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side, step_count
 
 WIDEST = 256
 """The largest head_dim: with a wider one, smaller tiles would be needed than the table has."""
@@ -92,5 +92,6 @@ CASES: dict[str, dict[str, Any]] = {
     "float32 128 all": {
         "mask": Mask(causal=True, window=900), "segments": True, "positions": True, "softcap": 30.0, "dtype": "float32",
     },
+    "float32 256 causal": {"mask": Mask(causal=True), "d": 256, "dv": 256, "dtype": "float32"},
 }  # fmt: skip
 """What the gate compiles: a name -> arguments of `examples.case`."""

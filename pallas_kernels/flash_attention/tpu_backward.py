@@ -16,7 +16,8 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
-from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Refs, Side, column, lanes, product, scores, units, walk
+from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side
+from pallas_kernels.flash_attention.tpu_walk import Refs, column, lanes, product, scores, units, walk
 
 
 def backward(

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
-from pallas_kernels.flash_attention.tpu_walk import LANES, Cut, Refs, lanes, product, scores, units, walk
+from pallas_kernels.flash_attention.tpu_steps import LANES, Cut
+from pallas_kernels.flash_attention.tpu_walk import Refs, lanes, product, scores, units, walk
 
 
 def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:

@@ -11,7 +11,7 @@ from pallas_kernels import tiles
 from pallas_kernels.aot import compile_kernel, why_no_tpu
 from pallas_kernels.dispatch import KernelError, interpreted
 from pallas_kernels.flash_attention import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, flash_attention, tile_table
-from pallas_kernels.flash_attention.tpu_walk import Cut, step_count, steps
+from pallas_kernels.flash_attention.tpu_steps import Cut, step_count, steps
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.flash_attention.cases import FEATURES, covering, name_of
 from tests.pallas_kernels.flash_attention.test_values import check

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Score
 from pallas_kernels.flash_attention.masks import Tokens
-from pallas_kernels.flash_attention.tpu_steps import BEGIN, END, ADD_ALL, LANES, OF_KEYS, ADD_SEEN, Cut, Side, steps
+from pallas_kernels.flash_attention.tpu_steps import ADD_ALL, ADD_SEEN, BEGIN, END, LANES, OF_KEYS, Cut, Side, steps
 
 VMEM_LIMIT = 48 * 2**20
 """Bytes that Mosaic may use; the smallest VMEM among v5e, v5p, v6e and tpu7x has 64 MiB."""

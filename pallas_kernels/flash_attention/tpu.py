@@ -1,7 +1,7 @@
 """Flash attention for TPUs in Mosaic: only tiles that somebody sees are read and computed, keys are never repeated.
 
-On a TPU `deterministic` changes nothing: every sum here has one order. `tpu_steps` lists the tiles that meet, `tpu_walk`
-runs a kernel along the list, `tpu_forward` and `tpu_backward` say what is done where two tiles meet.
+On a TPU `deterministic` changes nothing: every sum here has one order. `tpu_steps` lists the tiles that meet,
+`tpu_walk` runs a kernel along the list, `tpu_forward` and `tpu_backward` say what is done where two tiles meet.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ def keys(platform: str) -> Iterator[Key]:
     if platform == "tpu":
         for kernel, dtype, width in itertools.product(("forward", "backward"), ("bfloat16", "float32"), (128, 256)):
             yield {"kernel": kernel, "dtype": dtype, "width": width}
-        return
-    raise _none_for(platform)
 
 
 def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:

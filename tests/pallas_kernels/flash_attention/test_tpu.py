@@ -17,8 +17,8 @@ from tests.pallas_kernels.flash_attention.cases import FEATURES, covering, name_
 from tests.pallas_kernels.flash_attention.test_values import check
 
 CASES = covering(
-    {n: FEATURES[n] for n in ("widths", "causal", "segments", "positions", "window", "softcap", "kind")}
-    | {"dtype": ("float32", "bfloat16"), "heads": ((2, 1), (4, 2)), "lengths": ((41, 41), (37, 70))}
+    {n: FEATURES[n] for n in ("causal", "segments", "positions", "window", "softcap", "kind")}
+    | {"dtype": ("float32", "bfloat16"), "lengths": ((41, 41), (37, 70)), "widths": ((8, 24),), "heads": ((4, 2),)}
 )
 UNITS = {"float32": 4.0, "bfloat16": 1.0}
 """The largest scores are about 8 here: half a unit in the last place of one is 4 units of the weight made from it."""
@@ -170,6 +170,7 @@ def test_what_it_cannot_do_it_says(changes, words):
 @pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_kernels_compile_for_every_generation(topology):
-    for name in ("bfloat16 128 odd lengths forward", "bfloat16 96 window segments backward"):
-        fn, shapes = GATE[name]
-        assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()
+    # each direction on one generation with 128 MiB of VMEM and on one with less; the gate compiles all on all
+    forward = topology in ("v5e", "tpu7x")
+    fn, shapes = GATE["bfloat16 128 odd lengths forward" if forward else "bfloat16 96 window segments backward"]
+    assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()

@@ -18,7 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import Implementation, Target, dispatch
-from pallas_kernels.flash_attention import cudnn, gpu, reference, xla
+from pallas_kernels.flash_attention import cudnn, gpu, reference, tpu, xla
 from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score, checked
 from pallas_kernels.flash_attention.masks import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, tile_table, visible
 
@@ -79,8 +79,8 @@ def flash_attention(
       return_lse: also return the float32 log-sum-exp of the seen scores, (B, S, H), -inf where there are none. Its
         cotangent is taken.
       deterministic: equal bits on every run, where an implementation offers a faster way without.
-      implementation: "xla", "dense" (the S x T reference), or "cudnn" (for comparison); `None` is the best here. A
-        named one is also the one that the gradient uses.
+      implementation: "mosaic_gpu", "mosaic_tpu", "xla", "dense" (the S x T reference), or "cudnn" (for comparison);
+        `None` is the best here. A named one is also the one that the gradient uses.
       blocks: a block-sparse mask besides, over indices.
 
     Returns:
@@ -151,6 +151,7 @@ def _cudnn_supported(target: Target, *, how: _How, **case: Any) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
+    Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
 )
 """What is chosen from, best first."""

@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table, visible
 
-__all__ = ["TILE", "backward", "forward"]
+__all__ = ["TILE", "backward", "forward", "of_rows"]
 
 TILE = 512
 """Queries and keys of a tile at most: no larger matrix of scores is ever held."""
@@ -71,9 +71,7 @@ def backward(
     cut = _Cut.of(inputs, mask, score)
     queries, douts, stats = cut.queries(inputs.q, inputs.tokens), cut.split(dout), None
     if lse is not None and dlse is not None:
-        # Of an empty row nothing depends on anything, whatever a merge made of -inf.
-        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(lse == -jnp.inf, 0, dlse)
-        stats = tuple(cut.split(x[..., None])[..., 0] for x in (jnp.where(lse == -jnp.inf, 0, lse), delta))
+        stats = tuple(cut.split(x[..., None])[..., 0] for x in of_rows(out, lse, dout, dlse))
 
     def of_keys(carry: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
         j, (key, value), column = given
@@ -101,6 +99,13 @@ def backward(
         cut.join_keys(dv).astype(inputs.v.dtype),
         cut.join_bias(constant, dbias, inputs.bias),
     )
+
+
+def of_rows(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the gradient of a softmax needs of a row, float32 (B, S, H): a finite log-sum-exp, and its dot product."""
+    # Of an empty row nothing depends on anything, whatever a merge made of -inf.
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(lse == -jnp.inf, 0, dlse)
+    return jnp.where(lse == -jnp.inf, 0, lse), delta
 
 
 def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score) -> Any:

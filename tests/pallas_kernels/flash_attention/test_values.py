@@ -33,7 +33,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(xla, "TILE", 16)
 
 
-def check(case, implementation="xla"):
+def check(case, implementation="xla", units=1.0):
     arrays, options = make(case)
     (q, _, v, bias), softmax = arrays, case["kind"] == "softmax"
     b, s, h, _ = q.shape
@@ -61,13 +61,13 @@ def check(case, implementation="xla"):
     got, got_lse, got_grads = both(True, *arrays)
     theirs, _, their_grads = both(False, *arrays)
     assert got.dtype == q.dtype
-    assert_as_exact_as(got, theirs, out, "output", dtype=q.dtype)
+    assert_as_exact_as(got, theirs, out, "output", dtype=q.dtype, units=units)
     if softmax:
         assert got_lse.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got_lse), np.isneginf(lse))
         np.testing.assert_allclose(got_lse, lse, rtol=1e-4 if q.dtype == jnp.float32 else 1e-3, atol=1e-4)
     for name, x, y, want in zip(("dq", "dk", "dv", "dbias"), got_grads, their_grads, grads, strict=False):
-        assert_as_exact_as(x, y, want, name, dtype=q.dtype)
+        assert_as_exact_as(x, y, want, name, dtype=q.dtype, units=units)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

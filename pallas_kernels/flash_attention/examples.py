@@ -1,0 +1,57 @@
+"""Cases that the gate compiles and the tuner times: the shapes that one device holds of a long sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.dispatch import device
+from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score
+from pallas_kernels.flash_attention.masks import Mask, Tokens
+
+
+def case(
+    run: Callable[..., Any],
+    direction: str,
+    *,
+    mask: Mask,
+    b: int = 2,
+    s: int = 4096,
+    t: int | None = None,
+    h: int = 8,
+    kv: int = 2,
+    d: int = 128,
+    dv: int = 128,
+    dtype: str = "bfloat16",
+    kind: Kind = "softmax",
+    softcap: float | None = None,
+    segments: bool = False,
+    positions: bool = False,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """One direction of one implementation, for the device in scope: a function of local arrays, and their shapes.
+
+    Args:
+      run: of an implementation.
+      direction: "forward" or "backward".
+      mask: what is seen.
+      b, s, t, h, kv, d, dv: examples, queries, keys (as many by default), heads, key heads, widths of keys and values.
+      dtype: of q, k and v.
+      kind, softcap: of the scores.
+      segments, positions: whether tokens have them.
+    """
+    from pallas_kernels.flash_attention import _How
+
+    t = s if t is None else t
+    how = _How(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, False, None)
+
+    def array(*shape: int, dtype: str = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    ids = array(b, s, dtype="int32"), array(b, t, dtype="int32")
+    tokens = Tokens(*(ids if segments else (None, None)), *(ids if positions else (None, None)))
+    inputs = Inputs(array(b, s, h, d), array(b, t, kv, d), array(b, t, kv, dv), None, tokens)
+    out, rows = array(b, s, h, dv), array(b, s, h, dtype="float32") if kind == "softmax" else None
+    others = (out, rows, out, rows) if direction == "backward" else ()
+    return lambda *arrays: run(device(), *arrays, direction=direction, how=how), (inputs, *others)

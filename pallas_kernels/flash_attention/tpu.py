@@ -1,0 +1,98 @@
+"""Flash attention for TPUs in Mosaic: only tiles that somebody sees are read and computed, keys are never repeated.
+
+On a TPU `deterministic` changes nothing: every sum here has one order. `tpu_steps` lists the tiles that meet,
+`tpu_walk` runs a kernel along the list, `tpu_forward` and `tpu_backward` say what is done where two tiles meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention import examples
+from pallas_kernels.flash_attention.inputs import Inputs
+from pallas_kernels.flash_attention.masks import Mask
+from pallas_kernels.flash_attention.tpu_backward import backward
+from pallas_kernels.flash_attention.tpu_forward import forward
+from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side, step_count
+
+WIDEST = 256
+"""The largest head_dim: with a wider one, smaller tiles would be needed than the table has."""
+
+STEP_BYTES = 768 * 2**10
+"""What the list of steps may take of SMEM, of which there is 1 MiB."""
+
+
+def supported(
+    target: Target,
+    *,
+    direction: str,
+    how: Any,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    bias: tuple[int, ...] | None,
+    segments: bool,
+    positions: bool,
+    dtype: str,
+) -> str | None:
+    """Why the kernels cannot run, or `None`.
+
+    Args:
+      target: what for.
+      direction: "forward" or "backward".
+      how: its `mask` is asked.
+      q, k, v, bias: shapes.
+      segments, positions: whether tokens have them.
+      dtype: of q, k and v.
+    """
+    if dtype == "float16":
+        return "TPUs compute in bfloat16 and float32; XLA converts float16"
+    if bias is not None:
+        return "a bias is left to XLA, which adds it as it makes the scores"
+    if max(q[3], v[3]) > WIDEST:
+        return f"a head_dim is at most {WIDEST} in a kernel, not {max(q[3], v[3])}"
+    mask: Mask = how.mask
+    cut = Cut.of(target, direction, mask, q=q, v=v, dtype=dtype, segments=segments, positions=positions)
+    if mask.blocks is not None:
+        for what, size, tile in (("queries", mask.blocks.query, cut.q_tile), ("keys", mask.blocks.key, cut.k_tile)):
+            if not tile:
+                return f"a block of a mask has a multiple of {LANES} {what} in a kernel, not {size}"
+    sides: tuple[Side, ...] = ("queries",) if direction == "forward" else ("queries", "keys")
+    examples = q[0] if segments or positions else 1
+    needed = max(12 * examples * step_count(cut, side) for side in sides)
+    if needed > STEP_BYTES:
+        return f"the list of tiles to visit would take {needed} bytes, and {STEP_BYTES} are kept for it"
+    return None
+
+
+def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, **_: Any) -> Any:
+    """Output and log-sum-exp, or cotangents of q, k, v and bias."""
+    return (forward if direction == "forward" else backward)(target, inputs, how.mask, how.score, *others)
+
+
+def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """What ships, for the gate: (name, function, shapes)."""
+    for name, case in CASES.items():
+        for direction in ("forward", "backward"):
+            yield (f"{name} {direction}", *examples.case(run, direction, **case))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16 128 causal": {"mask": Mask(causal=True)},
+    "bfloat16 64 causal": {"mask": Mask(causal=True), "d": 64, "dv": 64},
+    "bfloat16 80": {"mask": Mask(), "d": 80, "dv": 80},
+    "bfloat16 96 window segments": {"mask": Mask(causal=True, window=1000), "segments": True, "d": 96, "dv": 96},
+    "bfloat16 192-128 causal segments": {"mask": Mask(causal=True), "segments": True, "d": 192, "kv": 8},
+    "bfloat16 256 window positions softcap": {
+        "mask": Mask(causal=True, window=700), "positions": True, "softcap": 50.0, "d": 256, "dv": 256,
+    },
+    "bfloat16 128 odd lengths": {"mask": Mask(causal=True), "segments": True, "s": 1000, "t": 1333},
+    "bfloat16 128 sigmoid": {"mask": Mask(window=500), "segments": True, "kind": "sigmoid"},
+    "float32 128 all": {
+        "mask": Mask(causal=True, window=900), "segments": True, "positions": True, "softcap": 30.0, "dtype": "float32",
+    },
+    "float32 256 causal": {"mask": Mask(causal=True), "d": 256, "dv": 256, "dtype": "float32"},
+}  # fmt: skip
+"""What the gate compiles: a name -> arguments of `examples.case`."""

@@ -144,9 +144,8 @@ def spans(
                     plgpu.wgmma(acc, x_s.at[slot, wg], side)
                     plgpu.wgmma_wait(1)
 
-                    @pl.when(c > 0)
-                    def _() -> None:
-                        plgpu.barrier_arrive(free.at[lax.rem(done + c - 1, slots)])
+                    before = lax.rem(done + c - 1, slots)
+                    pl.when(c > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
 
                 lax.fori_loop(0, chunks, chunk, None)
                 found = acc[...]
@@ -260,10 +259,9 @@ def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]
                 logits = Logits(layout, 30.0 if entry["key"]["softcap"] else None, summed)  # type: ignore[arg-type]
                 width = entry["key"]["width"]
                 shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
-                arrays = Inputs(
-                    *(jax.ShapeDtypeStruct(*a) for a in (((8192, width), dtype), (shape, dtype), ((8192,), "int32")))
-                )  # type: ignore[arg-type]
+                x, w = jax.ShapeDtypeStruct((8192, width), dtype), jax.ShapeDtypeStruct(shape, dtype)
+                arrays: Any = (x, w, jax.ShapeDtypeStruct((8192,), "int32"))
                 name = (
                     f"{dtype} {width} {layout} {vocabulary}{' softcap' * (logits.softcap is not None)}{' sum' * summed}"
                 )
-                yield name, lambda a, logits=logits: run(target, a, logits=logits), (arrays,)
+                yield name, lambda *a, logits=logits: run(target, Inputs(*a), logits=logits), arrays

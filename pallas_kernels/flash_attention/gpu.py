@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.dispatch import Target, hopper
 from pallas_kernels.flash_attention.gpu_forward import attend
@@ -26,6 +27,7 @@ from pallas_kernels.flash_attention.gpu_queries import of_queries
 from pallas_kernels.flash_attention.gpu_walk import LOG2E, ROWS, WARPGROUPS, Seen, Walk, Weigher
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Blocks, Mask, Tokens, Visits, masked, tile_table, visits
+from pallas_kernels.flash_attention.xla import of_rows
 from pallas_kernels.tiles import lookup
 
 TILE = ROWS * WARPGROUPS
@@ -124,9 +126,8 @@ def backward(
     (s, d), (t, dv) = q.shape[1::2], v.shape[1::2]
     stats = None
     if lse is not None and dlse is not None:
-        empty = lse == -jnp.inf
-        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(empty, 0, dlse)
-        stats = jnp.stack([jnp.where(empty, 0, lse) * LOG2E, delta], -1)
+        finite, common = of_rows(out, lse, dout, dlse)
+        stats = jnp.stack([finite * LOG2E, common], -1)
     found: dict[str, jax.Array] = {}
     for wanted in passes(d, dv, deterministic, score.softcap is not None):
         found |= one_pass(target, inputs, mask, score, stats, dout, wanted)
@@ -170,10 +171,11 @@ def one_pass(
         case.seen,
         case.weigher,
         slots=(tile["slots"], tile["others"]),
+        early=bool(tile["early"]),
     )
     if stay:
         return {"q": kernel(keys=tile["keys"])}
-    return kernel(wanted=wanted, queries=tile["queries"], early=bool(tile["early"]))  # type: ignore[no-any-return]
+    return kernel(wanted=wanted, queries=tile["queries"])  # type: ignore[no-any-return]
 
 
 def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:
@@ -226,11 +228,13 @@ class _Case:
 
         def seen(refs: Sequence[Any]) -> Seen:
             of_segments, of_positions = tuple(refs[:2]) if segments else None, tuple(refs[-2:]) if positions else None
-            return Seen(mask, s, t, t % k_tile > 0, of_segments, of_positions, turned)
+            return Seen(mask, s, t, t % k_tile > 0 and not mask.causal, of_segments, of_positions, turned)
 
         sizes = (q_tile, k_tile, q_tile, k_tile)
         given = (tokens.q_segments, tokens.k_segments, tokens.q_positions, tokens.k_positions)
-        filled = tuple(_fill(x, n) for x, n in zip(given, sizes, strict=True) if x is not None)
+        # Keys that fill up stand behind every query, so that a causal mask hides them without a rule more.
+        behind = (0, 0, 0, np.iinfo(np.int32).max)
+        filled = tuple(_fill(x, n, f) for x, n, f in zip(given, sizes, behind, strict=True) if x is not None)
         return cls(target, inputs, q_tile, k_tile, met, seen, filled, Weigher(score), turned)
 
     def q(self, x: jax.Array) -> jax.Array:
@@ -250,9 +254,9 @@ class _Case:
         return Walk.of(self.target, b, kv, h // kv, met, t * (d + dv) * 2)
 
 
-def _fill(x: jax.Array, tile: int) -> jax.Array:
+def _fill(x: jax.Array, tile: int, value: int = 0) -> jax.Array:
     short = -x.shape[1] % tile
-    return jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2)) if short else x
+    return jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2), constant_values=value) if short else x
 
 
 def _pack(inputs: Inputs, mask: Mask) -> Inputs:

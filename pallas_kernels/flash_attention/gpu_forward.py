@@ -28,6 +28,7 @@ from pallas_kernels.flash_attention.gpu_walk import (
     Walk,
     Weigher,
     accumulate,
+    again,
     plgpu,
     product,
     spread,
@@ -109,12 +110,12 @@ def attend(
                     acc, top, total = carry
                     slot = lax.rem(done + n, slots)
                     plgpu.barrier_wait(k_full.at[slot])
-                    raw = product(mine, k_s.at[slot].T, (ROWS, keys), swap)
+                    raw = product(q_s.at[again(wg, n)], k_s.at[slot].T, (ROWS, keys), swap)
                     plgpu.barrier_arrive(k_free.at[slot])
                     fold = weigher.folded
                     x = raw if fold is not None else weigher.base2(raw)[0]
                     if masked:
-                        x = hide(x, item.b, q0, item.visit(n) * keys)
+                        (x,) = hide(item.b, q0, item.visit(n) * keys, -jnp.inf, x)
                     fold = 1.0 if fold is None else fold
                     if softmax:
                         higher = jnp.maximum(top, x.max(1) * fold)

@@ -27,6 +27,7 @@ from pallas_kernels.flash_attention.gpu_walk import (
     Walk,
     Weigher,
     accumulate,
+    again,
     plgpu,
     product,
     spread,
@@ -109,26 +110,28 @@ def of_keys(
                 def turn(u: Any, n: Any, g: Any, sums: Any) -> Any:
                     slot, dout_slot = queue.slot(u), douts.slot(u)
                     i = item.visit(n)
-                    me = lax.rem(wg + WARPGROUPS * u, WARPGROUPS)  # wg, anew: hoisted descriptors would fill registers
+                    me = again(wg, u)
                     plgpu.barrier_wait(q_full.at[slot])
                     raw = product(k_s.at[me], q_s.at[slot].T, (ROWS, queries))
-                    fold = weigher.folded
-                    x, slope = (raw, None) if fold is not None else weigher.base2(raw)
-                    # A second loop for masked tiles would want registers of its own.
-                    x = lax.cond(n < full, lambda x: x, lambda x: hide(x, item.b, i * queries, k0), x)
 
                     def column(row: int) -> Any:
-                        layout = plgpu.Layout.WGMMA.reduce(0)
-                        return spread(plgpu.load(stats_s.at[slot, row], layout=layout, optimized=False), x.shape, 1)
+                        part = plgpu.load(stats_s.at[slot, row], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                        return spread(part, raw.shape, 1)
+
+                    def blank(*xs: Any) -> tuple[Any, ...]:
+                        # A second loop for masked tiles would want registers of its own.
+                        return lax.cond(
+                            n < full, lambda *xs: xs, lambda *xs: hide(item.b, i * queries, k0, 0.0, *xs), *xs
+                        )
 
                     def weigh() -> tuple[Any, Any]:
                         """The weights, and what dp is multiplied by: few registers are left for anything else."""
-                        if softmax:
-                            p = w = jnp.exp2(x * (1.0 if fold is None else fold) - column(0))
-                        else:
-                            p = 1 / (1 + jnp.exp2(-x))
-                            w = p * (1 - p)
-                        return p.astype(dtype), w if slope is None else w * slope
+                        p, w = weigher.weights(raw, lambda: column(0))
+                        if p is w:
+                            (p,) = blank(p)
+                            return p.astype(dtype), p
+                        p, w = blank(p, w)
+                        return p.astype(dtype), w
 
                     plgpu.barrier_wait(dout_full.at[dout_slot])
                     of_weights = lambda meanwhile: product(  # noqa: E731

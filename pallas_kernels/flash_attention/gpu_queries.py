@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -25,6 +24,7 @@ from pallas_kernels.flash_attention.gpu_walk import (
     Walk,
     Weigher,
     accumulate,
+    again,
     plgpu,
     product,
     spread,
@@ -48,6 +48,7 @@ def of_queries(
     *,
     keys: int,
     slots: tuple[int, int],
+    early: bool,
 ) -> jax.Array:
     """The cotangent of q, in its dtype.
 
@@ -56,6 +57,7 @@ def of_queries(
       walk: over tiles of 128 queries.
       keys: of a tile.
       slots: tiles of keys, and of values, on their way at a time.
+      early: as for `gpu_keys.of_keys`.
     """
     d, dv, dtype = q.shape[3], v.shape[3], q.dtype
     softmax, heads = stats is not None, walk.heads
@@ -87,23 +89,19 @@ def of_queries(
                 def turn(n: Any, acc: Any) -> Any:
                     u = done + n
                     slot, v_slot = ring_k.slot(u), ring_v.slot(u)
-                    me = lax.rem(wg + WARPGROUPS * u, WARPGROUPS)  # wg, anew, as in `gpu_keys`
+                    me = again(wg, u)
                     plgpu.barrier_wait(k_full.at[slot])
                     raw = product(q_s.at[me], k_s.at[slot].T, (ROWS, keys))
-                    fold = weigher.folded
-                    x, slope = (raw, None) if fold is not None else weigher.base2(raw)
-                    x = lax.cond(n < full, lambda x: x, lambda x: hide(x, item.b, q0, item.visit(n) * keys), x)
 
                     def weigh() -> Any:
-                        if softmax:
-                            w = jnp.exp2(x * (1.0 if fold is None else fold) - spread(lse, x.shape, 0))
-                        else:
-                            p = 1 / (1 + jnp.exp2(-x))
-                            w = p * (1 - p)
-                        return w if slope is None else w * slope
+                        w = weigher.weights(raw, lambda: spread(lse, raw.shape, 0))[1]
+                        blank = lambda w: hide(item.b, q0, item.visit(n) * keys, 0.0, w)[0]  # noqa: E731
+                        return lax.cond(n < full, lambda w: w, blank, w)
 
                     plgpu.barrier_wait(v_full.at[v_slot])
-                    dp, w = product(dout_s.at[me], v_s.at[v_slot].T, (ROWS, keys), weigh)
+                    w = None if early else weigh()
+                    dp = product(dout_s.at[me], v_s.at[v_slot].T, (ROWS, keys), weigh if early else None)
+                    dp, w = dp if early else (dp, w)
                     plgpu.barrier_arrive(v_free.at[v_slot])
                     ds = (w * (dp - spread(delta, dp.shape, 0) if softmax else dp)).astype(dtype)
                     acc = accumulate(target, {"q": acc}, lambda add: add("q", ds, k_s.at[slot]))["q"]

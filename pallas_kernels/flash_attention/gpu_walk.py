@@ -219,6 +219,15 @@ def accumulate(target: Target, sums: dict[str, Any], body: Callable[[Callable[[s
     return pl.run_state(run)({name: plgpu.ACC.init(x) for name, x in sums.items()})
 
 
+def again(wg: Any, turn: Any) -> Any:
+    """The number of a warpgroup, in a way that the compiler does not see through.
+
+    An operand that stays over a loop has dozens of wgmma descriptors, which it would compute before the loop and keep,
+    in registers that are needed for sums.
+    """
+    return lax.rem(wg + WARPGROUPS * turn, WARPGROUPS)
+
+
 def spread(x: Any, shape: tuple[int, int], axis: int) -> Any:
     """One value a row (axis 0) or a column (axis 1) as a matrix."""
     return lax.broadcast_in_dim(x, shape, (axis,))
@@ -236,7 +245,7 @@ class Seen:
     Args:
       mask: causal and window; blocks are whole tiles and known before.
       s, t: lengths before they were filled up.
-      padded: keys were.
+      padded: keys were, and nothing else hides those.
       segments, positions: references (B, S) and (B, T), or `None`.
       turned: rows are keys and columns queries.
     """
@@ -249,9 +258,9 @@ class Seen:
     positions: tuple[Any, Any] | None
     turned: bool = False
 
-    def hide(self, scores: Any, b: Any, q0: Any, k0: Any) -> Any:
-        """Scores of queries from q0 and keys from k0, minus infinity where unseen."""
-        shape, layout = scores.shape, plgpu.Layout.WGMMA
+    def hide(self, b: Any, q0: Any, k0: Any, blank: float, *xs: Any) -> tuple[Any, ...]:
+        """What belongs to queries from q0 and keys from k0, and `blank` where these are unseen by those."""
+        shape, layout = xs[0].shape, plgpu.Layout.WGMMA
         q_axis, k_axis = (1, 0) if self.turned else (0, 1)
         seen: Any = None
 
@@ -283,7 +292,7 @@ class Seen:
         if self.padded:
             k = index(k0, k_axis)
             seen = both(operator.gt, jnp.full(shape[q_axis], self.t, jnp.int32), k)
-        return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+        return xs if seen is None else tuple(jnp.where(seen, x, blank) for x in xs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,3 +320,22 @@ class Weigher:
         # tanh(z) = 1 - 2r, as exact as float32; the hardware's own is off by 2**-11 (PTX ISA, tanh.approx).
         r = 1 / (1 + jnp.exp2(raw * (2 * LOG2E * self.score.scale / cap)))
         return (cap + self.score.shift) * LOG2E - r * (2 * cap * LOG2E), 4 * r * (1 - r)
+
+    def weights(self, raw: Any, lse: Callable[[], Any]) -> tuple[Any, Any]:
+        """The weights again, and what their cotangents (less what a row has in common) are multiplied by.
+
+        Args:
+          raw: products.
+          lse: gives the log-sum-exp in base 2, spread; not called for sigmoid.
+        """
+        fold = self.folded
+        if fold is not None:
+            p = jnp.exp2(raw * fold - lse())
+            return p, p
+        x, slope = self.base2(raw)
+        if self.score.kind == "softmax":
+            p = w = jnp.exp2(x - lse())
+        else:
+            p = 1 / (1 + jnp.exp2(-x))
+            w = p * (1 - p)
+        return p, w if slope is None else w * slope

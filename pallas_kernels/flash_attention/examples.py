@@ -29,6 +29,7 @@ def case(
     softcap: float | None = None,
     segments: bool = False,
     positions: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """One direction of one implementation, for the device in scope: a function of local arrays, and their shapes.
 
@@ -40,11 +41,12 @@ def case(
       dtype: of q, k and v.
       kind, softcap: of the scores.
       segments, positions: whether tokens have them.
+      deterministic: of the backward pass.
     """
     from pallas_kernels.flash_attention import _How
 
     t = s if t is None else t
-    how = _How(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, False, None)
+    how = _How(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, deterministic, None)
 
     def array(*shape: int, dtype: str = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)

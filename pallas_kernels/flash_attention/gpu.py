@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import Target, hopper
+from pallas_kernels.flash_attention import examples
 from pallas_kernels.flash_attention.gpu_forward import attend
 from pallas_kernels.flash_attention.gpu_keys import of_keys
 from pallas_kernels.flash_attention.gpu_queries import of_queries
@@ -124,10 +125,7 @@ def backward(
     """Cotangents of q, k and v, and `None` for a bias."""
     q, v = inputs.q, inputs.v
     (s, d), (t, dv) = q.shape[1::2], v.shape[1::2]
-    stats = None
-    if lse is not None and dlse is not None:
-        finite, common = of_rows(out, lse, dout, dlse)
-        stats = jnp.stack([finite * LOG2E, common], -1)
+    stats = stats_of(out, lse, dout, dlse)
     found: dict[str, jax.Array] = {}
     for wanted in passes(d, dv, deterministic, score.softcap is not None):
         found |= one_pass(target, inputs, mask, score, stats, dout, wanted)
@@ -137,6 +135,14 @@ def backward(
     return dq, found["k"][:, :t], found["v"][:, :t], None
 
 
+def stats_of(out: jax.Array, lse: jax.Array | None, dout: jax.Array, dlse: jax.Array | None) -> jax.Array | None:
+    """For softmax, float32 (B, S, H, 2): the log-sum-exp in base 2, and what a row's cotangents have in common."""
+    if lse is None or dlse is None:
+        return None
+    finite, common = of_rows(out, lse, dout, dlse)
+    return jnp.stack([finite * LOG2E, common], -1)
+
+
 def one_pass(
     target: Target, inputs: Inputs, mask: Mask, score: Score, stats: jax.Array | None, dout: jax.Array, wanted: str
 ) -> dict[str, jax.Array]:
@@ -144,7 +150,7 @@ def one_pass(
 
     Args:
       target, inputs, mask, score: as elsewhere.
-      stats: for softmax, float32 (B, S, H, 2): the log-sum-exp in base 2, and what a row's cotangents have in common.
+      stats: of `stats_of`.
       dout: (B, S, H, Dv).
       wanted: one of `passes`.
 
@@ -220,20 +226,22 @@ class _Case:
     def of(
         cls, target: Target, inputs: Inputs, mask: Mask, score: Score, *, q_tile: int, k_tile: int, turned: bool = False
     ) -> _Case:
-        s, t, tokens = inputs.q.shape[1], inputs.k.shape[1], inputs.tokens
+        (b, s), t, tokens = inputs.q.shape[:2], inputs.k.shape[1], inputs.tokens
         table = tile_table(mask, tokens, s=s, t=t, q_tile=q_tile, k_tile=k_tile, each=True)
         table = masked(table) if t % k_tile else table
         met = visits(table.swapaxes(1, 2) if turned else table)
+        # Keys that fill up stand behind every query of a causal mask; else they are of a segment that nobody is of.
+        if t % k_tile and not mask.causal and tokens.q_segments is None:
+            tokens = tokens._replace(q_segments=jnp.zeros((b, s), jnp.int32), k_segments=jnp.zeros((b, t), jnp.int32))
+        nobody = 0 if tokens.q_segments is None else jnp.max(tokens.q_segments) + 1
         segments, positions = tokens.q_segments is not None, tokens.q_positions is not None
 
         def seen(refs: Sequence[Any]) -> Seen:
             of_segments, of_positions = tuple(refs[:2]) if segments else None, tuple(refs[-2:]) if positions else None
-            return Seen(mask, s, t, t % k_tile > 0 and not mask.causal, of_segments, of_positions, turned)
+            return Seen(mask, s, t, of_segments, of_positions, turned)
 
-        sizes = (q_tile, k_tile, q_tile, k_tile)
         given = (tokens.q_segments, tokens.k_segments, tokens.q_positions, tokens.k_positions)
-        # Keys that fill up stand behind every query, so that a causal mask hides them without a rule more.
-        behind = (0, 0, 0, np.iinfo(np.int32).max)
+        sizes, behind = (q_tile, k_tile, q_tile, k_tile), (0, nobody, 0, np.iinfo(np.int32).max)
         filled = tuple(_fill(x, n, f) for x, n, f in zip(given, sizes, behind, strict=True) if x is not None)
         return cls(target, inputs, q_tile, k_tile, met, seen, filled, Weigher(score), turned)
 
@@ -254,7 +262,7 @@ class _Case:
         return Walk.of(self.target, b, kv, h // kv, met, t * (d + dv) * 2)
 
 
-def _fill(x: jax.Array, tile: int, value: int = 0) -> jax.Array:
+def _fill(x: jax.Array, tile: int, value: Any = 0) -> jax.Array:
     short = -x.shape[1] % tile
     return jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2), constant_values=value) if short else x
 
@@ -276,55 +284,42 @@ def _pack(inputs: Inputs, mask: Mask) -> Inputs:
 
 def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, arguments), every width with every feature that changes a kernel."""
-    plain: dict[str, Any] = {}
-    features: dict[str, dict[str, Any]] = {
-        "full": plain,
-        "causal": {"causal": True},
-        "window": {"causal": True, "window": 1024},
-        "window both sides": {"window": 1024},
-        "packed": {"causal": True, "tokens": True},
-        "packed window": {"causal": True, "window": 1024, "tokens": True},
-        "softcap": {"causal": True, "softcap": 30.0},
-        "packed softcap": {"causal": True, "softcap": 30.0, "tokens": True},
-        "sigmoid": {"causal": True, "kind": "sigmoid"},
-        "packed sigmoid": {"causal": True, "kind": "sigmoid", "tokens": True},
-        "odd": {"causal": True, "length": 4001},
-        "packed odd": {"causal": True, "tokens": True, "length": 4001},
-        "deterministic": {"causal": True, "deterministic": True},
-        "deterministic packed softcap": {"causal": True, "softcap": 30.0, "tokens": True, "deterministic": True},
-    }
-    for width in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-        for name, options in features.items():
-            if options.get("deterministic") and "kvq" not in passes(*width, False):
-                continue
-            yield from _configuration(f"{width[0]}/{width[1]} {name}", width, "bfloat16", **options)
-    yield from _configuration("128/128 causal", (128, 128), "float16", causal=True)
-    yield from _configuration("128/128 short, heads packed", (128, 128), "bfloat16", causal=True, queries=8)
+    for width in WIDTHS:
+        for name, options in FEATURES.items():
+            fixed = options.get("deterministic", False)
+            if fixed and "kvq" not in passes(*width, False, "softcap" in options):
+                continue  # it is what runs anyway
+            for direction in ("forward", "backward")[fixed:]:
+                yield _configuration(name, width, direction, **options)
+    for direction in ("forward", "backward"):
+        yield _configuration("float16 causal", (128, 128), direction, mask=Mask(causal=True), dtype="float16")
+    yield _configuration("causal, heads packed", (128, 128), "forward", mask=Mask(causal=True), s=8, t=4096)
 
 
-def _configuration(
-    name: str,
-    width: tuple[int, int],
-    dtype: str,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
-    kind: Any = "softmax",
-    tokens: bool = False,
-    deterministic: bool = False,
-    length: int = 4096,
-    queries: int | None = None,
-) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    target, s = Target("NVIDIA H200", "cuda"), queries or length
-    mask, score = Mask(causal, window), Score(kind, width[0] ** -0.5, softcap, 0.0)
-    shape: Any = lambda *dims, of=dtype: jax.ShapeDtypeStruct(dims, of)  # noqa: E731
-    rows = (shape(2, s, of="int32"), shape(2, length, of="int32")) * 2 if tokens else (None,) * 4
-    q, k, v = shape(2, s, 16, width[0]), shape(2, length, 4, width[0]), shape(2, length, 4, width[1])
-    inputs, out, lse = Inputs(q, k, v, None, Tokens(*rows)), shape(2, s, 16, width[1]), shape(2, s, 16, of="float32")
-    if not deterministic:
-        yield f"{dtype} {name}", lambda i: forward(target, i, mask, score), (inputs,)
-    if queries is None:
-        stats = (lse, out, lse) if kind == "softmax" else (None, out, None)
-        grad = lambda *a: backward(target, a[0], mask, score, *a[1:], deterministic=deterministic)  # noqa: E731
-        yield f"{dtype} {name} backward", grad, (inputs, out, *stats)
+def _configuration(name: str, width: tuple[int, int], direction: str, **options: Any) -> Any:
+    fn, shapes = examples.case(run, direction, **({"h": 16, "kv": 4, "d": width[0], "dv": width[1]} | options))
+    return f"{width[0]}/{width[1]} {name} {direction}", fn, shapes
+
+
+WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+"""Of keys and values, that have tiles of their own."""
+
+_CAUSAL, _PACKED = {"mask": Mask(causal=True)}, {"mask": Mask(causal=True), "segments": True, "positions": True}
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {"mask": Mask()},
+    "causal": _CAUSAL,
+    "window": {"mask": Mask(causal=True, window=1024)},
+    "window both sides": {"mask": Mask(window=1024)},
+    "packed": _PACKED,
+    "packed window": _PACKED | {"mask": Mask(causal=True, window=1024)},
+    "softcap": _CAUSAL | {"softcap": 30.0},
+    "packed softcap": _PACKED | {"softcap": 30.0},
+    "sigmoid": _CAUSAL | {"kind": "sigmoid"},
+    "packed sigmoid": _PACKED | {"kind": "sigmoid"},
+    "odd": {"mask": Mask(), "s": 4001},
+    "odd packed both sides": {"mask": Mask(), "segments": True, "s": 4001},
+    "deterministic": _CAUSAL | {"deterministic": True},
+    "deterministic packed softcap": _PACKED | {"softcap": 30.0, "deterministic": True},
+}
+"""Arguments of `examples.case`."""

@@ -118,19 +118,18 @@ def of_keys(
                         part = plgpu.load(stats_s.at[slot, row], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                         return spread(part, raw.shape, 1)
 
-                    def blank(*xs: Any) -> tuple[Any, ...]:
+                    def blank(by: float, *xs: Any) -> tuple[Any, ...]:
                         # A second loop for masked tiles would want registers of its own.
-                        return lax.cond(
-                            n < full, lambda *xs: xs, lambda *xs: hide(item.b, i * queries, k0, 0.0, *xs), *xs
-                        )
+                        there = lambda *xs: hide(item.b, i * queries, k0, by, *xs)  # noqa: E731
+                        return lax.cond(n < full, lambda *xs: xs, there, *xs)
 
                     def weigh() -> tuple[Any, Any]:
                         """The weights, and what dp is multiplied by: few registers are left for anything else."""
-                        p, w = weigher.weights(raw, lambda: column(0))
-                        if p is w:
-                            (p,) = blank(p)
-                            return p.astype(dtype), p
-                        p, w = blank(p, w)
+                        if queries > ROWS:  # registers suffice if scores are masked, and below if weights are
+                            p, w = weigher.weights(raw, lambda: column(0), lambda x: blank(-jnp.inf, x)[0])
+                            return p.astype(dtype), w
+                        p, w = weigher.weights(raw, lambda: column(0), lambda x: x)
+                        p, w = blank(0.0, p) * 2 if p is w else blank(0.0, p, w)
                         return p.astype(dtype), w
 
                     plgpu.barrier_wait(dout_full.at[dout_slot])

@@ -94,7 +94,7 @@ def of_queries(
                     raw = product(q_s.at[me], k_s.at[slot].T, (ROWS, keys))
 
                     def weigh() -> Any:
-                        w = weigher.weights(raw, lambda: spread(lse, raw.shape, 0))[1]
+                        w = weigher.weights(raw, lambda: spread(lse, raw.shape, 0), lambda x: x)[1]
                         blank = lambda w: hide(item.b, q0, item.visit(n) * keys, 0.0, w)[0]  # noqa: E731
                         return lax.cond(n < full, lambda w: w, blank, w)
 

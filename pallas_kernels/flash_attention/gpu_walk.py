@@ -245,7 +245,6 @@ class Seen:
     Args:
       mask: causal and window; blocks are whole tiles and known before.
       s, t: lengths before they were filled up.
-      padded: keys were, and nothing else hides those.
       segments, positions: references (B, S) and (B, T), or `None`.
       turned: rows are keys and columns queries.
     """
@@ -253,7 +252,6 @@ class Seen:
     mask: Mask
     s: int
     t: int
-    padded: bool
     segments: tuple[Any, Any] | None
     positions: tuple[Any, Any] | None
     turned: bool = False
@@ -289,9 +287,6 @@ class Seen:
                     seen = both(operator.gt, q, k - self.mask.window)
         if self.segments is not None:
             seen = both(operator.eq, load(self.segments[0], q0, q_axis), load(self.segments[1], k0, k_axis))
-        if self.padded:
-            k = index(k0, k_axis)
-            seen = both(operator.gt, jnp.full(shape[q_axis], self.t, jnp.int32), k)
         return xs if seen is None else tuple(jnp.where(seen, x, blank) for x in xs)
 
 
@@ -321,18 +316,20 @@ class Weigher:
         r = 1 / (1 + jnp.exp2(raw * (2 * LOG2E * self.score.scale / cap)))
         return (cap + self.score.shift) * LOG2E - r * (2 * cap * LOG2E), 4 * r * (1 - r)
 
-    def weights(self, raw: Any, lse: Callable[[], Any]) -> tuple[Any, Any]:
+    def weights(self, raw: Any, lse: Callable[[], Any], hide: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The weights again, and what their cotangents (less what a row has in common) are multiplied by.
 
         Args:
           raw: products.
           lse: gives the log-sum-exp in base 2, spread; not called for sigmoid.
+          hide: makes unseen scores minus infinity, or leaves them.
         """
         fold = self.folded
         if fold is not None:
-            p = jnp.exp2(raw * fold - lse())
+            p = jnp.exp2(hide(raw) * fold - lse())
             return p, p
         x, slope = self.base2(raw)
+        x = hide(x)
         if self.score.kind == "softmax":
             p = w = jnp.exp2(x - lse())
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.aot import kernel_reports, why_no_gpu
-from pallas_kernels.dispatch import KernelError, Target, interpreted
+from pallas_kernels.dispatch import KernelError, Target, interpreted, on_device
 from pallas_kernels.flash_attention import Blocks, flash_attention
 from pallas_kernels.flash_attention.gpu_walk import Walk
 from pallas_kernels.flash_attention.masks import FULL, SKIP, visits
@@ -123,3 +124,18 @@ def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
     fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("flash_attention", "gpu") if n == name)
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]
+
+
+@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.parametrize(
+    ("kind", "deterministic", "kernels"),
+    [("NVIDIA H200", False, 2), ("NVIDIA H200", True, 3), ("NVIDIA A100", False, 0)],
+)
+def test_lowering_for_a_gpu_chooses_the_kernels_there_are(kind, deterministic, kernels):
+    def loss(q, k, v):
+        return flash_attention(q, k, v, causal=True, deterministic=deterministic).astype(jnp.float32).sum()
+
+    shapes = [jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
+    with on_device(kind):
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @\S*mosaic_gpu\S*\(", text)) == kernels

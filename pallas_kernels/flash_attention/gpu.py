@@ -320,6 +320,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "odd": {"mask": Mask(), "s": 4001},
     "odd packed both sides": {"mask": Mask(), "segments": True, "s": 4001},
     "deterministic": _CAUSAL | {"deterministic": True},
+    "deterministic packed": _PACKED | {"deterministic": True},
     "deterministic packed softcap": _PACKED | {"softcap": 30.0, "deterministic": True},
 }
 """Arguments of `examples.case`."""

@@ -43,6 +43,7 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
         return
     others, early = (1, 2) if widest else (2, 1), [False] if key["softcap"] or wide else [True, False]
     if key["kernel"] == "backward of q":
+        early = sorted(early) if key["tokens"] else early
         for keys, more, soon in itertools.product((64, 128) if wide or crowded else (128, 64), others, early):
             yield {"keys": keys, "slots": 2, "others": more, "early": int(soon)}
         return

@@ -177,7 +177,7 @@ def one_pass(
         case.seen,
         case.weigher,
         slots=(tile["slots"], tile["others"]),
-        early=bool(tile["early"]),
+        early=bool(tile["early"]) and score.kind == "softmax",  # sigmoid has two arrays of weights to hold
     )
     if stay:
         return {"q": kernel(keys=tile["keys"])}

@@ -80,6 +80,7 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
     x, w, rows = inputs
     (n, width), vocabulary, ve = x.shape, w.shape[logits.words_axis], logits.w_layout == "ve"
     stats, last = 4 if logits.summed else 3, pl.cdiv(vocabulary, words) - 1
+    w_block, w_place = ((words, width), lambda i, j: (j, 0)) if ve else ((width, words), lambda i, j: (0, j))
 
     def kernel(x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, own_ref: Any, *kept: Any) -> None:
         j = pl.program_id(1)
@@ -139,7 +140,7 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
         grid=(pl.cdiv(n, tokens), last + 1),
         in_specs=[
             pl.BlockSpec((tokens, width), lambda i, j: (i, 0)),
-            pl.BlockSpec((words, width), lambda i, j: (j, 0)) if ve else pl.BlockSpec((width, words), lambda i, j: (0, j)),
+            pl.BlockSpec(w_block, w_place),
             pl.BlockSpec((1, tokens), lambda i, j: (0, i)),
         ],
         out_specs=pl.BlockSpec((stats, tokens), lambda i, j: (0, i)),
@@ -156,7 +157,7 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
             bytes_accessed=x.size * x.dtype.itemsize + pl.cdiv(n, tokens) * w.size * w.dtype.itemsize,
         ),
         interpret=target.tpu(),
-    )(x, w, rows[None])  # fmt: skip
+    )(x, w, rows[None])
 
 
 def _finite(top: jax.Array) -> jax.Array:

@@ -93,37 +93,30 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
             for ref in kept:
                 ref[...] = jnp.full(ref.shape, -jnp.inf if ref is kept[0] else 0.0, jnp.float32)
 
-        def add(ragged: bool) -> None:
-            y = product(x_ref[...], w_ref[...].astype(x.dtype), (1, 1 if ve else 0))
-            if (cap := logits.softcap) is not None:
-                y = cap * jnp.tanh(y * (1 / cap))
-            top, total, hit, *summed = (ref[...] for ref in kept)
-            lane, own = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1), own_ref[...] - j * words
-            pieces = {k: y[:, k : k + LANES] for k in range(0, words, LANES)}
+        y = product(x_ref[...], w_ref[...].astype(x.dtype), (1, 1 if ve else 0))
+        if (cap := logits.softcap) is not None:
+            y = cap * jnp.tanh(y * (1 / cap))
+        top, total, hit, *summed = (ref[...] for ref in kept)
+        lane, own = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1), own_ref[...] - j * words
+        pieces = {k: y[:, k : k + LANES] for k in range(0, words, LANES)}
 
-            def there(value: float) -> list[jax.Array]:
-                """The pieces, with a value in the place of what is behind the last word."""
-                if not ragged:
-                    return list(pieces.values())
-                return [jnp.where(lane < vocabulary - j * words - k, y, value) for k, y in pieces.items()]
+        def there(value: float) -> list[jax.Array]:
+            """The pieces, with a value in the place of what is behind the last word."""
+            if not vocabulary % words:  # asked of every tile or of none: few operations beside a product, and no branch
+                return list(pieces.values())
+            return [jnp.where(lane < vocabulary - j * words - k, y, value) for k, y in pieces.items()]
 
-            seen = there(-jnp.inf)
-            higher = functools.reduce(jnp.maximum, seen, top)
-            finite = _finite(higher)
-            new = [
-                higher,
-                sum((jnp.exp(y - finite) for y in seen), total * jnp.exp(top - finite)),
-                sum((jnp.where(lane == own - k, y, 0.0) for k, y in pieces.items()), hit),
-                *(sum(there(0.0), s) for s in summed),
-            ]
-            for ref, value in zip(kept, new, strict=True):
-                ref[...] = value
-
-        if vocabulary % words:
-            pl.when(j < last)(lambda: add(False))
-            pl.when(j == last)(lambda: add(True))
-        else:
-            add(False)
+        seen = there(-jnp.inf)
+        higher = functools.reduce(jnp.maximum, seen, top)
+        finite = _finite(higher)
+        new = [
+            higher,
+            sum((jnp.exp(y - finite) for y in seen), total * jnp.exp(top - finite)),
+            sum((jnp.where(lane == own - k, y, 0.0) for k, y in pieces.items()), hit),
+            *(sum(there(0.0), s) for s in summed),
+        ]
+        for ref, value in zip(kept, new, strict=True):
+            ref[...] = value
 
         @pl.when(j == last)
         def _() -> None:
@@ -188,24 +181,24 @@ def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]
         if not entry["device"].startswith("TPU"):
             continue
         width, dtype = entry["key"]["width"], entry["key"]["dtype"]
-        for name, (layout, vocabulary, softcap, summed) in CASES.items():
-            yield f"{dtype} {width} {name}", *case(layout, vocabulary, softcap, summed, width=width, dtype=dtype)
+        for name, given in CASES.items():
+            yield f"{dtype} {width} {name}", *case(**given, width=width, dtype=dtype)
 
 
-CASES: dict[str, tuple[Any, int, float | None, bool]] = {
-    "ve 128256": ("ve", 128256, None, False),
-    "ve 50257 softcap sum": ("ve", 50257, 30.0, True),
-    "ev 50257 softcap sum": ("ev", 50257, 30.0, True),
+CASES: dict[str, dict[str, Any]] = {
+    "ve 128256": {"layout": "ve", "vocabulary": 128256},
+    "ve 50257 softcap sum": {"layout": "ve", "vocabulary": 50257, "softcap": 30.0, "summed": True},
+    "ev 50257 softcap sum": {"layout": "ev", "vocabulary": 50257, "softcap": 30.0, "summed": True},
 }
-"""What the gate compiles: a name -> the layout of w, a vocabulary, the soft-cap, and whether logits are summed."""
+"""What the gate compiles: a name -> arguments of `case`."""
 
 
 def case(
-    layout: Any, vocabulary: int, softcap: float | None, summed: bool, *, width: int, dtype: str, tokens: int = 8100
+    *, layout: Any, vocabulary: int, width: int, dtype: str, softcap: float | None = None, summed: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of x, w and rows, and their shapes."""
+    """A function of x, w and rows, and their shapes; tokens are no multiple of anything."""
     logits = Logits(layout, softcap, summed)
     shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
     like = jax.ShapeDtypeStruct
-    arrays = (like((tokens, width), dtype), like(shape, dtype), like((tokens,), "int32"))
+    arrays = (like((8100, width), dtype), like(shape, dtype), like((8100,), "int32"))
     return lambda *a: run(Target("", "tpu"), Inputs(*a), logits=logits), arrays

@@ -13,17 +13,20 @@ from jaxscale.layout import Layout
 from jaxscale.parallel import sharded_cross_entropy
 from pallas_kernels import chosen, tiles
 from pallas_kernels.aot import compile_kernel, devices_of, kernel_reports, why_no_gpu, why_no_tpu
-from pallas_kernels.cut_cross_entropy import Logits, linear_cross_entropy, merge, parts
+from pallas_kernels.cut_cross_entropy import Logits, linear_cross_entropy, parts, tpu
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, forget, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of
 
-OPTIONS = {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
 TPU = covering(
     {"dtype": ("float32", "bfloat16"), "w_dtype": (None, "float32"), "sizes": ((32, 512), (37, 300), (5, 100))}
-    | OPTIONS
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
 )
-GPU = covering({"dtype": ("bfloat16", "float16"), "sizes": ((256, 512), (37, 576))} | OPTIONS)
+GPU = [
+    {"dtype": "bfloat16", "sizes": (256, 512), "w_layout": "ve", "softcap": None, "summed": False},
+    {"dtype": "bfloat16", "sizes": (37, 584), "w_layout": "ve", "softcap": 2.0, "summed": True},
+    {"dtype": "float16", "sizes": (37, 576), "w_layout": "ev", "softcap": None, "summed": True},
+]
 TILES = {
     "mosaic_tpu": {"tokens": 16, "words": 256},  # two registers wide, of which the last tile has less
     "mosaic_gpu": {"words": 256, "slots": 2, "span": 2},
@@ -113,18 +116,6 @@ def test_its_loss_and_gradients_are_those_of_xla(implementation):
         np.testing.assert_allclose(a, b, rtol=2 * eps, atol=eps * np.abs(b).max())
 
 
-@pytest.mark.parametrize("implementation", BOTH)
-def test_pieces_of_a_vocabulary_merge_to_the_whole(implementation):
-    x, w, rows = arrays(5, 640, 64, "bfloat16")
-    logits = Logits(summed=True)
-    with interpreted():
-        pieces = [parts(x, w[at : at + 320], rows - at, logits, implementation) for at in (0, 320)]
-    got = merge(jax.tree.map(lambda *a: jnp.stack(a), *pieces))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), tuple(got), truth(x, w, rows, logits)
-    )
-
-
 # ---- what they refuse
 
 
@@ -161,7 +152,7 @@ def test_what_it_cannot_do_it_says(implementation, changes, words):
 @pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
 @pytest.mark.parametrize("name", ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50304"])
 def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
-    fn, shapes = GATE["gpu"][name]
+    fn, shapes = GATE[name]
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]
 
@@ -169,7 +160,7 @@ def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(na
 @pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
-    fn, shapes = GATE["tpu"]["bfloat16 8192 ev 50257 softcap sum"]
+    fn, shapes = tpu.case(**tpu.CASES["ev 50257 softcap sum"], width=1000, dtype="bfloat16")
     assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.cut_cross_entropy import gpu, reference, xla
+from pallas_kernels.cut_cross_entropy import gpu, reference, tpu, xla
 from pallas_kernels.cut_cross_entropy.inputs import Given, Inputs, Logits, Merged, Parts, Terms, checked
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.softmax.pairs import combine_all
@@ -85,8 +85,8 @@ def linear_cross_entropy(
         above this share of its token's largest coefficient, such as `BF16_FILTER`; 0 leaves out exact zeros only. How
         large blocks are is the implementation's; `filtered_share` tells what was left out.
       w_layout: "ve" or "ev", where V is E and the shapes do not tell.
-      implementation: "mosaic_gpu" (whose gradient is that of "xla"), "xla", or "dense" (which holds the logits); `None`
-        is the best here. A named one is also the one that the gradient uses.
+      implementation: "mosaic_tpu" or "mosaic_gpu" (whose gradient is that of "xla"), "xla", or "dense" (which holds the
+        logits); `None` is the best here. Either of the last two is also the one that the gradient uses.
 
     Returns:
       float32 of the targets' shape, or that and the log-sum-exp.
@@ -199,12 +199,13 @@ def _unfiltered(target: Target, *, logits: Logits, **case: Any) -> str | None:
 
 
 IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
     Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
 )
 """What is chosen from, best first."""
 
-_FORWARD_ONLY = ("mosaic_gpu",)
+_FORWARD_ONLY = ("mosaic_tpu", "mosaic_gpu")
 """Kernels whose backward pass is XLA's, in pieces of the vocabulary."""
 
 _BY_NAME = (Implementation("dense", (), _unfiltered, functools.partial(_run_plain, reference)),)

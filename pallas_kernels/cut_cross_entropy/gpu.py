@@ -58,6 +58,8 @@ def supported(
     if dtype not in DTYPES or w_dtype != dtype:
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, the same for x and w, not {dtype} and {w_dtype}"
     width, vocabulary = x[1], w[logits.words_axis]
+    if not x[0]:
+        return "there are no tokens"
     if width % CHUNK:
         return f"a vector is a multiple of {CHUNK} elements in a kernel, not {width}"
     if vocabulary < 256:

@@ -31,6 +31,7 @@ from pallas_kernels.blockwise import (
     quantize_blockwise,
     update_blockwise,
 )
+from pallas_kernels.cut_cross_entropy import linear_cross_entropy
 from pallas_kernels.dispatch import KernelError
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
 
@@ -108,6 +109,7 @@ def cases() -> Iterator[Case]:
     yield from _softmax_cases()
     yield from _blockwise_cases()
     yield from _attention_cases()
+    yield from _loss_cases()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -265,6 +267,56 @@ def _attention_cases() -> Iterator[Case]:
         for dtype in ("float32", "bfloat16", "float16"):
             for case in grid.parts_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype}):
                 yield dataclasses.replace(case, feature=case.feature.partition(" ")[2])
+
+
+# cut cross-entropy ------------------------------------------------------------------------------------------------
+
+_LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 3.0},
+    "label smoothing": {"label_smoothing": 0.1},
+    "w (E, V)": {"w_layout": "ev"},
+}
+
+
+def _loss_cases() -> Iterator[Case]:
+    from tests.pallas_kernels.cut_cross_entropy.cases import truth
+
+    for feature, given in _LOSSES.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            (x, w, targets), d = _loss_inputs(dtype, given.get("w_layout", "ve"))
+            # one run shows the loss and both gradients
+            ours = functools.cache(functools.partial(_loss_and_gradients, x, w, targets, d, given))
+            plain = functools.cache(functools.partial(ours, None))
+            right = functools.cache(lambda x=x, w=w, t=targets, d=d, o=given: truth((x, w, t), o, d, np.zeros_like(d)))
+            for i, part in enumerate(("loss", "dx", "dw")):
+                yield Case(
+                    "linear_cross_entropy", feature, dtype, part,
+                    lambda how, ours=ours, i=i: ours(how)[i],
+                    lambda plain=plain, i=i: plain()[i],
+                    lambda right=right, i=i: right()[(0, 2, 3)[i]],
+                )  # fmt: skip
+
+
+def _loss_inputs(dtype: str, w_layout: str) -> tuple[tuple[Any, Any, Any], Any]:
+    random = np.random.default_rng(2)
+    n, v, e = 24, 320, 64
+    x, w = jnp.asarray(random.normal(size=(n, e)), dtype), jnp.asarray(random.normal(size=(v, e)) / 4, dtype)
+    targets, d = random.integers(0, v, n).astype(np.int32), random.normal(size=n).astype(np.float32)
+    return (x, w if w_layout == "ve" else w.T, targets), d
+
+
+def _loss_and_gradients(x: Any, w: Any, targets: Any, d: Any, options: dict[str, Any], how: str | None) -> Any:
+    """With no implementation, what anybody writes: the loss of materialised logits."""
+    from tests.pallas_kernels.cut_cross_entropy import cases
+
+    def f(x: Any, w: Any) -> Any:
+        if how is None:
+            return cases.plain(x, w, 1.0, targets=targets, options=options)[0]
+        return linear_cross_entropy(x, w, targets, **options, implementation=how)
+
+    y, (dx, dw) = jax.jit(lambda x, w: (f(x, w), jax.vjp(f, x, w)[1](d)))(x, w)
+    return y, dx, dw
 
 
 # the table -------------------------------------------------------------------------------------------------------

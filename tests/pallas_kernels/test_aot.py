@@ -110,7 +110,10 @@ def test_a_number_of_gpus_that_cannot_be_is_refused():
 def test_the_gates_command_names_an_unknown_op(capsys):
     with pytest.raises(SystemExit):
         gate.main(["sofmax"])
-    assert "no kernels of 'sofmax'; there are blockwise, flash_attention, softmax" in capsys.readouterr().err
+    assert (
+        "no kernels of 'sofmax'; there are blockwise, cut_cross_entropy, flash_attention, softmax"
+        in capsys.readouterr().err
+    )
 
 
 @TPU

@@ -55,9 +55,14 @@ def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: A
     """
     x, w, targets = arrays
     w = np.asarray(w.astype(x.dtype), np.float64)
-    turned, shape = w.shape[0] == WIDTH, x.shape
+    turned, shape = w.shape[0] == x.shape[-1], x.shape
     w = w.T if turned else w
-    x, d, dlse, targets = np.asarray(x, np.float64).reshape(-1, WIDTH), d.reshape(-1), dlse.reshape(-1), targets.ravel()
+    x, d, dlse, targets = (
+        np.asarray(x, np.float64).reshape(-1, shape[-1]),
+        d.reshape(-1),
+        dlse.reshape(-1),
+        targets.ravel(),
+    )
     n, v = len(x), len(w)
     logits, slope = x @ w.T, 1.0
     if cap := options.get("softcap"):
@@ -82,7 +87,7 @@ def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: A
 def plain(x: Any, w: Any, weights: Any, *, targets: Any, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """The loss and the log-sum-exp of materialised logits, products in x's dtype."""
     w = w.astype(x.dtype)
-    logits = (x @ (w if w.shape[0] == WIDTH else w.T)).astype(jnp.float32)
+    logits = (x @ (w if w.shape[0] == x.shape[-1] else w.T)).astype(jnp.float32)
     if cap := options.get("softcap"):
         logits = cap * jnp.tanh(logits / cap)
     lse = jax.nn.logsumexp(logits, -1)

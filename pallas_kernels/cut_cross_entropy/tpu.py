@@ -1,0 +1,204 @@
+"""The forward pass of the loss on TPUs in Mosaic: a product of matrices whose tiles are summed up in VMEM, not stored.
+
+A tile of tokens stays, whole vectors of it, and the vocabulary comes by: w is read once for each tile of tokens, in the
+order and the type that it has. Every token keeps 128 running maxima and sums (Milakov & Gimelshein 2018), one for each
+lane, so that a tile of logits is added without a reduction across lanes; they become one at the last tile of words.
+
+The backward pass is XLA's, in pieces of the vocabulary (`xla.backward`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.tpu_steps import LANES
+from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, column, product
+from pallas_kernels.softmax.pairs import pair
+from pallas_kernels.tiles import entries, lookup
+
+TILES = 40 * 2**20
+"""Bytes of VMEM that blocks and logits may take; what Mosaic adds is less than what is left up to `VMEM_LIMIT`."""
+
+FEWEST = (128, 256)
+"""Tokens and words of a tile: with fewer words a matrix unit of 256 columns stands half idle."""
+
+
+def supported(
+    target: Target,
+    *,
+    direction: str,
+    logits: Logits,
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    dtype: str,
+    w_dtype: str,
+    **_: Any,
+) -> str | None:
+    """Why the kernel cannot serve a case, or `None`; the arguments are those of `dispatch`."""
+    if direction != "forward":
+        return "the backward pass is XLA's, in pieces of the vocabulary"
+    if "float16" in (dtype, w_dtype):
+        return "TPUs compute in bfloat16 and float32; XLA converts float16"
+    if not x[0]:
+        return "there are no tokens"
+    if tile_bytes(*FEWEST, x[1], dtype, w_dtype) > TILES:
+        most = TILES // (tile_bytes(*FEWEST, 2**10, dtype, w_dtype) // 2**10) // LANES * LANES
+        return f"vectors of {x[1]} leave no room for a tile of logits in VMEM; {most} are about the most"
+    return None
+
+
+def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
+    """The parts of every token."""
+    (n, width), vocabulary = inputs.x.shape, inputs.w.shape[logits.words_axis]
+    dtype, w_dtype = inputs.x.dtype.name, inputs.w.dtype.name
+    tile = lookup("cut_cross_entropy", target.kind or "TPU", kernel="forward", dtype=dtype, width=width)
+    tokens, words = _fit(tile["tokens"], tile["words"], width, dtype, w_dtype)
+    tokens, words = (min(size, -(-length // LANES) * LANES) for size, length in ((tokens, n), (words, vocabulary)))
+    top, total, hit, *summed = totals(target, inputs, logits, tokens=tokens, words=words)
+    return Parts(pair(top, total), hit, summed[0] if summed else None)
+
+
+def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words: int) -> jax.Array:
+    """float32 (3 or 4, N): of each token the maximum, the sum of exponentials below it, the target's logit, and so on.
+
+    Args:
+      target: what for.
+      inputs: as the op's.
+      logits: how they are made.
+      tokens, words: of a tile, words a multiple of 128.
+    """
+    x, w, rows = inputs
+    (n, width), vocabulary, ve = x.shape, w.shape[logits.words_axis], logits.w_layout == "ve"
+    stats, last = 4 if logits.summed else 3, pl.cdiv(vocabulary, words) - 1
+    w_block, w_place = ((words, width), lambda i, j: (j, 0)) if ve else ((width, words), lambda i, j: (0, j))
+
+    def kernel(x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, own_ref: Any, *kept: Any) -> None:
+        j = pl.program_id(1)
+
+        @pl.when(j == 0)
+        def _() -> None:
+            # What lies behind the last word is no target, whatever it is.
+            mine = rows_ref[...]
+            own_ref[...] = column(jnp.where(mine < vocabulary, mine, -1))
+            for ref in kept:
+                ref[...] = jnp.full(ref.shape, -jnp.inf if ref is kept[0] else 0.0, jnp.float32)
+
+        y = product(x_ref[...], w_ref[...].astype(x.dtype), (1, 1 if ve else 0))
+        if (cap := logits.softcap) is not None:
+            y = cap * jnp.tanh(y * (1 / cap))
+        top, total, hit, *summed = (ref[...] for ref in kept)
+        lane, own = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1), own_ref[...] - j * words
+        pieces = {k: y[:, k : k + LANES] for k in range(0, words, LANES)}
+
+        def there(value: float) -> list[jax.Array]:
+            """The pieces, with a value in the place of what is behind the last word."""
+            if not vocabulary % words:  # asked of every tile or of none: few operations beside a product, and no branch
+                return list(pieces.values())
+            return [jnp.where(lane < vocabulary - j * words - k, y, value) for k, y in pieces.items()]
+
+        seen = there(-jnp.inf)
+        higher = functools.reduce(jnp.maximum, seen, top)
+        finite = _finite(higher)
+        new = [
+            higher,
+            sum((jnp.exp(y - finite) for y in seen), total * jnp.exp(top - finite)),
+            sum((jnp.where(lane == own - k, y, 0.0) for k, y in pieces.items()), hit),
+            *(sum(there(0.0), s) for s in summed),
+        ]
+        for ref, value in zip(kept, new, strict=True):
+            ref[...] = value
+
+        @pl.when(j == last)
+        def _() -> None:
+            top, total, *rest = (ref[...].T for ref in kept)
+            highest = _finite(top.max(0, keepdims=True))
+            out_ref[:1] = highest
+            out_ref[1:2] = (total * jnp.exp(top - highest)).sum(0, keepdims=True)
+            for k, value in enumerate(rest):
+                out_ref[2 + k : 3 + k] = value.sum(0, keepdims=True)
+
+    return pl.pallas_call(  # type: ignore[no-any-return]
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((stats, n), jnp.float32),
+        grid=(pl.cdiv(n, tokens), last + 1),
+        in_specs=[
+            pl.BlockSpec((tokens, width), lambda i, j: (i, 0)),
+            pl.BlockSpec(w_block, w_place),
+            pl.BlockSpec((1, tokens), lambda i, j: (0, i)),
+        ],
+        out_specs=pl.BlockSpec((stats, tokens), lambda i, j: (0, i)),
+        scratch_shapes=[
+            pltpu.VMEM((tokens, LANES), jnp.int32),
+            *[pltpu.VMEM((tokens, LANES), jnp.float32)] * stats,
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * n * vocabulary * width,
+            transcendentals=n * vocabulary * (1 if logits.softcap is None else 2),
+            bytes_accessed=x.size * x.dtype.itemsize + pl.cdiv(n, tokens) * w.size * w.dtype.itemsize,
+        ),
+        interpret=target.tpu(),
+    )(x, w, rows[None])
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def tile_bytes(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> int:
+    """VMEM of blocks, of which one is on its way while another is worked on, and of a tile of logits."""
+    size, w_size = jnp.dtype(dtype).itemsize, jnp.dtype(w_dtype).itemsize
+    parts = 6 if dtype == "float32" else 0  # an exact product is one of three bfloat16 parts of each factor
+    cast = 0 if dtype == w_dtype else size
+    return width * (tokens * (2 * size + parts) + words * (2 * w_size + cast + parts)) + 12 * tokens * words
+
+
+def _fit(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> tuple[int, int]:
+    """The largest tile up to this that fits: as many tokens as can be, since w is read once for each tile of them."""
+    while tile_bytes(tokens, words, width, dtype, w_dtype) > TILES:
+        if words > FEWEST[1]:
+            words //= 2
+        else:
+            tokens //= 2
+    return tokens, words
+
+
+def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """What ships, for the gate: (name, function, arguments)."""
+    for entry in entries("cut_cross_entropy"):
+        if not entry["device"].startswith("TPU"):
+            continue
+        width, dtype = entry["key"]["width"], entry["key"]["dtype"]
+        for name, given in CASES.items():
+            yield f"{dtype} {width} {name}", *case(**given, width=width, dtype=dtype)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ve 128256": {"layout": "ve", "vocabulary": 128256},
+    "ve 50257 softcap sum": {"layout": "ve", "vocabulary": 50257, "softcap": 30.0, "summed": True},
+    "ev 50257 softcap sum": {"layout": "ev", "vocabulary": 50257, "softcap": 30.0, "summed": True},
+}
+"""What the gate compiles: a name -> arguments of `case`."""
+
+
+def case(
+    *, layout: Any, vocabulary: int, width: int, dtype: str, softcap: float | None = None, summed: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of x, w and rows, and their shapes; tokens are no multiple of anything."""
+    logits = Logits(layout, softcap, summed)
+    shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
+    like = jax.ShapeDtypeStruct
+    arrays = (like((8100, width), dtype), like(shape, dtype), like((8100,), "int32"))
+    return lambda *a: run(Target("", "tpu"), Inputs(*a), logits=logits), arrays

@@ -1,0 +1,206 @@
+"""The kernels: values and gradients interpreted with race detection, what they refuse, compiling, and who gets them."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.layout import Layout
+from jaxscale.parallel import sharded_cross_entropy
+from pallas_kernels import chosen, tiles
+from pallas_kernels.aot import compile_kernel, devices_of, kernel_reports, why_no_gpu, why_no_tpu
+from pallas_kernels.cut_cross_entropy import Logits, linear_cross_entropy, parts, tpu
+from pallas_kernels.dispatch import JAX_VERSION, KernelError, forget, interpreted, on_device
+from pallas_kernels.gate import TPUS, configurations
+from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of
+
+TPU = covering(
+    {"dtype": ("float32", "bfloat16"), "w_dtype": (None, "float32"), "sizes": ((32, 512), (37, 300), (5, 100))}
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
+)
+GPU = [
+    {"dtype": "bfloat16", "sizes": (256, 512), "w_layout": "ve", "softcap": None, "summed": False},
+    {"dtype": "bfloat16", "sizes": (37, 584), "w_layout": "ve", "softcap": 2.0, "summed": True},
+    {"dtype": "float16", "sizes": (37, 576), "w_layout": "ev", "softcap": None, "summed": True},
+]
+TILES = {
+    "mosaic_tpu": {"tokens": 16, "words": 256},  # two registers wide, of which the last tile has less
+    "mosaic_gpu": {"words": 256, "slots": 2, "span": 2},
+}
+NEEDS_GPU_INTERPRETER = pytest.mark.skipif(JAX_VERSION < (0, 11), reason="the Mosaic GPU interpreter came with 0.11")
+BOTH = ["mosaic_tpu", pytest.param("mosaic_gpu", marks=NEEDS_GPU_INTERPRETER)]
+GATE = {
+    backend: {n: (fn, s) for n, fn, s in configurations("cut_cross_entropy", backend)} for backend in ("gpu", "tpu")
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(request):
+    name = request.node.callspec.params.get("implementation") if hasattr(request.node, "callspec") else None
+    if name is None:
+        yield
+        return
+    with tiles.trying("cut_cross_entropy", TILES[name]):
+        yield
+
+
+def arrays(n, v, width, dtype, w_dtype=None, w_layout="ve", seed=0):
+    """x, w, and a target for each token, some of which are in other pieces of the vocabulary."""
+    random = np.random.default_rng(seed)
+    x, w = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((n, width), (v, width)))
+    x, w = x.astype(dtype), w.astype(w_dtype or dtype)
+    return x, w if w_layout == "ve" else w.T, jnp.asarray(random.integers(-v // 4, v + v // 4, n), jnp.int32)
+
+
+def truth(x, w, rows, logits):
+    """The log-sum-exp, the target's logit and the sum of all, in float64."""
+    x, w, rows = np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64), np.asarray(rows)
+    y = x @ (w.T if logits.w_layout == "ve" else w)
+    y = y if logits.softcap is None else logits.softcap * np.tanh(y / logits.softcap)
+    there = (rows >= 0) & (rows < y.shape[1])
+    hit = np.where(there, y[np.arange(len(y)), np.where(there, rows, 0)], 0)
+    top = y.max(1)
+    lse = top + np.log(np.exp(y - top[:, None]).sum(1))
+    return lse, hit, y.sum(1) if logits.summed else None
+
+
+def check(case, implementation, width):
+    x, w, rows = arrays(*case["sizes"], width, case["dtype"], case.get("w_dtype"), case["w_layout"])
+    logits = Logits(case["w_layout"], case["softcap"], case["summed"])
+    run = jax.jit(lambda x, w, rows, how: parts(x, w, rows, logits, how).merged(), static_argnums=3)
+    with interpreted(races=True):
+        got = run(x, w, rows, implementation)
+    theirs, want = run(x, w, rows, "dense"), truth(x, w, rows, logits)
+    for name, a, b, c in zip(got._fields, got, theirs, want, strict=True):
+        if c is not None:
+            # As many terms in another order: a unit of each of those that were added last.
+            assert_as_exact_as(a, b, c, name, units=4.0)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_tpu"])
+@pytest.mark.parametrize("case", TPU, ids=name_of)
+def test_the_tpu_kernel_is_as_exact_as_all_logits_at_once(case, implementation, capsys):
+    check(case, implementation, width=24)
+    assert "RACE" not in capsys.readouterr().out
+
+
+@NEEDS_GPU_INTERPRETER
+@pytest.mark.parametrize("implementation", ["mosaic_gpu"])
+@pytest.mark.parametrize("case", GPU, ids=name_of)
+def test_the_gpu_kernel_is_as_exact_as_all_logits_at_once(case, implementation, capsys):
+    check(case, implementation, width=128)
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_its_loss_and_gradients_are_those_of_xla(implementation):
+    x, w, targets = arrays(37, 320, 64, "bfloat16")
+    targets = jnp.abs(targets) % 320
+    options = {"softcap": 3.0, "z_loss": 0.1, "label_smoothing": 0.1, "ignore_index": 7, "return_lse": True}
+    d = jnp.asarray(np.random.default_rng(1).normal(size=(2, 37)), jnp.float32)
+
+    def run(how):
+        f = lambda x, w: linear_cross_entropy(x, w, targets, **options, implementation=how)  # noqa: E731
+        y, pull = jax.vjp(f, x, w)
+        return *y, *pull(tuple(d))
+
+    with interpreted():
+        got = jax.jit(run, static_argnums=0)(implementation)
+    for a, b in zip(got, jax.jit(run, static_argnums=0)("xla"), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        eps = 2.0**-22 if a.ndim == 1 else 2.0**-8  # losses are float32, gradients have their array's type
+        np.testing.assert_allclose(a, b, rtol=2 * eps, atol=eps * np.abs(b).max())
+
+
+# ---- what they refuse
+
+
+@pytest.mark.parametrize(
+    ("implementation", "changes", "words"),
+    [
+        ("mosaic_tpu", {"dtype": "float16"}, "XLA converts float16"),
+        ("mosaic_tpu", {"w_dtype": "float16"}, "XLA converts float16"),
+        ("mosaic_tpu", {"width": 32768}, "vectors of 32768 leave no room.* about the most"),
+        ("mosaic_tpu", {"n": 0}, "there are no tokens"),
+        ("mosaic_gpu", {"dtype": "float32"}, "bfloat16 and float16.* not float32"),
+        ("mosaic_gpu", {"w_dtype": "float32"}, "the same for x and w, not bfloat16 and float32"),
+        ("mosaic_gpu", {"width": 100}, "multiple of 64 elements in a kernel, not 100"),
+        ("mosaic_gpu", {"v": 1001}, "multiple of 8 where w is .V, E., and 1001 is not; the nearest is 1008"),
+        ("mosaic_gpu", {"n": 0}, "there are no tokens"),
+    ],
+    ids=lambda p: p if isinstance(p, str) and p.startswith("mosaic") else "",
+)
+def test_what_it_cannot_do_it_says(implementation, changes, words):
+    if implementation == "mosaic_gpu" and JAX_VERSION < (0, 11):
+        words = "kernels for GPUs need jax 0.11"
+    case = {"n": 8, "v": 1024, "width": 64, "dtype": "bfloat16"} | changes
+    like = jax.ShapeDtypeStruct
+    x = like((case["n"], case["width"]), case["dtype"])
+    w = like((case["v"], case["width"]), case.get("w_dtype", case["dtype"]))
+    f = lambda x, w, t: linear_cross_entropy(x, w, t, implementation=implementation)  # noqa: E731
+    with interpreted(), pytest.raises(KernelError, match=words):
+        jax.eval_shape(f, x, w, like((case["n"],), "int32"))
+
+
+# ---- what they compile to, and where they are chosen
+
+
+@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.parametrize("name", ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50304"])
+def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
+    fn, shapes = GATE[name]
+    reports = kernel_reports(fn, *shapes)
+    assert reports and not [r.problem for r in reports if r.problem]
+
+
+@pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
+@pytest.mark.parametrize("topology", TPUS)
+def test_the_tpu_kernel_compiles_for_every_generation(topology):
+    fn, shapes = tpu.case(**tpu.CASES["ev 50257 softcap sum"], width=1000, dtype="bfloat16")
+    assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()
+
+
+def kernels_in(lowered):
+    return re.findall(r"custom_call @(\S*?(?:mosaic_gpu|tpu_custom_call)\S*?)\(", lowered.as_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "kernel"),
+    [("NVIDIA H200", "cuda", "mosaic_gpu"), ("TPU v6 lite", "tpu", "tpu_custom_call"), ("NVIDIA A100", "cuda", "")],
+)
+def test_lowering_chooses_the_kernel_of_the_platform_for_the_loss_alone(kind, platform, kernel):
+    if platform == "cuda" and why_no_gpu() is not None:
+        pytest.skip(str(why_no_gpu()))
+    like = jax.ShapeDtypeStruct
+    shapes = like((256, 512), jnp.bfloat16), like((4096, 512), jnp.bfloat16), like((256,), jnp.int32)
+    f = jax.value_and_grad(lambda x, w, t: linear_cross_entropy(x, w, t).mean(), (0, 1))
+    with on_device(kind):
+        calls = kernels_in(jax.jit(f).trace(*shapes).lower(lowering_platforms=(platform,)))
+    assert len(calls) == (kernel != "") and all(kernel in c for c in calls), calls
+
+
+@pytest.mark.parametrize(("slice_of", "implementation_there"), [("v5e", "mosaic_tpu"), ("h200:4", "mosaic_gpu")])
+def test_a_vocabulary_cut_by_a_layout_gets_the_kernel_on_every_device(slice_of, implementation_there):
+    why = why_no_tpu() if slice_of == "v5e" else why_no_gpu()
+    if why is not None:
+        pytest.skip(str(why))
+    layout = Layout("data=2,tensor=2").on(devices_of(slice_of))
+    f = jax.value_and_grad(lambda x, w, t: sharded_cross_entropy(x, w, t).mean(), (0, 1))
+    forget()
+    with layout:
+        like = lambda shape, dtype, *axes, kind="activations": jax.ShapeDtypeStruct(  # noqa: E731
+            shape, dtype, sharding=layout.sharding(axes, kind=kind)
+        )
+        lowered = jax.jit(f).lower(
+            like((4, 128, 512), jnp.bfloat16, "batch", "seq", "embed"),
+            like((4096, 512), jnp.bfloat16, "vocab", "embed", kind="params"),
+            like((4, 128), jnp.int32, "batch", "seq"),
+        )
+    calls = kernels_in(lowered)
+    assert len(calls) == 1 and ("mosaic_gpu" in calls[0]) == (implementation_there == "mosaic_gpu"), calls
+    found = {dict(c.case)["direction"]: (c.implementation, dict(c.case)["w"]) for c in chosen("linear_cross_entropy")}
+    assert found == {"forward": (implementation_there, (2048, 512)), "backward": ("xla", (2048, 512))}

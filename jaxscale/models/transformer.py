@@ -15,16 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError
 from jaxscale.layout import abstract, constrain
 from jaxscale.nn import (
-    REMAT,
     Attention,
     AttentionKernel,
     Block,
     Context,
     Embedding,
     FeedForward,
+    MemoryPolicy,
     RMSNorm,
     Rotary,
     Run,
@@ -74,7 +74,8 @@ class TransformerConfig:
       embed_scale: factor on token embeddings (Gemma: sqrt of the width).
       dropout: probability on each sub-layer's output while training.
       dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
-      remat: what the backward pass recomputes, a key of `jaxscale.nn.REMAT`.
+      memory: what the backward pass finds kept, moved to the host or recomputes: a `MemoryPolicy`, or the name of one of
+        `jaxscale.nn.POLICIES`.
       scan: apply each run of layers by one scan (compile time does not grow with depth).
 
     Raises:
@@ -109,7 +110,7 @@ class TransformerConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: str = "none"
+    memory: str | MemoryPolicy = "none"
     scan: bool = True
 
     def __post_init__(self) -> None:
@@ -205,8 +206,7 @@ def _check(c: TransformerConfig) -> None:
         )
     if z.head_dim % 2 and (_rotary(c.positions) or c.local_positions):
         raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
-    if c.remat not in REMAT:
-        raise ConfigError(f"Transformer.remat = '{c.remat}' is not a policy{near(c.remat, REMAT)}")
+    MemoryPolicy.of(c.memory)
     if not c.windows:
         raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
     for w in c.windows:
@@ -248,7 +248,11 @@ class Transformer(nnx.Module):
         runs, first = [], 0
         for windows, repeats in config.runs:
             make_group = functools.partial(_make_group, config, windows)
-            runs.append(Run(make_group, repeats, first=first, remat=config.remat, scan=config.scan, rngs=rngs))
+            runs.append(
+                Run(
+                    make_group, repeats, first=first, memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs
+                )
+            )
             first += repeats * len(windows)
         self.runs = nnx.List(runs)
         self.norm = config.norm(z.width, eps=config.norm_eps, **types)
@@ -335,6 +339,7 @@ def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx
                 None if c.parallel else norm(),
                 attn_post_norm=norm() if c.post_norm else None,
                 mlp_post_norm=norm() if c.post_norm else None,
+                memory=MemoryPolicy.of(c.memory),
                 dropout=c.dropout,
             )
         )

@@ -74,8 +74,9 @@ class TransformerConfig:
       embed_scale: factor on token embeddings (Gemma: sqrt of the width).
       dropout: probability on each sub-layer's output while training.
       dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
-      memory: what the backward pass finds kept, moved to the host or recomputes: a `MemoryPolicy`, or the name of one of
+      memory: what becomes of activations before the backward pass: a `MemoryPolicy`, or a key of
         `jaxscale.nn.POLICIES`.
+      stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
       scan: apply each run of layers by one scan (compile time does not grow with depth).
 
     Raises:
@@ -111,6 +112,7 @@ class TransformerConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     memory: str | MemoryPolicy = "none"
+    stack: type[Run] = Run
     scan: bool = True
 
     def __post_init__(self) -> None:
@@ -249,7 +251,7 @@ class Transformer(nnx.Module):
         for windows, repeats in config.runs:
             make_group = functools.partial(_make_group, config, windows)
             runs.append(
-                Run(
+                config.stack(
                     make_group, repeats, first=first, memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs
                 )
             )
@@ -286,8 +288,10 @@ class Transformer(nnx.Module):
         kinds = (_rotary(c.positions), c.local_positions)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
         context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key)
+        dtype, x = x.dtype, c.stack.enter(x)
         for run in self.runs:
             x = run(x, context)
+        x = c.stack.leave(x, dtype)
         return constrain(self.norm(x), "batch", "seq", "embed")
 
     def head_weight(self) -> Float[Array, "v e"]:

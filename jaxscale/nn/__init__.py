@@ -10,6 +10,7 @@ from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
 from jaxscale.nn.stack import Run
 
@@ -31,6 +32,7 @@ __all__ = [
     "MemoryPolicy",
     "NTKScaling",
     "RMSNorm",
+    "ReversibleRun",
     "Rotary",
     "Run",
     "StableEmbedding",

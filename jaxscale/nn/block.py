@@ -45,22 +45,22 @@ class Block(nnx.Module):
         self.memory, self.dropout = memory, dropout
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        keys = (None, None) if context.key is None else tuple(jax.random.split(context.key))
         x = checkpoint_name(x, "residual")
         if self.mlp_norm is None:
             h = self._norm(self.attn_norm, x)
             # one reduction for both sub-layers
-            return self._add(x, self._attend(h, context) + self._feed(h), keys[0])
-        x = checkpoint_name(self._add(x, self.attend(x, context), keys[0]), "residual_mid")
-        return self._add(x, self.feed(x), keys[1])
+            return x + self._drop(self._attend(h, context) + self._feed(h), context, 0)
+        x = checkpoint_name(x + self.attend(x, context), "residual_mid")
+        return x + self.feed(x, context)
 
     def attend(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        """What attention adds to the residual stream, before dropout."""
-        return self._attend(self._norm(self.attn_norm, x), context)
+        """What attention adds to the residual stream."""
+        return self._drop(self._attend(self._norm(self.attn_norm, x), context), context, 0)
 
-    def feed(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        """What the feed-forward layer adds, before dropout."""
-        return self._feed(self._norm(self.mlp_norm, x))
+    def feed(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        """What the feed-forward layer adds, of a block whose sub-layers follow each other."""
+        assert self.mlp_norm is not None
+        return self._drop(self._feed(self._norm(self.mlp_norm, x)), context, 1)
 
     def _attend(self, h: Array, context: Context) -> Array:
         return self._post(self.attn_post_norm, self.attn(_whole(h), context))
@@ -75,8 +75,9 @@ class Block(nnx.Module):
     def _post(self, norm: nnx.Module | None, y: Array) -> Array:
         return y if norm is None else self._norm(norm, _cut(y))
 
-    def _add(self, x: Array, y: Array, key: Array | None) -> Array:
-        return x + dropout(_cut(y), self.dropout, key)
+    def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
+        key = None if context.key is None else jax.random.split(context.key)[sub_layer]
+        return dropout(_cut(y), self.dropout, key)
 
 
 def _whole(h: Array) -> Array:

@@ -141,9 +141,9 @@ POLICIES: dict[str, MemoryPolicy] = {
     "offload_residual": MemoryPolicy(offload=("residual",)),
     "minimal": MemoryPolicy(offload=("residual",), tile=("norm", "mlp_hidden")),
 }
-"""Policies by name. `none` keeps everything; `full` only each group's input (Chen et al. 2016); `dots` the products with
-weights as well; `attention_only` what keeps attention from running again (Korthikanti et al. 2022, the other way
-round); `offload_residual` is `full` with that input in host memory; `minimal` is that in tiles."""
+"""Policies by name. `none` keeps everything; `full` only each group's input (Chen et al. 2016); `dots` the products
+with weights as well; `attention_only` what keeps attention from running again; `offload_residual` is `full` with that
+input in host memory; `minimal` is that in tiles."""
 
 
 @functools.cache

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxscale.config import register
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
@@ -16,6 +18,7 @@ from jaxscale.nn.memory import POLICIES, MemoryPolicy
 _NONE = POLICIES["none"]
 
 
+@register
 class Run(nnx.Module):
     """`repeats` copies of a group of (possibly unlike) blocks.
 
@@ -47,7 +50,19 @@ class Run(nnx.Module):
                 variable.set_metadata(axes=("layers", *axes))
         self.repeats, self.first, self.memory, self.scan = repeats, first, memory, scan
 
-    def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+    @staticmethod
+    def enter(x: Float[Array, "b s e"]) -> Any:
+        """What the first run is given, from the embedding."""
+        return x
+
+    @staticmethod
+    def leave(x: Any, dtype: Any) -> Float[Array, "b s e"]:
+        """The hidden states, from what the last run returns."""
+        return x
+
+    def __call__(self, x: Any, context: Context) -> Any:
+        """Applies every layer, to what `enter` or the run before returned."""
+
         def group(x: Array, slice_: tuple[list[Block], Array]) -> tuple[Array, None]:
             blocks, i = slice_
             for j, block in enumerate(blocks):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import abstract, constrain
+from jaxscale.layout import TensorInfo, abstract, constrain
 from jaxscale.nn import (
     Attention,
     AttentionKernel,
@@ -125,8 +125,7 @@ class TransformerConfig:
         width = self.width or max(64, 64 * self.depth)
         head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
         heads = self.heads or max(1, width // head_dim)
-        gated = getattr(self.mlp, "gated", False)
-        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if gated else 4 * width)
+        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if self._gated else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
 
     @property
@@ -159,16 +158,57 @@ class TransformerConfig:
         Args:
           training: forward and backward; else forward.
         """
+        return sum(self.products(batch, seq).values()) * (3 if training else 1)
+
+    def products(self, batch: int, seq: int) -> dict[str, int]:
+        """The forward part of `flops`, by what is made, over all layers."""
         z = self.sizes
-        heads = z.width * z.head_dim * (2 * z.heads + 2 * z.kv_heads)
-        mlp = z.width * z.hidden * (3 if getattr(self.mlp, "gated", False) else 2)
-        dense = self.depth * (heads + mlp) + z.width * self.vocab
         pairs = 0
         for window in self.layer_windows():
             w = min(window or seq, seq)
             pairs += w * (w + 1) // 2 + (seq - w) * w
-        forward = 2 * batch * seq * dense + 2 * 2 * batch * pairs * z.heads * z.head_dim
-        return forward * (3 if training else 1)
+        attend = 2 * batch * pairs * z.heads * z.head_dim
+        tokens = 2 * batch * seq * self.depth
+        return {
+            "qkv": tokens * z.width * z.head_dim * (z.heads + 2 * z.kv_heads),
+            "scores": attend,
+            "attn_out": attend,
+            "residual_mid": tokens * z.width * z.head_dim * z.heads,
+            "mlp_up": tokens * z.width * z.hidden * (2 if self._gated else 1),
+            "mlp_down": tokens * z.width * z.hidden,
+            "logits": 2 * batch * seq * z.width * self.vocab,
+        }
+
+    def activations(self, batch: int, seq: int) -> dict[str, tuple[TensorInfo, ...]]:
+        """What one layer leaves for its backward pass, by the tensors that memory policies name.
+
+        "scores" has no such name: attention's weights, which only `dot_product_attention` holds.
+        """
+        z = self.sizes
+
+        def tensors(name: str, sizes: dict[str, int], count: int = 1, dtype: str = self.dtype) -> tuple[Any, ...]:
+            axes, shape = ("batch", *sizes), (batch, *sizes.values())
+            return (TensorInfo(name, shape, jnp.dtype(dtype), axes),) * count
+
+        stream, hidden = {"residual_seq": seq, "embed": z.width}, {"seq": seq, "mlp": z.hidden}
+        heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
+        kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
+        dense = self.attention is dot_product_attention
+        return {
+            "residual": tensors("residual", stream),
+            "residual_mid": tensors("residual_mid", stream, 0 if self.parallel else 1),
+            "norm": tensors("norm", stream, (1 if self.parallel else 2) + 2 * self.post_norm),
+            "qkv": tensors("q", heads) + tensors("kv", kv, 2),
+            "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
+            "attn_out": tensors("attn_out", heads),
+            "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
+            "mlp_up": tensors("mlp_up", hidden, 2 if self._gated else 1),
+            "mlp_hidden": tensors("mlp_hidden", hidden),
+        }
+
+    @property
+    def _gated(self) -> bool:
+        return getattr(self.mlp, "gated", False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from jaxscale.layout.axes import AXES, MESH_AXES
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
-from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_memory
+from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, say_once, why_no_host_memory
 from jaxscale.layout.layout import Layout, constrain, current, in_use
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.rules import PRESETS, Rules, preset
@@ -32,6 +32,7 @@ __all__ = [
     "named",
     "parse_mesh",
     "preset",
+    "say_once",
     "shardings_of",
     "simulate_devices",
     "why_no_host_memory",

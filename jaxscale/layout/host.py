@@ -40,10 +40,11 @@ def host_memory_or_say(what: str, instead: str, layout: Layout | None = None) ->
     """
     why = why_no_host_memory(layout)
     if why is not None:
-        _say_once(f"{why}, so {what} {instead}")
+        say_once(f"{why}, so {what} {instead}")
     return why is None
 
 
 @functools.cache
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """Warns, the first time it is called with this sentence."""
     logging.getLogger("jaxscale").warning(sentence)

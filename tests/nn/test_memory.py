@@ -125,14 +125,14 @@ def test_tiles_bound_what_exists_at_once():
 def test_hardware_without_host_memory_keeps_on_the_device_and_says_so_once(monkeypatch, caplog):
     f, params = _loss_and_grads_of(Small(memory="offload_residual"))
     monkeypatch.setattr(host, "HOST", "memory of no machine")
-    host._say_once.cache_clear()
+    host.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "jaxscale"):
         text = str(jax.make_jaxpr(f)(params))
         jax.make_jaxpr(f)(params)
     (said,) = caplog.messages
     assert "no 'memory of no machine' memory" in said and "'residual' stays on the device" in said
     assert "<host>" not in text
-    host._say_once.cache_clear()
+    host.say_once.cache_clear()
 
 
 def test_tiles_are_of_positions_and_the_rest_is_one():

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import Layout, TensorInfo, describe
+from jaxscale.layout import HOST, Layout, TensorInfo, describe
 from jaxscale.nn import POLICIES, MemoryPolicy
 from jaxscale.nn.memory import TILED
-from jaxscale.optim import state_infos
+from jaxscale.optim import state_infos, state_shardings
 from jaxscale.plan.compile import compile_step, topology_devices
 from jaxscale.train import AutoLoss, MaterialisedLoss, TrainConfig, blueprint_of
 
@@ -35,7 +35,7 @@ class Estimate:
       gradients: of the parameters.
       kept: activations on the device from forward to backward pass.
       working: what one layer makes while it runs backwards; the compiler holds more, and never much less.
-      host: activations in host memory.
+      host: activations and optimizer state in host memory.
       extra_flops: matrix products made again, whole machine, as a share of the model's own three passes.
     """
 
@@ -76,12 +76,15 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
         for name, infos in model.activations(config.micro_batch, config.seq_len).items()
     }
     kept, host = _activation_bytes(policy, layers, model.depth, sum(repeats for _, repeats in model.runs))
+    rows = describe(state_infos(blueprint.tx, blueprint.infos), layout, "opt_state")
+    where = jax.tree.leaves(state_shardings(blueprint.tx, blueprint.infos, layout))
+    away = sum(r.bytes_per_device for r, s in zip(rows, where, strict=True) if s.memory_kind == HOST)
     return Estimate(
-        held(blueprint.infos, "params") + held(state_infos(blueprint.tx, blueprint.infos), "opt_state"),
+        held(blueprint.infos, "params") + sum(r.bytes_per_device for r in rows) - away,
         gradients * (1 if config.accumulate == 1 else 2),
         kept,
         _working_bytes(policy, layers, config.seq_len) + _logit_bytes(config, layout),
-        host,
+        host + away,
         _extra_flops(policy, model.products(config.batch_size, config.seq_len), "lse" if layers["lse"] else None)
         / model.flops(config.batch_size, config.seq_len),
     )
@@ -249,7 +252,8 @@ def choose(
 def compiled_bytes(config: TrainConfig, topology: str) -> int:
     """Bytes per device of a run's compiled training step: arguments, outputs that are not theirs, temporaries.
 
-    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up.
+    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up, which may
+    leave arguments out.
 
     Raises:
       jax.errors.JaxRuntimeError: it fails for another reason.
@@ -257,7 +261,7 @@ def compiled_bytes(config: TrainConfig, topology: str) -> int:
     try:
         m = compile_step(config, topology).memory_analysis()
     except jax.errors.JaxRuntimeError as e:
-        size = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", str(e))
+        size = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", str(e))
         if size is None:
             raise
         return int(float(size[1]) * 1024 ** (1 + "KMGT".index(size[2])))

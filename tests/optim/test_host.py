@@ -26,7 +26,7 @@ from tests.truth.params import random_params
 # two runs of layers, of 2 and 1 groups, and what no stack holds
 MODEL = TransformerConfig(depth=5, windows=(3, None), vocab=64, width=32, heads=4, head_dim=8, hidden=64)
 LAYOUT = Layout("fsdp=2,tensor=2")
-EIGHT = AdamW8bit(storage=EightBit(block_size=64, width=8, min_size=512))
+EIGHT = AdamW8bit(storage=EightBit(block_size=64, width=8, min_size=2048))
 
 
 def _blueprint(optimizer, layout=LAYOUT, model=MODEL):
@@ -39,7 +39,7 @@ def _updated(blueprint, steps=2, fused=True):
     grads = random_params(blueprint.infos, seed=7)
     cast = lambda tree: jax.tree.map(lambda x, i: jnp.asarray(x, i.dtype), tree, blueprint.infos)  # noqa: E731
     params, grads = cast(params), cast(grads)
-    state = blueprint.tx.init(params)
+    state = jax.jit(blueprint.tx.init)(params)
 
     def step(params, state):
         if fused:
@@ -63,8 +63,10 @@ def _updated(blueprint, steps=2, fused=True):
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9), EIGHT], ids=["adamw", "optax sgd", "8-bit adamw"])
 def test_the_numbers_are_the_optimizers_own(optimizer):
-    got, state = _updated(_blueprint(OnHost(optimizer)))
-    want, other = _updated(_blueprint(optimizer))
+    eight = optimizer is EIGHT  # whose arithmetic takes long to compile
+    model = dataclasses.replace(MODEL, depth=2, windows=(None,)) if eight else MODEL
+    got, state = _updated(_blueprint(OnHost(optimizer), model=model), steps=1 if eight else 2)
+    want, other = _updated(_blueprint(optimizer, model=model), steps=1 if eight else 2)
     assert_leaves_agree(got, want, what="parameters")
     inner = jax.tree.map(np.asarray, state[-1].inner)
     assert_leaves_agree(inner, jax.tree.map(np.asarray, other[-1]), what="state")

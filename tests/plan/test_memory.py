@@ -14,6 +14,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import POLICIES, MemoryPolicy
+from jaxscale.optim import OnHost
 from jaxscale.plan import choose, estimate, memory
 from jaxscale.train.state import describe_model
 from pallas_kernels.aot import why_no_tpu
@@ -69,6 +70,8 @@ def test_estimates_are_what_one_counts_by_hand(four_devices):
     assert found["attention_only"].kept == 8 * 2 * stream
     # the stream twice, two norms, queries, keys, values, attention's mix; weights (two heads); gate, up, hidden
     assert found["none"].kept == 8 * (8 * stream + 2 * 2 * 512 * 512 * 2 + 3 * 4 * stream)
+    away = estimate(dataclasses.replace(TINY, optimizer=OnHost()), TOPOLOGY)
+    assert away.state + away.host == found["none"].state and 2 * away.state - away.host < 0.01 * params
     forward = c.flops(8, 512, training=False)
     last = c.products(8, 512)["mlp_down"] + c.products(8, 512)["logits"]
     assert found["full"].extra_flops == (forward - last) / (3 * forward)
@@ -108,7 +111,8 @@ def test_policies_are_ruled_out_by_arithmetic_and_at_most_four_are_compiled(four
         estimate(c, t), working=c.model.memory.tile_size, state=0, gradients=0, kept=0))  # fmt: skip
     with raises_saying(ConfigError, "no memory policy fits"):
         choose(TINY, TOPOLOGY, 2**20 - 1, policies=many)
-    assert len(compiled) == 1  # one look at the compiler says what it adds to all of them
+    # three from the cheapest on, and the smallest: a compiler that never adds up leaves arithmetic nothing to rule out
+    assert [c.model.memory.tile_size for c in compiled] == [500, 400, 300, 10]
 
 
 @needs(why_no_tpu())

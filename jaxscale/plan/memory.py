@@ -252,8 +252,8 @@ def choose(
 def compiled_bytes(config: TrainConfig, topology: str) -> int:
     """Bytes per device of a run's compiled training step: arguments, outputs that are not theirs, temporaries.
 
-    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up, which may
-    leave arguments out.
+    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up, which
+    may leave arguments out.
 
     Raises:
       jax.errors.JaxRuntimeError: it fails for another reason.

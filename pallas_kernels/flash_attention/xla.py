@@ -35,8 +35,8 @@ _product = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
     """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     cut = _Cut.of(inputs, mask, score)
-    # Masks depend on tokens and the tiles' numbers alone. Of a scan over layers, differentiated, JAX would therefore make
-    # those of all tiles beforehand and hold them, S x T for every head; what depends on q belongs to the layer.
+    # Masks depend on tokens and the tiles' numbers alone. Of a scan over layers, differentiated, JAX would therefore
+    # make those of all tiles beforehand and hold them, S x T for every head; what depends on q belongs to the layer.
     numbers = jnp.arange(cut.nq), jnp.arange(cut.nk), jnp.asarray(cut.table)
     (rows, columns, table), inputs = lax.optimization_barrier((numbers, inputs))
     keys = cut.keys(inputs)

@@ -48,7 +48,7 @@ def _loss_and_grads_of(model):
 
 @functools.cache
 def _numbers(policy):
-    f, params = _loss_and_grads_of(Small(windows=(3,), dropout=0.2, post_norm=True, memory=policy))
+    f, params = _loss_and_grads_of(Small(dropout=0.2, memory=policy))
     metrics, grads = jax.jit(f).lower(params).compile(QUICKLY)(params)
     return metrics["loss"], jax.tree.map(np.asarray, grads)
 

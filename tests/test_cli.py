@@ -255,7 +255,7 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--gin.train.model=@Transformer"], ["train.model must be a model such as Transformer()"]),
         (["train", "GIN", "--gin.Transformer.width=0"], ["Transformer.width = 0", "at least 1"]),
         (["train", "GIN", "--gin.Transformer.dtype=float8"], ["'float8'", "'bfloat16'"]),
-        (["train", "GIN", "--gin.Transformer.remat=all"], ["'all'"]),
+        (["train", "GIN", "--gin.Transformer.memory=all"], ["'all'"]),
         (["train", "GIN", "--gin.Transformer.heads=3"], ["head", "nearest"]),
         (["train", "GIN", "--gin.Transformer.vocab=100"], ["256 token ids", "vocab to 256"]),
         (["train", "GIN", "--gin.Layout.rules=fsdp_tenser"], ["'fsdp_tenser'", "did you mean 'fsdp_tensor'"]),

@@ -3,6 +3,7 @@
 from jaxscale.layout.axes import AXES, MESH_AXES
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
+from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, say_once, why_no_host_memory
 from jaxscale.layout.layout import Layout, constrain, current, in_use
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.rules import PRESETS, Rules, preset
@@ -10,6 +11,8 @@ from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, n
 
 __all__ = [
     "AXES",
+    "DEVICE",
+    "HOST",
     "MESH_AXES",
     "PRESETS",
     "Layout",
@@ -22,12 +25,15 @@ __all__ = [
     "current",
     "describe",
     "draw",
+    "host_memory_or_say",
     "in_use",
     "init_distributed",
     "make_mesh",
     "named",
     "parse_mesh",
     "preset",
+    "say_once",
     "shardings_of",
     "simulate_devices",
+    "why_no_host_memory",
 ]

@@ -1,4 +1,4 @@
-"""Published shapes. Each takes any field of `Transformer.Config` as a change: `llama3_8b(depth=2, remat="full")`."""
+"""Published shapes. Each takes any field of `Transformer.Config` as a change: `llama3_8b(depth=2, memory="full")`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _llama3(depth: int, width: int, heads: int, hidden: int) -> TransformerConfi
         norm_eps=1e-5,
         positions=Rotary(500000.0),
         dtype="bfloat16",
-        remat="full",
+        memory="full",
     )
 
 
@@ -80,7 +80,7 @@ def qwen3(**changes: Any) -> TransformerConfig:
         positions=Rotary(1000000.0),
         qk_norm=True,
         dtype="bfloat16",
-        remat="full",
+        memory="full",
     )
     return _changed(config, "qwen3", changes)
 
@@ -105,6 +105,6 @@ def gemma3(**changes: Any) -> TransformerConfig:
         post_norm=True,
         embed_scale=2560**0.5,
         dtype="bfloat16",
-        remat="full",
+        memory="full",
     )
     return _changed(config, "gemma3", changes)

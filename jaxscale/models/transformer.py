@@ -15,16 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
-from jaxscale.layout import abstract, constrain
+from jaxscale.errors import ConfigError
+from jaxscale.layout import TensorInfo, abstract, constrain
 from jaxscale.nn import (
-    REMAT,
     Attention,
     AttentionKernel,
     Block,
     Context,
     Embedding,
     FeedForward,
+    MemoryPolicy,
     RMSNorm,
     Rotary,
     Run,
@@ -74,7 +74,9 @@ class TransformerConfig:
       embed_scale: factor on token embeddings (Gemma: sqrt of the width).
       dropout: probability on each sub-layer's output while training.
       dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
-      remat: what the backward pass recomputes, a key of `jaxscale.nn.REMAT`.
+      memory: what becomes of activations before the backward pass: a `MemoryPolicy`, or a key of
+        `jaxscale.nn.POLICIES`.
+      stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
       scan: apply each run of layers by one scan (compile time does not grow with depth).
 
     Raises:
@@ -109,7 +111,8 @@ class TransformerConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: str = "none"
+    memory: str | MemoryPolicy = "none"
+    stack: type[Run] = Run
     scan: bool = True
 
     def __post_init__(self) -> None:
@@ -122,8 +125,7 @@ class TransformerConfig:
         width = self.width or max(64, 64 * self.depth)
         head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
         heads = self.heads or max(1, width // head_dim)
-        gated = getattr(self.mlp, "gated", False)
-        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if gated else 4 * width)
+        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if self._gated else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
 
     @property
@@ -156,16 +158,57 @@ class TransformerConfig:
         Args:
           training: forward and backward; else forward.
         """
+        return sum(self.products(batch, seq).values()) * (3 if training else 1)
+
+    def products(self, batch: int, seq: int) -> dict[str, int]:
+        """The forward part of `flops`, by what is made, over all layers."""
         z = self.sizes
-        heads = z.width * z.head_dim * (2 * z.heads + 2 * z.kv_heads)
-        mlp = z.width * z.hidden * (3 if getattr(self.mlp, "gated", False) else 2)
-        dense = self.depth * (heads + mlp) + z.width * self.vocab
         pairs = 0
         for window in self.layer_windows():
             w = min(window or seq, seq)
             pairs += w * (w + 1) // 2 + (seq - w) * w
-        forward = 2 * batch * seq * dense + 2 * 2 * batch * pairs * z.heads * z.head_dim
-        return forward * (3 if training else 1)
+        attend = 2 * batch * pairs * z.heads * z.head_dim
+        tokens = 2 * batch * seq * self.depth
+        return {
+            "qkv": tokens * z.width * z.head_dim * (z.heads + 2 * z.kv_heads),
+            "scores": attend,
+            "attn_out": attend,
+            "residual_mid": tokens * z.width * z.head_dim * z.heads,
+            "mlp_up": tokens * z.width * z.hidden * (2 if self._gated else 1),
+            "mlp_down": tokens * z.width * z.hidden,
+            "logits": 2 * batch * seq * z.width * self.vocab,
+        }
+
+    def activations(self, batch: int, seq: int) -> dict[str, tuple[TensorInfo, ...]]:
+        """What one layer leaves for its backward pass, by the tensors that memory policies name.
+
+        "scores" has no such name: attention's weights, which only `dot_product_attention` holds.
+        """
+        z = self.sizes
+
+        def tensors(name: str, sizes: dict[str, int], count: int = 1, dtype: str = self.dtype) -> tuple[Any, ...]:
+            axes, shape = ("batch", *sizes), (batch, *sizes.values())
+            return (TensorInfo(name, shape, jnp.dtype(dtype), axes),) * count
+
+        stream, hidden = {"residual_seq": seq, "embed": z.width}, {"seq": seq, "mlp": z.hidden}
+        heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
+        kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
+        dense = self.attention is dot_product_attention
+        return {
+            "residual": tensors("residual", stream),
+            "residual_mid": tensors("residual_mid", stream, 0 if self.parallel else 1),
+            "norm": tensors("norm", stream, (1 if self.parallel else 2) + 2 * self.post_norm),
+            "qkv": tensors("q", heads) + tensors("kv", kv, 2),
+            "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
+            "attn_out": tensors("attn_out", heads),
+            "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
+            "mlp_up": tensors("mlp_up", hidden, 2 if self._gated else 1),
+            "mlp_hidden": tensors("mlp_hidden", hidden),
+        }
+
+    @property
+    def _gated(self) -> bool:
+        return getattr(self.mlp, "gated", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +248,7 @@ def _check(c: TransformerConfig) -> None:
         )
     if z.head_dim % 2 and (_rotary(c.positions) or c.local_positions):
         raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
-    if c.remat not in REMAT:
-        raise ConfigError(f"Transformer.remat = '{c.remat}' is not a policy{near(c.remat, REMAT)}")
+    MemoryPolicy.of(c.memory)
     if not c.windows:
         raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
     for w in c.windows:
@@ -248,7 +290,11 @@ class Transformer(nnx.Module):
         runs, first = [], 0
         for windows, repeats in config.runs:
             make_group = functools.partial(_make_group, config, windows)
-            runs.append(Run(make_group, repeats, first=first, remat=config.remat, scan=config.scan, rngs=rngs))
+            runs.append(
+                config.stack(
+                    make_group, repeats, first=first, memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs
+                )
+            )
             first += repeats * len(windows)
         self.runs = nnx.List(runs)
         self.norm = config.norm(z.width, eps=config.norm_eps, **types)
@@ -282,8 +328,10 @@ class Transformer(nnx.Module):
         kinds = (_rotary(c.positions), c.local_positions)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
         context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key)
+        dtype, x = x.dtype, c.stack.enter(x)
         for run in self.runs:
             x = run(x, context)
+        x = c.stack.leave(x, dtype)
         return constrain(self.norm(x), "batch", "seq", "embed")
 
     def head_weight(self) -> Float[Array, "v e"]:
@@ -335,6 +383,7 @@ def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx
                 None if c.parallel else norm(),
                 attn_post_norm=norm() if c.post_norm else None,
                 mlp_post_norm=norm() if c.post_norm else None,
+                memory=MemoryPolicy.of(c.memory),
                 dropout=c.dropout,
             )
         )

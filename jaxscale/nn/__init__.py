@@ -7,14 +7,17 @@ from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.head import head_logits
 from jaxscale.nn.linear import Linear, project
+from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
-from jaxscale.nn.stack import REMAT, Run
+from jaxscale.nn.stack import Run
 
 __all__ = [
     "GELU",
-    "REMAT",
+    "POLICIES",
+    "TENSORS",
     "Attention",
     "AttentionKernel",
     "Block",
@@ -26,8 +29,10 @@ __all__ = [
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "MemoryPolicy",
     "NTKScaling",
     "RMSNorm",
+    "ReversibleRun",
     "Rotary",
     "Run",
     "StableEmbedding",

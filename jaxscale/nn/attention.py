@@ -21,7 +21,10 @@ from jaxscale.nn.rotary import Rotary, rotate
 
 
 class AttentionKernel(Protocol):
-    """The attention signature: every kernel, local or across devices, is a callable of this shape."""
+    """The attention signature: every kernel, local or across devices, is a callable of this shape.
+
+    One names what it returns for memory policies (`checkpoint_name`), by a name of `jaxscale.nn.TENSORS["attn_out"]`.
+    """
 
     def __call__(
         self,
@@ -66,7 +69,7 @@ def dot_product_attention(
         q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids, positions=positions, window=window
     )
     if softcap is None:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
+        return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale), "attn_out")
     b, s, h, d = q.shape
     kv = k.shape[2]
     q = q.reshape(b, s, kv, h // kv, d)
@@ -75,7 +78,8 @@ def dot_product_attention(
     if mask is not None:
         scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, v.shape[-1])
+    out = jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, v.shape[-1])
+    return checkpoint_name(out, "attn_out")
 
 
 def attention_mask(
@@ -166,6 +170,7 @@ class Attention(nnx.Module):
         if self.rotary is not None:
             cos, sin = context.rotary[self.rotary]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (checkpoint_name(x, "qkv") for x in (q, k, v))
         out = self.kernel(
             q,
             k,
@@ -177,5 +182,4 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             scale=self.scale,
         )
-        out = checkpoint_name(constrain(out, "batch", "seq", "heads", "head_dim"), "attn_out")
-        return self.out(out)
+        return self.out(constrain(out, "batch", "seq", "heads", "head_dim"))

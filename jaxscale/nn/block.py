@@ -10,7 +10,10 @@ from jaxtyping import Array, Float
 from jaxscale.layout import constrain
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.context import Context, dropout
+from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.mlp import FeedForward
+
+_NONE = POLICIES["none"]
 
 
 class Block(nnx.Module):
@@ -20,6 +23,7 @@ class Block(nnx.Module):
       attn, mlp: the two sub-layers.
       attn_norm, mlp_norm: before them; a parallel block has no `mlp_norm` (Wang & Komatsuzaki 2021).
       attn_post_norm, mlp_post_norm: after them, before the addition (Gemma 2), or `None`.
+      memory: what is made in tiles; the rest of a policy is `Run`'s to follow.
       dropout: probability on each sub-layer's output, when the context carries a key.
     """
 
@@ -32,26 +36,48 @@ class Block(nnx.Module):
         *,
         attn_post_norm: nnx.Module | None = None,
         mlp_post_norm: nnx.Module | None = None,
+        memory: MemoryPolicy = _NONE,
         dropout: float = 0.0,
     ):
         self.attn, self.mlp = attn, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
-        self.dropout = dropout
+        self.memory, self.dropout = memory, dropout
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        keys = (None, None) if context.key is None else tuple(jax.random.split(context.key))
-        h = _whole(self.attn_norm(x))
-        a = _post(self.attn_post_norm, self.attn(h, context))
+        x = checkpoint_name(x, "residual")
         if self.mlp_norm is None:
+            h = self._norm(self.attn_norm, x)
             # one reduction for both sub-layers
-            return self._add(x, a + _post(self.mlp_post_norm, self.mlp(h)), keys[0])
-        x = self._add(x, a, keys[0])
-        return self._add(x, _post(self.mlp_post_norm, self.mlp(_whole(self.mlp_norm(x)))), keys[1])
+            return x + self._drop(self._attend(h, context) + self._feed(h), context, 0)
+        x = checkpoint_name(x + self.attend(x, context), "residual_mid")
+        return x + self.feed(x, context)
 
-    def _add(self, x: Array, y: Array, key: Array | None) -> Array:
-        y = constrain(y, "batch", "residual_seq", "embed")
-        return checkpoint_name(x + dropout(y, self.dropout, key), "residual")
+    def attend(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        """What attention adds to the residual stream."""
+        return self._drop(self._attend(self._norm(self.attn_norm, x), context), context, 0)
+
+    def feed(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        """What the feed-forward layer adds, of a block whose sub-layers follow each other."""
+        assert self.mlp_norm is not None
+        return self._drop(self._feed(self._norm(self.mlp_norm, x)), context, 1)
+
+    def _attend(self, h: Array, context: Context) -> Array:
+        return self._post(self.attn_post_norm, self.attn(_whole(h), context))
+
+    def _feed(self, h: Array) -> Array:
+        y = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_whole(h))))(h)
+        return self._post(self.mlp_post_norm, y)
+
+    def _norm(self, norm: nnx.Module, x: Array) -> Array:
+        return checkpoint_name(self.memory.tiled("norm", norm)(x), "norm")
+
+    def _post(self, norm: nnx.Module | None, y: Array) -> Array:
+        return y if norm is None else self._norm(norm, _cut(y))
+
+    def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
+        key = None if context.key is None else jax.random.split(context.key)[sub_layer]
+        return dropout(_cut(y), self.dropout, key)
 
 
 def _whole(h: Array) -> Array:
@@ -59,5 +85,6 @@ def _whole(h: Array) -> Array:
     return constrain(h, "batch", "seq", "embed")
 
 
-def _post(norm: nnx.Module | None, y: Array) -> Array:
-    return y if norm is None else norm(constrain(y, "batch", "residual_seq", "embed"))
+def _cut(y: Array) -> Array:
+    """As the residual stream is split."""
+    return constrain(y, "batch", "residual_seq", "embed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -35,6 +36,15 @@ class Context:
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
+
+    def arrays(self) -> tuple[Any, ...]:
+        """Everything here that may be traced, as a tree of arrays."""
+        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key
+
+    def holding(self, arrays: tuple[Any, ...]) -> Context:
+        """The same with other arrays, in the form of `arrays()`."""
+        positions, segment_ids, tables, key = arrays
+        return Context(positions, segment_ids, dict(zip(self.rotary, tables, strict=True)), key)
 
 
 def dropout(x: Float[Array, "b s e"], rate: float, key: Array | None) -> Float[Array, "b s e"]:

@@ -49,10 +49,13 @@ class FeedForward(nnx.Module):
         self.down = linear({"mlp": hidden}, {"embed": width}, scale=out_scale)
 
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        up = constrain(self.up(x), "batch", "seq", "mlp")
         act = type(self).activation
-        h = act(up) if self.gate is None else act(constrain(self.gate(x), "batch", "seq", "mlp")) * up
+        h = act(_named(self.up(x))) if self.gate is None else act(_named(self.gate(x))) * _named(self.up(x))
         return self.down(checkpoint_name(h, "mlp_hidden"))
+
+
+def _named(h: Array) -> Array:
+    return checkpoint_name(constrain(h, "batch", "seq", "mlp"), "mlp_up")
 
 
 @register

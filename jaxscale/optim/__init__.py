@@ -3,6 +3,7 @@
 from jaxscale.optim.adamw import SGD, AdamW, adamw
 from jaxscale.optim.base import (
     FusedTransformation,
+    HostState,
     Optimizer,
     apply_gradients,
     chain,
@@ -22,6 +23,7 @@ from jaxscale.optim.eight_bit import (
     lion_8bit,
     sgdm_8bit,
 )
+from jaxscale.optim.host import OnHost, on_host
 from jaxscale.optim.schedules import WSD, Constant, LRSchedule, WarmupCosine
 from jaxscale.optim.storage import EightBit, convert_state, is_quantized
 
@@ -33,9 +35,11 @@ __all__ = [
     "Constant",
     "EightBit",
     "FusedTransformation",
+    "HostState",
     "LAMB8bit",
     "LRSchedule",
     "Lion8bit",
+    "OnHost",
     "Optimizer",
     "SGDM8bit",
     "WarmupCosine",
@@ -50,6 +54,7 @@ __all__ = [
     "is_quantized",
     "lamb_8bit",
     "lion_8bit",
+    "on_host",
     "sgdm_8bit",
     "state_infos",
     "state_shardings",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import optax
 
-from jaxscale.layout import Layout, TensorInfo, shardings_of
+from jaxscale.layout import HOST, Layout, TensorInfo, host_memory_or_say, shardings_of
 from jaxscale.optim.storage import check_fits, is_quantized
 
 Tree = Any
@@ -51,6 +51,13 @@ class Optimizer(Protocol):
           learning_rate: step (int32 scalar) -> learning rate.
           infos: a `TensorInfo` per parameter, for rules by name or shape.
         """
+
+
+class HostState(NamedTuple):
+    """State that lives in host memory: an optimizer's, and float32 parameters (or `None`); see `OnHost`."""
+
+    inner: Tree
+    master: Tree
 
 
 def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -126,7 +133,19 @@ def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layou
     if layout is None:
         return None
     check_state(tx, infos, layout)
-    return shardings_of(state_infos(tx, infos), layout, "opt_state")
+    found = state_infos(tx, infos)
+    shardings = shardings_of(found, layout, "opt_state")
+
+    def place(shardings: Any, infos: Any) -> Any:
+        if not _on_host(infos) or not host_memory_or_say("optimizer state", "stays on the device", layout):
+            return shardings
+        return jax.tree.map(lambda s, i: s.with_memory_kind(HOST) if i.path else s, shardings, infos)
+
+    return jax.tree.map(place, shardings, found, is_leaf=_on_host)
+
+
+def _on_host(state: Any) -> bool:
+    return isinstance(state, HostState)
 
 
 def decay_mask(infos: Tree) -> Tree:

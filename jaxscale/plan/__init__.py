@@ -2,5 +2,16 @@
 
 from jaxscale.plan.compile import compile_for, compile_step, topology_devices
 from jaxscale.plan.explain import Explanation, explain
+from jaxscale.plan.memory import Choice, choose, compiled_bytes, estimate
 
-__all__ = ["Explanation", "compile_for", "compile_step", "explain", "topology_devices"]
+__all__ = [
+    "Choice",
+    "Explanation",
+    "choose",
+    "compile_for",
+    "compile_step",
+    "compiled_bytes",
+    "estimate",
+    "explain",
+    "topology_devices",
+]

@@ -35,6 +35,10 @@ _product = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
     """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     cut = _Cut.of(inputs, mask, score)
+    # Masks depend on tokens and the tiles' numbers alone. Of a scan over layers, differentiated, JAX would therefore
+    # make those of all tiles beforehand and hold them, S x T for every head; what depends on q belongs to the layer.
+    numbers = jnp.arange(cut.nq), jnp.arange(cut.nk), jnp.asarray(cut.table)
+    (rows, columns, table), inputs = lax.optimization_barrier((numbers, inputs))
     keys = cut.keys(inputs)
 
     def queries(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
@@ -47,14 +51,14 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
             add = lambda: _attend(carry, cut.scores(query, key, i, j)[0], value, score)  # noqa: E731
             return cut.unless_skipped(state, add, lambda: carry), None
 
-        (acc, top, total), _ = lax.scan(step, start, (jnp.arange(cut.nk), keys, row))
+        (acc, top, total), _ = lax.scan(step, start, (columns, keys, row))
         if score.kind == "sigmoid":
             return acc.astype(inputs.q.dtype), None
         some = total > 0
         out = acc / jnp.where(some, total, 1)[..., None]
         return out.astype(inputs.q.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
 
-    out, lse = lax.map(queries, (jnp.arange(cut.nq), cut.queries(inputs.q, inputs.tokens), cut.table))
+    out, lse = lax.map(queries, (rows, cut.queries(inputs.q, inputs.tokens), table))
     return cut.join(out), None if lse is None else cut.join(lse[..., None])[..., 0]
 
 

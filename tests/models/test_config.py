@@ -33,7 +33,7 @@ def test_a_preset_has_the_published_number_of_parameters(config, published):
 
 
 def test_a_preset_takes_changes_and_refuses_what_is_no_field():
-    assert dataclasses.replace(llama3_8b(), depth=2, remat="none") == llama3_8b(depth=2, remat="none")
+    assert dataclasses.replace(llama3_8b(), depth=2, memory="none") == llama3_8b(depth=2, memory="none")
     with raises_saying(ConfigError, "llama3_8b", "'detph'", "did you mean 'depth'"):
         llama3_8b(detph=2)
 

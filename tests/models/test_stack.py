@@ -13,14 +13,11 @@ import pytest
 from flax import nnx
 
 from jaxscale.data.packing import Documents, pack
-from jaxscale.errors import ConfigError
 from jaxscale.models import Learned, TransformerConfig
-from jaxscale.nn import REMAT
 from jaxscale.train.loss import token_losses
 from jaxscale.train.state import Blueprint, describe_model, make_params
 from jaxscale.train.step import make_loss_and_grads
 from tests.truth.compare import assert_leaves_agree, path_name
-from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY, random_batch
 from tests.truth.params import random_params
 
@@ -43,32 +40,6 @@ def test_stacked_layers_equal_unrolled_ones():
     stacked, unrolled = (_loss_and_grads(dataclasses.replace(PATTERN, scan=scan)) for scan in (True, False))
     assert_leaves_agree(stacked[0], unrolled[0])
     assert_leaves_agree(stacked[1], unrolled[1])
-
-
-@pytest.mark.parametrize("policy", [p for p in REMAT if p != "none"])
-def test_recomputation_changes_no_gradient(policy):
-    kept, recomputed = (_loss_and_grads(Small(windows=(3,), dropout=0.2, remat=p)) for p in ("none", policy))
-    assert_leaves_agree(recomputed[0], kept[0])
-    assert_leaves_agree(recomputed[1], kept[1])
-
-
-def test_each_policy_recomputes_what_it_says():
-    products = {}
-    for policy in REMAT:
-        graphdef, infos = describe_model(Small(remat=policy))
-        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
-        f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))
-        jaxpr = jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))
-        products[policy] = str(jaxpr).count("dot_general[")
-    again = {policy: n - products["none"] for policy, n in products.items()}
-    # A block multiplies by 7 weights and twice in attention. Its last product is not needed again; "dots" keeps those
-    # with weights and "attention" the second of the other two; "flash" asks for names that this attention lacks.
-    assert again == {"none": 0, "full": 8, "dots": 2, "attention": 7, "flash": 8}
-
-
-def test_an_unknown_policy_is_refused():
-    with raises_saying(ConfigError, "'dost'", "did you mean 'dots'"):
-        describe_model(Small(remat="dost"))
 
 
 def test_layers_start_as_unstacked_ones_would():

@@ -55,7 +55,7 @@ CONFIGS = {
     "no positions": Small(positions=None, windows=(2,)),
     "learned with rotary locals": Small(positions=Learned(20), local_positions=Rotary(), windows=(5, None)),
     "unrolled": Small(depth=3, scan=False, windows=(4, None)),
-    "recomputed": Small(remat="full", windows=(4, None)),
+    "recomputed": Small(memory="full", windows=(4, None)),
 }
 
 

@@ -80,10 +80,10 @@ def test_a_layout_that_splits_the_sequence_is_refused():
 
 
 @pytest.mark.parametrize("layout", [None, Layout("data=2,tensor=2")], ids=str)
-def test_the_flash_policy_keeps_the_backward_pass_from_attending_again(layout):
+def test_keeping_attention_keeps_the_backward_pass_from_attending_again(layout):
     products = {}
-    for policy in ("none", "full", "flash"):
-        graphdef, infos = describe_model(dataclasses.replace(FLASH, windows=(None,), remat=policy))
+    for policy in ("none", "full", "attention_only"):
+        graphdef, infos = describe_model(dataclasses.replace(FLASH, windows=(None,), memory=policy))
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
         with in_force(layout):
             f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))
@@ -91,7 +91,7 @@ def test_the_flash_policy_keeps_the_backward_pass_from_attending_again(layout):
         products[policy] = str(jaxpr).count("dot_general[")
     # A block multiplies by 7 weights, of which the last is not needed again, and twice in attention.
     assert products["full"] - products["none"] == 6 + 2
-    assert products["flash"] - products["none"] == 6
+    assert products["attention_only"] - products["none"] == 6
 
 
 def test_gin_chooses_it_with_its_options():

@@ -245,6 +245,21 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square(options, monkeyp
     assert large < 16384**2 * heads / 4, "an eighth of a bfloat16 matrix of scores"
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_no_layer_of_a_scan_shares_masks_with_the_others(again, monkeypatch):
+    """Masks are the same for all layers, and JAX makes beforehand what is: S x S for every head, were they let."""
+    monkeypatch.setattr(xla, "TILE", 256)
+
+    def loss(x, ids):
+        body = lambda x, _: (flash_attention(x, x, x, causal=True, segment_ids=ids), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(jax.checkpoint(body) if again else body, x, None, length=3)[0])
+
+    x, ids = jax.ShapeDtypeStruct((1, 8192, 2, 8), jnp.float32), jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+    assert "32,32,1,2,1,256,256]" not in str(jax.make_jaxpr(jax.grad(loss))(x, ids))
+    temporaries = jax.jit(jax.grad(loss)).lower(x, ids).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 8192**2 / 2, "half a matrix of bool"
+
+
 def test_equal_inputs_give_equal_bits():
     q, k, v = arrays()
     grad = jax.jit(jax.grad(lambda *a: flash_attention(*a, causal=True, deterministic=True).sum(), (0, 1, 2)))

@@ -1,0 +1,117 @@
+"""Reversible runs: the backward pass works out each layer's inputs from its outputs, so depth holds no activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.nn.block import Block
+from jaxscale.nn.context import Context
+from jaxscale.nn.stack import Run
+
+Streams = tuple[Float[Array, "b s e"], Float[Array, "b s e"]]
+
+
+@register
+class ReversibleRun(Run):
+    """A run over two residual streams, `a + attn(b)` and then `b + mlp(a)`, each step of which can be undone.
+
+    (Gomez et al. 2017; Kitaev et al. 2020.) Whatever the depth, one layer's activations exist at a time. The streams
+    are float32, since what is subtracted again has to be what was added. The arithmetic is that of recomputing every
+    layer once, the function another one than `Run`'s. Arguments as `Run`.
+
+    Raises:
+      ConfigError: blocks whose sub-layers stand side by side, or a memory policy for activations that do not exist.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if any(block.mlp_norm is None for block in self.blocks):
+            raise ConfigError(
+                "ReversibleRun needs attention and feed-forward one after the other; set Transformer.parallel = False"
+            )
+        if not self.memory.keeps_all:
+            raise ConfigError(
+                "ReversibleRun keeps no activations that a memory policy could recompute or move; set "
+                "Transformer.memory = 'none', or a MemoryPolicy of rest='keep' that only tiles"
+            )
+
+    @staticmethod
+    def enter(x: Float[Array, "b s e"]) -> Streams:
+        """Both streams start as the embedding."""
+        x = x.astype(jnp.float32)
+        return x, x
+
+    @staticmethod
+    def leave(x: Streams, dtype: Any) -> Float[Array, "b s e"]:
+        """Their mean, in the model's type."""
+        return ((x[0] + x[1]) / 2).astype(dtype)
+
+    def __call__(self, x: Any, context: Context) -> Any:
+        graphs, params = zip(*((g, nnx.to_pure_dict(p)) for g, p in map(nnx.split, self.blocks)), strict=True)
+        at = jnp.arange(self.repeats)
+        unroll = 1 if self.scan else self.repeats
+
+        def told(arrays: Any, i: Array, j: int) -> Context:
+            return context.holding(arrays).at(self.first + i * len(graphs) + j)
+
+        def forward(params: Any, x: Streams, arrays: Any) -> Streams:
+            def group(x: Streams, layer: Any) -> tuple[Streams, None]:
+                params, i = layer
+                for j, block in enumerate(map(nnx.merge, graphs, params)):
+                    a = x[0] + block.attend(x[1], told(arrays, i, j))
+                    x = a, x[1] + block.feed(a, told(arrays, i, j))
+                return x, None
+
+            return jax.lax.scan(group, x, (params, at), unroll=unroll)[0]
+
+        def keep_the_end(params: Any, x: Streams, arrays: Any) -> tuple[Streams, Any]:
+            x = forward(params, x, arrays)
+            return x, (params, x, arrays)
+
+        def backward(kept: Any, dx: Streams) -> tuple[Any, Streams, None]:
+            params, x, arrays = kept
+
+            def group(carry: tuple[Streams, Streams], layer: Any) -> tuple[tuple[Streams, Streams], Any]:
+                params, i = layer
+                grads: list[Any] = []
+                for j in reversed(range(len(graphs))):
+                    carry, dparams = _undo(graphs[j], params[j], *carry, told(arrays, i, j))
+                    grads.insert(0, dparams)
+                return carry, tuple(grads)
+
+            (_, dx), grads = jax.lax.scan(group, (x, dx), (params, at), reverse=True, unroll=unroll)
+            return grads, dx, None
+
+        run = jax.custom_vjp(forward)
+        run.defvjp(keep_the_end, backward)
+        return run(params, x, context.arrays())
+
+
+def _undo(graph: Any, params: Any, x: Streams, dx: Streams, context: Context) -> tuple[tuple[Streams, Streams], Any]:
+    """One block backwards: its inputs, their cotangents, and those of its parameters."""
+
+    def attend(params: Any, b: Array) -> Array:
+        block: Block = nnx.merge(graph, params)
+        return block.attend(b, context)
+
+    def feed(params: Any, a: Array) -> Array:
+        block: Block = nnx.merge(graph, params)
+        return block.feed(a, context)
+
+    (a, b), (da, db) = x, dx
+    added, pull = jax.vjp(feed, params, a)
+    b = b - added
+    dparams, more = pull(db.astype(added.dtype))
+    da = da + more
+    added, pull = jax.vjp(attend, params, b)
+    a = a - added
+    more_dparams, more = pull(da.astype(added.dtype))
+    db = db + more
+    return ((a, b), (da, db)), jax.tree.map(jnp.add, dparams, more_dparams)

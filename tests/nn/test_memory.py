@@ -1,0 +1,179 @@
+"""Memory policies: the same numbers whatever is kept, recomputed, offloaded or tiled, and the memory they promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxscale import config
+from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout, host
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import POLICIES, MemoryPolicy, RMSNorm, SwiGLU
+from jaxscale.nn.memory import in_tiles
+from jaxscale.train.state import Blueprint, describe_model
+from jaxscale.train.step import make_loss_and_grads
+from tests.truth.compare import assert_leaves_agree
+from tests.truth.errors import raises_saying
+from tests.truth.layouts import QUICKLY, random_batch, train
+from tests.truth.params import random_params
+
+Small = functools.partial(TransformerConfig, depth=2, vocab=37, width=32, heads=4, head_dim=8, hidden=48)
+TILES = MemoryPolicy(rest="keep", tile=("norm", "mlp_hidden"), tile_size=4)
+OWN = {
+    "everything offloaded": MemoryPolicy(offload=("residual", "residual_mid", "norm", "qkv", "attn_out", "mlp_up")),
+    "one of each": MemoryPolicy(keep=("attn_out",), offload=("residual",), tile=("mlp_hidden",), tile_size=4),
+    "tiles, nothing else recomputed": TILES,
+    "offloaded, nothing recomputed": MemoryPolicy(offload=("mlp_hidden",), rest="keep"),
+}
+ALL = {**POLICIES, **OWN, "minimal": dataclasses.replace(POLICIES["minimal"], tile_size=4)}
+BATCH = random_batch(37, rows=4, seq=14, lengths=(5, 6, 3))
+
+
+def _loss_and_grads_of(model):
+    """A function of parameters, and them."""
+    graphdef, infos = describe_model(model)
+    loss_and_grads = make_loss_and_grads(Blueprint(graphdef, infos, optax.identity(), None, None))
+    return lambda params: loss_and_grads(params, BATCH, jax.random.key(3)), random_params(infos)
+
+
+@functools.cache
+def _numbers(policy):
+    f, params = _loss_and_grads_of(Small(dropout=0.2, memory=policy))
+    metrics, grads = jax.jit(f).lower(params).compile(QUICKLY)(params)
+    return metrics["loss"], jax.tree.map(np.asarray, grads)
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if n != "none"])
+def test_every_policy_gives_the_gradients_of_none(name):
+    got, want = _numbers(ALL[name]), _numbers(POLICIES["none"])
+    assert_leaves_agree(got[0], want[0], what="loss")
+    assert_leaves_agree(got[1], want[1], what="gradients")
+
+
+def test_each_policy_recomputes_what_it_says():
+    products = {}
+    policies = {**POLICIES, "tiles": TILES, "qkv": MemoryPolicy(keep=("qkv",)), "up": MemoryPolicy(keep=("mlp_up",))}
+    policies |= {"up to the host": MemoryPolicy(offload=("mlp_up",)), "mid": MemoryPolicy(keep=("residual_mid",))}
+    for name, policy in policies.items():
+        graphdef, infos = describe_model(Small(memory=policy))
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))
+        jaxpr = jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))
+        products[name] = str(jaxpr).count("dot_general[")
+    again = {name: n - products["none"] for name, n in products.items()}
+    # A block multiplies by 7 weights and twice in attention. Its last product is not needed again; "dots" keeps those
+    # with weights, attention's output saves the second of the other two, queries, keys and values the first three; the
+    # stream between the sub-layers saves the product before it.
+    assert again == {
+        "none": 0, "full": 8, "dots": 2, "attention_only": 7, "offload_residual": 8, "minimal": 8,
+        "tiles": 2, "qkv": 5, "up": 6, "up to the host": 6, "mid": 7,
+    }  # fmt: skip
+
+
+def test_tiles_of_a_sequence_that_is_split_give_the_same_numbers():
+    layout = Layout("context=2,tensor=2", sequence_sharded=True)
+    model = Small(vocab=40, memory=MemoryPolicy(offload=("residual",), tile=("norm", "mlp_hidden"), tile_size=8))
+    batch = random_batch(40, rows=4, seq=16)
+    got, want = train(model, layout, batch=batch), train(Small(vocab=40), None, batch=batch)
+    assert_leaves_agree(got.losses, want.losses, what="losses")
+    assert_leaves_agree(got.gradients, want.gradients, what="gradients")
+
+
+def _scans(jaxpr):
+    """Every scan of a program, innermost last."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for sub in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _scans(sub)
+
+
+def test_what_is_offloaded_lies_in_host_memory():
+    f, params = _loss_and_grads_of(Small(depth=3, memory="offload_residual"))
+    forward = next(e for e in _scans(jax.make_jaxpr(f)(params).jaxpr) if e.params["length"] == 3)
+    stacks = [v.aval for v in forward.outvars if v.aval.shape[:1] == (3,)]
+    assert [a.shape for a in stacks if "host" in str(a.memory_space).lower()] == [(3, 4, 14, 32)]
+    assert not [a for a in stacks if a.shape == (3, 4, 14, 32) and "host" not in str(a.memory_space).lower()]
+
+
+def test_tiles_bound_what_exists_at_once():
+    """Temporary bytes of a long sequence's feed-forward layer: with tiles, the hidden width costs next to nothing."""
+    graphdef, params = nnx.split(SwiGLU(16, 512, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((1, 4096, 16), jnp.float32)
+
+    def temporaries(policy):
+        def loss(params, x):
+            return jnp.sum(policy.tiled("mlp_hidden", nnx.merge(graphdef, params))(x))
+
+        return jax.jit(jax.grad(loss)).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    hidden = 4096 * 512 * 4
+    assert temporaries(POLICIES["none"]) > 2 * hidden
+    assert temporaries(MemoryPolicy(tile=("mlp_hidden",), tile_size=32)) < hidden / 8
+
+
+def test_hardware_without_host_memory_keeps_on_the_device_and_says_so_once(monkeypatch, caplog):
+    f, params = _loss_and_grads_of(Small(memory="offload_residual"))
+    monkeypatch.setattr(host, "HOST", "memory of no machine")
+    host.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "jaxscale"):
+        text = str(jax.make_jaxpr(f)(params))
+        jax.make_jaxpr(f)(params)
+    (said,) = caplog.messages
+    assert "no 'memory of no machine' memory" in said and "'residual' stays on the device" in said
+    assert "<host>" not in text
+    host.say_once.cache_clear()
+
+
+def test_tiles_are_of_positions_and_the_rest_is_one():
+    x = jnp.arange(2 * 11 * 3, dtype=jnp.float32).reshape(2, 11, 3)
+    seen = []
+
+    def fn(t):
+        seen.append(t.shape[1])
+        return t[..., :2] * 2
+
+    np.testing.assert_array_equal(in_tiles(fn, x, size=4), x[..., :2] * 2)
+    assert seen == [4, 3]
+    np.testing.assert_array_equal(in_tiles(RMSNorm(3), x, size=16), RMSNorm(3)(x))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"keep": ("atn_out",)}, ("'atn_out'", "did you mean 'attn_out'")),
+        ({"keep": "attn_out"}, ("'attn_out'", "tuple")),
+        ({"keep": ("qkv",), "offload": ("qkv",)}, ("'qkv'", "keep", "offload")),
+        ({"tile": ("attn_out",)}, ("'attn_out'", "mlp_hidden")),
+        ({"rest": "keeep"}, ("'keeep'", "did you mean 'keep'")),
+        ({"tile_size": 0}, ("tile_size = 0",)),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_policy_that_cannot_be_is_one_sentence(fields, words):
+    with raises_saying(ConfigError, *words):
+        MemoryPolicy(**fields)
+
+
+def test_an_unknown_preset_is_one_sentence():
+    with raises_saying(ConfigError, "'dost'", "did you mean 'dots'"):
+        Small(memory="dost")
+
+
+def test_gin_chooses_presets_and_policies():
+    config.load(bindings=["Transformer.memory = 'minimal'"])
+    assert config.call("Transformer").memory == "minimal"
+    config.load(bindings=["Transformer.memory = @MemoryPolicy()", "MemoryPolicy.offload = ('residual',)"])
+    assert config.call("Transformer").memory == POLICIES["offload_residual"]
+    with raises_saying(ConfigError, "did you mean 'offload'"):
+        config.load(bindings=["MemoryPolicy.offlod = ('residual',)"])

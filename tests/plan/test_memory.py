@@ -1,0 +1,131 @@
+"""Choosing a memory policy: arithmetic that agrees with the program, and a choice that agrees with the arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxscale as js
+from jaxscale.errors import ConfigError
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import POLICIES, MemoryPolicy
+from jaxscale.optim import OnHost
+from jaxscale.plan import choose, estimate, memory
+from jaxscale.train.state import describe_model
+from pallas_kernels.aot import why_no_tpu
+from tests.plan.test_compile import needs
+from tests.truth.errors import raises_saying
+
+TOPOLOGY = "v5e:2x2"
+TINY = js.TrainConfig(
+    model=TransformerConfig(depth=8, width=256, heads=2, hidden=1024, vocab=256, dtype="bfloat16"),
+    layout=js.Layout("fsdp=4"), batch_size=8, seq_len=512, prompt=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def four_devices(monkeypatch):
+    """The arithmetic without a compiler: this machine's simulated devices stand in for the topology's."""
+    monkeypatch.setattr(memory, "topology_devices", lambda _: tuple(jax.devices()[:4]))
+
+
+def _with(policy):
+    return dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, memory=policy))
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "mid and up", "dots in tiles", "tiles"])
+def test_extra_products_are_those_of_the_program(name):
+    own = {
+        "mid and up": MemoryPolicy(keep=("residual_mid",), offload=("mlp_up",)),
+        "dots in tiles": MemoryPolicy(rest="dots", tile=("mlp_hidden",), tile_size=4),
+        "tiles": MemoryPolicy(rest="keep", tile=("mlp_hidden",), tile_size=4),
+    }
+    policy = {**POLICIES, **own}[name]
+
+    @functools.cache
+    def products(policy):
+        model = TransformerConfig(depth=2, vocab=37, width=32, heads=4, head_dim=8, hidden=48, memory=policy)
+        graphdef, infos = describe_model(model)
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        f = jax.grad(lambda p, t: jnp.sum(nnx.merge(graphdef, p).hidden(t)))
+        return str(jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))).count("dot_general[")
+
+    one_each = {"qkv": 3, "scores": 1, "attn_out": 1, "residual_mid": 1, "mlp_up": 2, "mlp_down": 1}
+    assert memory._extra_flops(policy, one_each, None) == products(policy) - products(POLICIES["none"])
+
+
+def test_estimates_are_what_one_counts_by_hand(four_devices):
+    c = TINY.model
+    stream = 2 * 512 * 256 * 2  # bytes on one of four devices: two of eight rows, bfloat16
+    found = {n: estimate(_with(n), TOPOLOGY) for n in ("none", "full", "offload_residual", "attention_only")}
+    params = c.param_count() * 4
+    assert abs(found["full"].state - 3 * params / 4) < 0.01 * params  # float32, and two moments of it
+    assert found["full"].kept == 8 * stream and found["full"].host == 0
+    assert found["offload_residual"].kept == 0 and found["offload_residual"].host == 8 * stream
+    assert found["attention_only"].kept == 8 * 2 * stream
+    # the stream twice, two norms, queries, keys, values, attention's mix; weights (two heads); gate, up, hidden
+    assert found["none"].kept == 8 * (8 * stream + 2 * 2 * 512 * 512 * 2 + 3 * 4 * stream)
+    away = estimate(dataclasses.replace(TINY, optimizer=OnHost()), TOPOLOGY)
+    assert away.state + away.host == found["none"].state and 2 * away.state - away.host < 0.01 * params
+    forward = c.flops(8, 512, training=False)
+    last = c.products(8, 512)["mlp_down"] + c.products(8, 512)["logits"]
+    assert found["full"].extra_flops == (forward - last) / (3 * forward)
+    assert found["none"].extra_flops == 0
+
+
+def test_the_models_products_are_its_flops():
+    c = TINY.model
+    assert sum(c.products(4, 64).values()) == c.flops(4, 64, training=False)
+
+
+def test_policies_are_ruled_out_by_arithmetic_and_at_most_four_are_compiled(four_devices, monkeypatch):
+    estimates = {n: estimate(_with(n), TOPOLOGY).device for n in POLICIES}
+    compiled = []
+
+    def pretend(config, topology):
+        """A compiler that adds a megabyte to what arithmetic knows of."""
+        compiled.append(config.model.memory)
+        return estimate(config, topology).device + 2**20
+
+    monkeypatch.setattr(memory, "compiled_bytes", pretend)
+    assert choose(TINY, TOPOLOGY, 2**40).policy == "none" and len(compiled) == 1
+    compiled.clear()
+    fits = choose(TINY, TOPOLOGY, estimates["attention_only"] + 2**20)
+    assert fits.policy == "attention_only" and fits.config.model.memory == POLICIES["attention_only"]
+    assert compiled == [POLICIES["attention_only"]]
+    text = str(fits)
+    assert "passed over" in text and "chosen" in text and "not needed" in text
+    compiled.clear()
+    with raises_saying(ConfigError, "no memory policy fits", TOPOLOGY):
+        choose(TINY, TOPOLOGY, min(estimates.values()) + 2**19)
+    assert 1 <= len(compiled) <= 4
+    compiled.clear()
+    many = {f"tiles of {n}": MemoryPolicy(tile=("mlp_hidden",), tile_size=n) for n in (500, 400, 300, 200, 100, 10)}
+    monkeypatch.setattr(memory, "compiled_bytes", lambda c, t: compiled.append(c) or 2**20)
+    monkeypatch.setattr(memory, "estimate", lambda c, t: dataclasses.replace(
+        estimate(c, t), working=c.model.memory.tile_size, state=0, gradients=0, kept=0))  # fmt: skip
+    with raises_saying(ConfigError, "no memory policy fits"):
+        choose(TINY, TOPOLOGY, 2**20 - 1, policies=many)
+    # three from the cheapest on, and the smallest: a compiler that never adds up leaves arithmetic nothing to rule out
+    assert [c.model.memory.tile_size for c in compiled] == [500, 400, 300, 10]
+
+
+@needs(why_no_tpu())
+def test_the_choice_for_a_slice_that_is_not_here_fits_it():
+    """The policy's name depends on the budget; what is chosen was compiled and fits."""
+    names = {"none": POLICIES["none"], "full": POLICIES["full"]}
+    roomy = choose(TINY, TOPOLOGY, 2**34, policies=names)
+    assert roomy.policy == "none"
+    size = roomy.rows[0].compiled_bytes
+    tight = choose(TINY, TOPOLOGY, size // 2, policies=names)
+    assert tight.policy == "full" and tight.rows[-1].compiled_bytes <= size // 2
+
+
+def test_a_run_without_a_layout_is_one_sentence():
+    with raises_saying(ConfigError, "layout=None"):
+        estimate(dataclasses.replace(TINY, layout=None), TOPOLOGY)

@@ -90,6 +90,11 @@ def _refuse_a_cut_vocabulary() -> None:
 def _check_sizes(x: Array, w: Array) -> None:
     """All three dimensions at once, so that no two are on one mesh axis."""
     layout = current()
+    if over := cut_over("embed"):
+        raise LayoutError(
+            f"sharded_cross_entropy sums whole vectors, and the layout {layout} splits the activations' 'embed' over "
+            f"{' and '.join(over)}; take that rule out, or use the materialised loss"
+        )
     if layout is not None and not jax.sharding.get_abstract_mesh().manual_axes:
         names, shape = ("batch", "seq", "vocab"), (*x.shape[:2], w.shape[0])
         layout.spec(names, shape, kind="activations", name="the logits, which are never held,")

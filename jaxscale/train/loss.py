@@ -111,7 +111,7 @@ def token_losses(
     Args:
       hidden: final hidden states.
       weight: the head's.
-      targets: ids below V.
+      targets: ids from 0 to V - 1; the loss of another is NaN.
       softcap: of the logits, or `None`.
 
     Returns:
@@ -120,4 +120,6 @@ def token_losses(
     logits = head_logits(hidden, weight, softcap=softcap)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     hit = jnp.arange(logits.shape[-1], dtype=targets.dtype) == targets[..., None]
-    return log_z - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), jnp.square(log_z)
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    loss = log_z - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    return jnp.where(known, loss, jnp.nan), jnp.square(log_z)

@@ -62,6 +62,8 @@ def supported(
         return "there are no tokens"
     if width % CHUNK:
         return f"a vector is a multiple of {CHUNK} elements in a kernel, not {width}"
+    if 0 in x:
+        return "there are no tokens"
     if vocabulary < 256:
         return f"a vocabulary of {vocabulary} gives a tile of 256 words too little to do"
     multiple = _MULTIPLE[logits.w_layout]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,14 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.dispatch import Target, hopper
 from pallas_kernels.flash_attention import examples
-from pallas_kernels.flash_attention.gpu_forward import attend
+from pallas_kernels.flash_attention.gpu_forward import attend, shared_memory
 from pallas_kernels.flash_attention.gpu_keys import of_keys
 from pallas_kernels.flash_attention.gpu_queries import of_queries
 from pallas_kernels.flash_attention.gpu_walk import LOG2E, ROWS, WARPGROUPS, Seen, Walk, Weigher
 from pallas_kernels.flash_attention.inputs import Inputs, Score
-from pallas_kernels.flash_attention.masks import Blocks, Mask, Tokens, Visits, masked, tile_table, visits
+from pallas_kernels.flash_attention.masks import Mask, Visits, masked, tile_table, visits
 from pallas_kernels.flash_attention.xla import of_rows
 from pallas_kernels.tiles import lookup
 
@@ -45,6 +47,8 @@ def supported(
     q: tuple[int, ...],
     v: tuple[int, ...],
     bias: tuple[int, ...] | None,
+    segments: bool,
+    positions: bool,
     dtype: str,
     **_: Any,
 ) -> str | None:
@@ -58,18 +62,17 @@ def supported(
     d, dv = q[3], v[3]
     if d % 16 or dv % 16 or not (64 <= d <= 256 and 64 <= dv <= 256):
         return f"head widths are multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
-    if d > 128 and dv > d:
+    if 0 in q:
+        return "there is nothing to compute"
+    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, how.score, segments or positions))
+    keys, slots = tile["keys"], tile["slots"]
+    if dv > d or (d != dv and shared_memory(d, dv, keys, slots) > SHARED_MEMORY):
         return f"values of width {dv} do not fit in shared memory beside keys of width {d}"
-    if how.mask.blocks is not None and (why := _blocks(how.mask.blocks)):
-        return why
-    return None
-
-
-def _blocks(blocks: Blocks) -> str | None:
-    if blocks.query % TILE or blocks.key % TILE:
+    blocks = how.mask.blocks
+    if blocks is not None and (blocks.query % TILE or blocks.key % math.lcm(TILE, keys)):
         return (
-            f"blocks of a mask are whole tiles of {TILE} queries and {TILE} keys in a kernel, and these are "
-            f"{blocks.query} by {blocks.key}"
+            f"blocks of a mask are whole tiles of {TILE} queries and {math.lcm(TILE, keys)} keys in a kernel, and "
+            f"these are {blocks.query} by {blocks.key}"
         )
     return None
 
@@ -87,7 +90,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     kv, dv = inputs.v.shape[2:]
     if packs := 1 < h // kv and s <= ROWS and mask.blocks is None:
         inputs = _pack(inputs, mask)
-    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, mask, score, inputs.tokens))
+    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, _given(inputs, mask)))
     case = _Case.of(target, inputs, mask, score, q_tile=TILE, k_tile=tile["keys"])
     out, lse = attend(
         target,
@@ -131,7 +134,7 @@ def backward(
         found |= one_pass(target, inputs, mask, score, stats, dout, wanted)
     dq = found["q"][:, :s]
     if dq.dtype == jnp.float32:
-        dq = (dq * score.scale).astype(q.dtype)
+        dq = (dq * (score.scale / Weigher(score).early(q.dtype))).astype(q.dtype)
     return dq, found["k"][:, :t], found["v"][:, :t], None
 
 
@@ -157,8 +160,8 @@ def one_pass(
     Returns:
       what is wanted, sequences filled up, an added-up "q" in float32 and not yet scaled.
     """
-    q, k, v, _, tokens = inputs
-    key = _key(q.shape[3], v.shape[3], mask, score, tokens)
+    q, k, v, *_ = inputs
+    key = _key(q.shape[3], v.shape[3], score, _given(inputs, mask))
     tile = lookup("flash_attention", target.kind, kernel=f"backward of {wanted}", **key)
     stay = wanted == "q"
     q_tile, k_tile = (TILE, tile["keys"]) if stay else (tile["queries"], TILE)
@@ -191,10 +194,16 @@ def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple
     return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
 
 
-def _key(d: int, dv: int, mask: Mask, score: Score, tokens: Tokens) -> dict[str, Any]:
+def _key(d: int, dv: int, score: Score, tokens: bool) -> dict[str, Any]:
     """What a tile depends on."""
-    given = tokens.q_segments is not None or tokens.q_positions is not None
-    return {"width": d, "values": dv, "softcap": score.softcap is not None, "tokens": given}
+    return {"width": d, "values": dv, "softcap": score.softcap is not None, "tokens": tokens}
+
+
+def _given(inputs: Inputs, mask: Mask) -> bool:
+    """Whether a kernel asks for segments or positions: some are given, or filled-up keys are a segment."""
+    tokens = inputs.tokens
+    filled = inputs.k.shape[1] % TILE and not mask.causal
+    return tokens.q_segments is not None or tokens.q_positions is not None or bool(filled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +242,9 @@ class _Case:
         # Keys that fill up stand behind every query of a causal mask; else they are of a segment that nobody is of.
         if t % k_tile and not mask.causal and tokens.q_segments is None:
             tokens = tokens._replace(q_segments=jnp.zeros((b, s), jnp.int32), k_segments=jnp.zeros((b, t), jnp.int32))
-        nobody = 0 if tokens.q_segments is None else jnp.max(tokens.q_segments) + 1
+        nobody: Any = 0
+        if (ids := tokens.q_segments) is not None:
+            nobody = jnp.where(ids.max() < np.iinfo(np.int32).max, ids.max() + 1, ids.min() - 1)
         segments, positions = tokens.q_segments is not None, tokens.q_positions is not None
 
         def seen(refs: Sequence[Any]) -> Seen:

@@ -71,6 +71,7 @@ def of_keys(
       early: make the weights while their cotangents are being made, which takes more registers.
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
+    power = weigher.early(dtype)
     groups, softmax = h // k.shape[2], stats is not None
     need_dp, fused = "k" in wanted or "q" in wanted, "q" in wanted
     made = [w for w in wanted if w != "q"]
@@ -145,7 +146,8 @@ def of_keys(
                         sums = {**sums, **accumulate(target, {"v": sums["v"]}, add_v)}
                     if need_dp:
                         dp = dp if early else of_weights(None)
-                        ds = (w * (dp - column(1) if softmax else dp)).astype(dtype)
+                        ds = w * (dp - column(1) if softmax else dp)
+                        ds = (ds if power == 1 else ds * power).astype(dtype)
                         if fused:
                             ds_s[lax.rem(u, 2), me] = ds
                             plgpu.commit_smem()
@@ -197,7 +199,7 @@ def of_keys(
                 for w, ref in outs.items():
                     # Only this warpgroup reads its values, and its keys unless queries are added to.
                     room = mine_v if w == "v" or fused else mine_k
-                    x = sums[w] * weigher.score.scale if w == "k" else sums[w]
+                    x = sums[w] * (weigher.score.scale / power) if w == "k" else sums[w]
                     room[...] = x.astype(dtype)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(room, ref.at[item.b, pl.ds(k0, ROWS), item.kv])

@@ -60,6 +60,7 @@ def of_queries(
       early: as for `gpu_keys.of_keys`.
     """
     d, dv, dtype = q.shape[3], v.shape[3], q.dtype
+    power = weigher.early(dtype)
     softmax, heads = stats is not None, walk.heads
 
     def kernel(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
@@ -103,7 +104,8 @@ def of_queries(
                     dp = product(dout_s.at[me], v_s.at[v_slot].T, (ROWS, keys), weigh if early else None)
                     dp, w = dp if early else (dp, w)
                     plgpu.barrier_arrive(v_free.at[v_slot])
-                    ds = (w * (dp - spread(delta, dp.shape, 0) if softmax else dp)).astype(dtype)
+                    ds = w * (dp - spread(delta, dp.shape, 0) if softmax else dp)
+                    ds = (ds if power == 1 else ds * power).astype(dtype)
                     acc = accumulate(target, {"q": acc}, lambda add: add("q", ds, k_s.at[slot]))["q"]
                     if target.interpret:
                         plgpu.commit_smem()  # its dot has read what TMA writes next
@@ -111,7 +113,7 @@ def of_queries(
                     return acc
 
                 acc = lax.fori_loop(0, count, turn, zeros((ROWS, d), plgpu.Layout.WGMMA))
-                q_s[wg] = (acc * weigher.score.scale).astype(dtype)
+                q_s[wg] = (acc * (weigher.score.scale / power)).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_s.at[wg], out_ref.at[item.b, pl.ds(q0, ROWS), head])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -282,7 +282,7 @@ class Seen:
             if self.mask.causal:
                 seen = both(operator.ge, q, k)
             if self.mask.window is not None:
-                seen = both(operator.lt, q, k + self.mask.window)
+                seen = both(operator.lt, q - self.mask.window, k)  # not k + window, which may be too large
                 if not self.mask.causal:
                     seen = both(operator.gt, q, k - self.mask.window)
         if self.segments is not None:
@@ -299,6 +299,14 @@ class Weigher:
     """
 
     score: Score
+
+    def early(self, dtype: Any) -> float:
+        """What weights' gradients are multiplied by before they are rounded; the rest of the scale comes after.
+
+        A power of two, so that it costs no digits; bfloat16 has the range to do without.
+        """
+        scale = abs(self.score.scale)
+        return 2.0 ** round(math.log2(scale)) if dtype == jnp.float16 and scale > 0 else 1.0
 
     @property
     def folded(self) -> float | None:

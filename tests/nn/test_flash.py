@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxscale import config
 from jaxscale.errors import LayoutError
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, Rules
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import dot_product_attention, flash_attention
 from jaxscale.train.state import describe_model
@@ -92,6 +92,34 @@ def test_keeping_attention_keeps_the_backward_pass_from_attending_again(layout):
     # A block multiplies by 7 weights, of which the last is not needed again, and twice in attention.
     assert products["full"] - products["none"] == 6 + 2
     assert products["attention_only"] - products["none"] == 6
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(8, 2), (8, 4), (4, 2)])
+def test_key_heads_that_every_device_has_are_read_by_the_right_queries(heads, kv):
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(2, 8, n, 8)), jnp.float32) for n in (heads, kv, kv))
+
+    def grads(q, k, v):
+        y, pull = jax.vjp(flash_attention, q, k, v)
+        return y, pull(jnp.cos(y))
+
+    with Layout("tensor=4", Rules(activations={"heads": "tensor"})):
+        got = jax.jit(grads)(q, k, v)
+    assert_leaves_agree(got, grads(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"head_dim": "tensor"}, ("'head_dim'", "tensor")),
+        ({"heads": "tensor", "kv_heads": "data"}, ("'heads'", "'kv_heads'")),
+    ],
+    ids=["head_dim", "heads apart"],
+)
+def test_a_layout_that_splits_a_head_or_heads_apart_is_refused(rules, says):
+    q = jnp.ones((2, 8, 4, 8))
+    with Layout("data=2,tensor=2", Rules(activations=rules)), raises_saying(LayoutError, "flash_attention", *says):
+        flash_attention(q, q[:, :, :2], q[:, :, :2])
 
 
 def test_gin_chooses_it_with_its_options():

@@ -133,3 +133,10 @@ def test_a_head_kept_the_other_way_is_refused():
     x, w, _, targets = arrays()
     with pytest.raises(KernelError, match=r"sharded_cross_entropy: w of shape \(16, 64\) as w_layout='ve'"):
         sharded_cross_entropy(x, w.T, targets)
+
+
+def test_vectors_that_a_layout_splits_are_refused():
+    x, w, _, targets = arrays()
+    with Layout("tensor=2", Rules(activations={"embed": "tensor"})):
+        with raises_saying(LayoutError, "'embed'", "tensor", "materialised"):
+            sharded_cross_entropy(x, w, targets)

@@ -68,6 +68,15 @@ def test_a_tile_that_nobody_sees_is_not_computed_with():
 
 
 @interpreter
+def test_a_window_as_large_as_an_integer_is_none():
+    q, k, v = arrays(128, 128)
+    with interpreted():
+        got = flash_attention(q, k, v, causal=True, window=2**31 - 1, implementation="mosaic_gpu")
+    want = flash_attention(q, k, v, causal=True, implementation="dense")
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-2, atol=2e-2)
+
+
+@interpreter
 def test_a_table_of_blocks_is_the_dense_masked_result():
     blocks = Blocks.of(np.array([[1, 0], [0, 1], [0, 0]], bool), query=128, key=128)  # the last queries see nothing
     given = arrays(300, 200)
@@ -97,16 +106,18 @@ def test_the_blocks_of_a_grid_walk_every_tile_of_every_head_once(shape):
         (dict(dtype=jnp.float32), "float32 is left to XLA"),
         (dict(d=72), "multiples of 16 from 64 to 256"),
         (dict(bias=1.0), "a bias is left to XLA"),
+        (dict(dv=192), "values of width 192 do not fit"),
         (dict(blocks=Blocks.of(np.ones((4, 4), bool), query=64, key=64)), "128 queries and 128 keys"),
     ],
-    ids=["float32", "width", "bias", "blocks"],
+    ids=["float32", "width", "bias", "values", "blocks"],
 )
 @interpreter
 def test_what_it_does_not_take_is_refused_with_the_reason(change, says):
-    options = {n: x for n, x in change.items() if n not in ("dtype", "d")}
-    given = (x.astype(change.get("dtype", x.dtype)) for x in arrays(256, 256, d=change.get("d", 64)))
+    options = {n: x for n, x in change.items() if n not in ("dtype", "d", "dv")}
+    q, k, v = (x.astype(change.get("dtype", x.dtype)) for x in arrays(256, 256, d=change.get("d", 64)))
+    v = jnp.tile(v, change.get("dv", 64) // 64 or 1)
     with interpreted(), pytest.raises(KernelError, match=says):
-        flash_attention(*given, implementation="mosaic_gpu", **options)
+        flash_attention(q, k, v, implementation="mosaic_gpu", **options)
 
 
 GATE = [

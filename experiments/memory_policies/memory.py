@@ -2,7 +2,7 @@
 
     python experiments/memory_policies/memory.py                 # arithmetic for every cell, then compiles, in order
     python experiments/memory_policies/memory.py --compile 0     # arithmetic only
-    python experiments/memory_policies/memory.py --table         # the tables of the README, from cells.jsonl
+    python experiments/memory_policies/memory.py --table         # the tables of the README, from cells.jsonl; --picture
 
 Needs `make install EXTRAS=tpu`; one to two minutes a compilation on two cores. Each compiled cell is a line of
 cells.jsonl, written as soon as it is known: started again, it goes on with the cells that are missing.
@@ -116,14 +116,34 @@ def tables() -> str:
     return "\n".join(out)
 
 
+def picture() -> None:
+    """memory.png: arithmetic as lines, compiled cells as dots, against what a chip has."""
+    import matplotlib.pyplot as plt
+
+    done = read()
+    figure, axes = plt.subplots(1, len(LAYOUTS), figsize=(11, 4.2), sharey=True, layout="constrained")
+    for ax, layout in zip(axes, LAYOUTS, strict=True):
+        for policy in (*POLICIES, REVERSIBLE):
+            (line,) = ax.plot(LENGTHS, [arithmetic(layout, policy, n)["bytes"] / 2**30 for n in LENGTHS], label=policy)
+            dots = [(k[2], r["bytes"] / 2**30) for k, r in done.items() if k[:2] == (layout, policy)]
+            ax.plot([d[0] for d in dots], [d[1] for d in dots], "o", color=line.get_color())
+        ax.axhline(CAPACITY / 2**30, color="black", linestyle=":")
+        ax.set(xscale="log", yscale="log", title=layout, xlabel="tokens a row")
+        ax.set_xticks(LENGTHS, [f"{n // 1024}k" for n in LENGTHS], minor=False)
+    axes[0].set_ylabel("GiB per v5p chip (lines: arithmetic, a lower bound)")
+    axes[0].legend()
+    figure.savefig(HERE / "memory.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", type=int, default=len(ORDER), help="at most so many cells")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no compilation after this time")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--picture", action="store_true", help="memory.png, from cells.jsonl and arithmetic")
     args = parser.parse_args()
-    if args.table:
-        print(tables())
+    if args.table or args.picture:
+        print(tables()) if args.table else picture()
         return
     until = time.time() + 60 * args.minutes
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()

@@ -207,6 +207,7 @@ for layout in (
 def test_no_layout_makes_the_partitioner_give_up():
     """XLA says "Involuntary full rematerialization" on standard error where it gathers a whole tensor to split it."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}  # a hit would print nothing
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # whatever a test before has made of it
     run = subprocess.run([sys.executable, "-c", COMPILES], env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("compiled") == 2

@@ -132,6 +132,8 @@ def backward(
     found: dict[str, jax.Array] = {}
     for wanted in passes(d, dv, deterministic, score.softcap is not None):
         found |= one_pass(target, inputs, mask, score, stats, dout, wanted)
+        if target.interpret:  # one after another: kernels interpreted side by side wait for each other's threads
+            found, dout = jax.lax.optimization_barrier((found, dout))
     dq = found["q"][:, :s]
     if dq.dtype == jnp.float32:
         dq = (dq * (score.scale / Weigher(score).early(q.dtype))).astype(q.dtype)

@@ -108,7 +108,6 @@ def cases() -> Iterator[Case]:
     """Every line, in the order of the table."""
     yield from _softmax_cases()
     yield from _blockwise_cases()
-    yield from _attention_cases()
     yield from _loss_cases()
 
 
@@ -246,27 +245,6 @@ def _true_update(rule: Rule, p: Any, g: Any, states: Any, i: int) -> np.ndarray:
         before = tuple(jnp.asarray(wide(dequantize_blockwise(s))) for s in states)
         u, new = rule.step(jnp.asarray(wide(p)), jnp.asarray(wide(g)), before, derived)
         return wide(p) + wide(u) if i < 0 else wide(new[i])
-
-
-# flash attention --------------------------------------------------------------------------------------------------
-
-_ATTENTION: tuple[dict[str, Any], ...] = (
-    {"D": 128, "grouped": True, "causal": True},
-    {"D": 64, "causal": True, "segments": True, "odd": True},
-    {"D": 96, "causal": True, "window": True, "softcap": True},
-    {"D": (192, 128), "causal": True, "S≠T": True},
-    {"D": 256, "segments": True, "odd": True, "S≠T": True},
-)
-"""Of the full grid's features (`flash_attention/grid.py`): each once at least, and all kinds of widths."""
-
-
-def _attention_cases() -> Iterator[Case]:
-    from tests.pallas_kernels.flash_attention import grid  # which asks this file to measure
-
-    for chosen in _ATTENTION:
-        for dtype in ("float32", "bfloat16", "float16"):
-            for case in grid.parts_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype}):
-                yield dataclasses.replace(case, feature=case.feature.partition(" ")[2])
 
 
 # cut cross-entropy ------------------------------------------------------------------------------------------------

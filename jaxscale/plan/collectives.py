@@ -1,0 +1,279 @@
+"""What a compiled program sends: every collective, its mesh axes, its bytes, how often, and the line that caused it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import LayoutError
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+"""The collectives, by their names in HLO; a `ragged-all-to-all` counts as an all-to-all."""
+
+_OPCODE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(-start)?\(")
+_BITS = {"pred": 8, "f8": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
+# An element is held by one of these, or by whatever number its name ends with.
+_ARRAY = re.compile(r"\b(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program.
+
+    Args:
+      kind: one of `KINDS`.
+      axes: the mesh axes it runs over.
+      devices: how many devices take part in one group.
+      payload: bytes of the whole that is moved: what an all-gather gives, what the others are given.
+      times: how often a step runs it, loops multiplied out.
+      certain: False where a loop's length cannot be read, or under a branch that need not be taken; `times` then
+        counts such a loop, and every branch, once.
+      ring: what a ring of permutes stands for, "all-gather" or "reduce-scatter", where the compiler made it.
+      name: the operation it came from, as JAX names it.
+      source: "file:line" of the model or step that asked for it; "" where the compiler does not say.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    payload: int
+    times: int = 1
+    certain: bool = True
+    ring: str = ""
+    name: str = ""
+    source: str = ""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends in all `times`, by the ring algorithms (Patarasuk & Yuan 2009)."""
+        share = {"collective-permute": 1.0, "all-reduce": 2 * (self.devices - 1) / self.devices}
+        return round(self.payload * self.times * share.get(self.kind, (self.devices - 1) / self.devices))
+
+
+def collectives(compiled: Any, sizes: Mapping[str, int]) -> list[Collective]:
+    """Every collective of a compiled program, in the program's order.
+
+    Compile for a TPU to see what runs there (`compile_for`): a CPU's compiler widens bfloat16 to float32, and turns
+    reduce-scatters into all-reduces.
+
+    Args:
+      compiled: a `jax.stages.Compiled`, or its `as_text()`.
+      sizes: size by mesh axis, in mesh order, of the mesh it was compiled for (`Layout.sizes`).
+
+    Returns:
+      a `Collective` for each instruction that moves anything.
+
+    Raises:
+      LayoutError: the program's groups of devices are of another mesh.
+    """
+    program = _Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes)
+    return list(program.walk(program.entry, 1, True, ""))
+
+
+def sent_by_axis(found: list[Collective]) -> dict[tuple[str, ...], int]:
+    """Bytes each device sends, by the mesh axes they travel along."""
+    total: dict[tuple[str, ...], int] = defaultdict(int)
+    for c in found:
+        total[c.axes] += c.sent
+    return dict(total)
+
+
+def array_bytes(text: str) -> int:
+    """Bytes of all arrays of a type as HLO prints it, `f32[2,3]` or a tuple of them."""
+    bits = 0
+    for name, dims in _ARRAY.findall(text):
+        width = next((b for prefix, b in _BITS.items() if name.startswith(prefix)), None) or int(name[1:])
+        bits += width * math.prod(int(d) for d in dims.split(",") if d)
+    return -(-bits // 8)
+
+
+class _Program:
+    """An HLO module's text, its computations by name."""
+
+    def __init__(self, text: str, sizes: Mapping[str, int]):
+        self.names, self.shape = tuple(sizes), tuple(sizes.values())
+        self.computations: dict[str, list[str]] = {}
+        self.made: dict[str, str] = {}
+        self.entry = ""
+        self.tables: dict[str, dict[int, str]] = defaultdict(dict)
+        body: list[str] | None = None
+        table = ""
+        for line in text.splitlines():
+            if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([^\s(]+) ?\(.*->", line)):
+                body = self.computations.setdefault(head[2], [])
+                self.entry = head[2] if head[1] else self.entry
+            elif line.startswith("}"):
+                body = None
+            elif body is not None and (op := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)):
+                body.append(op[2])
+                self.made[op[1]] = op[2]
+            elif body is None and re.fullmatch(r"[A-Z]\w+", line):
+                table = line
+            elif body is None and (row := re.match(r"(\d+) (.*)", line)):
+                self.tables[table][int(row[1])] = row[2]
+
+    def walk(self, computation: str, times: int, certain: bool, ring: str) -> Iterator[Collective]:
+        for line in self.computations.get(computation, ()):
+            if op := _OPCODE.search(line):
+                yield self._collective(line, op, times, certain, ring, computation)
+            elif loop := re.search(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
+                trips = self._trips(line, loop[1], loop[2])
+                yield from self.walk(loop[2], times * (trips or 1), certain and trips is not None, _ring(loop[2]))
+            elif branches := re.search(
+                r"branch_computations=\{([^}]*)\}|true_computation=(\S+), false_computation=(\S+)", line
+            ):
+                for name in re.findall(r"[\w.-]+", " ".join(filter(None, branches.groups()))):
+                    yield from self.walk(name, times, False, ring)
+            elif call := re.search(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.-]+)", line):
+                if not re.search(r" (reduce|scatter|sort|map|select-and-scatter|reduce-window)\(", line):
+                    yield from self.walk(call[1], times, certain, ring)
+
+    def _collective(
+        self, line: str, op: re.Match[str], times: int, certain: bool, ring: str, computation: str
+    ) -> Collective:
+        kind = op[1].removeprefix("ragged-")
+        operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
+        given = sum(array_bytes(_type(self.made[o])) for o in operands)
+        if kind == "collective-permute":
+            pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
+            axes, devices = self._axes([[int(i) for i in re.findall(r"\d+", p)] for p in pairs[1].split("},")])  # type: ignore[index]
+        else:
+            axes, devices = self._axes(self._groups(line))
+        if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # a TPU's, of which each device keeps its own piece
+        payload = given * devices if kind == "all-gather" else given
+        name = re.search(r'op_name="([^"]*)"', line)
+        return Collective(
+            kind, axes, devices, payload, times, certain, ring, name[1] if name else "", self._source(line)
+        )
+
+    def _trips(self, line: str, condition: str, body: str) -> int | None:
+        if known := re.search(r'known_trip_count[":{]+n"?:"?(\d+)', line):
+            return int(known[1])
+        # counted from 0 by steps up to a limit: the form that scans and the compiler's own loops have
+        test = next((t for t in self.computations.get(condition, ()) if " compare(" in t and "direction=LT" in t), "")
+        at, limit = None, None
+        for operand in re.findall(r"%([\w.-]+)", test.partition(" compare(")[2].split(")")[0]):
+            found = re.search(r"get-tuple-element\(.*index=(\d+)", self.made[operand])
+            at, limit = (int(found[1]) if found else at), (limit if found else self._constant(operand))
+        last = self.computations.get(body, [""])[-1].rpartition(" tuple(")[2].split(")")[0]
+        after = re.findall(r"%([\w.-]+)", last)
+        if at is None or limit is None or at >= len(after):
+            return None
+        step = self._step(after[at])
+        return None if step is None else -(-limit // step)
+
+    def _step(self, name: str) -> int | None:
+        """How much a loop's counter grows, from the instruction that makes its next value."""
+        text = self.made[name]
+        if called := re.search(r" fusion\(.*calls=%?([\w.-]+)", text):
+            text = self.computations[called[1]][-1]
+        if not (operands := re.search(r" add\(([^)]*)\)", text)):
+            return None
+        steps = [self._constant(o) for o in re.findall(r"%([\w.-]+)", operands[1])]
+        return next((s for s in steps if s), None)
+
+    def _constant(self, name: str) -> int | None:
+        value = re.match(r"[su]\d+\[\]\S* constant\((\d+)\)", self.made[name])
+        return int(value[1]) if value else None
+
+    def _groups(self, line: str) -> list[list[int]]:
+        everyone = [list(range(math.prod(self.shape)))]
+        if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
+            return [[int(i) for i in re.findall(r"\d+", g)] for g in re.findall(r"\{([^}]*)\}", listed[1])]
+        if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+            shape, dims = _ints(iota[1]), _ints(iota[2])
+            ids = np.arange(math.prod(dims)).reshape(dims)
+            return (ids.transpose(_ints(iota[3])) if iota[3] else ids).reshape(shape).tolist()
+        if meshed := re.search(r"replica_groups=mesh\[(.*?)\](.*?)\{([^}]*)\}", line):
+            sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
+            order = re.search(r"device_ids=\(?\[?([\d,]+)", meshed[2])
+            ids = np.asarray(_ints(order[1]) if order else range(math.prod(sizes.values())))
+            return _along(ids, sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", meshed[3]))
+        return everyone
+
+    def _axes(self, groups: list[list[int]]) -> tuple[tuple[str, ...], int]:
+        """The mesh axes along which the members of a group differ."""
+        count = math.prod(self.shape)
+        if max(i for g in groups for i in g) >= count:
+            raise LayoutError(
+                f"the program's devices are numbered up to {max(map(max, groups))}, and the mesh "
+                f"{dict(zip(self.names, self.shape, strict=True))} has {count}; give the mesh it was compiled for"
+            )
+        places = [np.stack(np.unravel_index(g, self.shape), axis=1) for g in groups]
+        differs = np.any([p.min(0) != p.max(0) for p in places], axis=0)
+        return tuple(n for n, d in zip(self.names, differs, strict=True) if d), max(map(len, groups))
+
+    def _source(self, line: str) -> str:
+        """The innermost line of a person's code: not of an installed package, nor of ours below the models."""
+        if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
+            return f"{plain[1]}:{plain[2]}"
+        if not (frame := re.search(r"stack_frame_id=(\d+)", line)):
+            return ""
+        at, frames = int(frame[1]), self.tables["StackFrames"]
+        while at in frames:
+            location, parent = (int(i) for i in re.findall(r"=(\d+)", frames[at])[:2])
+            file, _, row = (int(i) for i in re.findall(r"=(\d+)", self.tables["FileLocations"][location])[:3])
+            path = self.tables["FileNames"][file].strip('"')
+            if "site-packages" not in path and not path.endswith(_PLUMBING):
+                return f"{path}:{row}"
+            if parent - 1 in (at, 0):  # parents are numbered from one further on
+                break
+            at = parent - 1
+        return ""
+
+
+_PLUMBING = ("jaxscale/layout/layout.py", "jaxscale/parallel/sharded.py", "jaxscale/nn/linear.py")
+"""What lays things out for everybody: its caller is who asked."""
+
+
+def _type(instruction: str) -> str:
+    """The type that an instruction's text begins with."""
+    if not instruction.startswith("("):
+        return instruction.split(" ", 1)[0]
+    depth = 0
+    for i, c in enumerate(instruction):
+        depth += (c == "(") - (c == ")")
+        if not depth:
+            return instruction[: i + 1]
+    return instruction
+
+
+def _ring(body: str) -> str:
+    found = re.search(r"windowed_dot_general_body_(rs|ag)", body)
+    return {"rs": "reduce-scatter", "ag": "all-gather"}[found[1]] if found else ""
+
+
+def _ints(text: str) -> list[int]:
+    return [int(i) for i in text.split(",") if i]
+
+
+def _along(ids: np.ndarray, sizes: dict[str, int], over: list[tuple[str, str, str]]) -> list[list[int]]:
+    """Groups along some axes of a mesh that HLO made up; a part of an axis is written `name:(before)size`."""
+    shape: list[int] = []
+    chosen: list[int] = []
+    for name, size in sizes.items():
+        parts = [(int(before), int(part)) for n, before, part in over if n == name and part]
+        whole = any(n == name and not part for n, _, part in over)
+        if not parts:
+            chosen += [len(shape)] if whole else []
+            shape.append(size)
+            continue
+        at = 1
+        for before, part in sorted(parts):
+            if before > at:
+                shape.append(before // at)
+            chosen.append(len(shape))
+            shape.append(part)
+            at = before * part
+        if at < size:
+            shape.append(size // at)
+    rest = [i for i in range(len(shape)) if i not in chosen]
+    group = math.prod(shape[i] for i in chosen)
+    return ids.reshape(shape).transpose(rest + chosen).reshape(-1, group).tolist()

@@ -1,6 +1,7 @@
 """Names, meshes and rules: what each dimension is, and where each name lives."""
 
 from jaxscale.layout.axes import AXES, MESH_AXES
+from jaxscale.layout.boxing import Boxes, Move, infer, rebox
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
 from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, say_once, why_no_host_memory
@@ -11,11 +12,13 @@ from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, n
 
 __all__ = [
     "AXES",
+    "Boxes",
     "DEVICE",
     "HOST",
     "MESH_AXES",
     "PRESETS",
     "Layout",
+    "Move",
     "Rules",
     "TensorInfo",
     "TensorRow",
@@ -27,11 +30,13 @@ __all__ = [
     "draw",
     "host_memory_or_say",
     "in_use",
+    "infer",
     "init_distributed",
     "make_mesh",
     "named",
     "parse_mesh",
     "preset",
+    "rebox",
     "say_once",
     "shardings_of",
     "simulate_devices",

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout.axes import check_axis
+from jaxscale.layout.boxing import Boxes
 from jaxscale.layout.layout import Layout
 from jaxscale.layout.rules import Kind
 
@@ -113,7 +114,8 @@ def shardings_of(infos: Tree, layout: Layout | None, kind: Kind = "params") -> T
 class TensorRow:
     """A line of the tensor table: what a tensor is, which rules fired, and what it costs a device.
 
-    `spec` has a mesh axis, a tuple of them or `None` per dimension.
+    `spec` has a mesh axis, a tuple of them or `None` per dimension; `boxes` says the same per mesh axis, as split
+    along a dimension or broadcast (see `jaxscale.layout.Boxes`).
     """
 
     path: str
@@ -123,6 +125,7 @@ class TensorRow:
     spec: tuple[str | tuple[str, ...] | None, ...]
     rules: str
     bytes_per_device: int
+    boxes: str = "one device"
 
 
 def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[TensorRow]:
@@ -134,16 +137,16 @@ def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[
     rows = []
     for i in jax.tree.leaves(infos):
         spec: tuple[str | tuple[str, ...] | None, ...] = (None,) * len(i.shape)
-        fired, pieces = [], 1
+        fired, pieces, boxes = [], 1, "one device"
         if layout is not None:
             spec = tuple(layout.spec(i.axes, i.shape, kind=kind, name=i.path))
+            boxes = Boxes.of(spec).words(layout.sizes)
             for a in i.axes:
                 target = [m for m in layout.resolved_rules.target(kind, a) if layout.sizes[m] > 1] if a else []
                 if target:
                     fired.append(f"{a}→{'·'.join(target)}")
                     pieces *= math.prod(layout.sizes[m] for m in target)
         why = "one device" if layout is None or layout.devices == 1 else "replicated: no rule splits these names"
-        rows.append(
-            TensorRow(i.path, i.shape, np.dtype(i.dtype).name, i.axes, spec, " ".join(fired) or why, i.nbytes // pieces)
-        )
+        dtype, rules = np.dtype(i.dtype).name, " ".join(fired) or why
+        rows.append(TensorRow(i.path, i.shape, dtype, i.axes, spec, rules, i.nbytes // pieces, boxes))
     return rows

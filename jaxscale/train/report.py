@@ -93,16 +93,21 @@ class Reporter:
 
 
 def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
-    """A rich table of tensors: name, shape, logical axes, spec, bytes per device; with `why`, the rules that fired."""
+    """A rich table of tensors: name, shape, logical axes, spec, bytes per device.
+
+    With `why`, the signature in place of the spec, and the rules that fired.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("tensor", "shape", "logical axes", "spec", "per device", *(["because"] if why else [])):
+    where = "split S, broadcast B" if why else "spec"
+    for name in ("tensor", "shape", "logical axes", where, "per device", *(["because"] if why else [])):
         right, whole = name == "per device", name == "tensor"  # a name that is cut cannot be searched for
         table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
     for r in rows:
         spec = " ".join("·".join(p) if isinstance(p, tuple) else str(p or "-") for p in r.spec)
+        spec = r.boxes if why else spec
         cells = (r.path, "×".join(map(str, r.shape)), " ".join(str(a or "-") for a in r.axes), spec)
         table.add_row(*cells, human_bytes(r.bytes_per_device), *([r.rules] if why else []))
     table.add_section()

@@ -79,8 +79,12 @@ _BATCH: dict[str, Target] = {
 _TENSOR: dict[str, Target] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
 # Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
-_ALL: dict[str, Target] = {"embed": ("data", "fsdp", "expert"), "norm": ("data", "fsdp", "expert")}
+# (`expert` splits experts; it is no replica of those.)
+_ALL: dict[str, Target] = {"embed": ("data", "fsdp"), "norm": ("data", "fsdp")}
 _FSDP: dict[str, Target] = {"embed": "fsdp"}
+# Within FSDP's piece first, so that what crosses `data` is that piece only.
+_NESTED: dict[str, Target] = {"embed": ("fsdp", "data"), "norm": ("fsdp", "data")}
+_USED: dict[str, Target] = {**_BATCH, **_TENSOR, "experts": "expert"}
 
 
 def _replicated() -> Rules:
@@ -88,11 +92,18 @@ def _replicated() -> Rules:
 
 
 def _zero1() -> Rules:
-    return Rules(params={}, grads={}, opt_state=_ALL, activations=_BATCH)
+    rest = {**_TENSOR, **_EXPERT}
+    return Rules(params=rest, grads=rest, opt_state={**rest, **_ALL}, activations=_USED)
 
 
 def _zero2() -> Rules:
-    return Rules(params={}, grads=_ALL, opt_state=_ALL, activations=_BATCH)
+    rest = {**_TENSOR, **_EXPERT}
+    return Rules(params=rest, grads={**rest, **_ALL}, activations=_USED)
+
+
+def _hierarchical() -> Rules:
+    rest = {**_TENSOR, **_EXPERT}
+    return Rules(params={**rest, **_FSDP}, grads={**rest, **_NESTED}, activations=_USED)
 
 
 def _fsdp() -> Rules:
@@ -100,24 +111,27 @@ def _fsdp() -> Rules:
 
 
 def _tensor() -> Rules:
-    return Rules(params={**_TENSOR, **_EXPERT}, activations={**_BATCH, **_TENSOR, "experts": "expert"})
+    return Rules(params={**_TENSOR, **_EXPERT}, activations=_USED)
 
 
 def _fsdp_tensor() -> Rules:
-    return Rules(params={**_FSDP, **_TENSOR, **_EXPERT}, activations={**_BATCH, **_TENSOR, "experts": "expert"})
+    return Rules(params={**_FSDP, **_TENSOR, **_EXPERT}, activations=_USED)
 
 
 PRESETS: dict[str, Callable[[], Rules]] = {
     "replicated": _replicated,
     "zero1": _zero1,
     "zero2": _zero2,
+    "hierarchical": _hierarchical,
     "fsdp": _fsdp,
     "tensor": _tensor,
     "fsdp_tensor": _fsdp_tensor,
 }
 """Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state, then gradients too, split over all
-replicas (Rajbhandari et al. 2020). `fsdp`: parameters as well, over the `fsdp` axis (ZeRO-3; hybrid when `data` > 1).
-`tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size 1 changes nothing."""
+replicas (Rajbhandari et al. 2020), along with `tensor`, `expert` and `pipeline`. `hierarchical`: parameters over
+`fsdp`, the fast axis, gradients and optimizer state over `fsdp` and `data`, so that only the update crosses the slow
+one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters as well, over the `fsdp` axis (ZeRO-3; hybrid when
+`data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size 1 changes nothing."""
 
 
 def preset(name: str, *, sequence_sharded: bool = False) -> Rules:

@@ -18,7 +18,20 @@ TABLE = ("vocab", "embed")
 NORM = ("layers", "norm")
 
 WHOLE = {QUERY: P(None, None, None, None), DOWN: P(None, None, None), TABLE: P(None, None), NORM: P(None, None)}
-OVER_ALL = {QUERY: P(None, ALL, None, None), DOWN: P(None, None, ALL), TABLE: P(None, ALL), NORM: P(None, ALL)}
+OVER_ALL = {
+    QUERY: P(None, ALL, "tensor", None),
+    DOWN: P(None, "tensor", ALL),
+    TABLE: P("tensor", ALL),
+    NORM: P(None, ALL),
+}
+# FSDP's piece first, and `data` within it
+INNER = ("fsdp", "data")
+NESTED = {
+    QUERY: P(None, INNER, "tensor", None),
+    DOWN: P(None, "tensor", INNER),
+    TABLE: P("tensor", INNER),
+    NORM: P(None, INNER),
+}
 OVER_FSDP = {QUERY: P(None, "fsdp", None, None), DOWN: P(None, None, "fsdp"), TABLE: P(None, "fsdp"), NORM: WHOLE[NORM]}
 OVER_TENSOR = {
     QUERY: P(None, None, "tensor", None),
@@ -36,8 +49,9 @@ OVER_BOTH = {
 # preset -> what becomes of parameters, gradients and optimizer state
 SPLITS = {
     "replicated": (WHOLE, WHOLE, WHOLE),
-    "zero1": (WHOLE, WHOLE, OVER_ALL),
-    "zero2": (WHOLE, OVER_ALL, OVER_ALL),
+    "zero1": (OVER_TENSOR, OVER_TENSOR, OVER_ALL),
+    "zero2": (OVER_TENSOR, OVER_ALL, OVER_ALL),
+    "hierarchical": (OVER_BOTH, NESTED, NESTED),
     "fsdp": (OVER_FSDP, OVER_FSDP, OVER_FSDP),
     "tensor": (OVER_TENSOR, OVER_TENSOR, OVER_TENSOR),
     "fsdp_tensor": (OVER_BOTH, OVER_BOTH, OVER_BOTH),
@@ -64,9 +78,9 @@ def test_every_preset_splits_the_batch_over_all_replicas_and_leaves_the_residual
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_only_tensor_presets_split_what_attention_and_feed_forward_compute(name):
+def test_all_presets_but_the_plainest_split_what_attention_and_feed_forward_compute_over_tensor(name):
     layout = Layout(MESH, name)
-    split = "tensor" if "tensor" in name else None
+    split = None if name in ("replicated", "fsdp") else "tensor"
     for axis in ("heads", "kv_heads", "mlp", "vocab"):
         assert layout.spec(("batch", "seq", axis), kind="activations") == P(ALL, None, split)
 

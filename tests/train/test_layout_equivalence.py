@@ -43,7 +43,8 @@ LAYOUTS = [
     Layout("context=2,fsdp=2,tensor=2"),
     Layout("context=2,data=2,tensor=2", sequence_sharded=True),
     Layout("data=2,fsdp=4", "zero1"),
-    Layout("data=2,fsdp=4", "zero2"),
+    Layout("data=2,fsdp=2,tensor=2", "zero2"),
+    Layout("data=2,fsdp=2,tensor=2", "hierarchical"),
     Layout("data=2,fsdp=4", "fsdp"),
 ]
 

@@ -8,8 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.layout import constrain, in_use, named
+from jaxscale.layout import constrain, named
 from jaxscale.nn.norms import LayerNorm
+from jaxscale.parallel import sharded_lookup
 
 
 @register
@@ -43,12 +44,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(values(rngs.params(), (rows, width), param_dtype))
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:
-        # Gathering from a table still split along `embed` would make the partitioner rematerialise the result, since
-        # the batch wants the same devices: gather that dimension first. In float32, so that gradients of an id that
-        # occurs often are summed in float32.
-        weight = self.weight.get_value()
-        x = in_use(weight, (self.axis, "embed"), weight.dtype)[ids].astype(self.dtype)
-        return constrain(x, "batch", "residual_seq", "embed")
+        return sharded_lookup(self.weight.get_value(), ids, self.axis, self.dtype)
 
 
 @register

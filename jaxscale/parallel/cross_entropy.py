@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current, in_use
-from jaxscale.parallel.reductions import gather_together
-from jaxscale.parallel.sharded import cut_over, sharded_op
+from jaxscale.parallel.reductions import gather_together, sum_to
+from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
 from pallas_kernels.cut_cross_entropy import NAMES, Logits, Merged, Parts, checked, gradients, merge, parts
 
 _X, _W, _TOKENS = ("batch", "seq", "embed"), ("vocab", "embed"), ("batch", "seq")
@@ -131,19 +131,13 @@ def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array
     x, w, rows, lse = kept
     over, tokens = cut_over("vocab"), cut_over("batch", "seq")
     # dw is whole along `embed` on every device: what sums it may as well split it, if that is where it goes.
-    split = cut_over("embed", kind="grads")
-    if not set(split) <= set(tokens) or cut_over("vocab", kind="grads") != over:
-        split = ()
-    rest = tuple(a for a in tokens if a not in split)
-
+    split = where_gradients_go("vocab", tokens)
     leaves, structure = jax.tree.flatten(slopes)
 
     def local(x: Array, w: Array, rows: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
         slopes, rows = jax.tree.unflatten(structure, leaves), _from_ours(rows, w, over)
         dx, dw = gradients(x, w, rows, lse, slopes, how.logits, how.implementation, dw_dtype=kept[1].dtype)
-        if split:
-            dw = lax.psum_scatter(dw, split, scatter_dimension=1, tiled=True)
-        return lax.psum(dx, over) if over else dx, lax.psum(dw, rest) if rest else dw
+        return lax.psum(dx, over) if over else dx, sum_to(dw, tokens, split, dim=1)
 
     dx, dw = sharded_op(
         local,

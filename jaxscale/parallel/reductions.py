@@ -45,3 +45,18 @@ def gather_together(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     found = lax.all_gather(jnp.stack(leaves), axis_name)
     return jax.tree.unflatten(structure, [found[:, i] for i in range(len(leaves))])
+
+
+def sum_to(x: Float[Array, "..."], over: tuple[str, ...], split: tuple[str, ...], *, dim: int) -> Float[Array, "..."]:
+    """The sum of every device's array over some mesh axes, cut along `dim` over those of them that are in `split`.
+
+    Args:
+      x: this device's part of the sum.
+      over: the mesh axes that are summed over.
+      split: among them, those over which the result is cut; outermost first.
+      dim: the dimension that is cut.
+    """
+    if split:
+        x = lax.psum_scatter(x, split, scatter_dimension=dim, tiled=True)
+    rest = tuple(a for a in over if a not in split)
+    return lax.psum(x, rest) if rest else x

@@ -90,6 +90,17 @@ def cut_over(*axes: str, kind: Kind = "activations") -> tuple[str, ...]:
     return tuple(m for axis in axes for m in layout.resolved_rules.target(kind, axis) if m in free)
 
 
+def where_gradients_go(axis: str, tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes that cut the `embed` of an (`axis`, "embed") gradient, if summing over `tokens` can cut it so.
+
+    Args:
+      axis: logical name of the rows.
+      tokens: the mesh axes that hold other tokens, over which the gradient is summed.
+    """
+    split = cut_over("embed", kind="grads")
+    return split if set(split) <= set(tokens) and cut_over(axis, kind="grads") == cut_over(axis) else ()
+
+
 def _free_and_manual() -> tuple[set[str], set[str]]:
     """The mesh axes that cut anything and are the partitioner's, and those of a shard_map around us."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,0 +1,112 @@
+"""Looking rows up in a table that the layout cuts, with a gradient that is summed straight to where it goes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxscale.layout import constrain, in_use
+from jaxscale.parallel.reductions import sum_to
+from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
+
+_TOKENS, _OUT = ("batch", "seq"), ("batch", "residual_seq", "embed")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sharded_lookup(
+    table: Float[Array, "rows e"], ids: Int[Array, "b s"], axis: str, dtype: Any = jnp.float32
+) -> Float[Array, "b s e"]:
+    """`table[ids]`, of global arrays cut as the layout in force says.
+
+    A device looks up the rows it has; where rows are cut (Shoeybi et al. 2019, section 3) the devices' results are
+    summed, straight into pieces where the residual stream is split along its sequence. A table split along `embed`
+    (FSDP) is gathered first, since the batch wants the same devices. Backwards each device adds its tokens up in
+    float32 and one reduce-scatter takes the sums to where the rules for gradients say; left to the partitioner that is
+    an all-reduce of the whole table.
+
+    Args:
+      table: named (`axis`, "embed").
+      ids: named ("batch", "seq"), from 0 up to the number of rows.
+      axis: logical name of the rows, "vocab" or "positions".
+      dtype: of the result.
+
+    Returns:
+      named ("batch", "residual_seq", "embed").
+
+    Raises:
+      LayoutError: a dimension that does not divide.
+    """
+    return _forward(table, ids, axis, dtype)[0]
+
+
+def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    over, scattered = cut_over(axis), _scattered(axis)
+    rest = tuple(a for a in over if a not in scattered)
+
+    def local(table: Array, ids: Array) -> Array:
+        if not over:
+            return table[ids].astype(dtype)
+        rows = ids - lax.axis_index(over) * table.shape[0]
+        mine = (rows >= 0) & (rows < table.shape[0])
+        found = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0).astype(dtype)
+        if scattered:
+            found = lax.psum_scatter(found, scattered, scatter_dimension=1, tiled=True)
+        return lax.psum(found, rest) if rest else found
+
+    found = sharded_op(
+        local,
+        in_use(table, (axis, "embed"), table.dtype),
+        ids,
+        axes=((axis, "embed"), _TOKENS),
+        out_axes=_OUT if scattered else ("batch", "seq", "embed"),
+        name="the lookup's operand",
+    )
+    return constrain(found, *_OUT), (table, ids)
+
+
+def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
+    table, ids = kept
+    over, tokens = cut_over(axis), cut_over("batch", "seq")
+    split = where_gradients_go(axis, tokens)
+
+    def local(ids: Array, dx: Array) -> Array:
+        pieces = table.shape[0] // _size(over)
+        rows = ids - lax.axis_index(over) * pieces if over else ids
+        # what is not among this device's rows is dropped, before and after them alike
+        rows = jnp.where(rows < 0, pieces, rows)
+        zeros = jnp.zeros((pieces, dx.shape[-1]), jnp.promote_types(table.dtype, jnp.float32))
+        return sum_to(zeros.at[rows].add(dx.astype(zeros.dtype), mode="drop"), tokens, split, dim=1)
+
+    dtable = sharded_op(
+        local,
+        ids,
+        dx,
+        axes=(_TOKENS, ("batch", "seq", "embed")),
+        out_axes=(axis, "embed"),
+        out_kinds="grads" if split else "activations",
+        name="the lookup's operand",
+    )
+    return constrain(dtable.astype(table.dtype), axis, "embed", kind="grads"), None
+
+
+sharded_lookup.defvjp(_forward, _backward)
+
+
+def _scattered(axis: str) -> tuple[str, ...]:
+    """The mesh axes that cut rows and, between blocks, the sequence: the sum over them lands in pieces."""
+    seq, residual, over = cut_over("seq"), cut_over("residual_seq"), cut_over(axis)
+    inner = residual[len(seq) :]
+    return inner if residual[: len(seq)] == seq and set(inner) <= set(over) else ()
+
+
+def _size(over: tuple[str, ...]) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    out = 1
+    for a in over:
+        out *= sizes[a]
+    return out

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, near
 from jaxscale.layout import TensorInfo, abstract, constrain
 from jaxscale.nn import (
     Attention,
@@ -76,6 +76,8 @@ class TransformerConfig:
       dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
       memory: what becomes of activations before the backward pass: a `MemoryPolicy`, or a key of
         `jaxscale.nn.POLICIES`.
+      overlap: sub-layers ("attention", "mlp") whose products run beside the collectives of a sequence that `tensor`
+        cuts (`Layout(..., sequence_sharded=True)`), piece by piece, instead of before and after them.
       stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
       scan: apply each run of layers by one scan (compile time does not grow with depth).
 
@@ -112,11 +114,13 @@ class TransformerConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     memory: str | MemoryPolicy = "none"
+    overlap: tuple[str, ...] = ()
     stack: type[Run] = Run
     scan: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))
+        object.__setattr__(self, "overlap", tuple(self.overlap))
         _check(self)
 
     @functools.cached_property
@@ -228,7 +232,8 @@ def _check(c: TransformerConfig) -> None:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **types)
+    overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
+    _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
     _check_call("norm", c.norm, "width", eps=c.norm_eps, **types)
     z = c.sizes
     if c.heads and not c.head_dim and z.width % c.heads:
@@ -249,6 +254,9 @@ def _check(c: TransformerConfig) -> None:
     if z.head_dim % 2 and (_rotary(c.positions) or c.local_positions):
         raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
     MemoryPolicy.of(c.memory)
+    for name in c.overlap:
+        if name not in ("attention", "mlp"):
+            raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")
     if not c.windows:
         raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
     for w in c.windows:
@@ -371,10 +379,12 @@ def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx
             out_bias=c.bias,
             out_scale=out_scale,
             norm_eps=c.norm_eps,
+            overlap="attention" in c.overlap,
             rngs=rngs,
             **types,
         )
-        mlp = c.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **types)
+        given: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
+        mlp = c.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **given, **types)
         blocks.append(
             Block(
                 attn,

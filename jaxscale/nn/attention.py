@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxscale.config import register
 from jaxscale.layout import constrain
 from jaxscale.nn.context import Context
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.rotary import Rotary, rotate
 
@@ -126,6 +126,7 @@ class Attention(nnx.Module):
       bias, out_bias: biases on the input and output projections.
       out_scale: multiplies the initial standard deviation of the output projection.
       norm_eps: of the query and key norms.
+      overlap: as for `FeedForward`.
       dtype, param_dtype: of the arithmetic and of the parameters.
     """
 
@@ -146,6 +147,7 @@ class Attention(nnx.Module):
         out_bias: bool = False,
         out_scale: float = 1.0,
         norm_eps: float = 1e-6,
+        overlap: bool = False,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -158,13 +160,14 @@ class Attention(nnx.Module):
         norm = partial(RMSNorm, head_dim, axis="head_dim", eps=norm_eps, dtype=dtype, param_dtype=param_dtype)
         self.q_norm = norm() if qk_norm else None
         self.k_norm = norm() if qk_norm else None
-        self.kernel, self.rotary = kernel, rotary
+        self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        q = constrain(self.q(x), "batch", "seq", "heads", "head_dim")
-        k = constrain(self.k(x), "batch", "seq", "kv_heads", "head_dim")
-        v = constrain(self.v(x), "batch", "seq", "kv_heads", "head_dim")
+        q, k, v = into(x, self.q, self.k, self.v, overlap=self.overlap)
+        q = constrain(q, "batch", "seq", "heads", "head_dim")
+        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
@@ -182,4 +185,4 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             scale=self.scale,
         )
-        return self.out(constrain(out, "batch", "seq", "heads", "head_dim"))
+        return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)

@@ -63,10 +63,10 @@ class Block(nnx.Module):
         return self._drop(self._feed(self._norm(self.mlp_norm, x)), context, 1)
 
     def _attend(self, h: Array, context: Context) -> Array:
-        return self._post(self.attn_post_norm, self.attn(_whole(h), context))
+        return self._post(self.attn_post_norm, self.attn(_for(self.attn, h), context))
 
     def _feed(self, h: Array) -> Array:
-        y = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_whole(h))))(h)
+        y = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h)
         return self._post(self.mlp_post_norm, y)
 
     def _norm(self, norm: nnx.Module, x: Array) -> Array:
@@ -80,9 +80,9 @@ class Block(nnx.Module):
         return dropout(_cut(y), self.dropout, key)
 
 
-def _whole(h: Array) -> Array:
-    """Gathers the sequence where the residual stream is split along it."""
-    return constrain(h, "batch", "seq", "embed")
+def _for(layer: nnx.Module, h: Array) -> Array:
+    """Gathers the sequence where the residual stream is split along it, unless the layer does while it multiplies."""
+    return h if getattr(layer, "overlap", False) else constrain(h, "batch", "seq", "embed")
 
 
 def _cut(y: Array) -> Array:

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, in_use, named
+from jaxscale.parallel import gather_matmul, matmul_scatter, why_no_overlap
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -109,8 +110,41 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(zeros(rngs.params(), tuple(outputs.values()), param_dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = project(x, self.kernel.get_value(), self.axes, self.contracted, self.dtype, self.dtype)
+        return self.biased(project(x, self.kernel.get_value(), self.axes, self.contracted, self.dtype, self.dtype))
+
+    def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`y` and the bias, if there is one."""
         if self.bias is not None:
             # added in float32, so that its gradient is summed in float32
             y = (y.astype(jnp.float32) + self.bias.get_value()).astype(self.dtype)
         return y
+
+
+def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> list[Float[Array, "b s ..."]]:
+    """What each of `linears` makes of the residual stream.
+
+    Args:
+      x: whole along its sequence; with `overlap` as it is between blocks.
+      *linears: from ("embed",) to dimensions that `tensor` cuts.
+      overlap: gather x's sequence while it is multiplied (see `jaxscale.parallel.gather_matmul`), where a layout cuts
+        it over `tensor`.
+
+    Raises:
+      LayoutError: `overlap`, and the layout cuts `tensor` but not so that there is a ring.
+    """
+    if overlap and why_no_overlap(*_hidden(linears)) != "":
+        kernels, axes = tuple(m.kernel.get_value() for m in linears), tuple(m.axes for m in linears)
+        return [m.biased(y) for m, y in zip(linears, gather_matmul(x, kernels, axes, linears[0].dtype), strict=True)]
+    x = constrain(x, "batch", "seq", "embed")
+    return [m(x) for m in linears]
+
+
+def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False) -> Float[Array, "b s e"]:
+    """What `linear` makes of a hidden activation for the residual stream; arguments as `into`."""
+    if overlap and why_no_overlap(*_hidden((linear,))) != "":
+        return linear.biased(matmul_scatter(h, linear.kernel.get_value(), linear.axes, linear.dtype))
+    return linear(h)
+
+
+def _hidden(linears: tuple[Linear, ...]) -> list[str]:
+    return sorted({a for m in linears for a in m.axes if a not in ("embed", "head_dim")})

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import Linear, into, out_of
 
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
@@ -26,6 +26,7 @@ class FeedForward(nnx.Module):
       hidden: the hidden width.
       bias: biases on every matrix.
       out_scale: multiplies the initial standard deviation of `down` (models shrink it with depth).
+      overlap: products run beside the collectives of a sequence that `tensor` cuts (see `jaxscale.nn.linear.into`).
       dtype, param_dtype: of the arithmetic and of the parameters.
     """
 
@@ -39,10 +40,12 @@ class FeedForward(nnx.Module):
         *,
         bias: bool = False,
         out_scale: float = 1.0,
+        overlap: bool = False,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        self.overlap = overlap
         linear = partial(Linear, bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate = linear({"embed": width}, {"mlp": hidden}) if self.gated else None
         self.up = linear({"embed": width}, {"mlp": hidden})
@@ -50,8 +53,13 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         act = type(self).activation
-        h = act(_named(self.up(x))) if self.gate is None else act(_named(self.gate(x))) * _named(self.up(x))
-        return self.down(checkpoint_name(h, "mlp_hidden"))
+        if self.gate is None:
+            (up,) = into(x, self.up, overlap=self.overlap)
+            h = act(_named(up))
+        else:
+            gate, up = into(x, self.gate, self.up, overlap=self.overlap)
+            h = act(_named(gate)) * _named(up)
+        return out_of(checkpoint_name(h, "mlp_hidden"), self.down, overlap=self.overlap)
 
 
 def _named(h: Array) -> Array:

@@ -131,7 +131,7 @@ def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array
     x, w, rows, lse = kept
     over, tokens = cut_over("vocab"), cut_over("batch", "seq")
     # dw is whole along `embed` on every device: what sums it may as well split it, if that is where it goes.
-    split = where_gradients_go("vocab", tokens)
+    split = where_gradients_go(_W, tokens)
     leaves, structure = jax.tree.flatten(slopes)
 
     def local(x: Array, w: Array, rows: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:

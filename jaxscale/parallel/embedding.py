@@ -72,7 +72,7 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
 def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
     table, ids = kept
     over, tokens = cut_over(axis), cut_over("batch", "seq")
-    split = where_gradients_go(axis, tokens)
+    split = where_gradients_go((axis, "embed"), tokens)
 
     def local(ids: Array, dx: Array) -> Array:
         pieces = table.shape[0] // _size(over)

@@ -90,15 +90,16 @@ def cut_over(*axes: str, kind: Kind = "activations") -> tuple[str, ...]:
     return tuple(m for axis in axes for m in layout.resolved_rules.target(kind, axis) if m in free)
 
 
-def where_gradients_go(axis: str, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes that cut the `embed` of an (`axis`, "embed") gradient, if summing over `tokens` can cut it so.
+def where_gradients_go(axes: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes that cut the `embed` of a gradient of these names, if summing over `tokens` can cut it so.
 
     Args:
-      axis: logical name of the rows.
-      tokens: the mesh axes that hold other tokens, over which the gradient is summed.
+      axes: the gradient's logical axes.
+      tokens: the mesh axes that hold other tokens, over which it is summed.
     """
     split = cut_over("embed", kind="grads")
-    return split if set(split) <= set(tokens) and cut_over(axis, kind="grads") == cut_over(axis) else ()
+    same = all(cut_over(a, kind="grads") == cut_over(a) for a in axes if a != "embed")
+    return split if same and set(split) <= set(tokens) else ()
 
 
 def _free_and_manual() -> tuple[set[str], set[str]]:

@@ -73,7 +73,7 @@ def collectives(compiled: Any, sizes: Mapping[str, int]) -> list[Collective]:
       LayoutError: the program's groups of devices are of another mesh.
     """
     program = _Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes)
-    return list(program.walk(program.entry, 1, True, ""))
+    return list(program.walk(program.entry, 1, True, "", ""))
 
 
 def sent_by_axis(found: list[Collective]) -> dict[tuple[str, ...], int]:
@@ -118,24 +118,25 @@ class _Program:
             elif body is None and (row := re.match(r"(\d+) (.*)", line)):
                 self.tables[table][int(row[1])] = row[2]
 
-    def walk(self, computation: str, times: int, certain: bool, ring: str) -> Iterator[Collective]:
+    def walk(self, computation: str, times: int, certain: bool, ring: str, caller: str) -> Iterator[Collective]:
+        """The collectives of a computation that runs so often; what has no name and source has its caller's."""
         for line in self.computations.get(computation, ()):
             if op := _OPCODE.search(line):
-                yield self._collective(line, op, times, certain, ring, computation)
+                yield self._collective(line, op, times, certain, ring, computation, caller)
             elif loop := re.search(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
                 trips = self._trips(line, loop[1], loop[2])
-                yield from self.walk(loop[2], times * (trips or 1), certain and trips is not None, _ring(loop[2]))
+                yield from self.walk(loop[2], times * (trips or 1), certain and trips is not None, _ring(loop[2]), line)
             elif branches := re.search(
                 r"branch_computations=\{([^}]*)\}|true_computation=(\S+), false_computation=(\S+)", line
             ):
                 for name in re.findall(r"[\w.-]+", " ".join(filter(None, branches.groups()))):
-                    yield from self.walk(name, times, False, ring)
+                    yield from self.walk(name, times, False, ring, line)
             elif call := re.search(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.-]+)", line):
                 if not re.search(r" (reduce|scatter|sort|map|select-and-scatter|reduce-window)\(", line):
-                    yield from self.walk(call[1], times, certain, ring)
+                    yield from self.walk(call[1], times, certain, ring, line)
 
     def _collective(
-        self, line: str, op: re.Match[str], times: int, certain: bool, ring: str, computation: str
+        self, line: str, op: re.Match[str], times: int, certain: bool, ring: str, computation: str, caller: str
     ) -> Collective:
         kind = op[1].removeprefix("ragged-")
         operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
@@ -148,9 +149,17 @@ class _Program:
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a TPU's, of which each device keeps its own piece
         payload = given * devices if kind == "all-gather" else given
-        name = re.search(r'op_name="([^"]*)"', line)
+        name = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', caller)
         return Collective(
-            kind, axes, devices, payload, times, certain, ring, name[1] if name else "", self._source(line)
+            kind,
+            axes,
+            devices,
+            payload,
+            times,
+            certain,
+            ring,
+            name[1] if name else "",
+            self._source(line) or self._source(caller),
         )
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:
@@ -221,7 +230,7 @@ class _Program:
             location, parent = (int(i) for i in re.findall(r"=(\d+)", frames[at])[:2])
             file, _, row = (int(i) for i in re.findall(r"=(\d+)", self.tables["FileLocations"][location])[:3])
             path = self.tables["FileNames"][file].strip('"')
-            if "site-packages" not in path and not path.endswith(_PLUMBING):
+            if not any(part in path for part in _PLUMBING):
                 return f"{path}:{row}"
             if parent - 1 in (at, 0):  # parents are numbered from one further on
                 break
@@ -229,8 +238,8 @@ class _Program:
         return ""
 
 
-_PLUMBING = ("jaxscale/layout/layout.py", "jaxscale/parallel/sharded.py", "jaxscale/nn/linear.py")
-"""What lays things out for everybody: its caller is who asked."""
+_PLUMBING = ("site-packages", "jaxscale/layout/", "jaxscale/parallel/", "jaxscale/nn/linear.py", "pallas_kernels/")
+"""What multiplies and lays things out for everybody: its caller is who asked."""
 
 
 def _type(instruction: str) -> str:

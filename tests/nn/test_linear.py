@@ -97,7 +97,7 @@ def test_gradients_of_every_parameter_of_a_bfloat16_layer_are_summed_in_float32(
 
 @pytest.mark.parametrize(
     "rules, spec",
-    [("fsdp_tensor", P("fsdp", "tensor")), ("zero2", P(("data", "fsdp"), None)), (Rules(), P(None, None))],
+    [("fsdp_tensor", P("fsdp", "tensor")), ("zero2", P(("data", "fsdp"), "tensor")), (Rules(), P(None, None))],
 )
 def test_the_weight_gradient_lands_where_the_rules_for_gradients_say(rules, spec):
     x, kernel = _arrays("up")

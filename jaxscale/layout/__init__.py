@@ -9,6 +9,7 @@ from jaxscale.layout.layout import Layout, constrain, current, in_use
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.rules import PRESETS, Rules, preset
 from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, named, shardings_of
+from jaxscale.layout.unnamed import Inferred, fitting_layout, infer_names
 
 __all__ = [
     "AXES",
@@ -17,6 +18,7 @@ __all__ = [
     "HOST",
     "MESH_AXES",
     "PRESETS",
+    "Inferred",
     "Layout",
     "Move",
     "Rules",
@@ -28,9 +30,11 @@ __all__ = [
     "current",
     "describe",
     "draw",
+    "fitting_layout",
     "host_memory_or_say",
     "in_use",
     "infer",
+    "infer_names",
     "init_distributed",
     "make_mesh",
     "named",

@@ -202,8 +202,11 @@ class _Program:
             return (ids.transpose(_ints(iota[3])) if iota[3] else ids).reshape(shape).tolist()
         if meshed := re.search(r"replica_groups=mesh\[(.*?)\](.*?)\{([^}]*)\}", line):
             sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
-            order = re.search(r"device_ids=\(?\[?([\d,]+)", meshed[2])
-            ids = np.asarray(_ints(order[1]) if order else range(math.prod(sizes.values())))
+            ids = np.arange(math.prod(sizes.values()))
+            if turned := re.search(r"device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)", meshed[2]):
+                ids = ids.reshape(_ints(turned[1])).transpose(_ints(turned[2])).ravel()
+            elif order := re.search(r"device_ids=\(([\d,]+)\)", meshed[2]):
+                ids = np.asarray(_ints(order[1]))
             return _along(ids, sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", meshed[3]))
         return everyone
 

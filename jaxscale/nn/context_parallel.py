@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -27,7 +29,6 @@ from jaxscale.nn.flash import flash_attention, over_devices, refuse_split
 from jaxscale.parallel.context import (
     Attend,
     Ring,
-    Tokens,
     gather_attention,
     ring_attention,
     token_ring_attention,
@@ -46,6 +47,9 @@ class _ContextParallel:
         twice the ring.
       deterministic, implementation: those of `pallas_kernels.flash_attention.flash_attention`.
     """
+
+    _over: ClassVar[Callable[..., Array]]
+    """The same of one device's part, inside `shard_map`."""
 
     zigzag: bool = True
     deterministic: bool = False
@@ -99,18 +103,12 @@ class _ContextParallel:
             )
         self._check_length(q.shape[1], ring)
         self._check_heads(q.shape[2], k.shape[2], ring)
-        attend = Attend(
-            causal, window, softcap, scale, self.deterministic, self.implementation, each=self._each(ring)
-        )
+        attend = Attend(causal, window, softcap, scale, self.deterministic, self.implementation, each=self._each(ring))
 
         def local(q: Array, k: Array, v: Array, segments: Array | None, positions: Array | None) -> Array:
-            return self._local(q, k, v, attend.tokens(segments, positions), ring, attend)
+            return self._over(q, k, v, attend.tokens(segments, positions), ring, attend)
 
         return over_devices(local, q, k, v, segment_ids, positions, keys="seq", name=name)
-
-    def _local(self, q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Array:
-        """The same of one device's part, inside `shard_map`."""
-        raise NotImplementedError
 
     def _ring(self) -> Ring | None:
         """The devices that the layout in force cuts a sequence over, if any."""
@@ -156,8 +154,7 @@ class RingAttention(_ContextParallel):
       deterministic, implementation: those of `pallas_kernels.flash_attention.flash_attention`.
     """
 
-    def _local(self, *given: object) -> Array:
-        return ring_attention(*given)
+    _over = staticmethod(ring_attention)
 
 
 @register
@@ -168,8 +165,7 @@ class TokenRingAttention(_ContextParallel):
     Args: those of `RingAttention`.
     """
 
-    def _local(self, *given: object) -> Array:
-        return token_ring_attention(*given)
+    _over = staticmethod(token_ring_attention)
 
 
 @register
@@ -180,8 +176,7 @@ class GatherAttention(_ContextParallel):
     Args: those of `RingAttention`.
     """
 
-    def _local(self, *given: object) -> Array:
-        return gather_attention(*given)
+    _over = staticmethod(gather_attention)
 
 
 @register
@@ -195,10 +190,9 @@ class UlyssesAttention(_ContextParallel):
       zigzag, deterministic, implementation: those of `RingAttention`; `zigzag` is about the ring.
     """
 
-    ring: int = 1
+    _over = staticmethod(ulysses_attention)
 
-    def _local(self, *given: object) -> Array:
-        return ulysses_attention(*given)
+    ring: int = 1
 
     def _ring(self) -> Ring | None:
         ring = super()._ring()
@@ -216,13 +210,14 @@ class UlyssesAttention(_ContextParallel):
         layout = current()
         assert layout is not None
         cut = layout.split("heads")
-        mine = heads // cut, kv_heads // cut if cut_over("kv_heads") else max(1, kv_heads // cut)
+        mine = heads // cut, max(1, kv_heads // cut)
         if all(n % ring.inner == 0 for n in mine):
             return
         devices = ring.size * ring.inner
         fit = next(d for d in range(ring.inner, 0, -1) if devices % d == 0 and all(n % d == 0 for n in mine))
+        tensor = f"{' x '.join(cut_over('heads'))}={cut} and " if cut > 1 else ""
         raise LayoutError(
-            f"UlyssesAttention(ring={self.ring}) gives each of {ring.inner} devices a share of the heads, of which "
-            f"{'the layout leaves' if cut > 1 else 'there are'} {mine[0]} ({mine[1]} of keys), which does not divide; "
-            f"ring={devices // fit} makes a ring of {devices // fit} groups, each an all-to-all of {fit}"
+            f"UlyssesAttention(ring={self.ring}) cuts {heads} heads and {kv_heads} key heads over {tensor}{ring.inner} "
+            f"devices of {' and '.join(ring.axes)}, which does not divide; ring={devices // fit} makes a ring of "
+            f"{devices // fit} groups, each with an all-to-all of {fit}"
         )

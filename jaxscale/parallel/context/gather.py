@@ -59,7 +59,8 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
 def _backward(ring: Ring, attend: Attend, kept: Any, dout: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, tokens, out, lse = kept
     told = _told(q, tokens, ring, attend)
-    dq, *dkeys = gradients(q, *_gathered((k, v), ring), out, lse, dout, **told)
+    k_all, v_all = _gathered((k, v), ring)
+    dq, *dkeys = gradients(q, k_all, v_all, out, lse, dout, **told)
     dk, dv = (
         lax.psum_scatter(x.astype(jnp.float32), ring.axes, scatter_dimension=1, tiled=True).astype(x.dtype)
         for x in dkeys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -42,5 +41,3 @@ def nothing(q: Float[Array, "b s h d"], width: int) -> Part:
 def delta(out: Float[Array, "b s h d"], dout: Float[Array, "b s h d"]) -> Float[Array, "b s h"]:
     """sum(out * dout), all that a softmax's gradient needs of the output; float32."""
     return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-
-

@@ -94,7 +94,7 @@ def visits(chunks: Chunks, *, causal: bool, window: int | None, in_order: bool) 
     for offset in range(chunks.ring):
         if not masked or not in_order or (offset == 0 and window is None):
             mask = FULL if not masked else DIAGONAL if in_order else PARTIAL
-            slots = (_whole(chunks.ring, mask),)
+            slots: tuple[Slot, ...] = (_whole(chunks.ring, mask),)
         else:
             slots = _pairs(chunks, offset, causal, window)
         if slots:
@@ -132,10 +132,10 @@ def _pairs(chunks: Chunks, offset: int, causal: bool, window: int | None) -> tup
     for column in itertools.zip_longest(*rows):
         there = [p for p in column if p is not None]
         masks = {p[0] for p in there}
-        q, k, away = (np.asarray([0 if p is None else p[i] for p in column], np.int32) for i in (1, 2, 3))
+        tables = [np.asarray([0 if p is None else p[i] for p in column], np.int32) for i in (1, 2, 3)]
         on = np.asarray([p is not None for p in column])
         mask = masks.pop() if len(masks) == 1 else PARTIAL
-        slots.append(Slot(q, k, away, on, mask, always=bool(on.all()), whole=chunks.each == 1))
+        slots.append(Slot(*tables, on, mask, always=bool(on.all()), whole=chunks.each == 1))
     return tuple(slots)
 
 

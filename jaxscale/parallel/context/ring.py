@@ -115,8 +115,11 @@ def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alon
             end += 1
         if end - i > 1:
             slots = jax.tree.map(lambda *tables: np.stack(tables), *(v.slots for v in visits[i:end]))
-            hop = hops[i + 1]
-            carry, _ = lax.scan(lambda c, s, hop=hop: (step(c, s, hop, hop), None), carry, slots)
+
+            def again(carry: Any, slots: tuple[Slot, ...], hop: int = hops[i + 1]) -> tuple[Any, None]:
+                return step(carry, slots, hop, hop), None
+
+            carry, _ = lax.scan(again, carry, slots)
         else:
             carry = step(carry, visits[i].slots, hops[i], hops[i + 1])
         i = end

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.parallel.context.local import Attend, Ring, Tokens
 from jaxscale.parallel.context.order import Chunks
+from jaxscale.parallel.context.ring import again_after
 from pallas_kernels.flash_attention import NAMES, flash_attention, gradients
 
 
@@ -58,6 +59,7 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
 
 def _backward(ring: Ring, attend: Attend, kept: Any, dout: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, tokens, out, lse = kept
+    k, v, dout = again_after((k, v, dout))
     told = _told(q, tokens, ring, attend)
     k_all, v_all = _gathered((k, v), ring)
     dq, *dkeys = gradients(q, k_all, v_all, out, lse, dout, **told)

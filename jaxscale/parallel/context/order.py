@@ -122,20 +122,20 @@ def _pairs(chunks: Chunks, offset: int, causal: bool, window: int | None) -> tup
     for device in range(chunks.ring):
         mine, theirs = chunks.numbers[device], chunks.numbers[(device - offset) % chunks.ring]
         pairs = []
-        for q, k in itertools.product(range(chunks.each), repeat=2):
-            away = int(mine[q] - theirs[k])
-            mask = _verdict(away, chunks.length, causal, window)
-            if mask is not None:
-                pairs.append((mask, q, k, away))
+        for i, j in itertools.product(range(chunks.each), repeat=2):
+            apart = int(mine[i] - theirs[j])
+            verdict = _verdict(apart, chunks.length, causal, window)
+            if verdict is not None:
+                pairs.append((verdict, i, j, apart))
         rows.append(sorted(pairs))
     slots = []
     for column in itertools.zip_longest(*rows):
         there = [p for p in column if p is not None]
         masks = {p[0] for p in there}
-        tables = [np.asarray([0 if p is None else p[i] for p in column], np.int32) for i in (1, 2, 3)]
+        q, k, away = (np.asarray([0 if p is None else p[i] for p in column], np.int32) for i in (1, 2, 3))
         on = np.asarray([p is not None for p in column])
         mask = masks.pop() if len(masks) == 1 else PARTIAL
-        slots.append(Slot(*tables, on, mask, always=bool(on.all()), whole=chunks.each == 1))
+        slots.append(Slot(q, k, away, on, mask, always=bool(on.all()), whole=chunks.each == 1))
     return tuple(slots)
 
 

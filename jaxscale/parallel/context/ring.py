@@ -73,6 +73,7 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
 
 def _backward(ring: Ring, attend: Attend, kept: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
     (q, k, v, tokens), (out, lse) = kept
+    k, v, dout = again_after((k, v, dout))
     queries, me = Queries(q, tokens), ring.index()
     given = Cotangent(dout, lse, delta(out, dout))
     keys, (own, *others) = Keys(k, v, tokens), attend.visits(ring.size, q.shape[1], tokens)
@@ -95,6 +96,14 @@ def _backward(ring: Ring, attend: Attend, kept: Residuals, dout: Array) -> tuple
 _attend.defvjp(_forward, _backward)
 
 
+def again_after(given: tuple[Array, ...]) -> tuple[Array, ...]:
+    """A residual and the cotangent, so that the residual is sent when that is there.
+
+    Without this XLA would see that the forward pass sent it already, and hold what came from all devices till then.
+    """
+    return lax.optimization_barrier(given)
+
+
 def _add(a: KeyGradients, b: KeyGradients) -> KeyGradients:
     return KeyGradients(a.dk + b.dk, a.dv + b.dv)
 
@@ -102,8 +111,8 @@ def _add(a: KeyGradients, b: KeyGradients) -> KeyGradients:
 def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alone: int = 0) -> Any:
     """`step(carry, slots, before, after)` for every visit, told how far keys move before and after it; 0 at the ends.
 
-    Visits that differ in numbers only are one scan, so that a program does not grow with its ring. The first `alone`
-    and the last are not in it.
+    Three and more visits that differ in numbers only are one scan, so that a program does not grow with its ring. The
+    first `alone` and the last are not in it.
     """
     offsets = [visit.offset for visit in visits]
     hops = np.diff(offsets, prepend=offsets[:1], append=offsets[-1:]).tolist()
@@ -113,7 +122,7 @@ def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alon
         end = i + 1
         while i >= alone and (i == 0 or hops[i] == hops[i + 1]) and end < len(visits) and kinds[end] == kinds[i]:
             end += 1
-        if end - i > 1:
+        if end - i > 2:
             slots = jax.tree.map(lambda *tables: np.stack(tables), *(v.slots for v in visits[i:end]))
 
             def again(carry: Any, slots: tuple[Slot, ...], hop: int = hops[i + 1]) -> tuple[Any, None]:
@@ -121,6 +130,7 @@ def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alon
 
             carry, _ = lax.scan(again, carry, slots)
         else:
-            carry = step(carry, visits[i].slots, hops[i], hops[i + 1])
+            for at in range(i, end):
+                carry = step(carry, visits[at].slots, hops[at], hops[at + 1])
         i = end
     return carry

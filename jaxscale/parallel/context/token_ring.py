@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.parallel.context.local import Attend, Cotangent, KeyGradients, Keys, Queries, Ring, Tokens
 from jaxscale.parallel.context.merge import Part, delta, merge
+from jaxscale.parallel.context.ring import again_after
 from pallas_kernels.flash_attention import NAMES
 
 
@@ -69,6 +70,7 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
 
 def _backward(ring: Ring, attend: Attend, kept: Any, dout: Array) -> tuple[Array, Array, Array, None]:
     (q, k, v, tokens), (out, lse) = kept
+    q, dout = again_after((q, dout))
     keys, me = Keys(k, v, tokens), ring.index()
     own, *others = attend.visits(ring.size, q.shape[1], tokens)
     coming = Queries(q, tokens), Cotangent(dout, lse, delta(out, dout))

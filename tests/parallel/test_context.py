@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut: float64's numbers in every form, only what is seen computed, only that sent."""
+"""Attention over a sequence that is cut: float64 numbers in every form; only what is seen computed, only that sent."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_keys_that_a_window_hides_from_everybody_are_not_sent(zigzag, window, st
 
 # ---- what is sent, as a v5p's compiler has it
 
-# 4 devices; 64 of 256 tokens each, 8 heads and 4 key heads of 128, bfloat16
-Q, K, ROWS = 64 * 8 * 128 * 2, 64 * 4 * 128 * 2, 64 * 8 * 4
+# 4 devices; 1024 of 4096 tokens each, 8 heads and 4 key heads of 128, bfloat16 (less, and it would not scatter)
+Q, K, ROWS = 1024 * 8 * 128 * 2, 1024 * 4 * 128 * 2, 1024 * 8 * 4
 ON, BACK = tuple((i, (i + 1) % 4) for i in range(4)), tuple((i, (i - 1) % 4) for i in range(4))
 ACROSS = tuple((i, (i + 2) % 4) for i in range(4))
 send = lambda nbytes, to: Collective("collective-permute", nbytes, to)  # noqa: E731
@@ -206,7 +206,7 @@ SENT = {
 def test_a_tpu_sends_what_the_form_says_and_nothing_else(form):
     layout = Layout("context=4").on(topology_devices("v5p:2x2x1"))
     where = NamedSharding(layout.device_mesh, layout.spec(("batch", "seq"), kind="activations"))
-    q, k = (jax.ShapeDtypeStruct((1, 256, n, 128), jnp.bfloat16, sharding=where) for n in (8, 4))
+    q, k = (jax.ShapeDtypeStruct((1, 4096, n, 128), jnp.bfloat16, sharding=where) for n in (8, 4))
 
     def both(q, k, v, dout):
         y, pull = jax.vjp(FORMS[form].__class__(implementation="xla"), q, k, v)

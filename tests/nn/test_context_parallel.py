@@ -130,7 +130,7 @@ def test_gin_chooses_it_with_its_options():
 @pytest.mark.parametrize(
     ("attend", "mesh", "shapes", "says"),
     [
-        (RingAttention(), "context=4", (20, 4, 2), ("sequence of 20", "4 devices", "multiple of 8", "16 or 24", "zigzag=False")),
+        (RingAttention(), "context=4", (20, 4, 2), ("sequence of 20", "multiple of 8", "16 or 24", "zigzag=False")),
         (RingAttention(zigzag=False), "context=4", (18, 4, 2), ("sequence of 18", "multiple of 4", "16 or 20")),
         (UlyssesAttention(ring=2), "context=4", (6, 4, 2), ("sequence of 6", "multiple of 4", "4 or 8")),
         (UlyssesAttention(), "context=2,tensor=2", (16, 4, 2), ("4 heads and 2 key heads", "tensor=2 and 2", "ring=2")),

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+import jaxscale as js
 from jaxscale.layout import Layout
+from jaxscale.models import Transformer
 from jaxscale.nn import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.parallel.context import Chunks, Part, local, merge, products, visits, zigzag
-from jaxscale.plan import compile_for, topology_devices
+from jaxscale.plan import compile_for, compile_step, topology_devices
 from pallas_kernels.aot import why_no_tpu
 from pallas_kernels.flash_attention import SKIP, Mask, Tokens, flash_attention, tile_table
-from tests.pallas_kernels.flash_attention.cases import covering, name_of, truth
+from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of, plain, truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.compiled import Collective, collectives
 from tests.truth.layouts import QUICKLY
@@ -80,6 +82,26 @@ def test_every_form_gives_the_output_and_gradients_of_float64(case):
         got = jax.jit(both).lower(*arrays).compile(QUICKLY)(*arrays)
     got = [np.asarray(x)[:, np.argsort(order)] for x in got]
     assert_leaves_agree(got, [out, *grads[:3]], what=case["form"])
+
+
+@pytest.mark.parametrize("form", ["ring", "TokenRing", "gather"])
+def test_in_bfloat16_it_is_as_exact_as_plain_attention(form):
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.normal(size=(B, S, n, D)), jnp.bfloat16) for n in (4, 2, 2, 4)]
+    q, k, v, dout = arrays
+    out, _, grads = truth((q, k, v, None), {"causal": True}, dout, np.zeros(q.shape[:3]))
+
+    def both(attend, order):
+        y, pull = jax.vjp(attend, *(x[:, order] for x in (q, k, v)))
+        return [x[:, np.argsort(order)] for x in (y, *pull(dout[:, order]))]
+
+    seen = np.tril(np.ones((1, S, S), bool))
+    theirs = both(lambda q, k, v: plain(q, k, v, None, seen=seen, options={})[0], np.arange(S))
+    with Layout("context=4"):
+        order = zigzag(S, 4)
+        got = jax.jit(lambda: both(FORMS[form], order)).lower().compile(QUICKLY)()
+    for name, a, b, want in zip("output q k v".split(), got, theirs, [out, *grads[:3]], strict=True):
+        assert_as_exact_as(a, b, want, f"{form}, {name}")
 
 
 def test_a_ring_of_eight_is_a_loop_and_gives_the_same_numbers():
@@ -229,3 +251,26 @@ def _sent(attend, tokens):
         return y, *pull(dout)
 
     return collections.Counter(collectives(compile_for(both, "v5p:2x2x1", q, k, k, q, layout=layout)))
+
+
+@NEEDS_TPU
+def test_a_training_step_on_tpus_sends_keys_round_in_every_layer_and_gathers_token_ids_alone():
+    config = js.TrainConfig(
+        model=Transformer.Config(
+            depth=2, width=256, heads=4, kv_heads=2, head_dim=64, hidden=512, vocab=512, dropout=0.1,
+            attention=RingAttention(implementation="xla"),
+        ),
+        layout=Layout("context=4"), batch_size=2, seq_len=1024, prompt=None,
+    )  # fmt: skip
+    found = collections.Counter(collectives(compile_step(config, "v5p:2x2x1")))
+    k, ids = 2 * 256 * 2 * 64 * 2, 2 * 256 * 4
+    assert {c: n for c, n in found.items() if c.op != "all-reduce"} == {
+        # in the loop over layers
+        send(k, ON): 2 * 3 * 2,
+        send(2 * k, ON): 2 * 3,
+        # once: segment ids go round; tokens, targets, weights, positions and segment ids are put in zigzag order
+        send(ids, ON): 3,
+        Collective("all-gather", 4 * ids, None): 5,
+    }
+    # of a layer's gradients, of the others', and of the weights' sum
+    assert sum(n for c, n in found.items() if c.op == "all-reduce") == 3

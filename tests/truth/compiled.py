@@ -31,7 +31,7 @@ def _listen() -> None:
 
 
 class Collective(NamedTuple):
-    """One instruction: what it does, bytes of the array it does it with, and for a permute who sends to whom.
+    """One instruction: what it does, bytes of its (first) array, and for a permute who sends to whom.
 
     Of an all-gather the array is the result, of a reduce-scatter too.
     """
@@ -42,7 +42,7 @@ class Collective(NamedTuple):
 
 
 _COLLECTIVE = re.compile(
-    r"= \(?(\w+)\[([\d,]*)\][^=]*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r"= \(?(\w+)\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
 
 

@@ -20,11 +20,11 @@ from jaxscale.models import Transformer
 from jaxscale.nn import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.parallel.context import Chunks, Part, local, merge, products, visits, zigzag
 from jaxscale.plan import compile_for, compile_step, topology_devices
+from jaxscale.plan.collectives import collectives
 from pallas_kernels.aot import why_no_tpu
 from pallas_kernels.flash_attention import SKIP, Mask, Tokens, flash_attention, tile_table
 from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of, plain, truth
 from tests.truth.compare import assert_leaves_agree
-from tests.truth.compiled import Collective, collectives
 from tests.truth.layouts import QUICKLY
 
 FORMS = {
@@ -210,7 +210,7 @@ def test_keys_that_a_window_hides_from_everybody_are_not_sent(zigzag, window, st
 Q, K, ROWS = 64 * 8 * 128 * 2, 64 * 4 * 128 * 2, 64 * 8 * 4
 ON, BACK = tuple((i, (i + 1) % 4) for i in range(4)), tuple((i, (i - 1) % 4) for i in range(4))
 ACROSS = tuple((i, (i + 2) % 4) for i in range(4))
-send = lambda nbytes, to: Collective("collective-permute", nbytes, to)  # noqa: E731
+send = lambda nbytes, to: ("collective-permute", nbytes, to)  # noqa: E731
 SENT = {
     # keys and values, both passes; and their float32 gradients
     "ring": {send(K, ON): 2 * 3 * 2, send(2 * K, ON): 2 * 3},
@@ -219,7 +219,7 @@ SENT = {
         send(Q, BACK): 3 + 2 * 3 + 2, send(Q, ACROSS): 2, send(Q, ON): 2,
         send(ROWS, BACK): 2 * 3 + 1, send(ROWS, ACROSS): 1, send(ROWS, ON): 1,
     },
-    "Ulysses": {Collective("all-to-all", Q, None): 2 * 2, Collective("all-to-all", K, None): 2 * 2},
+    "Ulysses": {("all-to-all", Q, ()): 2 * 2, ("all-to-all", K, ()): 2 * 2},
 }  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def test_a_tpu_sends_what_the_form_says_and_nothing_else(form):
 @NEEDS_TPU
 def test_a_tpu_gathers_keys_twice_and_scatters_their_gradients_and_nothing_else():
     # of smaller arrays, or of those that XLA's own attention leaves, it would make one all-reduce in bfloat16
-    want = {Collective("all-gather", 16 * 4 * K, None): 2 * 2, Collective("reduce-scatter", 16 * 2 * K, None): 2}
+    want = {("all-gather", 16 * 4 * K, ()): 2 * 2, ("reduce-scatter", 16 * 4 * 2 * K, ()): 2}
     assert _sent(FORMS["gather"], 16 * 256) == want
 
 
@@ -250,7 +250,16 @@ def _sent(attend, tokens):
         y, pull = jax.vjp(attend, q, k, v)
         return y, *pull(dout)
 
-    return collections.Counter(collectives(compile_for(both, "v5p:2x2x1", q, k, k, q, layout=layout)))
+    return _counted(compile_for(both, "v5p:2x2x1", q, k, k, q, layout=layout), layout)
+
+
+def _counted(compiled, layout):
+    """(kind, bytes of what is sent, or of the whole that is gathered or scattered, who sends to whom): how often."""
+    found = collections.Counter()
+    for c in collectives(compiled, layout.sizes):
+        assert c.certain and c.axes == ("context",)
+        found[c.kind, c.payload, c.pairs] += c.times
+    return found
 
 
 @NEEDS_TPU
@@ -262,15 +271,15 @@ def test_a_training_step_on_tpus_sends_keys_round_in_every_layer_and_gathers_tok
         ),
         layout=Layout("context=4"), batch_size=2, seq_len=1024, prompt=None,
     )  # fmt: skip
-    found = collections.Counter(collectives(compile_step(config, "v5p:2x2x1")))
+    found = _counted(compile_step(config, "v5p:2x2x1"), Layout("context=4"))
     k, ids = 2 * 256 * 2 * 64 * 2, 2 * 256 * 4
-    assert {c: n for c, n in found.items() if c.op != "all-reduce"} == {
-        # in the loop over layers
-        send(k, ON): 2 * 3 * 2,
-        send(2 * k, ON): 2 * 3,
+    assert {c: n for c, n in found.items() if c[0] != "all-reduce"} == {
+        # in both layers
+        send(k, ON): 2 * 2 * 3 * 2,
+        send(2 * k, ON): 2 * 2 * 3,
         # once: segment ids go round; tokens, targets, weights, positions and segment ids are put in zigzag order
         send(ids, ON): 3,
-        Collective("all-gather", 4 * ids, None): 5,
+        ("all-gather", 4 * ids, ()): 5,
     }
-    # of a layer's gradients, of the others', and of the weights' sum
-    assert sum(n for c, n in found.items() if c.op == "all-reduce") == 3
+    # of each layer's gradients, of the others', and of the weights' sum
+    assert sum(n for c, n in found.items() if c[0] == "all-reduce") == 2 + 1 + 1

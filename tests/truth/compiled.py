@@ -1,11 +1,8 @@
-"""What was compiled: how many programs, and what one of them sends."""
+"""How many programs were compiled."""
 
 from __future__ import annotations
 
 import functools
-import math
-import re
-from typing import Any, NamedTuple
 
 import jax
 
@@ -28,33 +25,3 @@ def _listen() -> None:
             _seen.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(hear)
-
-
-class Collective(NamedTuple):
-    """One instruction: what it does, bytes of its (first) array, and for a permute who sends to whom.
-
-    Of an all-gather the array is the result, of a reduce-scatter too.
-    """
-
-    op: str
-    nbytes: int
-    pairs: tuple[tuple[int, int], ...] | None
-
-
-_COLLECTIVE = re.compile(
-    r"= \(?(\w+)\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-
-
-def collectives(compiled: Any) -> list[Collective]:
-    """Every collective instruction of a compiled program; one in a loop's body counts once."""
-    found = []
-    for line in compiled.as_text().splitlines():
-        if match := _COLLECTIVE.search(line):
-            dtype, shape, op = match.groups()
-            bits = {"pred": 8, "bf16": 16}.get(dtype) or int(re.sub(r"\D", "", dtype))
-            nbytes = math.prod(int(n) for n in shape.split(",") if n) * bits // 8
-            pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
-            to = pairs and tuple(tuple(map(int, p.split(","))) for p in re.findall(r"\{(\d+,\d+)", "{" + pairs[1]))
-            found.append(Collective(op, nbytes, to or None))
-    return found

@@ -101,7 +101,7 @@ def _squares(qkv, attend):
 # ---- policies, configs and errors
 
 
-@pytest.mark.parametrize("attend", [RingAttention(), GatherAttention(), TokenRingAttention(), UlyssesAttention(ring=2)])
+@pytest.mark.parametrize("attend", [RingAttention(), GatherAttention(), TokenRingAttention()])
 def test_keeping_attention_keeps_the_backward_pass_from_attending_again(attend):
     products = {}
     for policy in ("none", "full", "attention_only"):

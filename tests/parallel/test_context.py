@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import os
 
@@ -73,35 +74,41 @@ def test_every_form_gives_the_output_and_gradients_of_float64(case):
         order = attend.order(S)
         order = np.arange(S) if order is None else order
         given = {n: jnp.asarray(x[:, order]) for n, x in given.items()}
-
-        def both(q, k, v, dout):
-            y, pull = jax.vjp(lambda *a: attend(*a, **options, **given), q, k, v)
-            return y, *pull(dout)
-
-        arrays = [x[:, order] for x in (q, k, v, dout)]
-        got = jax.jit(both).lower(*arrays).compile(QUICKLY)(*arrays)
+        got = _both(functools.partial(attend, **options, **given), [x[:, order] for x in (q, k, v, dout)])
     got = [np.asarray(x)[:, np.argsort(order)] for x in got]
     assert_leaves_agree(got, [out, *grads[:3]], what=case["form"])
 
 
 @pytest.mark.parametrize("form", ["ring", "TokenRing", "gather"])
 def test_in_bfloat16_it_is_as_exact_as_plain_attention(form):
+    arrays, theirs, wanted = _bfloat16()
+    order = zigzag(S, 4)
+    with Layout("context=4"):
+        got = _both(FORMS[form], [x[:, order] for x in arrays])
+    for name, a, b, want in zip("output q k v".split(), got, theirs, wanted, strict=True):
+        assert_as_exact_as(a[:, np.argsort(order)], b, want, f"{form}, {name}")
+
+
+@functools.cache
+def _bfloat16():
+    """Arrays, and what plain attention and float64 make of them."""
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.normal(size=(B, S, n, D)), jnp.bfloat16) for n in (4, 2, 2, 4)]
     q, k, v, dout = arrays
-    out, _, grads = truth((q, k, v, None), {"causal": True}, dout, np.zeros(q.shape[:3]))
-
-    def both(attend, order):
-        y, pull = jax.vjp(attend, *(x[:, order] for x in (q, k, v)))
-        return [x[:, np.argsort(order)] for x in (y, *pull(dout[:, order]))]
-
     seen = np.tril(np.ones((1, S, S), bool))
-    theirs = both(lambda q, k, v: plain(q, k, v, None, seen=seen, options={})[0], np.arange(S))
-    with Layout("context=4"):
-        order = zigzag(S, 4)
-        got = jax.jit(lambda: both(FORMS[form], order)).lower().compile(QUICKLY)()
-    for name, a, b, want in zip("output q k v".split(), got, theirs, [out, *grads[:3]], strict=True):
-        assert_as_exact_as(a, b, want, f"{form}, {name}")
+    theirs = _both(lambda q, k, v: plain(q, k, v, None, seen=seen, options={})[0], arrays)
+    out, _, grads = truth((q, k, v, None), {"causal": True}, dout, np.zeros(q.shape[:3]))
+    return arrays, theirs, [out, *grads[:3]]
+
+
+def _both(attend, arrays):
+    """The output, and the cotangents of q, k and v."""
+
+    def both(q, k, v, dout):
+        y, pull = jax.vjp(attend, q, k, v)
+        return y, *pull(dout)
+
+    return jax.jit(both).lower(*arrays).compile(QUICKLY)(*arrays)
 
 
 def test_a_ring_of_eight_is_a_loop_and_gives_the_same_numbers():

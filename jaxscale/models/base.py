@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxscale.layout import constrain
+
 
 class Model(Protocol):
-    """A language model: final hidden states and a head, never logits, so that a loss can avoid holding them."""
+    """A language model: final hidden states and a head, never logits, so that a loss can avoid holding them.
+
+    It may have an `order(seq_len)`, too (see `Transformer.order`): then `hidden` takes `arranged`.
+    """
 
     @property
     def logit_softcap(self) -> float | None: ...
@@ -37,3 +45,18 @@ class ModelConfig(Protocol):
     def param_count(self) -> int: ...
 
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int: ...
+
+
+def order_of(model: Model, seq_len: int) -> Int[np.ndarray, "s"] | None:
+    """The order in which a model wants a sequence's columns, `None` for the natural one."""
+    order = getattr(model, "order", None)
+    return None if order is None else order(seq_len)
+
+
+def arrange(tree: Any, order: Int[np.ndarray, "s"]) -> Any:
+    """Every array of `tree`, (B, S) or (B, S, E), with its columns in this order."""
+
+    def one(x: Array) -> Array:
+        return constrain(jnp.take(x, order, axis=1), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
+
+    return jax.tree.map(one, tree)

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.layout import TensorInfo, abstract, constrain
+from jaxscale.models.base import arrange
 from jaxscale.nn import (
     Attention,
     AttentionKernel,
@@ -316,6 +318,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         key: Array | None = None,
+        arranged: bool = False,
     ) -> Float[Array, "b s e"]:
         """The final hidden states, normalised.
 
@@ -324,9 +327,15 @@ class Transformer(nnx.Module):
           positions: each token's place in its document; from the start of the row by default.
           segment_ids: each token's document within the row (packing); 0 is padding.
           key: randomness for dropout; `None` while evaluating.
+          arranged: columns stand in the order of `order` already, and stay so; else the natural one comes in and goes
+            out.
         """
         c = self.config
-        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        order = self.order(tokens.shape[1])
+        if order is not None and not arranged:
+            tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
+        natural = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
+        place = natural[None] if positions is None else positions
         x = self.embed(tokens)
         if c.embed_scale is not None:
             x = x * jnp.asarray(c.embed_scale, x.dtype)
@@ -335,12 +344,22 @@ class Transformer(nnx.Module):
             x = x + self.positions(jnp.broadcast_to(place, tokens.shape))
         kinds = (_rotary(c.positions), c.local_positions)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
-        context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key)
+        columns = None if order is None else natural
+        context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key, order=columns)
         dtype, x = x.dtype, c.stack.enter(x)
         for run in self.runs:
             x = run(x, context)
-        x = c.stack.leave(x, dtype)
-        return constrain(self.norm(x), "batch", "seq", "embed")
+        x = constrain(self.norm(c.stack.leave(x, dtype)), "batch", "seq", "embed")
+        return x if order is None or arranged else arrange(x, np.argsort(order))
+
+    def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
+        """The natural place of each column, in the order in which layers want them under the layout in force.
+
+        `None` is the natural order. Whoever arranges tokens and whatever goes with them (`arrange`) saves `hidden` the
+        way there and back.
+        """
+        wanted = getattr(self.config.attention, "order", None)
+        return None if wanted is None else wanted(seq_len)
 
     def head_weight(self) -> Float[Array, "v e"]:
         """The output head as it is kept: the token embedding when tied."""

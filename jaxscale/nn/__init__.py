@@ -3,6 +3,7 @@
 from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context, dropout
+from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.head import head_logits
@@ -24,6 +25,7 @@ __all__ = [
     "Context",
     "Embedding",
     "FeedForward",
+    "GatherAttention",
     "GeGLU",
     "LayerNorm",
     "Linear",
@@ -33,10 +35,13 @@ __all__ = [
     "NTKScaling",
     "RMSNorm",
     "ReversibleRun",
+    "RingAttention",
     "Rotary",
     "Run",
     "StableEmbedding",
     "SwiGLU",
+    "TokenRingAttention",
+    "UlyssesAttention",
     "YarnScaling",
     "attention_mask",
     "dot_product_attention",

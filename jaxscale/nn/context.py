@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain
@@ -22,6 +23,7 @@ class Context:
       segment_ids: each token's document within the row, int32, 0 for padding; `None` is one document a row.
       rotary: cosine and sine tables by `Rotary`.
       key: randomness of this pass (dropout), or `None` for none.
+      order: each column's natural place in the row, int32, where an attention wants another order than that.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -30,6 +32,7 @@ class Context:
         default_factory=dict
     )
     key: Array | None = None
+    order: Int[Array, "s"] | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
         """The same for one layer, with a key of its own."""
@@ -39,20 +42,33 @@ class Context:
 
     def arrays(self) -> tuple[Any, ...]:
         """Everything here that may be traced, as a tree of arrays."""
-        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key
+        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key, self.order
 
     def holding(self, arrays: tuple[Any, ...]) -> Context:
         """The same with other arrays, in the form of `arrays()`."""
-        positions, segment_ids, tables, key = arrays
-        return Context(positions, segment_ids, dict(zip(self.rotary, tables, strict=True)), key)
+        positions, segment_ids, tables, key, order = arrays
+        return Context(positions, segment_ids, dict(zip(self.rotary, tables, strict=True)), key, order)
 
 
-def dropout(x: Float[Array, "b s e"], rate: float, key: Array | None) -> Float[Array, "b s e"]:
+def dropout(
+    x: Float[Array, "b s e"], rate: float, key: Array | None, order: Int[Array, "s"] | None = None
+) -> Float[Array, "b s e"]:
     """Zeroes elements with probability `rate` and scales the rest (Srivastava et al. 2014); no key, no dropout.
 
-    The bits depend on the key and the global shape alone, not on the layout.
+    The bits depend on the key, the global shape and each column's natural place alone, not on the layout.
+
+    Args:
+      x: activations.
+      rate: the probability.
+      key: of this sub-layer.
+      order: as in `Context`.
     """
     if key is None or rate == 0.0:
         return x
-    keep = constrain(jax.random.bernoulli(key, 1.0 - rate, x.shape), "batch", "residual_seq", "embed")
-    return jax.numpy.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+    b, s, e = x.shape
+    # A key for each place: to draw in the natural order and arrange the bits would move them between devices.
+    places = jnp.arange(s, dtype=jnp.int32) if order is None else order
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+    keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (b, e)), out_axes=1)(keys)
+    keep = constrain(keep, "batch", "residual_seq", "embed")
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -12,13 +14,12 @@ from jaxscale.parallel.sharded import cut_over, sharded_op
 from pallas_kernels.flash_attention import flash_attention as _flash_attention
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
-_KEYS = ("batch", "kv_seq", "kv_heads", "head_dim")
 _WHOLE = {
-    "seq": "sees whole sequences",
-    "kv_seq": "sees whole sequences",
-    "head_dim": "multiplies whole heads",
+    "seq": ("sees whole sequences", "RingAttention() or dot_product_attention"),
+    "kv_seq": ("sees whole sequences", "dot_product_attention"),
+    "head_dim": ("multiplies whole heads", "dot_product_attention"),
 }
-"""What no device may have a part of, and why."""
+"""What no device may have a part of, why, and which attention lets it."""
 
 
 @register
@@ -46,28 +47,16 @@ def flash_attention(
       LayoutError: the layout splits the sequence or a head, or heads so that a device's read no whole key heads.
       KernelError: what the kernel cannot do.
     """
-    _refuse_split()
-    groups = q.shape[2] // k.shape[2]
-    over = cut_over("heads")
-    same = over == cut_over("kv_heads") or k.shape[2] == 1
-    if not same and cut_over("kv_heads"):
-        raise LayoutError(
-            f"flash_attention's layout splits 'heads' over {over} and 'kv_heads' over {cut_over('kv_heads')}; "
-            "give both the same rule, or 'kv_heads' none"
-        )
-    tokens = [x for x in (segment_ids, positions) if x is not None]
+    refuse_split("flash_attention", *_WHOLE)
 
-    def local(q: Array, k: Array, v: Array, *rest: Array) -> Array:
-        given = iter(rest)
-        if not same:
-            k, v = (_read_by(x, q.shape[2], groups, lax.axis_index(over)) for x in (k, v))
+    def local(q: Array, k: Array, v: Array, segment_ids: Array | None, positions: Array | None) -> Array:
         return _flash_attention(
             q,
             k,
             v,
             causal=causal,
-            segment_ids=None if segment_ids is None else next(given),
-            positions=None if positions is None else next(given),
+            segment_ids=segment_ids,
+            positions=positions,
             window=window,
             softcap=softcap,
             scale=scale,
@@ -75,25 +64,70 @@ def flash_attention(
             implementation=implementation,
         )
 
-    axes = (_QUERIES, _KEYS, _KEYS, *[("batch", "seq")] * len(tokens))
-    return sharded_op(local, q, k, v, *tokens, axes=axes, out_axes=_QUERIES, name="flash attention's operand")
+    return over_devices(local, q, k, v, segment_ids, positions, keys="kv_seq", name="flash_attention")
 
 
-def _read_by(x: Array, heads: int, groups: int, device: Array) -> Array:
+def over_devices(
+    local: Callable[..., Array],
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t kv d"],
+    v: Float[Array, "b t kv dv"],
+    segment_ids: Int[Array, "b s"] | None,
+    positions: Int[Array, "b s"] | None,
+    *,
+    keys: str,
+    name: str,
+) -> Float[Array, "b s h dv"]:
+    """`local(q, k, v, segment_ids, positions)` of every device's own part, under the layout in force.
+
+    Args:
+      local: attention; a device has the key heads that its query heads read.
+      q, k, v, segment_ids, positions: global arrays.
+      keys: the logical axis of the keys' sequence.
+      name: of the attention, for errors.
+
+    Raises:
+      LayoutError: heads are split so that a device's read no whole key heads.
+    """
+    groups = q.shape[2] // k.shape[2]
+    over = cut_over("heads")
+    same = over == cut_over("kv_heads") or k.shape[2] == 1
+    if not same and cut_over("kv_heads"):
+        raise LayoutError(
+            f"{name}'s layout splits 'heads' over {over} and 'kv_heads' over {cut_over('kv_heads')}; "
+            "give both the same rule, or 'kv_heads' none"
+        )
+    tokens = [x for x in (segment_ids, positions) if x is not None]
+
+    def read(q: Array, k: Array, v: Array, *rest: Array) -> Array:
+        given = iter(rest)
+        if not same:
+            k, v = (_read_by(x, q.shape[2], groups, lax.axis_index(over), name) for x in (k, v))
+        segments = None if segment_ids is None else next(given)
+        return local(q, k, v, segments, None if positions is None else next(given))
+
+    of_keys = ("batch", keys, "kv_heads", "head_dim")
+    axes = (_QUERIES, of_keys, of_keys, *[("batch", "seq")] * len(tokens))
+    return sharded_op(read, q, k, v, *tokens, axes=axes, out_axes=_QUERIES, name=f"{name}'s operand")
+
+
+def _read_by(x: Array, heads: int, groups: int, device: Array, name: str) -> Array:
     """Of all key heads, those that a device's query heads read."""
     if heads % groups and groups % heads:
         raise LayoutError(
-            f"flash_attention: a device has {heads} query heads, and {groups} share a key head; split 'heads' so that "
+            f"{name}: a device has {heads} query heads, and {groups} share a key head; split 'heads' so that "
             "one is a multiple of the other"
         )
     return lax.dynamic_slice_in_dim(x, device * heads // groups, max(1, heads // groups), axis=2)
 
 
-def _refuse_split() -> None:
+def refuse_split(name: str, *axes: str) -> None:
+    """Raises `LayoutError` when the layout in force splits one of these, of which an attention needs all."""
     layout = current()
-    for axis, why in _WHOLE.items():
+    for axis in axes:
         if cut := cut_over(axis):
+            why, instead = _WHOLE[axis]
             raise LayoutError(
-                f"flash_attention {why}, and the layout {layout} splits '{axis}' over {' and '.join(cut)}; use a mesh "
-                f"without {' and '.join(cut)}, or attention=dot_product_attention"
+                f"{name} {why}, and the layout {layout} splits '{axis}' over {' and '.join(cut)}; use a mesh "
+                f"without {' and '.join(cut)}, or attention={instead}"
             )

@@ -37,6 +37,7 @@ class Collective:
       ring: what a ring of permutes stands for, "all-gather" or "reduce-scatter", where the compiler made it.
       name: the operation it came from, as JAX names it.
       source: "file:line" of the model or step that asked for it; "" where the compiler does not say.
+      pairs: of a permute, which device sends to which.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Collective:
     ring: str = ""
     name: str = ""
     source: str = ""
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def sent(self) -> int:
@@ -141,9 +143,10 @@ class _Program:
         kind = op[1].removeprefix("ragged-")
         operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
         given = sum(array_bytes(_type(self.made[o])) for o in operands)
-        if kind == "collective-permute":
-            pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
-            axes, devices = self._axes([[int(i) for i in re.findall(r"\d+", p)] for p in pairs[1].split("},")])  # type: ignore[index]
+        pairs: list[list[int]] = []
+        if listed := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+            pairs = [[int(i) for i in re.findall(r"\d+", p)] for p in listed[1].split("},")]
+            axes, devices = self._axes(pairs)
         else:
             axes, devices = self._axes(self._groups(line))
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -160,6 +163,7 @@ class _Program:
             ring,
             name[1] if name else "",
             self._source(line) or self._source(caller),
+            tuple((a, b) for a, b in pairs),
         )
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:

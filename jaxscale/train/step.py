@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from jaxscale.layout import Layout, constrain
+from jaxscale.models.base import arrange, order_of
 from jaxscale.optim import apply_gradients
 from jaxscale.train.loss import AutoLoss, Loss
 from jaxscale.train.state import Blueprint, TrainState
@@ -73,8 +74,15 @@ def weighted_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32 scalars."""
     model = nnx.merge(graphdef, params)
+    order = order_of(model, batch["tokens"].shape[1])
+    if order is not None:  # nothing has to go back to where it was, since all of it is summed
+        batch = arrange(batch, order)
     hidden = model.hidden(
-        batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), key=key
+        batch["tokens"],
+        positions=batch.get("positions"),
+        segment_ids=batch.get("segment_ids"),
+        key=key,
+        **({} if order is None else {"arranged": True}),
     )
     nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
     return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"])

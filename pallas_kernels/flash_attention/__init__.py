@@ -3,6 +3,7 @@
     from pallas_kernels.flash_attention import flash_attention
     out = flash_attention(q, k, v, causal=True, segment_ids=ids)          # (B, S, H, Dv)
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)     # to be merged with other keys' outputs
+    dq, dk, dv = gradients(q, k, v, out, lse, dout, causal=True)          # of these keys, after such a merge
 
 First-order differentiable in reverse mode in q, k, v and bias. Under `jax.checkpoint`, a policy that saves the names
 "flash_out" and "flash_lse" keeps the backward pass from running the forward again.
@@ -15,9 +16,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import Implementation, Target, dispatch
+from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import cudnn, gpu, reference, tpu, xla
 from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score, checked
 from pallas_kernels.flash_attention.masks import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, tile_table, visible
@@ -32,6 +35,7 @@ __all__ = [
     "Mask",
     "Tokens",
     "flash_attention",
+    "gradients",
     "tile_table",
     "visible",
 ]
@@ -109,6 +113,69 @@ def flash_attention(
         return _run("both", how, inputs)
     out, lse = _attend(inputs, how)
     return (out, lse) if return_lse else out
+
+
+def gradients(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    segment_ids: Any = None,
+    positions: Any = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What some of the keys add to the cotangents, given the output and log-sum-exp that all keys together made.
+
+    Summed over parts that share no key, this is the gradient of attention to all of them: how a ring of devices, each
+    with a part, goes backwards without keeping a weight.
+
+    Args:
+      q, dout: all queries concerned, (B, S, H, D), and the cotangent of their output, (B, S, H, Dv).
+      k, v: this part of the keys and values.
+      out, lse: of attention to every part, (B, S, H, Dv) and float32 (B, S, H).
+      dlse: the cotangent of `lse`; none by default. Only sum(out * dout) - dlse is read, so `out` may be zeros where
+        `dlse` brings the negative of that sum.
+      causal, segment_ids, positions, window, softcap, scale, deterministic, implementation: those of
+        `flash_attention`, of this part.
+
+    Returns:
+      cotangents of q, k and v, in their dtype.
+
+    Raises:
+      KernelError: as `flash_attention`, or an implementation that makes a log-sum-exp of its own.
+    """
+    if implementation in ("dense", "cudnn"):
+        raise KernelError(
+            f"flash_attention.gradients: '{implementation}' makes its own log-sum-exp, of these keys alone; use 'xla'"
+        )
+    inputs, mask, score = checked(
+        q,
+        k,
+        v,
+        causal=causal,
+        segment_ids=segment_ids,
+        positions=positions,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        bias=None,
+        kind="softmax",
+        return_lse=True,
+        blocks=None,
+    )
+    how = _How(mask, score, True, bool(deterministic), implementation)
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse
+    dq, dk, dv, _ = _run("backward", how, inputs, out, lse, dout, dlse)
+    return dq, dk, dv
 
 
 @dataclasses.dataclass(frozen=True)

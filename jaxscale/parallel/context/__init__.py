@@ -1,0 +1,26 @@
+"""Attention whose sequence is cut over devices: four ways to bring queries and keys together, in `shard_map`."""
+
+from jaxscale.parallel.context.gather import gather_attention
+from jaxscale.parallel.context.local import Attend, Ring, Tokens
+from jaxscale.parallel.context.merge import Part, merge
+from jaxscale.parallel.context.order import Chunks, Visit, products, visits, zigzag
+from jaxscale.parallel.context.ring import ring_attention
+from jaxscale.parallel.context.token_ring import token_ring_attention
+from jaxscale.parallel.context.ulysses import ulysses_attention
+
+__all__ = [
+    "Attend",
+    "Chunks",
+    "Part",
+    "Ring",
+    "Tokens",
+    "Visit",
+    "gather_attention",
+    "merge",
+    "products",
+    "ring_attention",
+    "token_ring_attention",
+    "ulysses_attention",
+    "visits",
+    "zigzag",
+]

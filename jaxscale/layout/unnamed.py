@@ -95,7 +95,7 @@ def fitting_layout(infos: Tree, devices: int, bytes_per_device: int, *, state: i
             best = min(best or held, held)
     least = (best or 0) * (1 + state)
     raise LayoutError(
-        f"parameters, gradients and optimizer state take {least:,} bytes on each of {devices} devices at the least, and "
+        f"parameters, gradients and optimizer state take {least:,} bytes on each of {devices} devices at least, and "
         f"{bytes_per_device:,} were given; use {math.ceil(least / max(1, bytes_per_device))} times the devices"
     )
 

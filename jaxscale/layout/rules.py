@@ -93,11 +93,6 @@ def _replicated() -> Rules:
 
 def _zero1() -> Rules:
     rest = {**_TENSOR, **_EXPERT}
-    return Rules(params=rest, grads=rest, opt_state={**rest, **_ALL}, activations=_USED)
-
-
-def _zero2() -> Rules:
-    rest = {**_TENSOR, **_EXPERT}
     return Rules(params=rest, grads={**rest, **_ALL}, activations=_USED)
 
 
@@ -121,17 +116,19 @@ def _fsdp_tensor() -> Rules:
 PRESETS: dict[str, Callable[[], Rules]] = {
     "replicated": _replicated,
     "zero1": _zero1,
-    "zero2": _zero2,
+    "zero2": _zero1,
     "hierarchical": _hierarchical,
     "fsdp": _fsdp,
     "tensor": _tensor,
     "fsdp_tensor": _fsdp_tensor,
 }
-"""Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state, then gradients too, split over all
-replicas (Rajbhandari et al. 2020), along with `tensor`, `expert` and `pipeline`. `hierarchical`: parameters over
-`fsdp`, the fast axis, gradients and optimizer state over `fsdp` and `data`, so that only the update crosses the slow
-one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters as well, over the `fsdp` axis (ZeRO-3; hybrid when
-`data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size 1 changes nothing."""
+"""Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state and gradients split over all
+replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is reduce-scattered as it is made, and stage 1's
+whole ones would take more memory and half as many bytes again. They go along with `tensor`, `expert` and `pipeline`.
+`hierarchical`: parameters over `fsdp`, the fast axis, gradients and optimizer state over `fsdp` and `data`, so that only
+the update crosses the slow one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters as well, over the `fsdp`
+axis (ZeRO-3; hybrid when `data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size
+1 changes nothing."""
 
 
 def preset(name: str, *, sequence_sharded: bool = False) -> Rules:

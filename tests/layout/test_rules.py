@@ -49,7 +49,7 @@ OVER_BOTH = {
 # preset -> what becomes of parameters, gradients and optimizer state
 SPLITS = {
     "replicated": (WHOLE, WHOLE, WHOLE),
-    "zero1": (OVER_TENSOR, OVER_TENSOR, OVER_ALL),
+    "zero1": (OVER_TENSOR, OVER_ALL, OVER_ALL),
     "zero2": (OVER_TENSOR, OVER_ALL, OVER_ALL),
     "hierarchical": (OVER_BOTH, NESTED, NESTED),
     "fsdp": (OVER_FSDP, OVER_FSDP, OVER_FSDP),

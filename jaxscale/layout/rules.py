@@ -123,12 +123,12 @@ PRESETS: dict[str, Callable[[], Rules]] = {
     "fsdp_tensor": _fsdp_tensor,
 }
 """Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state and gradients split over all
-replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is reduce-scattered as it is made, and stage 1's
-whole ones would take more memory and half as many bytes again. They go along with `tensor`, `expert` and `pipeline`.
-`hierarchical`: parameters over `fsdp`, the fast axis, gradients and optimizer state over `fsdp` and `data`, so that only
-the update crosses the slow one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters as well, over the `fsdp`
-axis (ZeRO-3; hybrid when `data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size
-1 changes nothing."""
+replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is reduce-scattered as it is made, and stage
+1's whole ones would take more memory and half as many bytes again. They go along with `tensor`, `expert` and
+`pipeline`. `hierarchical`: parameters over `fsdp`, the fast axis, gradients and optimizer state over `fsdp` and
+`data`, so that only the update crosses the slow one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters
+as well, over the `fsdp` axis (ZeRO-3; hybrid when `data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the
+default, since an axis of size 1 changes nothing."""
 
 
 def preset(name: str, *, sequence_sharded: bool = False) -> Rules:

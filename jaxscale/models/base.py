@@ -9,7 +9,10 @@ from jaxtyping import Array, Float, Int
 
 
 class Model(Protocol):
-    """A language model: final hidden states and a head, never logits, so that a loss can avoid holding them."""
+    """A language model: final hidden states and a head, never logits, so that a loss can avoid holding them.
+
+    One whose layers add to the loss has `hidden_and_stats` as well (see `Transformer`).
+    """
 
     @property
     def logit_softcap(self) -> float | None: ...

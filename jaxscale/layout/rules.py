@@ -78,8 +78,7 @@ _BATCH: dict[str, Target] = {
     "expert_seq": "context",
 }
 # Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
-_TENSOR: dict[str, Target] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-_TENSOR |= {"expert_mlp": "tensor"}
+_TENSOR: dict[str, Target] = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "expert_mlp"), "tensor")
 _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
 # Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
 # (`expert` splits experts; it is no replica of those.)

@@ -187,8 +187,9 @@ class TransformerConfig:
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
         """Matrix-multiplication FLOPs of one pass over `batch` rows of `seq` tokens.
 
-        A multiply-add is two; of a layer's experts, those count that a token is given to. Attention counts the causal (and windowed) pairs only, not the square; a backward pass
-        counts as two forward ones, recomputation not at all. Lookups, norms and softmax are left out.
+        A multiply-add is two; of a layer's experts, those count that a token is given to. Attention counts the causal
+        (and windowed) pairs only, not the square; a backward pass counts as two forward ones, recomputation not at
+        all. Lookups, norms and softmax are left out.
 
         Args:
           training: forward and backward; else forward.
@@ -295,8 +296,7 @@ def _check(c: TransformerConfig) -> None:
         raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
     if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
         raise ConfigError(
-            f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the {c.depth} layers that "
-            "there are"
+            f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
         )
     if isinstance(c.mlp, MixtureOfExperts) and c.bias:
         raise ConfigError("Transformer.bias = True goes with a plain mlp, and experts have none; set it to False")

@@ -126,9 +126,7 @@ class MixtureOfExperts:
         """
         if bias:
             raise ConfigError("MixtureOfExperts has no biases; set Transformer.bias = False")
-        return Experts(
-            self, width, hidden, out_scale=out_scale, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        return Experts(self, width, hidden, out_scale=out_scale, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 class Experts(nnx.Module):

@@ -36,5 +36,4 @@ def auxiliary_loss(stats: Stats) -> Float[Array, ""]:
 
 def metrics(stats: Stats) -> dict[str, Float[Array, ""]]:
     """Averages over the layers that report, as training's metrics are called."""
-    layers = stats.get("layers")
-    return {f"moe_{k}": v / layers for k, v in stats.items() if k not in ("loss", "layers")}
+    return {f"moe_{k}": v / stats["layers"] for k, v in stats.items() if k not in ("loss", "layers")}

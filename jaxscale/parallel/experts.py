@@ -126,7 +126,7 @@ def expert_mlp(
         in_specs=(
             tokens,
             jax.tree.map(lambda r: PartitionSpec(*route[: r.ndim]), routed),
-            Weights(None if weights.gate is None else up, up, down),
+            Weights(None if weights.gate is None else up, up, down),  # type: ignore[arg-type]  # specs of the same tree
         ),
         out_specs=tokens,
         axis_names=free if manual else set(),

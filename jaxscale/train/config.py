@@ -89,7 +89,8 @@ class TrainConfig:
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and name not in ("z_loss", "balance_rate") and (not isinstance(value, int) or isinstance(value, bool)):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and name not in ("z_loss", "balance_rate") and not whole:
                 raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
             if value is not None and value < least:
                 raise ConfigError(f"train.{name} = {value}: must be at least {least}")

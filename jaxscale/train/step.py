@@ -77,7 +77,7 @@ def weighted_sums(
 ) -> tuple[jax.Array, jax.Array, Stats]:
     """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32; what layers report."""
     model = nnx.merge(graphdef, params)
-    forward = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
+    forward: Any = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
     hidden, stats = forward(
         batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), key=key
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -132,7 +133,8 @@ def expert_mlp(
         axis_names=free if manual else set(),
         check_vma=False,  # the summed copies differ
     )(stack, routed, weights)
-    return constrain(lax.reduce(y, jnp.zeros([], y.dtype), lax.add, (0,)), *TOKENS)
+    # in y's own type, and with a constant to start from, without which its derivative is taken slice by slice
+    return constrain(lax.reduce(y, np.zeros([], y.dtype), lax.add, (0,)), *TOKENS)
 
 
 def wire_rows(ids: Int[Any, "d n k"], experts: int) -> dict[str, int]:

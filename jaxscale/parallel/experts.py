@@ -247,15 +247,12 @@ def _in_slots(x: Array, slots: Slots, weights: Weights, how: _How) -> Array:
     groups = x.reshape(b * n, s // n, e)
     token, weight = (_mine(a.reshape(b * n, -1, c), how) for a in slots)
     taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="fill", fill_value=0))(groups, token)
-    rows = lax.all_to_all(taken, how.sent, 1, 0, tiled=True) if how.sent else taken
-    out = _mlp(rows, weights, None, how)
+    there = lambda a: lax.all_to_all(a, how.sent, 1, 0, tiled=True) if how.sent else a  # noqa: E731
+    out = _mlp(there(taken), there(weight)[..., None], weights, None, how)
     out = lax.all_to_all(out, how.sent, 0, 1, tiled=True) if how.sent else out
-
-    def back(token: Array, weight: Array, out: Array) -> Array:
-        said = weight[..., None] * out.astype(jnp.float32)
-        return jnp.zeros((s // n, e), jnp.float32).at[token].add(said, mode="drop")
-
-    return jax.vmap(back)(token, weight, out).reshape(b, s, e).astype(x.dtype)
+    empty = jnp.zeros((s // n, e), jnp.float32)
+    y = jax.vmap(lambda token, said: empty.at[token].add(said.astype(jnp.float32), mode="drop"))(token, out)
+    return y.reshape(b, s, e).astype(x.dtype)
 
 
 def _mine(a: Array, how: _How) -> Array:
@@ -283,26 +280,28 @@ def _dropless(x: Array, choices: Choices, weights: Weights, how: _How) -> Array:
     order = jnp.argsort(place, stable=True)
     back = jnp.argsort(order)
     rows = jnp.broadcast_to(x.reshape(n, 1, e), (n, k, e)).reshape(n * k, e)
-    rows = _move(rows, order, back)
+    rows, scale = _move(rows, order, back), _move(choices.weights.reshape(n * k, 1), order, back)
     counts = jnp.bincount(place, length=devices * here).reshape(devices, here)  # what goes nowhere is not counted
     if not how.sent:
-        out = _mlp(rows, weights, counts[0], how)
+        out = _mlp(rows, scale, weights, counts[0], how)
     else:
-        trip = _Trip(how.sent, devices, n * min(k, here), n * k)
+        trip = _Trip(how.sent, devices, n * min(k, here), n * k, ragged=True)
+        # a TPU stores a ragged exchange's numbers a row of 128 each, so padding costs less here
+        beside = dataclasses.replace(trip, ragged=False)
         theirs = lax.all_to_all(counts, how.sent, 0, 0, tiled=True)
-        out = _carry(rows, counts.sum(1), theirs.sum(1), trip, True)
+        here_and_there = counts.sum(1), theirs.sum(1)
         # every sender's rows come sorted; what all of them sent is sorted once more
         ends = jnp.cumsum(theirs, axis=1)
         of = jnp.sum(jnp.arange(trip.room)[None, :, None] >= ends[:, None, :], axis=-1).reshape(-1)
         again = jnp.argsort(of, stable=True)
         undo = jnp.argsort(again)
-        out = _move(out, again, undo)
-        out = _mlp(out, weights, theirs.sum(0), how)
-        out = _carry(_move(out, undo, again), counts.sum(1), theirs.sum(1), trip, False)
+        rows = _move(_carry(rows, *here_and_there, trip, True), again, undo)
+        scale = _move(_carry(scale, *here_and_there, beside, True), again, undo)
+        out = _mlp(rows, scale, weights, theirs.sum(0), how)
+        out = _carry(_move(out, undo, again), *here_and_there, trip, False)
     said = _move(out, back, order).reshape(n, k, e).astype(jnp.float32)
     # a row that went nowhere has nothing to say, whatever stands in its place
-    said = jnp.where((place < devices * here).reshape(n, k, 1), said, 0.0)
-    y = jnp.sum(choices.weights.reshape(n, k, 1) * said, axis=1)
+    y = jnp.sum(jnp.where((place < devices * here).reshape(n, k, 1), said, 0.0), axis=1)
     return y.reshape(b, s, e).astype(x.dtype)
 
 
@@ -337,6 +336,7 @@ class _Trip:
     devices: int
     room: int
     rows: int
+    ragged: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -349,6 +349,8 @@ def _carry(
     at `d * room`, and the rest is zero.
     """
     padded = functools.partial(_carry_padded, trip=trip, there=there)
+    if not trip.ragged:
+        return padded(rows, sent, received)
     return lax.platform_dependent(
         rows, sent, received, tpu=functools.partial(_carry_ragged, trip=trip, there=there), default=padded
     )
@@ -393,8 +395,13 @@ def _carry_ragged(rows: Array, sent: Array, received: Array, *, trip: _Trip, the
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _mlp(rows: Array, weights: Weights, sizes: Array | None, how: _How) -> Array:
-    """Every expert's answer to its rows: (groups, x, slots, e), or (rows, e) sorted by expert, `sizes` of each."""
+def _mlp(rows: Array, scale: Array, weights: Weights, sizes: Array | None, how: _How) -> Array:
+    """Every expert's answer to its rows, times `scale`, float32, of each.
+
+    Rows are (groups, x, slots, e), or (rows, e) sorted by expert, `sizes` of each. They are scaled before the last
+    product: after it, the derivative of `scale` would need the answers themselves, and so the product and the way back
+    once more where activations are recomputed.
+    """
 
     def product(rows: Array, kernel: Array, embed: int) -> Array:
         return _product(rows, kernel, sizes, how.gathered, embed, how.dtype)
@@ -404,9 +411,10 @@ def _mlp(rows: Array, weights: Weights, sizes: Array | None, how: _How) -> Array
         h = how.act(up)
     else:
         h = how.act(checkpoint_name(product(rows, weights.gate, 1), "mlp_up")) * up
+    h = (checkpoint_name(h, "mlp_hidden") * scale).astype(how.dtype)
     if sizes is not None:  # rows past the last expert's are nobody's; what a product leaves there is not promised
         h = jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), h, 0)
-    return product(checkpoint_name(h, "mlp_hidden"), weights.down, 2)
+    return product(h, weights.down, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

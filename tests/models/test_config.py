@@ -9,7 +9,17 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.models import Learned, TransformerConfig, deepseek_moe_16b, gemma3, gpt2, llama3_8b, llama3_70b, mixtral_8x7b, qwen3
+from jaxscale.models import (
+    Learned,
+    TransformerConfig,
+    deepseek_moe_16b,
+    gemma3,
+    gpt2,
+    llama3_8b,
+    llama3_70b,
+    mixtral_8x7b,
+    qwen3,
+)
 from jaxscale.nn import GELU, GeGLU, MixtureOfExperts
 from jaxscale.train.state import describe_model
 from tests.truth.errors import raises_saying

@@ -85,17 +85,18 @@ def test_a_layer_is_that_of_the_papers(name):
 def test_a_layers_gradients_are_those_of_the_papers_formulas(name):
     _, params, x, d = _made(name)
     _, _, (grads, dx), _ = _run(name, None)
-    params, x = _float64(params), x.astype(np.float64)[:2]
-    few = {k: v for k, v in grads.items() if k != "load_bias"}
+    params, x = _float64(params), x.astype(np.float64)
 
     def value():
-        y, stats = truth.layer(LAYERS[name], params, rows)
+        y, stats = truth.layer(LAYERS[name], params, x)
         return float(np.sum(y * d) + stats["loss"])
 
-    rows = x = _made(name)[2].astype(np.float64)
-    want = jax.tree.map(lambda a: truth.slope(value, a), {k: params[k] for k in few})
-    assert_leaves_agree(few, want, what=name)
-    assert_leaves_agree(dx[:1], truth.slope(value, rows[:1]), what=f"{name}: the input")
+    some = lambda a: np.random.default_rng(2).choice(a.size, 10)  # noqa: E731
+    at = {**params, "x": x}
+    got = {**grads, "x": dx}
+    at.pop("load_bias", None), got.pop("load_bias", None)
+    want = jax.tree.map(lambda a: truth.slope(value, a, some(a)), at)
+    assert_leaves_agree(jax.tree.map(lambda a: a.reshape(-1)[some(a)], got), want, what=name)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "balanced softmax"])
@@ -151,13 +152,11 @@ PAIRS = [
     ("mixtral", "expert"),
     ("mixtral", "fsdp"),
     ("mixtral", "folded"),
-    ("mixtral", "folded over data"),
     ("mixtral", "split"),
     ("deepseek_v3", "tensor"),
     ("deepseek_v3", "context"),
     ("deepseek_moe", "replicated"),
     ("switch", "tensor"),
-    ("switch", "fsdp"),
     ("gshard", "split"),
     ("gshard", "folded over data"),
     ("expert choice", "expert"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import re
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.layout import Layout, abstract, constrain, shardings_of
+from jaxscale.layout import Layout, abstract, constrain, describe, shardings_of
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.parallel import wire_rows
 from jaxscale.plan import compile_for, topology_devices
@@ -40,8 +39,8 @@ def _collectives(layout, capacity):
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, infos), constrain(dx, *stream)
 
     there = layout.on(topology_devices(TOPOLOGY))
-    describe = lambda i, s: jax.ShapeDtypeStruct(i.shape, i.dtype, sharding=s)  # noqa: E731
-    params = jax.tree.map(describe, infos, shardings_of(infos, there))
+    placed = lambda i, s: jax.ShapeDtypeStruct(i.shape, i.dtype, sharding=s)  # noqa: E731
+    params = jax.tree.map(placed, infos, shardings_of(infos, there))
     sharding = there.sharding(stream, (16, 64, 256), kind="activations")
     x = jax.ShapeDtypeStruct((16, 64, 256), jnp.bfloat16, sharding=sharding)
     text = compile_for(gradients, TOPOLOGY, params, x, layout=layout).as_text()
@@ -94,11 +93,8 @@ def test_useful_and_padded_rows_are_counted_apart():
     assert wire_rows(ids % 2, 4) == {"useful": 4, "padded": 8}
 
 
-@functools.cache
 def _bytes_per_device(layout):
     infos = abstract(lambda: MixtureOfExperts(experts=8)(256, 512, rngs=nnx.Rngs(0)))[1]
-    from jaxscale.layout import describe
-
     return {r.path: r.bytes_per_device for r in describe(infos, layout)}
 
 

@@ -65,9 +65,10 @@ def assert_layouts_agree(
 ) -> None:
     """Trains `model` from one seed on no layout and on each of `layouts`; all must see the same numbers.
 
-    Compared: what layers report (so discrete choices, which explain all else, first), the loss and the gradient's norm at every step, every leaf of the first gradient, and every parameter
-    after `steps` steps of clipped SGD (an adaptive optimizer turns the rounding of a zero gradient into a whole
-    step). The blueprint, the clipping, the step and its `jit` are those of training.
+    Compared: what layers report (first, so that another discrete choice is told as such), the loss and the gradient's
+    norm at every step, every leaf of the first gradient, and every parameter after `steps` steps of clipped SGD (an
+    adaptive optimizer turns the rounding of a zero gradient into a whole step). The blueprint, the clipping, the step
+    and its `jit` are those of training.
 
     Args:
       model: what to train.

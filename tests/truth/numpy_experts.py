@@ -116,14 +116,14 @@ def _expert(c: MixtureOfExperts, x: np.ndarray, gate: Any, up: Any, down: Any) -
     return (0.5 * u * (1 + np.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))) @ down
 
 
-def slope(fn: Any, at: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """The gradient of a number, by central differences: with float64, 1e-9 of its size off."""
-    out, flat = np.zeros(at.shape), at.reshape(-1)
-    for i in range(flat.size):
+def slope(fn: Any, at: np.ndarray, places: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """The derivative of a number by some elements of an array, by central differences: in float64, 1e-9 off."""
+    out, flat = [], at.reshape(-1)
+    for i in places:
         kept = flat[i]
         flat[i] = kept + step
         above = fn()
         flat[i] = kept - step
-        out.reshape(-1)[i] = (above - fn()) / (2 * step)
+        out.append((above - fn()) / (2 * step))
         flat[i] = kept
-    return out
+    return np.array(out)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current
+from jaxscale.layout.rules import Kind
 from jaxscale.parallel.sharded import cut_over, free_and_manual
 
 TOKENS = ("expert_batch", "expert_seq", "embed")
@@ -107,7 +108,7 @@ def expert_mlp(
     x = x.astype(dtype)
     layout, (free, manual) = current(), free_and_manual()
     if layout is None or not free:
-        return _local(x, routed, weights, _How(act, dtype, capacity))
+        return _local(x, routed, weights, weights, _How(act, dtype, capacity))
     how = _how(act, dtype, capacity)
     if not manual:
         _check(x, weights, capacity)
@@ -117,22 +118,33 @@ def expert_mlp(
     copies = math.prod(layout.sizes[m] for m in how.summed)
     spec = lambda *cuts: PartitionSpec(*(c or None for c in cuts))  # noqa: E731
     batch, seq = cut_over("expert_batch"), cut_over("expert_seq")
-    experts, mlp, embed = how.experts, cut_over("expert_mlp"), how.gathered
     tokens = spec(how.summed, batch, seq, ())
     route = spec(batch, seq, (), ())
-    up, down = spec(experts, embed, mlp), spec(experts, mlp, embed)
+
+    def kernels(embed: tuple[str, ...]) -> Any:
+        up = spec(how.experts, embed, cut_over("expert_mlp"))
+        down = spec(how.experts, cut_over("expert_mlp"), embed)
+        return Weights(None if weights.gate is None else up, up, down)  # type: ignore[arg-type]  # of the same tree
+
+    # Where gradients go: of these arrays only the derivative counts, of the weights only the values.
+    taps = weights
+    if how.scattered != how.gathered:
+        names = zip(weights, (UP, UP, DOWN), strict=True)
+        taps = Weights._make(w if w is None else constrain(w, *axes, kind="grads") for w, axes in names)
+    weights = jax.tree.map(lax.stop_gradient, weights)
     stack = lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), tokens)
     y = jax.shard_map(
-        lambda x, routed, weights: _local(x[0], routed, weights, how)[None],
+        lambda x, routed, weights, taps: _local(x[0], routed, weights, taps, how)[None],
         in_specs=(
             tokens,
             jax.tree.map(lambda r: PartitionSpec(*route[: r.ndim]), routed),
-            Weights(None if weights.gate is None else up, up, down),  # type: ignore[arg-type]  # specs of the same tree
+            kernels(how.gathered),
+            kernels(how.scattered),
         ),
         out_specs=tokens,
         axis_names=free if manual else set(),
         check_vma=False,  # the summed copies differ
-    )(stack, routed, weights)
+    )(stack, routed, weights, taps)
     # in y's own type, and with a constant to start from, without which its derivative is taken slice by slice
     return constrain(lax.reduce(y, np.zeros([], y.dtype), lax.add, (0,)), *TOKENS)
 
@@ -159,7 +171,7 @@ class _How:
     """All that is known before tracing besides shapes: arithmetic, capacity, and mesh axes by their part in it.
 
     `experts` are all axes over which experts lie, `sent` those of them over which tokens travel; over `summed` answers
-    are summed; over `gathered` weights are cut and made whole.
+    are summed; over `gathered` weights are cut and made whole; over `scattered` their gradients are cut.
     """
 
     act: Callable[[Array], Array]
@@ -169,16 +181,20 @@ class _How:
     sent: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
 
 
 def _how(act: Callable[[Array], Array], dtype: Any, capacity: Capacity | None) -> _How:
     experts, mlp = cut_over("experts"), cut_over("expert_mlp")
     tokens = cut_over("expert_batch", "expert_seq")
-    same = all(cut_over(a, kind="params") == cut_over(a) for a in ("experts", "expert_mlp"))
-    # rules that move weights for their use anyway make them whole as well
-    gathered = cut_over("expert_embed", kind="params") if same else ()
+
+    def embed(kind: Kind) -> tuple[str, ...]:  # rules that move weights for their use anyway make them whole as well
+        same = all(cut_over(a, kind=kind) == cut_over(a) for a in ("experts", "expert_mlp"))
+        return cut_over("expert_embed", kind=kind) if same else ()
+
+    sent = tuple(m for m in experts if m in tokens)
     summed = tuple(m for m in (*experts, *mlp) if m not in tokens)
-    return _How(act, dtype, capacity, experts, tuple(m for m in experts if m in tokens), summed, gathered)
+    return _How(act, dtype, capacity, experts, sent, summed, embed("params"), embed("grads"))
 
 
 def _check(x: Array, weights: Weights, capacity: Capacity | None) -> None:
@@ -202,20 +218,16 @@ def _check(x: Array, weights: Weights, capacity: Capacity | None) -> None:
         )
 
 
-def _local(x: Array, routed: Choices | Slots, weights: Weights, how: _How) -> Array:
+def _local(x: Array, routed: Choices | Slots, weights: Weights, taps: Weights, how: _How) -> Array:
     """One device's part: its tokens, the experts it holds."""
+    answers = functools.partial(_mlp, weights=weights, taps=taps, how=how)
+    here = weights.up.shape[0]
     if how.capacity is None:
         assert isinstance(routed, Choices)
-        return _dropless(x, routed, weights, how)
+        return _dropless(x, routed, here, answers, how)
     if isinstance(routed, Choices):
-        routed = fill(routed, _held(weights, how)[1], how.capacity)
-    return _in_slots(x, routed, weights, how)
-
-
-def _held(weights: Weights, how: _How) -> tuple[int, int]:
-    """Experts here, and everywhere."""
-    here = weights.up.shape[0]
-    return here, here * _size(how.experts)
+        routed = fill(routed, here * _size(how.experts), how.capacity)
+    return _in_slots(x, routed, answers, how)
 
 
 # --- with slots -------------------------------------------------------------------------------------------------------
@@ -241,14 +253,14 @@ def fill(choices: Choices, experts: int, capacity: Capacity) -> Slots:
     return Slots(token.reshape(b, n, experts, c), weight.reshape(b, n, experts, c))
 
 
-def _in_slots(x: Array, slots: Slots, weights: Weights, how: _How) -> Array:
+def _in_slots(x: Array, slots: Slots, answers: Callable[..., Array], how: _How) -> Array:
     b, s, e = x.shape
     n, c = slots.token.shape[1], slots.token.shape[3]
     groups = x.reshape(b * n, s // n, e)
     token, weight = (_mine(a.reshape(b * n, -1, c), how) for a in slots)
     taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="fill", fill_value=0))(groups, token)
     there = lambda a: lax.all_to_all(a, how.sent, 1, 0, tiled=True) if how.sent else a  # noqa: E731
-    out = _mlp(there(taken), there(weight)[..., None], weights, None, how)
+    out = answers(there(taken), there(weight)[..., None])
     out = lax.all_to_all(out, how.sent, 0, 1, tiled=True) if how.sent else out
     empty = jnp.zeros((s // n, e), jnp.float32)
     y = jax.vmap(lambda token, said: empty.at[token].add(said.astype(jnp.float32), mode="drop"))(token, out)
@@ -270,11 +282,10 @@ def _mine(a: Array, how: _How) -> Array:
 # --- without ----------------------------------------------------------------------------------------------------------
 
 
-def _dropless(x: Array, choices: Choices, weights: Weights, how: _How) -> Array:
+def _dropless(x: Array, choices: Choices, here: int, answers: Callable[..., Array], how: _How) -> Array:
     b, s, e = x.shape
     k = choices.ids.shape[2]
     n = b * s
-    here = weights.up.shape[0]
     devices = _size(how.sent)
     place = _place(choices.ids.reshape(-1), here, how)  # an expert's number among those that rows are sent to
     order = jnp.argsort(place, stable=True)
@@ -283,7 +294,7 @@ def _dropless(x: Array, choices: Choices, weights: Weights, how: _How) -> Array:
     rows, scale = _move(rows, order, back), _move(choices.weights.reshape(n * k, 1), order, back)
     counts = jnp.bincount(place, length=devices * here).reshape(devices, here)  # what goes nowhere is not counted
     if not how.sent:
-        out = _mlp(rows, scale, weights, counts[0], how)
+        out = answers(rows, scale, counts[0])
     else:
         trip = _Trip(how.sent, devices, n * min(k, here), n * k, ragged=True)
         # a TPU stores a ragged exchange's numbers a row of 128 each, so padding costs less here
@@ -297,7 +308,7 @@ def _dropless(x: Array, choices: Choices, weights: Weights, how: _How) -> Array:
         undo = jnp.argsort(again)
         rows = _move(_carry(rows, *here_and_there, trip, True), again, undo)
         scale = _move(_carry(scale, *here_and_there, beside, True), again, undo)
-        out = _mlp(rows, scale, weights, theirs.sum(0), how)
+        out = answers(rows, scale, theirs.sum(0))
         out = _carry(_move(out, undo, again), *here_and_there, trip, False)
     said = _move(out, back, order).reshape(n, k, e).astype(jnp.float32)
     # a row that went nowhere has nothing to say, whatever stands in its place
@@ -395,7 +406,7 @@ def _carry_ragged(rows: Array, sent: Array, received: Array, *, trip: _Trip, the
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _mlp(rows: Array, scale: Array, weights: Weights, sizes: Array | None, how: _How) -> Array:
+def _mlp(rows: Array, scale: Array, sizes: Array | None = None, *, weights: Weights, taps: Weights, how: _How) -> Array:
     """Every expert's answer to its rows, times `scale`, float32, of each.
 
     Rows are (groups, x, slots, e), or (rows, e) sorted by expert, `sizes` of each. They are scaled before the last
@@ -403,61 +414,60 @@ def _mlp(rows: Array, scale: Array, weights: Weights, sizes: Array | None, how: 
     once more where activations are recomputed.
     """
 
-    def product(rows: Array, kernel: Array, embed: int) -> Array:
-        return _product(rows, kernel, sizes, how.gathered, embed, how.dtype)
+    def product(rows: Array, kernel: Array, tap: Array, embed: int) -> Array:
+        return _product(rows, kernel, tap, sizes, embed, how)
 
-    up = checkpoint_name(product(rows, weights.up, 1), "mlp_up")
-    if weights.gate is None:
+    up = checkpoint_name(product(rows, weights.up, taps.up, 1), "mlp_up")
+    if weights.gate is None or taps.gate is None:
         h = how.act(up)
     else:
-        h = how.act(checkpoint_name(product(rows, weights.gate, 1), "mlp_up")) * up
+        h = how.act(checkpoint_name(product(rows, weights.gate, taps.gate, 1), "mlp_up")) * up
     h = (checkpoint_name(h, "mlp_hidden") * scale).astype(how.dtype)
     if sizes is not None:  # rows past the last expert's are nobody's; what a product leaves there is not promised
         h = jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), h, 0)
-    return product(h, weights.down, 2)
+    return product(h, weights.down, taps.down, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _product(
-    rows: Array, kernel: Array, sizes: Array | None, gathered: tuple[str, ...], embed: int, dtype: Any
-) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _product(rows: Array, kernel: Array, tap: Array, sizes: Array | None, embed: int, how: _How) -> Array:
     """Rows times their expert's matrix, for which `project` says why it is written with its derivative.
 
     Args:
       rows: (groups, x, slots, in), or (rows, in) sorted by expert.
-      kernel: (x, in, out), its dimension `embed` cut over `gathered`.
+      kernel: (x, in, out), its dimension `embed` cut over `how.gathered`.
+      tap: gets the kernel's gradient, and is of its type; its dimension `embed` is cut over `how.scattered`.
       sizes: rows of each expert, int, or `None`.
-      gathered, embed, dtype: as said; of the inputs.
+      embed: 1 or 2.
+      how: as said, and the type of the inputs.
     """
-    return _product_fwd(rows, kernel, sizes, gathered, embed, dtype)[0]
+    return _product_fwd(rows, kernel, tap, sizes, embed, how)[0]
 
 
-def _product_fwd(rows, kernel, sizes, gathered, embed, dtype):  # type: ignore[no-untyped-def]
-    y = _grouped(rows.astype(dtype), _whole(kernel, gathered, embed, dtype), sizes)
-    return y, (rows, kernel, sizes)
+def _product_fwd(rows, kernel, tap, sizes, embed, how):  # type: ignore[no-untyped-def]
+    return _grouped(rows.astype(how.dtype), _whole(kernel, embed, how), sizes), (rows, kernel, sizes)
 
 
-def _product_bwd(gathered, embed, dtype, kept, dy):  # type: ignore[no-untyped-def]
+def _product_bwd(embed, how, kept, dy):  # type: ignore[no-untyped-def]
     rows, kernel, sizes = kept
-    dy = dy.astype(dtype)
-    drows = _grouped(dy, jnp.swapaxes(_whole(kernel, gathered, embed, dtype), 1, 2), sizes).astype(rows.dtype)
-    rows = rows.astype(dtype)
+    dy = dy.astype(how.dtype)
+    drows = _grouped(dy, jnp.swapaxes(_whole(kernel, embed, how), 1, 2), sizes).astype(rows.dtype)
+    rows = rows.astype(how.dtype)
     if sizes is None:
         dkernel = jnp.einsum("nxci,nxco->xio", rows, dy, preferred_element_type=kernel.dtype)
     else:
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         dkernel = lax.ragged_dot_general(rows, dy, sizes, numbers, preferred_element_type=kernel.dtype)
-    if gathered:
-        dkernel = lax.psum_scatter(dkernel, gathered, scatter_dimension=embed, tiled=True)
-    return drows, dkernel, None
+    if how.scattered:
+        dkernel = lax.psum_scatter(dkernel, how.scattered, scatter_dimension=embed, tiled=True)
+    return drows, None, dkernel, None
 
 
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _whole(kernel: Array, gathered: tuple[str, ...], embed: int, dtype: Any) -> Array:
-    kernel = kernel.astype(dtype)
-    return lax.all_gather(kernel, gathered, axis=embed, tiled=True) if gathered else kernel
+def _whole(kernel: Array, embed: int, how: _How) -> Array:
+    kernel = kernel.astype(how.dtype)
+    return lax.all_gather(kernel, how.gathered, axis=embed, tiled=True) if how.gathered else kernel
 
 
 def _grouped(rows: Array, matrices: Array, sizes: Array | None) -> Array:

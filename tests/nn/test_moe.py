@@ -147,12 +147,14 @@ LAYOUTS = {
     "folded over data": Layout("data=2,tensor=2", FOLDED),
     "split": Layout("expert=2,tensor=2,fsdp=2", SPLIT),
     "replicated": Layout("data=2,expert=2", "replicated"),
+    "zero2": Layout("data=2,expert=2,tensor=2", "zero2"),
 }
 PAIRS = [
     ("mixtral", "expert"),
     ("mixtral", "fsdp"),
     ("mixtral", "folded"),
     ("mixtral", "split"),
+    ("mixtral", "zero2"),
     ("deepseek_v3", "tensor"),
     ("deepseek_v3", "context"),
     ("deepseek_moe", "replicated"),

@@ -87,6 +87,15 @@ def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
     }
 
 
+@needs(why_no_tpu())
+def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
+    # 2 rows of tokens on a device and 20 slots; four experts are here, their gradients cut over data x fsdp = 4
+    assert _collectives(Layout("data=2,fsdp=2,expert=2", "zero2"), 1.25) == {
+        f"all-to-all bf16 {2 * 8 * 20 * 256}": 4,
+        f"reduce-scatter f32 {4 * 512 * 64}": 3,
+    }
+
+
 def test_useful_and_padded_rows_are_counted_apart():
     ids = np.array([[[0, 1], [2, 3]], [[0, 1], [0, 2]]])  # devices hold experts 0, 1 and 2, 3
     assert wire_rows(ids, 4) == {"useful": 2 + 3, "padded": 2 * 4}

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxscale.layout import Layout, abstract, constrain, describe, shardings_of
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.parallel import wire_rows
+from jaxscale.parallel import experts, wire_rows
 from jaxscale.plan import compile_for, topology_devices
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
@@ -94,6 +94,47 @@ def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
         f"all-to-all bf16 {2 * 8 * 20 * 256}": 4,
         f"reduce-scatter f32 {4 * 512 * 64}": 3,
     }
+
+
+def _documented_ragged(operand, output, begin, sizes, end, coming, *, axis_name):
+    """`jax.lax.ragged_all_to_all` as its documentation says, for a platform that has none."""
+    everyones = [jax.lax.all_gather(a, axis_name) for a in (operand, begin, sizes, end)]
+    me, row = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+    for source in range(len(begin)):
+        theirs, start, size, at = (a[source] for a in everyones)
+        mine = (row >= at[me]) & (row < at[me] + size[me])
+        output = jnp.where(mine[:, None], jnp.take(theirs, start[me] + row - at[me], axis=0, mode="clip"), output)
+        output = jnp.where(size[me] == coming[source], output, jnp.nan)
+    return output
+
+
+def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch):
+    """The ragged one runs on TPUs only; here it runs on its primitive's documentation."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", _documented_ragged)
+    random = np.random.default_rng(0)
+    sent = random.integers(0, 4, (4, 4))
+    sent[2] = 0
+    trip = experts._Trip(("expert",), 4, 4, 14, True)  # up to 12 rows go, the last ones nowhere
+    rows = random.normal(size=(4, 14, 3)).astype(np.float32)
+
+    def both(rows, sent, received):
+        rows, sent, received = rows[0], sent[0], received[0]
+        found = []
+        for carry in (experts._carry_padded, experts._carry_ragged):
+            there = carry(rows, sent, received, trip=trip, there=True)
+            found += [there[None], carry(2 * there, sent, received, trip=trip, there=False)[None]]
+        return found
+
+    with Layout("expert=4") as layout:
+        cut = jax.sharding.PartitionSpec("expert")
+        f = jax.shard_map(both, in_specs=cut, out_specs=cut, mesh=layout.device_mesh, check_vma=False)
+        there, back, there_ragged, back_ragged = jax.jit(f)(rows, sent, sent.T)
+    np.testing.assert_array_equal(there, there_ragged)
+    np.testing.assert_array_equal(back, back_ragged)
+    for device in range(4):
+        gone = sent[device].sum()
+        np.testing.assert_array_equal(back[device][:gone], 2 * rows[device][:gone])
+        assert not np.any(back[device][gone:])
 
 
 def test_useful_and_padded_rows_are_counted_apart():

@@ -177,7 +177,7 @@ class Experts(nnx.Module):
         act = c.expert.activation
         y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
         if self.shared is not None:
-            y = y + self.shared(x)
+            y = y + self.shared(constrain(x, "batch", "seq", "embed"))
         return y, self._stats(scores, routed, bias, capacity)
 
     def scores(self, x: Float[Array, "b s e"]) -> Float[Array, "b s x"]:

@@ -1,6 +1,6 @@
 """Names, meshes and rules: what each dimension is, and where each name lives."""
 
-from jaxscale.layout.axes import AXES, MESH_AXES
+from jaxscale.layout.axes import AXES, MESH_AXES, STACKED
 from jaxscale.layout.boxing import Boxes, Move, infer, rebox
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
@@ -19,6 +19,7 @@ __all__ = [
     "MESH_AXES",
     "PRESETS",
     "Inferred",
+    "STACKED",
     "Layout",
     "Move",
     "Rules",

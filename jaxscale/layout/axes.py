@@ -22,8 +22,17 @@ AXES: dict[str, str] = {
     # stacks
     "layers": "copies of a repeating group of blocks, stacked and scanned; pipeline splits it",
     "experts": "experts of a mixture",
+    # experts: names of their own, so that rules alone can lay them over other mesh axes than attention (folding)
+    "expert_batch": "`batch` inside a layer of experts",
+    "expert_seq": "`seq` inside a layer of experts",
+    "expert_embed": "`embed` in the weights of experts",
+    "expert_mlp": "the hidden width of one expert",
+    "router": "a router's score for each expert",
 }
 """Logical axis name -> what a dimension of that name is."""
+
+STACKED = ("layers", "experts")
+"""Axes along which like tensors are stacked: what is defined per tensor is defined for each of them."""
 
 MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest-varying first: neighbours along `tensor` are the closest devices."""

@@ -74,17 +74,23 @@ _BATCH: dict[str, Target] = {
     "batch": ("data", "fsdp", "expert"),
     "seq": "context",
     "residual_seq": "context",
+    "expert_batch": ("data", "fsdp", "expert"),
+    "expert_seq": "context",
 }
 # Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
-_TENSOR: dict[str, Target] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_TENSOR: dict[str, Target] = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "expert_mlp"), "tensor")
 _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
 # Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
 # (`expert` splits experts; it is no replica of those.)
-_ALL: dict[str, Target] = {"embed": ("data", "fsdp"), "norm": ("data", "fsdp")}
-_FSDP: dict[str, Target] = {"embed": "fsdp"}
+_WIDTHS = ("embed", "norm", "expert_embed")
+_ALL: dict[str, Target] = dict.fromkeys(_WIDTHS, ("data", "fsdp"))
+_FSDP: dict[str, Target] = {"embed": "fsdp", "expert_embed": "fsdp"}
 # Within FSDP's piece first, so that what crosses `data` is that piece only.
-_NESTED: dict[str, Target] = {"embed": ("fsdp", "data"), "norm": ("fsdp", "data")}
+_NESTED: dict[str, Target] = dict.fromkeys(_WIDTHS, ("fsdp", "data"))
 _USED: dict[str, Target] = {**_BATCH, **_TENSOR, "experts": "expert"}
+# Experts over the devices that cut attention's heads and sequence, whole, with as many tokens on each (parallel
+# folding, Liu et al. 2025).
+_FOLDED: dict[str, Target] = {"experts": ("expert", "context", "tensor"), "expert_mlp": None}
 
 
 def _replicated() -> Rules:
@@ -113,6 +119,12 @@ def _fsdp_tensor() -> Rules:
     return Rules(params={**_FSDP, **_TENSOR, **_EXPERT}, activations=_USED)
 
 
+def _folded() -> Rules:
+    rules = _fsdp_tensor()
+    params = {**rules.params, **_FOLDED}
+    return Rules(params=params, activations={**rules.activations, **_FOLDED, "expert_seq": ("context", "tensor")})
+
+
 PRESETS: dict[str, Callable[[], Rules]] = {
     "replicated": _replicated,
     "zero1": _zero1,
@@ -121,6 +133,7 @@ PRESETS: dict[str, Callable[[], Rules]] = {
     "fsdp": _fsdp,
     "tensor": _tensor,
     "fsdp_tensor": _fsdp_tensor,
+    "folded": _folded,
 }
 """Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state and gradients split over all
 replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is reduce-scattered as it is made, and stage
@@ -128,7 +141,8 @@ replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is red
 `pipeline`. `hierarchical`: parameters over `fsdp`, the fast axis, gradients and optimizer state over `fsdp` and
 `data`, so that only the update crosses the slow one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters
 as well, over the `fsdp` axis (ZeRO-3; hybrid when `data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the
-default, since an axis of size 1 changes nothing."""
+default, since an axis of size 1 changes nothing. `folded`: that, with experts over `expert`, `context` and `tensor`
+together, where attention has its sequence and heads."""
 
 
 def preset(name: str, *, sequence_sharded: bool = False) -> Rules:

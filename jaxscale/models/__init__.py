@@ -1,7 +1,7 @@
 """Whole models, each made from a frozen dataclass."""
 
 from jaxscale.models.base import Model, ModelConfig
-from jaxscale.models.presets import gemma3, gpt2, llama3_8b, llama3_70b, qwen3
+from jaxscale.models.presets import deepseek_moe_16b, gemma3, gpt2, llama3_8b, llama3_70b, mixtral_8x7b, qwen3
 from jaxscale.models.transformer import Learned, Transformer, TransformerConfig
 
 __all__ = [
@@ -10,9 +10,11 @@ __all__ = [
     "ModelConfig",
     "Transformer",
     "TransformerConfig",
+    "deepseek_moe_16b",
     "gemma3",
     "gpt2",
     "llama3_8b",
     "llama3_70b",
+    "mixtral_8x7b",
     "qwen3",
 ]

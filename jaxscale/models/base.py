@@ -17,6 +17,7 @@ class Model(Protocol):
     """A language model: final hidden states and a head, never logits, so that a loss can avoid holding them.
 
     It may have an `order(seq_len)`, too (see `Transformer.order`): then `hidden` takes `arranged`.
+    One whose layers add to the loss has `hidden_and_stats` as well (see `Transformer`).
     """
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.models.transformer import Learned, TransformerConfig
-from jaxscale.nn import GELU, GeGLU, LayerNorm, LinearScaling, Rotary
+from jaxscale.nn import GELU, GeGLU, LayerNorm, LinearScaling, MixtureOfExperts, Rotary, SoftmaxRouter
 
 
 def _changed(config: TransformerConfig, preset: str, changes: dict[str, Any]) -> TransformerConfig:
@@ -64,6 +64,46 @@ def llama3_8b(**changes: Any) -> TransformerConfig:
 def llama3_70b(**changes: Any) -> TransformerConfig:
     """Llama 3 70B (Grattafiori et al. 2024)."""
     return _changed(_llama3(80, 8192, 64, 28672), "llama3_70b", changes)
+
+
+@register
+def mixtral_8x7b(**changes: Any) -> TransformerConfig:
+    """Mixtral 8x7B (Jiang et al. 2024): eight experts in every layer, two of them for each token."""
+    config = TransformerConfig(
+        depth=32,
+        vocab=32000,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        hidden=14336,
+        norm_eps=1e-5,
+        mlp=MixtureOfExperts(experts=8, top_k=2, balance_loss=0.02),
+        positions=Rotary(1000000.0),
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "mixtral_8x7b", changes)
+
+
+@register
+def deepseek_moe_16b(**changes: Any) -> TransformerConfig:
+    """DeepSeekMoE 16B (Dai et al. 2024): a dense layer, then 64 small experts, six of them and two shared a token."""
+    config = TransformerConfig(
+        depth=28,
+        vocab=102400,
+        width=2048,
+        heads=16,
+        head_dim=128,
+        hidden=10944,
+        mlp=MixtureOfExperts(
+            experts=64, top_k=6, hidden=1408, router=SoftmaxRouter(normalized=False), shared=2, balance_loss=0.001
+        ),
+        dense_layers=1,
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "deepseek_moe_16b", changes)
 
 
 @register

@@ -25,15 +25,19 @@ from jaxscale.nn import (
     Block,
     Context,
     Embedding,
+    Experts,
     FeedForward,
     MemoryPolicy,
+    MixtureOfExperts,
     RMSNorm,
     Rotary,
     Run,
+    Stats,
     SwiGLU,
     dot_product_attention,
     head_logits,
 )
+from jaxscale.nn.stats import total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,10 @@ class TransformerConfig:
       vocab: number of token ids.
       width, heads, kv_heads, head_dim, hidden: sizes; `None` follows from `depth` as above, `kv_heads` from `heads`.
       norm: `RMSNorm`, `LayerNorm` or another of that signature; `norm_eps` goes with it.
-      mlp: `SwiGLU`, `GeGLU`, `GELU` or another of that signature.
+      mlp: `SwiGLU`, `GeGLU`, `GELU` or another of that signature; `MixtureOfExperts(...)` for experts.
+      dense_mlp: what takes its place in the layers that have none of it.
+      dense_layers: so many of the first layers (DeepSeek).
+      mlp_every: of the layers after those, all but every n-th one (GShard: 2).
       attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
       positions: `Rotary(...)`, `Learned(length)` or `None`.
       windows: attention windows of consecutive layers, repeated over the depth: `(1024, 1024, None)` is two local
@@ -96,7 +103,10 @@ class TransformerConfig:
     hidden: int | None = None
     norm: Callable[..., nnx.Module] = RMSNorm
     norm_eps: float = 1e-6
-    mlp: Callable[..., FeedForward] = SwiGLU
+    mlp: Callable[..., FeedForward | Experts] = SwiGLU
+    dense_mlp: Callable[..., FeedForward] = SwiGLU
+    dense_layers: int = 0
+    mlp_every: int = 1
     attention: AttentionKernel = dot_product_attention
     positions: Rotary | Learned | None = Rotary()
     windows: tuple[int | None, ...] = (None,)
@@ -131,16 +141,31 @@ class TransformerConfig:
         width = self.width or max(64, 64 * self.depth)
         head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
         heads = self.heads or max(1, width // head_dim)
-        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if self._gated else 4 * width)
+        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if _gated(self.mlp) else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
 
     @property
     def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
         """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a run of its own."""
-        period = len(self.windows)
-        whole, rest = divmod(self.depth, period)
-        runs = [(self.windows, whole)] if whole else []
-        return (*runs, (self.windows[:rest], 1)) if rest else tuple(runs)
+        windows, dense = self.layer_windows(), self.dense_layers
+        runs: list[tuple[tuple[int | None, ...], int]] = []
+        for first, last, period in ((0, dense, len(self.windows)), (dense, self.depth, self._period)):
+            whole, rest = divmod(last - first, period)
+            runs += [(tuple(windows[first : first + period]), whole)] if whole else []
+            runs += [(tuple(windows[last - rest : last]), 1)] if rest else []
+        return tuple(runs)
+
+    @property
+    def _period(self) -> int:
+        """After how many layers the pattern of windows and feed-forwards is the same again."""
+        return math.lcm(len(self.windows), self.mlp_every)
+
+    def layer_mlps(self) -> list[Callable[..., FeedForward | Experts]]:
+        """What makes the feed-forward of every layer."""
+        after = lambda i: i - self.dense_layers + 1  # noqa: E731
+        return [
+            self.mlp if after(i) > 0 and after(i) % self.mlp_every == 0 else self.dense_mlp for i in range(self.depth)
+        ]
 
     def layer_windows(self) -> list[int | None]:
         """The window of every layer."""
@@ -155,11 +180,18 @@ class TransformerConfig:
         _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
         return sum(i.size for i in jax.tree.leaves(infos))
 
+    def active_param_count(self) -> int:
+        """Number of parameters that one token meets: of a layer's experts, those it is given to."""
+        _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
+        share = self.mlp.top_k / self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else 1
+        return sum(round(i.size * share) if "experts" in i.axes else i.size for i in jax.tree.leaves(infos))
+
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
         """Matrix-multiplication FLOPs of one pass over `batch` rows of `seq` tokens.
 
-        A multiply-add is two. Attention counts the causal (and windowed) pairs only, not the square; a backward pass
-        counts as two forward ones, recomputation not at all. Lookups, norms and softmax are left out.
+        A multiply-add is two; of a layer's experts, those count that a token is given to. Attention counts the causal
+        (and windowed) pairs only, not the square; a backward pass counts as two forward ones, recomputation not at
+        all. Lookups, norms and softmax are left out.
 
         Args:
           training: forward and backward; else forward.
@@ -175,18 +207,21 @@ class TransformerConfig:
             pairs += w * (w + 1) // 2 + (seq - w) * w
         attend = 2 * batch * pairs * z.heads * z.head_dim
         tokens = 2 * batch * seq * self.depth
+        through = [(_hidden(m, z.hidden), _gated(m), _scores(m)) for m in self.layer_mlps()]
+        per_layer = 2 * batch * seq * z.width
         return {
             "qkv": tokens * z.width * z.head_dim * (z.heads + 2 * z.kv_heads),
             "scores": attend,
             "attn_out": attend,
             "residual_mid": tokens * z.width * z.head_dim * z.heads,
-            "mlp_up": tokens * z.width * z.hidden * (2 if self._gated else 1),
-            "mlp_down": tokens * z.width * z.hidden,
+            "router": per_layer * sum(scores for _, _, scores in through),
+            "mlp_up": per_layer * sum(hidden * (1 + gated) for hidden, gated, _ in through),
+            "mlp_down": per_layer * sum(hidden for hidden, _, _ in through),
             "logits": 2 * batch * seq * z.width * self.vocab,
         }
 
     def activations(self, batch: int, seq: int) -> dict[str, tuple[TensorInfo, ...]]:
-        """What one layer leaves for its backward pass, by the tensors that memory policies name.
+        """What one layer, the last, leaves for its backward pass, by the tensors that memory policies name.
 
         "scores" has no such name: attention's weights, which only `dot_product_attention` holds.
         """
@@ -196,7 +231,17 @@ class TransformerConfig:
             axes, shape = ("batch", *sizes), (batch, *sizes.values())
             return (TensorInfo(name, shape, jnp.dtype(dtype), axes),) * count
 
-        stream, hidden = {"residual_seq": seq, "embed": z.width}, {"seq": seq, "mlp": z.hidden}
+        stream = {"residual_seq": seq, "embed": z.width}
+        last = self.layer_mlps()[-1]
+        gates = 1 + _gated(last)
+        up: tuple[Any, ...] = tensors("mlp_up", {"seq": seq, "mlp": z.hidden}, gates)
+        if isinstance(last, MixtureOfExperts):
+            one, shared = last.widths(z.hidden)
+            rows = {"expert_batch": batch, "expert_seq": seq * last.top_k, "expert_mlp": one}
+            if (slots := last.slots(seq)) is not None:
+                rows["expert_seq"] = slots.slots * last.experts * (seq // slots.group)
+            one_up = TensorInfo("mlp_up", tuple(rows.values()), jnp.dtype(self.dtype), tuple(rows))
+            up = (one_up,) * gates + tensors("mlp_up", {"seq": seq, "mlp": shared}, gates if shared else 0)
         heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
         kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
         dense = self.attention is dot_product_attention
@@ -208,13 +253,9 @@ class TransformerConfig:
             "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
             "attn_out": tensors("attn_out", heads),
             "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
-            "mlp_up": tensors("mlp_up", hidden, 2 if self._gated else 1),
-            "mlp_hidden": tensors("mlp_hidden", hidden),
+            "mlp_up": up,
+            "mlp_hidden": tuple(dataclasses.replace(i, path="mlp_hidden") for i in up[::gates]),
         }
-
-    @property
-    def _gated(self) -> bool:
-        return getattr(self.mlp, "gated", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +269,22 @@ class Sizes:
     hidden: int
 
 
+def _gated(mlp: Any) -> bool:
+    return getattr(mlp, "gated", False)
+
+
+def _hidden(mlp: Any, hidden: int) -> int:
+    """The hidden width that one token meets."""
+    if not isinstance(mlp, MixtureOfExperts):
+        return hidden
+    one, shared = mlp.widths(hidden)
+    return mlp.top_k * one + shared
+
+
+def _scores(mlp: Any) -> int:
+    return mlp.experts if isinstance(mlp, MixtureOfExperts) else 0
+
+
 def _check(c: TransformerConfig) -> None:
     for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
         value = getattr(c, name)
@@ -236,6 +293,20 @@ def _check(c: TransformerConfig) -> None:
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
     _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
+    _check_call("dense_mlp", c.dense_mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
+    if not isinstance(c.mlp_every, int) or c.mlp_every < 1:
+        raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
+    if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
+        raise ConfigError(
+            f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
+        )
+    if isinstance(c.mlp, MixtureOfExperts) and c.bias:
+        raise ConfigError("Transformer.bias = True goes with a plain mlp, and experts have none; set it to False")
+    if isinstance(c.mlp, MixtureOfExperts) and "mlp_hidden" in MemoryPolicy.of(c.memory).tile:
+        raise ConfigError(
+            "Transformer.memory tiles 'mlp_hidden' position by position, and experts take tokens of all positions; "
+            "take it out of MemoryPolicy.tile"
+        )
     _check_call("norm", c.norm, "width", eps=c.norm_eps, **types)
     z = c.sizes
     if c.heads and not c.head_dim and z.width % c.heads:
@@ -298,8 +369,10 @@ class Transformer(nnx.Module):
         length = config.positions.length if isinstance(config.positions, Learned) else 0
         self.positions = Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length else None
         runs, first = [], 0
+        mlps = config.layer_mlps()
         for windows, repeats in config.runs:
-            make_group = functools.partial(_make_group, config, windows)
+            layers = tuple(zip(windows, mlps[first:], strict=False))
+            make_group = functools.partial(_make_group, config, layers)
             runs.append(
                 config.stack(
                     make_group, repeats, first=first, memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs
@@ -320,7 +393,20 @@ class Transformer(nnx.Module):
         key: Array | None = None,
         arranged: bool = False,
     ) -> Float[Array, "b s e"]:
-        """The final hidden states, normalised.
+        """The final hidden states, normalised; arguments as `hidden_and_stats`."""
+        given: dict[str, Any] = dict(positions=positions, segment_ids=segment_ids, key=key, arranged=arranged)
+        return self.hidden_and_stats(tokens, **given)[0]
+
+    def hidden_and_stats(
+        self,
+        tokens: Int[Array, "b s"],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
+        key: Array | None = None,
+        arranged: bool = False,
+    ) -> tuple[Float[Array, "b s e"], Stats]:
+        """The final hidden states, normalised, and what the layers report (nothing, without experts).
 
         Args:
           tokens: ids, integer.
@@ -347,10 +433,12 @@ class Transformer(nnx.Module):
         columns = None if order is None else natural
         context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key, order=columns)
         dtype, x = x.dtype, c.stack.enter(x)
+        found = []
         for run in self.runs:
-            x = run(x, context)
+            x, stats = run(x, context)
+            found.append(stats)
         x = constrain(self.norm(c.stack.leave(x, dtype)), "batch", "seq", "embed")
-        return x if order is None or arranged else arrange(x, np.argsort(order))
+        return (x if order is None or arranged else arrange(x, np.argsort(order))), total(found)
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """The natural place of each column, in the order in which layers want them under the layout in force.
@@ -375,13 +463,13 @@ class Transformer(nnx.Module):
         return head_logits(self.hidden(tokens, **context), self.head_weight(), softcap=self.logit_softcap)
 
 
-def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx.Rngs) -> list[Block]:
+def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...], rngs: nnx.Rngs) -> list[Block]:
     z = c.sizes
     types: dict[str, Any] = dict(dtype=jnp.dtype(c.dtype), param_dtype=jnp.dtype(c.param_dtype))
     norm = functools.partial(c.norm, z.width, eps=c.norm_eps, **types)
     out_scale = 1 / math.sqrt(2 * c.depth)  # keeps the residual stream's variance from growing with depth (GPT-2)
     blocks = []
-    for window in windows:
+    for window, make_mlp in layers:
         positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
         attn = Attention(
             z.width,
@@ -403,7 +491,7 @@ def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx
             **types,
         )
         given: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
-        mlp = c.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **given, **types)
+        mlp = make_mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **given, **types)
         blocks.append(
             Block(
                 attn,

@@ -10,10 +10,13 @@ from jaxscale.nn.head import head_logits
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
+from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
+from jaxscale.nn.routers import ExpertChoiceRouter, Router, SigmoidRouter, SoftmaxRouter
 from jaxscale.nn.stack import Run
+from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
 
 __all__ = [
     "GELU",
@@ -24,6 +27,8 @@ __all__ = [
     "Block",
     "Context",
     "Embedding",
+    "ExpertChoiceRouter",
+    "Experts",
     "FeedForward",
     "GatherAttention",
     "GeGLU",
@@ -32,22 +37,29 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MemoryPolicy",
+    "MixtureOfExperts",
     "NTKScaling",
     "RMSNorm",
     "ReversibleRun",
     "RingAttention",
     "Rotary",
+    "Router",
     "Run",
+    "SigmoidRouter",
+    "SoftmaxRouter",
     "StableEmbedding",
+    "Stats",
     "SwiGLU",
     "TokenRingAttention",
     "UlyssesAttention",
     "YarnScaling",
     "attention_mask",
+    "auxiliary_loss",
     "dot_product_attention",
     "dropout",
     "flash_attention",
     "head_logits",
+    "metrics",
     "project",
     "rotate",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -11,7 +13,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
-from jaxscale.nn.mlp import FeedForward
+from jaxscale.nn.stats import Stats
 
 _NONE = POLICIES["none"]
 
@@ -20,7 +22,7 @@ class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`; or both of one norm side by side (`parallel`).
 
     Args:
-      attn, mlp: the two sub-layers.
+      attn, mlp: the two sub-layers; an mlp that `reports` returns statistics beside its output, and so does the block.
       attn_norm, mlp_norm: before them; a parallel block has no `mlp_norm` (Wang & Komatsuzaki 2021).
       attn_post_norm, mlp_post_norm: after them, before the addition (Gemma 2), or `None`.
       memory: what is made in tiles; the rest of a policy is `Run`'s to follow.
@@ -30,7 +32,7 @@ class Block(nnx.Module):
     def __init__(
         self,
         attn: Attention,
-        mlp: FeedForward,
+        mlp: Any,
         attn_norm: nnx.Module,
         mlp_norm: nnx.Module | None,
         *,
@@ -44,30 +46,36 @@ class Block(nnx.Module):
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
         self.memory, self.dropout = memory, dropout
 
-    def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+    def __call__(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         x = checkpoint_name(x, "residual")
         if self.mlp_norm is None:
             h = self._norm(self.attn_norm, x)
+            y, stats = self._feed(h)
             # one reduction for both sub-layers
-            return x + self._drop(self._attend(h, context) + self._feed(h), context, 0)
+            return x + self._drop(self._attend(h, context) + y, context, 0), stats
         x = checkpoint_name(x + self.attend(x, context), "residual_mid")
-        return x + self.feed(x, context)
+        y, stats = self.feed(x, context)
+        return x + y, stats
 
     def attend(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """What attention adds to the residual stream."""
         return self._drop(self._attend(self._norm(self.attn_norm, x), context), context, 0)
 
-    def feed(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        """What the feed-forward layer adds, of a block whose sub-layers follow each other."""
+    def feed(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
+        """What the feed-forward layer adds, of a block whose sub-layers follow each other, and what it reports."""
         assert self.mlp_norm is not None
-        return self._drop(self._feed(self._norm(self.mlp_norm, x)), context, 1)
+        y, stats = self._feed(self._norm(self.mlp_norm, x))
+        return self._drop(y, context, 1), stats
 
     def _attend(self, h: Array, context: Context) -> Array:
         return self._post(self.attn_post_norm, self.attn(_for(self.attn, h), context))
 
-    def _feed(self, h: Array) -> Array:
-        y = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h)
-        return self._post(self.mlp_post_norm, y)
+    def _feed(self, h: Array) -> tuple[Array, Stats]:
+        if getattr(self.mlp, "reports", False):
+            y, stats = self.mlp(h)
+        else:
+            y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
+        return self._post(self.mlp_post_norm, y), stats
 
     def _norm(self, norm: nnx.Module, x: Array) -> Array:
         return checkpoint_name(self.memory.tiled("norm", norm)(x), "norm")

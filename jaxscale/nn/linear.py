@@ -76,6 +76,11 @@ def _last(x: Array, n: int) -> tuple[int, ...]:
 _CUT_STD = 0.87962566103423978  # of a unit normal cut off at -2 and 2
 
 
+def truncated_std(fan_in: int, scale: float = 1.0) -> float:
+    """What to give a truncated normal, so that a sum of `fan_in` unit numbers has a standard deviation of `scale`."""
+    return scale / math.sqrt(fan_in) / _CUT_STD
+
+
 class Linear(nnx.Module):
     """`y = x · kernel + bias`, contracting the last dimensions of `x` with the first of `kernel`.
 
@@ -102,7 +107,7 @@ class Linear(nnx.Module):
         self.axes = (*inputs, *outputs)
         self.contracted = tuple(range(len(inputs)))
         self.dtype = dtype
-        std = scale / math.sqrt(math.prod(inputs.values())) / _CUT_STD
+        std = truncated_std(math.prod(inputs.values()), scale)
         init = named(jax.nn.initializers.truncated_normal(std), *self.axes)
         self.kernel = nnx.Param(init(rngs.params(), (*inputs.values(), *outputs.values()), param_dtype))
         # A bias along the residual stream is too small to be worth FSDP's gather: "norm", not "embed".

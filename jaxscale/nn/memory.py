@@ -34,12 +34,20 @@ that its last one takes."""
 TILED = ("norm", "mlp_hidden")
 """What can be made one tile of the sequence at a time: each position on its own."""
 
+
+def _products_with_weights(primitive: Any, *args: Any, **params: Any) -> bool:
+    if primitive.name == "ragged_dot_general":  # experts'
+        return True
+    return policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+
+
 REST: dict[str, Callable[..., Any]] = {
     "keep": policies.everything_saveable,
     "recompute": policies.nothing_saveable,
-    "dots": policies.dots_with_no_batch_dims_saveable,
+    "dots": _products_with_weights,
 }
-"""What becomes of tensors that a policy does not name; "dots" keeps the products with weights."""
+"""What becomes of tensors that a policy does not name; "dots" keeps the products with weights (but not of
+experts with slots, which are batched: name 'mlp_up' for those)."""
 
 
 @register

@@ -14,6 +14,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
 from jaxscale.nn.stack import Run
+from jaxscale.nn.stats import Stats, over_layers, total
 
 Streams = tuple[Float[Array, "b s e"], Float[Array, "b s e"]]
 
@@ -53,7 +54,7 @@ class ReversibleRun(Run):
         """Their mean, in the model's type."""
         return ((x[0] + x[1]) / 2).astype(dtype)
 
-    def __call__(self, x: Any, context: Context) -> Any:
+    def __call__(self, x: Any, context: Context) -> tuple[Any, Stats]:
         graphs, params = zip(*((g, nnx.to_pure_dict(p)) for g, p in map(nnx.split, self.blocks)), strict=True)
         at = jnp.arange(self.repeats)
         unroll = 1 if self.scan else self.repeats
@@ -61,28 +62,31 @@ class ReversibleRun(Run):
         def told(arrays: Any, i: Array, j: int) -> Context:
             return context.holding(arrays).at(self.first + i * len(graphs) + j)
 
-        def forward(params: Any, x: Streams, arrays: Any) -> Streams:
-            def group(x: Streams, layer: Any) -> tuple[Streams, None]:
-                params, i = layer
+        def forward(params: Any, x: Streams, arrays: Any) -> tuple[Streams, Stats]:
+            def group(x: Streams, layer: Any) -> tuple[Streams, Stats]:
+                (params, i), found = layer, []
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
                     a = x[0] + block.attend(x[1], told(arrays, i, j))
-                    x = a, x[1] + block.feed(a, told(arrays, i, j))
-                return x, None
+                    y, stats = block.feed(a, told(arrays, i, j))
+                    x = a, x[1] + y
+                    found.append(stats)
+                return x, total(found)
 
-            return jax.lax.scan(group, x, (params, at), unroll=unroll)[0]
+            x, stats = jax.lax.scan(group, x, (params, at), unroll=unroll)
+            return x, over_layers(stats)
 
-        def keep_the_end(params: Any, x: Streams, arrays: Any) -> tuple[Streams, Any]:
-            x = forward(params, x, arrays)
-            return x, (params, x, arrays)
+        def keep_the_end(params: Any, x: Streams, arrays: Any) -> tuple[tuple[Streams, Stats], Any]:
+            x, stats = forward(params, x, arrays)
+            return (x, stats), (params, x, arrays)
 
-        def backward(kept: Any, dx: Streams) -> tuple[Any, Streams, None]:
-            params, x, arrays = kept
+        def backward(kept: Any, cotangents: tuple[Streams, Stats]) -> tuple[Any, Streams, None]:
+            (params, x, arrays), (dx, dstats) = kept, cotangents
 
             def group(carry: tuple[Streams, Streams], layer: Any) -> tuple[tuple[Streams, Streams], Any]:
                 params, i = layer
                 grads: list[Any] = []
                 for j in reversed(range(len(graphs))):
-                    carry, dparams = _undo(graphs[j], params[j], *carry, told(arrays, i, j))
+                    carry, dparams = _undo(graphs[j], params[j], *carry, dstats, told(arrays, i, j))
                     grads.insert(0, dparams)
                 return carry, tuple(grads)
 
@@ -94,21 +98,23 @@ class ReversibleRun(Run):
         return run(params, x, context.arrays())
 
 
-def _undo(graph: Any, params: Any, x: Streams, dx: Streams, context: Context) -> tuple[tuple[Streams, Streams], Any]:
-    """One block backwards: its inputs, their cotangents, and those of its parameters."""
+def _undo(
+    graph: Any, params: Any, x: Streams, dx: Streams, dstats: Stats, context: Context
+) -> tuple[tuple[Streams, Streams], Any]:
+    """One block backwards: its inputs, their cotangents, and those of its parameters; `dstats` is that of a sum."""
 
     def attend(params: Any, b: Array) -> Array:
         block: Block = nnx.merge(graph, params)
         return block.attend(b, context)
 
-    def feed(params: Any, a: Array) -> Array:
+    def feed(params: Any, a: Array) -> tuple[Array, Stats]:
         block: Block = nnx.merge(graph, params)
         return block.feed(a, context)
 
     (a, b), (da, db) = x, dx
-    added, pull = jax.vjp(feed, params, a)
+    (added, stats), pull = jax.vjp(feed, params, a)
     b = b - added
-    dparams, more = pull(db.astype(added.dtype))
+    dparams, more = pull((db.astype(added.dtype), {k: dstats[k] for k in stats}))
     da = da + more
     added, pull = jax.vjp(attend, params, b)
     a = a - added

@@ -14,6 +14,7 @@ from jaxscale.config import register
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
+from jaxscale.nn.stats import Stats, over_layers, total
 
 _NONE = POLICIES["none"]
 
@@ -60,19 +61,23 @@ class Run(nnx.Module):
         """The hidden states, from what the last run returns."""
         return x
 
-    def __call__(self, x: Any, context: Context) -> Any:
-        """Applies every layer, to what `enter` or the run before returned."""
+    def __call__(self, x: Any, context: Context) -> tuple[Any, Stats]:
+        """Applies every layer, to what `enter` or the run before returned; sums what they report."""
 
-        def group(x: Array, slice_: tuple[list[Block], Array]) -> tuple[Array, None]:
-            blocks, i = slice_
+        def group(x: Array, slice_: tuple[list[Block], Array]) -> tuple[Array, Stats]:
+            (blocks, i), found = slice_, []
             for j, block in enumerate(blocks):
-                x = block(x, context.at(self.first + i * len(blocks) + j))
-            return x, None
+                x, stats = block(x, context.at(self.first + i * len(blocks) + j))
+                found.append(stats)
+            return x, total(found)
 
         group = self.memory.checkpoint(group, prevent_cse=not self.scan)
         stacked = (list(self.blocks), jnp.arange(self.repeats))
         if self.scan:
-            return jax.lax.scan(group, x, stacked)[0]
+            x, stats = jax.lax.scan(group, x, stacked)
+            return x, over_layers(stats)
+        found = []
         for i in range(self.repeats):
-            x, _ = group(x, jax.tree.map(lambda a, i=i: a[i], stacked))
-        return x
+            x, stats = group(x, jax.tree.map(lambda a, i=i: a[i], stacked))
+            found.append(stats)
+        return x, total(found)

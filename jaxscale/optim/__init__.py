@@ -1,6 +1,7 @@
 """Optimizers (optax transformations) and schedules, as values a config can hold."""
 
 from jaxscale.optim.adamw import SGD, AdamW, adamw
+from jaxscale.optim.balance import balanced, gradient_norm, without_biases
 from jaxscale.optim.base import (
     FusedTransformation,
     HostState,
@@ -47,10 +48,12 @@ __all__ = [
     "adamw",
     "adamw_8bit",
     "apply_gradients",
+    "balanced",
     "chain",
     "check_state",
     "convert_state",
     "decay_mask",
+    "gradient_norm",
     "is_quantized",
     "lamb_8bit",
     "lion_8bit",
@@ -58,4 +61,5 @@ __all__ = [
     "sgdm_8bit",
     "state_infos",
     "state_shardings",
+    "without_biases",
 ]

@@ -11,7 +11,7 @@ import optax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo
+from jaxscale.layout import STACKED, TensorInfo
 from jaxscale.optim.adamw import AdamWState
 from jaxscale.optim.base import FusedTransformation, Schedule, Tree, decay_mask
 from jaxscale.optim.blockwise import Scalars, blockwise
@@ -78,12 +78,12 @@ def lamb_8bit(
 ) -> FusedTransformation:
     """LAMB (You et al. 2020) with its two moments in 8 bits: Adam's direction times a trust ratio per layer.
 
-    The ratio is the parameter's norm over the direction's, 1 where either is 0, taken over each layer of a stack and
+    The ratio is the parameter's norm over the direction's, 1 where either is 0, taken over each layer, each expert and
     over the whole of a sharded tensor. Arguments as `adamw_8bit`; `mask` says what decays, not what is scaled.
     """
 
     def finish(info: TensorInfo, p: jax.Array, u: jax.Array, s: Scalars) -> jax.Array:
-        dims = tuple(i for i, a in enumerate(info.axes) if a != "layers")
+        dims = tuple(i for i, a in enumerate(info.axes) if a not in STACKED)
         norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=dims, keepdims=True))  # noqa: E731
         of_p, of_u = norm(p), norm(u)
         usable = (of_p > 0) & (of_u > 0)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, LayoutError, near
-from jaxscale.layout import Layout, TensorInfo
+from jaxscale.layout import STACKED, Layout, TensorInfo
 from pallas_kernels.blockwise import FORMATS, Quantized, dequantize_blockwise, quantize_blockwise, tile_for
 
 Tree = Any
@@ -76,7 +76,7 @@ class EightBit:
         kept = [part for part in info.path.split("/") if part in self.keep]
         if kept:
             return f"'{kept[0]}' is in EightBit.keep"
-        size = math.prod(n for n, a in zip(info.shape, info.axes, strict=True) if a != "layers")
+        size = math.prod(n for n, a in zip(info.shape, info.axes, strict=True) if a not in STACKED)
         if size < self.min_size:
             return f"{size} elements per layer, below EightBit.min_size = {self.min_size}"
         if self.tile(info) is None:

@@ -50,7 +50,7 @@ def sharded_op(
     for axis in (a for names in axes if isinstance(names, tuple) for a in names if a is not None):
         check_axis(axis, f"sharded_op(..., axes={tuple(axes)})")
     layout = current()
-    free, manual = _free_and_manual()
+    free, manual = free_and_manual()
     if len(axes) != len(arrays):
         raise LayoutError(
             f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}; axes is a tuple of names for each "
@@ -84,7 +84,7 @@ def cut_over(*axes: str, kind: Kind = "activations") -> tuple[str, ...]:
     """
     for axis in axes:
         check_axis(axis, f"cut_over({axes})")
-    layout, (free, _) = current(), _free_and_manual()
+    layout, (free, _) = current(), free_and_manual()
     if layout is None:
         return ()
     return tuple(m for axis in axes for m in layout.resolved_rules.target(kind, axis) if m in free)
@@ -102,7 +102,7 @@ def where_gradients_go(axes: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[
     return split if same and set(split) <= set(tokens) else ()
 
 
-def _free_and_manual() -> tuple[set[str], set[str]]:
+def free_and_manual() -> tuple[set[str], set[str]]:
     """The mesh axes that cut anything and are the partitioner's, and those of a shard_map around us."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)

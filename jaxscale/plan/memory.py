@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
@@ -143,6 +144,8 @@ def _extra_flops(policy: MemoryPolicy, products: Mapping[str, int], lse: str | N
     if policy.rest == "dots":
         found |= {"qkv", "residual_mid", "mlp_up"}
     again = {t for t in ("qkv", "residual_mid", "mlp_up") if t not in found}
+    if policy.rest != "dots":
+        again |= {"router"} & products.keys()
     if lse is None:  # dense attention: the weights are made again whatever is kept of what they mix
         again |= {"scores"} | ({"attn_out"} - found)
     elif not {"attn_out", lse} <= found:
@@ -201,8 +204,9 @@ def choose(
 ) -> Choice:
     """The memory policy that costs the least arithmetic among those that fit.
 
-    Policies are tried from the cheapest on. One is passed over without compiling when its estimate, which leaves out
-    what the compiler adds, is over the budget by itself or with the least that the compiler added to another.
+    Policies that the model refuses are left out. The rest are tried from the cheapest on. One is passed over without
+    compiling when its estimate, which leaves out what the compiler adds, is over the budget by itself or with the
+    least that the compiler added to another.
 
     Args:
       config: the run's settings; its model's own policy does not matter.
@@ -215,8 +219,12 @@ def choose(
       ConfigError: none of them fits, or `estimate`'s reasons.
       LayoutError: as for `compile_step`.
     """
-    configs = {n: dataclasses.replace(config, model=dataclasses.replace(_model(config), memory=p))
-               for n, p in policies.items()}  # fmt: skip
+    model, configs = _model(config), {}
+    for name, policy in policies.items():
+        with contextlib.suppress(ConfigError):  # experts are not tiled
+            configs[name] = dataclasses.replace(config, model=dataclasses.replace(model, memory=policy))
+    if not configs:
+        raise ConfigError(f"the model takes none of the memory policies {', '.join(policies)}; give others")
     found = {n: estimate(c, topology) for n, c in configs.items()}
     order = sorted(found, key=lambda n: (found[n].extra_flops, found[n].host, -found[n].device))
     last = min(order, key=lambda n: found[n].device)

@@ -38,6 +38,7 @@ class TrainConfig:
       accumulate: micro-batches a step; changes memory, not the gradient.
       loss: how each token's is made: `AutoLoss()`, `CutLoss()` (holds no logits) or `MaterialisedLoss()`.
       z_loss: weight of the squared log-partition, 1e-4 in PaLM.
+      balance_rate: what a step moves the biases of balanced routers by (see `jaxscale.nn.SigmoidRouter`).
       packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole where they fit, padded).
       segments: attention stays within a document, and positions start anew in each; else a row is one text.
       eval_every: steps between evaluations on held-out documents; 0 evaluates at the end only.
@@ -67,6 +68,7 @@ class TrainConfig:
     accumulate: int = 1
     loss: Loss = AutoLoss()
     z_loss: float = 0.0
+    balance_rate: float = 1e-3
     packing: str = "stream"
     segments: bool = True
     eval_every: int = 0
@@ -87,7 +89,8 @@ class TrainConfig:
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and name != "z_loss" and (not isinstance(value, int) or isinstance(value, bool)):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and name not in ("z_loss", "balance_rate") and not whole:
                 raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
             if value is not None and value < least:
                 raise ConfigError(f"train.{name} = {value}: must be at least {least}")
@@ -131,6 +134,7 @@ _LEAST = {
     "seed": 0,
     "accumulate": 1,
     "z_loss": 0,
+    "balance_rate": 0,
     "eval_every": 0,
     "eval_batches": 0,
     "checkpoint_every": 0,

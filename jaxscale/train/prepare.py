@@ -18,7 +18,7 @@ from flax import nnx
 from jaxscale.data import Batch, Loader, Source, heldout_batches
 from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.layout import Layout
-from jaxscale.optim import chain
+from jaxscale.optim import balanced, chain, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.state import Blueprint, describe_model, make_params
 from jaxscale.train.step import batch_sharding
@@ -62,9 +62,11 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
         tx = config.optimizer
     else:
         schedule = config.schedule.make(config.lr, config.steps)
-        tx = config.optimizer.make(schedule, infos)
+        tx = config.optimizer.make(schedule, without_biases(infos))
     if config.clip_norm is not None:
         tx = chain(_clip(config.clip_norm), tx)
+    if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
+        tx = balanced(tx, config.balance_rate)
     return Blueprint(graphdef, infos, tx, config.layout, functools.partial(make_params, config.model)), schedule
 
 

@@ -12,7 +12,9 @@ from flax import nnx
 
 from jaxscale.layout import Layout, constrain
 from jaxscale.models.base import arrange, order_of
-from jaxscale.optim import apply_gradients
+from jaxscale.nn import Stats, auxiliary_loss
+from jaxscale.nn import metrics as layer_metrics
+from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.train.loss import AutoLoss, Loss
 from jaxscale.train.state import Blueprint, TrainState
 
@@ -29,7 +31,7 @@ def make_loss_and_grads(
     """The default `loss_and_grads`: differentiates the model, in micro-batches if asked.
 
     The loss is the mean over the weighted tokens of the *global* batch, so that accumulation changes memory and not
-    the gradient.
+    the gradient. What layers add to it (experts' balance, see `jaxscale.nn.stats`) is of each micro-batch, averaged.
 
     Args:
       blueprint: model and layout.
@@ -38,12 +40,15 @@ def make_loss_and_grads(
       loss: of each token.
 
     Returns:
-      `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them.
+      `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them; the
+      other metrics are the layers'.
     """
 
-    def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-        nats, z = weighted_sums(blueprint.graphdef, params, batch, key, loss)
-        return (nats + z_loss * z) / total, nats / total
+    def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, Metrics]:
+        nats, z, stats = weighted_sums(blueprint.graphdef, params, batch, key, loss)
+        # what layers add is a mean over the tokens they were given, a micro-batch at a time
+        whole = (nats + z_loss * z) / total + auxiliary_loss(stats) / accumulate
+        return whole, {"loss": nats / total, **{k: v / accumulate for k, v in layer_metrics(stats).items()}}
 
     def lay_out(grads: Tree) -> Tree:
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
@@ -52,32 +57,32 @@ def make_loss_and_grads(
         total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         grad = jax.grad(loss_of, has_aux=True)
         if accumulate == 1:
-            grads, nats = grad(params, batch, key, total)
-            return {"loss": nats}, lay_out(grads)
+            grads, metrics = grad(params, batch, key, total)
+            return metrics, lay_out(grads)
 
-        def micro(carry: tuple[Tree, jax.Array], x: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, jax.Array], None]:
+        def micro(carry: Tree, x: tuple[Batch, jax.Array]) -> tuple[Tree, Metrics]:
             part, i = x
-            grads, nats = grad(params, part, jax.random.fold_in(key, i), total)
-            summed = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry[0], grads)
-            return (lay_out(summed), carry[1] + nats), None
+            grads, metrics = grad(params, part, jax.random.fold_in(key, i), total)
+            return lay_out(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, grads)), metrics
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
         parts = ({k: _split(v, accumulate) for k, v in batch.items()}, jnp.arange(accumulate))
-        (grads, nats), _ = jax.lax.scan(micro, (zeros, jnp.zeros([], jnp.float32)), parts)
-        return {"loss": nats}, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        grads, metrics = jax.lax.scan(micro, zeros, parts)
+        return jax.tree.map(jnp.sum, metrics), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return loss_and_grads
 
 
 def weighted_sums(
     graphdef: nnx.GraphDef, params: Tree, batch: Batch, key: jax.Array | None, loss: Loss = _LOSS
-) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32 scalars."""
+) -> tuple[jax.Array, jax.Array, Stats]:
+    """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32; what layers report."""
     model = nnx.merge(graphdef, params)
     order = order_of(model, batch["tokens"].shape[1])
     if order is not None:  # nothing has to go back to where it was, since all of it is summed
         batch = arrange(batch, order)
-    hidden = model.hidden(
+    forward: Any = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
+    hidden, stats = forward(
         batch["tokens"],
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
@@ -85,7 +90,7 @@ def weighted_sums(
         **({} if order is None else {"arranged": True}),
     )
     nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
-    return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"])
+    return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"]), stats
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
@@ -110,7 +115,7 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step))
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        norm = gradient_norm(grads)
         params, opt_state = apply_gradients(tx, grads, state.opt_state, state.params)
         metrics = {**metrics, "grad_norm": norm}
         if schedule is not None:

@@ -55,6 +55,7 @@ SPLITS = {
     "fsdp": (OVER_FSDP, OVER_FSDP, OVER_FSDP),
     "tensor": (OVER_TENSOR, OVER_TENSOR, OVER_TENSOR),
     "fsdp_tensor": (OVER_BOTH, OVER_BOTH, OVER_BOTH),
+    "folded": (OVER_BOTH, OVER_BOTH, OVER_BOTH),
 }
 
 
@@ -96,7 +97,18 @@ def test_sequence_sharding_splits_the_residual_stream_over_tensor_and_nothing_el
 def test_context_and_expert_split_their_own_names():
     layout = Layout("context=2,expert=2")
     assert layout.spec(("batch", "seq"), kind="activations") == P("expert", "context")
-    assert layout.spec(("layers", "experts", "embed", "mlp")) == P(None, "expert", None, None)
+    assert layout.spec(("layers", "experts", "expert_embed", "expert_mlp")) == P(None, "expert", None, None)
+
+
+def test_folding_lays_experts_where_attention_has_its_heads_and_sequence():
+    weights, tokens = ("experts", "expert_embed", "expert_mlp"), ("expert_batch", "expert_seq", "embed")
+    plain, folded = (Layout("fsdp=2,expert=2,context=2,tensor=2", rules) for rules in ("fsdp_tensor", "folded"))
+    assert plain.spec(weights) == P("expert", "fsdp", "tensor")
+    assert folded.spec(weights) == P(("expert", "context", "tensor"), "fsdp", None)
+    assert plain.spec(tokens, kind="activations") == P(("fsdp", "expert"), "context", None)
+    assert folded.spec(tokens, kind="activations") == P(("fsdp", "expert"), ("context", "tensor"), None)
+    heads = ("batch", "seq", "heads")
+    assert plain.spec(heads, kind="activations") == folded.spec(heads, kind="activations")
 
 
 def test_an_axis_of_size_one_splits_nothing():

@@ -9,8 +9,18 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.models import Learned, TransformerConfig, gemma3, gpt2, llama3_8b, llama3_70b, qwen3
-from jaxscale.nn import GELU, GeGLU
+from jaxscale.models import (
+    Learned,
+    TransformerConfig,
+    deepseek_moe_16b,
+    gemma3,
+    gpt2,
+    llama3_8b,
+    llama3_70b,
+    mixtral_8x7b,
+    qwen3,
+)
+from jaxscale.nn import GELU, GeGLU, MixtureOfExperts
 from jaxscale.train.state import describe_model
 from tests.truth.errors import raises_saying
 
@@ -23,13 +33,22 @@ SMALL = dict(vocab=61, width=32, heads=4, head_dim=8, hidden=48)
         (gpt2(), 124_439_808),
         (llama3_8b(), 8_030_261_248),
         (llama3_70b(), 70_553_706_496),
+        (mixtral_8x7b(), 46_702_792_704),
         (qwen3(), 8_190_735_360),
         (gemma3(), 3_880_263_168),
     ],
-    ids=["gpt2", "llama3_8b", "llama3_70b", "qwen3", "gemma3"],
+    ids=["gpt2", "llama3_8b", "llama3_70b", "mixtral_8x7b", "qwen3", "gemma3"],
 )
 def test_a_preset_has_the_published_number_of_parameters(config, published):
     assert config.param_count() == published
+
+
+def test_mixtures_have_the_published_numbers_of_active_parameters():
+    assert round(mixtral_8x7b().active_param_count() / 1e9, 1) == 12.9
+    assert llama3_8b().active_param_count() == llama3_8b().param_count()
+    config = deepseek_moe_16b()
+    assert round(config.param_count() / 1e9, 1) == 16.4
+    assert round(config.active_param_count() / 1e9, 1) == 2.8
 
 
 def test_a_preset_takes_changes_and_refuses_what_is_no_field():
@@ -46,10 +65,27 @@ def test_gemma3_has_five_local_layers_for_each_global_one():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 7])
-def test_the_pattern_of_windows_is_kept_through_runs(depth):
-    config = TransformerConfig(depth=depth, windows=(3, 2, None))
+@pytest.mark.parametrize("dense, every", [(0, 1), (1, 1), (1, 2)])
+def test_the_pattern_of_windows_is_kept_through_runs(depth, dense, every):
+    config = TransformerConfig(depth=depth, windows=(3, 2, None), dense_layers=dense, mlp_every=every)
     in_order = [w for group, repeats in config.runs for _ in range(repeats) for w in group]
     assert in_order == config.layer_windows() == ([3, 2, None] * 3)[:depth]
+
+
+def test_experts_stand_where_the_pattern_says():
+    def of(**pattern):
+        config = TransformerConfig(depth=7, width=32, mlp=MixtureOfExperts(), **pattern)
+        found = []
+        for run in describe_model(config)[1]["runs"].values():
+            group = ["router" in block["mlp"] for block in run["blocks"].values()]
+            repeats = jax.tree.leaves(run)[0].shape[0]
+            found += group * repeats
+        return [i for i, experts in enumerate(found) if experts]
+
+    assert of() == list(range(7))
+    assert of(dense_layers=2) == [2, 3, 4, 5, 6]
+    assert of(mlp_every=2) == [1, 3, 5]
+    assert of(dense_layers=1, mlp_every=3, windows=(4, None)) == [3, 6]
 
 
 @pytest.mark.parametrize("mlp", [TransformerConfig().mlp, GELU])
@@ -67,7 +103,10 @@ def test_depth_alone_gives_sizes_that_fit_and_grow(mlp):
 def _by_hand(config, batch, seq):
     """FLOPs of a forward pass: each weight's matrix once per token, each pair of positions once per head."""
     _, infos = describe_model(config)
-    kernels = sum(i.size for i in jax.tree.leaves(infos) if i.path.endswith("/kernel"))
+    leaves = jax.tree.leaves(infos)
+    kernels = sum(i.size for i in leaves if i.path.endswith(("/kernel", "/router")))
+    used = config.mlp.top_k / config.mlp.experts if isinstance(config.mlp, MixtureOfExperts) else 0
+    kernels += sum(int(i.size * used) for i in leaves if "experts" in i.axes)
     head = infos["embed" if config.tied else "head"]["weight"].size
     pairs = 0
     for layer in range(config.depth):
@@ -85,6 +124,7 @@ def _by_hand(config, batch, seq):
         TransformerConfig(depth=2),
         TransformerConfig(depth=3, **SMALL, kv_heads=2, windows=(4, 100, None), mlp=GeGLU),
         TransformerConfig(depth=2, **SMALL, mlp=GELU, tied=True, bias=True, positions=Learned(32), parallel=True),
+        TransformerConfig(depth=5, **SMALL, mlp=MixtureOfExperts(hidden=24, shared=2), dense_layers=2, mlp_every=2),
         TransformerConfig(depth=5, **{**SMALL, "head_dim": 16}, windows=(1, None), qk_norm=True, post_norm=True),
     ],
 )
@@ -102,6 +142,10 @@ def test_flops_are_those_counted_by_hand(config, batch, seq):
         (dict(heads=-2), ["Transformer.heads = -2", "at least 1"]),
         (dict(heads=8, kv_heads=3), ["kv_heads = 3", "heads = 8", "is 2"]),
         (dict(width=32, heads=48), ["heads = 48", "width = 32", "head_dim"]),
+        (dict(dense_layers=5), ["dense_layers = 5", "0 to the depth, 4"]),
+        (dict(mlp_every=0), ["mlp_every = 0", "at least 1"]),
+        (dict(mlp=MixtureOfExperts(), bias=True), ["Transformer.bias", "experts have none"]),
+        (dict(mlp=MixtureOfExperts(), memory="minimal"), ["Transformer.memory", "'mlp_hidden'", "MemoryPolicy.tile"]),
         (dict(windows=()), ["windows", "empty", "(None,)"]),
         (dict(windows=(4, 0)), ["windows has 0", "at least 1"]),
         (dict(dropout=1.0), ["dropout = 1.0", "below 1"]),

@@ -11,7 +11,18 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Learned, TransformerConfig
-from jaxscale.nn import GELU, GeGLU, LayerNorm, LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling
+from jaxscale.nn import (
+    GELU,
+    GeGLU,
+    LayerNorm,
+    LinearScaling,
+    Llama3Scaling,
+    MixtureOfExperts,
+    NTKScaling,
+    Rotary,
+    SigmoidRouter,
+    YarnScaling,
+)
 from jaxscale.train.loss import token_losses
 from jaxscale.train.state import describe_model
 from tests.truth import numpy_transformer as truth
@@ -55,6 +66,15 @@ CONFIGS = {
     "no positions": Small(positions=None, windows=(2,)),
     "learned with rotary locals": Small(positions=Learned(20), local_positions=Rotary(), windows=(5, None)),
     "unrolled": Small(depth=3, scan=False, windows=(4, None)),
+    "mixtral": Small(mlp=MixtureOfExperts(experts=4)),
+    "deepseek": Small(
+        depth=6,
+        mlp=MixtureOfExperts(experts=4, hidden=8, router=SigmoidRouter(), shared=1),
+        dense_mlp=GeGLU,
+        dense_layers=1,
+        mlp_every=2,
+        windows=(4, None, 3),
+    ),
     "recomputed": Small(memory="full", windows=(4, None)),
 }
 

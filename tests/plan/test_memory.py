@@ -13,7 +13,7 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import POLICIES, MemoryPolicy
+from jaxscale.nn import POLICIES, MemoryPolicy, MixtureOfExperts
 from jaxscale.optim import OnHost
 from jaxscale.plan import choose, estimate, memory
 from jaxscale.train.state import describe_model
@@ -129,3 +129,18 @@ def test_the_choice_for_a_slice_that_is_not_here_fits_it():
 def test_a_run_without_a_layout_is_one_sentence():
     with raises_saying(ConfigError, "layout=None"):
         estimate(dataclasses.replace(TINY, layout=None), TOPOLOGY)
+
+
+def test_a_mixtures_estimate_counts_active_experts_and_its_choice_leaves_tiles_out(four_devices):
+    model = dataclasses.replace(TINY.model, mlp=MixtureOfExperts(experts=8, top_k=2, shared=1), memory="none")
+    config = dataclasses.replace(TINY, model=model)
+    up = 2 * 512 * 1024 * 2  # bytes of one expert's hidden layer for all of a device's tokens
+    held = model.activations(8, 512)
+    per_device = lambda name: sum(memory._local_bytes(i, config.layout) for i in held[name])  # noqa: E731
+    assert per_device("mlp_up") == 2 * 3 * up and per_device("mlp_hidden") == 3 * up
+    found = estimate(dataclasses.replace(config, model=dataclasses.replace(model, memory="full")), TOPOLOGY)
+    forward = model.flops(8, 512, training=False)
+    last = model.products(8, 512)["mlp_down"] + model.products(8, 512)["logits"]
+    assert found.extra_flops == (forward - last) / (3 * forward)
+    with raises_saying(ConfigError, "none of the memory policies minimal"):
+        choose(config, TOPOLOGY, 10**9, policies={"minimal": POLICIES["minimal"]})

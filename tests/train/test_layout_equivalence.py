@@ -46,6 +46,7 @@ LAYOUTS = [
     Layout("data=2,fsdp=2,tensor=2", "zero2"),
     Layout("data=2,fsdp=2,tensor=2", "hierarchical"),
     Layout("data=2,fsdp=4", "fsdp"),
+    Layout("data=2,tensor=4", "folded"),
 ]
 
 

@@ -41,6 +41,7 @@ class Trace:
 
     Args:
       losses, gradient_norms: one a step.
+      reports: what layers report, by name, one a step; what experts were chosen shows in it.
       gradients: the first step's, clipped.
       params: the last.
     """
@@ -49,6 +50,7 @@ class Trace:
     gradient_norms: np.ndarray
     gradients: Tree
     params: Tree
+    reports: dict[str, np.ndarray]
 
 
 def assert_layouts_agree(
@@ -63,9 +65,10 @@ def assert_layouts_agree(
 ) -> None:
     """Trains `model` from one seed on no layout and on each of `layouts`; all must see the same numbers.
 
-    Compared: the loss and the gradient's norm at every step, every leaf of the first gradient, and every parameter
-    after `steps` steps of clipped SGD (an adaptive optimizer turns the rounding of a zero gradient into a whole
-    step). The blueprint, the clipping, the step and its `jit` are those of training.
+    Compared: what layers report (first, so that another discrete choice is told as such), the loss and the gradient's
+    norm at every step, every leaf of the first gradient, and every parameter after `steps` steps of clipped SGD (an
+    adaptive optimizer turns the rounding of a zero gradient into a whole step). The blueprint, the clipping, the step
+    and its `jit` are those of training.
 
     Args:
       model: what to train.
@@ -90,6 +93,7 @@ def assert_layouts_agree(
             steps=steps,
             make_loss_and_grads=make_loss_and_grads,
         )
+        assert_leaves_agree(got.reports, want.reports, what=f"what layers report on {layout}")
         assert_leaves_agree(got.losses, want.losses, what=f"losses on {layout}")
         assert_leaves_agree(got.gradient_norms, want.gradient_norms, what=f"norms of the gradients on {layout}")
         assert_leaves_agree(got.gradients, want.gradients, what=f"gradients on {layout}")
@@ -115,14 +119,15 @@ def train(
         step = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, sharding)
         on_devices = jax.device_put(batch, sharding)
         step = step.lower(setup.state, on_devices).compile(QUICKLY)
-        state, gradients, seen = setup.state, None, []
+        state, gradients, seen, reports = setup.state, None, [], []
         for _ in range(steps):
             state, metrics = step(state, on_devices)
             seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))  # waits: simulated devices must
+            reports.append({k: v for k, v in metrics.items() if k not in ("loss", "grad_norm")})
             if gradients is None:
                 gradients = to_numpy(remembered(state))
         losses, norms = np.asarray(seen).T
-        return Trace(losses, norms, gradients, to_numpy(state.params))
+        return Trace(losses, norms, gradients, to_numpy(state.params), jax.tree.map(lambda *x: np.asarray(x), *reports))
 
 
 class Setup(NamedTuple):

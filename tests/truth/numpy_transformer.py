@@ -5,13 +5,26 @@ Where it can be read two ways, the released code of the paper decides. It knows 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 
 from jaxscale.models import Learned, TransformerConfig
-from jaxscale.nn import GELU, GeGLU, LayerNorm, LinearScaling, Llama3Scaling, NTKScaling, RMSNorm, SwiGLU, YarnScaling
+from jaxscale.nn import (
+    GELU,
+    GeGLU,
+    LayerNorm,
+    LinearScaling,
+    Llama3Scaling,
+    MixtureOfExperts,
+    NTKScaling,
+    RMSNorm,
+    SwiGLU,
+    YarnScaling,
+)
+from tests.truth import numpy_experts
 
 Tree = Any
 
@@ -202,6 +215,12 @@ def _yarn(i: int, head_dim: int, theta: float, frequency: float, s: YarnScaling)
 
 
 def _feed_forward(c: TransformerConfig, p: Tree, h: np.ndarray) -> np.ndarray:
+    if "router" in p:
+        assert isinstance(c.mlp, MixtureOfExperts)
+        return numpy_experts.layer(c.mlp, p, h[None])[0][0]
+    if isinstance(c.mlp, MixtureOfExperts):
+        c = dataclasses.replace(c, mlp=c.dense_mlp)
+
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         return x @ p[name]["kernel"] + p[name].get("bias", 0.0)
 

@@ -1,0 +1,227 @@
+"""Mixtures of experts: a feed-forward layer of which each token sees a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.layout import constrain, in_use, named
+from jaxscale.nn.linear import truncated_std
+from jaxscale.nn.mlp import FeedForward, SwiGLU
+from jaxscale.nn.routers import Router, SoftmaxRouter
+from jaxscale.nn.stats import Stats
+from jaxscale.parallel import Capacity, Slots, Weights, expert_mlp
+from jaxscale.parallel.experts import DOWN, UP
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MixtureOfExperts:
+    """What a `Transformer` takes as `mlp` to have experts: makes an `Experts` layer.
+
+    Args:
+      experts: how many there are.
+      top_k: how many a token is given to; with an expert-choice router, on average with `capacity = 1`.
+      hidden: the hidden width of one; the model's own `hidden` by default.
+      router: which ones: `SoftmaxRouter()`, `SigmoidRouter()`, `ExpertChoiceRouter()`.
+      shared: as many more that every token is given to (Dai et al. 2024), kept as one feed-forward layer.
+      expert: what they are: `SwiGLU`, `GeGLU`, `GELU`.
+      capacity: an expert takes `capacity * top_k / experts` of a group's tokens and drops the others; `None` drops
+        none.
+      group: consecutive tokens of a row among which slots are given out; a whole row by default.
+      balance_loss: weight of the load-balance loss (0.01 in Switch).
+      z_loss: weight of the squared log-partition of the router's scores (0.001 in ST-MoE, Zoph et al. 2022).
+
+    Raises:
+      ConfigError: sizes out of their range, or a router that needs a capacity without one.
+    """
+
+    experts: int = 8
+    top_k: int = 2
+    hidden: int | None = None
+    router: Router = SoftmaxRouter()
+    shared: int = 0
+    expert: type[FeedForward] = SwiGLU
+    capacity: float | None = None
+    group: int | None = None
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("experts", 1), ("top_k", 1), ("hidden", 1), ("shared", 0), ("group", 1)):
+            value = getattr(self, name)
+            if value is None and name in ("hidden", "group"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"MixtureOfExperts.{name} = {value!r}: must be a whole number of at least {least}")
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"MixtureOfExperts.top_k = {self.top_k} is more than its {self.experts} experts; the most is "
+                f"{self.experts}"
+            )
+        if self.capacity is not None and not self.capacity > 0:
+            raise ConfigError(
+                f"MixtureOfExperts.capacity = {self.capacity}: must be above 0, 1.0 for as many slots as choices, or "
+                "None to drop nothing"
+            )
+        if self.capacity is None and self.router.needs_capacity:
+            raise ConfigError(
+                f"{type(self.router).__name__} fills slots and needs to know how many; set MixtureOfExperts.capacity, "
+                "1.0 for as many as there are choices"
+            )
+        for name in ("balance_loss", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
+
+    @property
+    def gated(self) -> bool:
+        """Whether an expert has a gate."""
+        return self.expert.gated
+
+    def widths(self, hidden: int) -> tuple[int, int]:
+        """Hidden widths, of one expert and of the shared ones together, in a model whose own is `hidden`."""
+        one = self.hidden or hidden
+        return one, self.shared * one
+
+    def slots(self, seq: int) -> Capacity | None:
+        """An expert's capacity for rows of `seq` tokens.
+
+        Raises:
+          ConfigError: groups that do not fill the row.
+        """
+        if self.capacity is None:
+            return None
+        group = min(self.group or seq, seq)
+        if seq % group:
+            fit = max(d for d in range(1, group + 1) if seq % d == 0)
+            raise ConfigError(
+                f"MixtureOfExperts.group = {group} does not divide rows of {seq} tokens; the nearest that does is {fit}"
+            )
+        return Capacity(min(math.ceil(self.capacity * self.top_k * group / self.experts), group), group)
+
+    def __call__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        out_scale: float = 1.0,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> Experts:
+        """The layer; arguments as `FeedForward`.
+
+        Raises:
+          ConfigError: biases, which experts do not have.
+        """
+        if bias:
+            raise ConfigError("MixtureOfExperts has no biases; set Transformer.bias = False")
+        return Experts(self, width, hidden, out_scale=out_scale, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+class Experts(nnx.Module):
+    """A router and its experts, made by `MixtureOfExperts`; arguments as there and as `FeedForward`.
+
+    Returns what the layer adds, and statistics (see `jaxscale.nn.stats`).
+    """
+
+    reports = True
+
+    def __init__(
+        self,
+        config: MixtureOfExperts,
+        width: int,
+        hidden: int,
+        *,
+        out_scale: float,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        c = self.config = config
+        one, shared = c.widths(hidden)
+
+        def made(axes: tuple[str, ...], *shape: int, scale: float = 1.0) -> nnx.Param:
+            init = jax.nn.initializers.truncated_normal(truncated_std(shape[-2], scale))
+            return nnx.Param(named(init, *axes)(rngs.params(), shape, param_dtype))
+
+        self.router = made(("embed", "router"), width, c.experts)
+        zeros = named(jax.nn.initializers.zeros, "router")
+        balanced = c.router.balanced
+        self.load_bias = nnx.Param(zeros(rngs.params(), (c.experts,), jnp.float32)) if balanced else None
+        self.gate = made(UP, c.experts, width, one) if c.gated else None
+        self.up = made(UP, c.experts, width, one)
+        self.down = made(DOWN, c.experts, one, width, scale=out_scale)
+        types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        self.shared = c.expert(width, shared, out_scale=out_scale, rngs=rngs, **types) if shared else None
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "b s e"]) -> tuple[Float[Array, "b s e"], Stats]:
+        c = self.config
+        capacity = c.slots(x.shape[1])
+        scores = self.scores(x)
+        bias = None if self.load_bias is None else self.load_bias.get_value()
+        routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity)
+        gate = None if self.gate is None else self.gate.get_value()
+        weights = Weights(gate, self.up.get_value(), self.down.get_value())
+        act = c.expert.activation
+        y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
+        if self.shared is not None:
+            y = y + self.shared(constrain(x, "batch", "seq", "embed"))
+        return y, self._stats(scores, routed, bias, capacity)
+
+    def scores(self, x: Float[Array, "b s e"]) -> Float[Array, "b s x"]:
+        """The router's scores, float32 all the way."""
+        x = constrain(x, "expert_batch", "expert_seq", "embed").astype(jnp.float32)
+        kernel = in_use(self.router.get_value(), ("embed", "router"), jnp.float32)
+        scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
+        return constrain(scores, "expert_batch", "expert_seq", None)
+
+    def _stats(self, scores: Array, routed: Any, bias: Array | None, capacity: Capacity | None) -> Stats:
+        """Over all tokens of the batch that the layer was given, wherever they are."""
+        c = self.config
+        b, s, x = scores.shape
+        dropped, load = _slots_load(routed, s) if isinstance(routed, Slots) else _choices_load(routed.ids, x, capacity)
+        share = load / jnp.maximum(jnp.sum(load), 1.0)
+        mean = jnp.mean(c.router.probabilities(scores), axis=(0, 1))
+        balance = x * jnp.sum(share * mean)
+        z = jnp.mean(jnp.square(jax.nn.logsumexp(scores, axis=-1)))
+        loss = c.balance_loss * balance + c.z_loss * z
+        if bias is not None:  # worth nothing; its derivative is each expert's load above the mean
+            loss = loss + jnp.sum((bias - lax.stop_gradient(bias)) * (share - 1 / x))
+        return {
+            "loss": loss,
+            "layers": jnp.ones([], jnp.float32),
+            "load_balance": balance,
+            "router_z": z,
+            "dropped": dropped,
+            "max_load": x * jnp.max(share),
+        }
+
+
+def _choices_load(ids: Int[Array, "b s k"], experts: int, capacity: Capacity | None) -> tuple[Array, Array]:
+    """The share of choices that found no slot, and how often each expert was chosen."""
+    b, s, k = ids.shape
+    group = s if capacity is None else capacity.group
+    chosen = jax.nn.one_hot(ids, experts, dtype=jnp.float32).reshape(b, s // group, group * k, experts)
+    asked = jnp.sum(chosen, axis=2)
+    lost = jnp.zeros([]) if capacity is None else jnp.sum(jnp.maximum(asked - capacity.slots, 0.0))
+    return lost / (b * s * k), jnp.sum(asked, axis=(0, 1))
+
+
+def _slots_load(slots: Slots, seq: int) -> tuple[Array, Array]:
+    """The share of tokens that no expert took, and how many each took."""
+    b, n, x, c = slots.token.shape
+    taken = jax.nn.one_hot(slots.token, seq // n, dtype=jnp.float32)
+    none = jnp.mean((jnp.sum(taken, axis=(2, 3)) == 0).astype(jnp.float32))
+    return none, jnp.sum(taken, axis=(0, 1, 3, 4))

@@ -1,0 +1,154 @@
+"""Routers: which tokens go to which experts. Each is a value; adding one is adding a class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.layout import constrain
+from jaxscale.parallel import Capacity, Choices, Slots, sharded_op
+
+_SCORES = ("expert_batch", "expert_seq", None)
+
+
+class Router(Protocol):
+    """How scores become a choice.
+
+    `balanced` says whether the router adds a bias per expert to what it chooses by, which training moves until all
+    experts are chosen as often (Wang et al. 2024); `needs_capacity` whether it works with slots alone.
+    """
+
+    @property
+    def balanced(self) -> bool: ...
+
+    @property
+    def needs_capacity(self) -> bool: ...
+
+    def probabilities(self, scores: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
+        """What the load-balance loss takes for the probability of each expert; sums to 1 over experts."""
+        ...
+
+    def __call__(
+        self, scores: Float[Array, "b s x"], bias: Float[Array, " x"] | None, *, top_k: int, capacity: Capacity | None
+    ) -> Choices | Slots:
+        """Routes tokens.
+
+        Args:
+          scores: of every token with every expert, float32, before any softmax or sigmoid.
+          bias: added to what is chosen by and to nothing else, when `balanced`.
+          top_k: experts of a token.
+          capacity: of an expert, for those that `needs_capacity`.
+        """
+        ...
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SoftmaxRouter:
+    """The `top_k` experts of the largest softmax (Shazeer et al. 2017; Fedus et al. 2022 with `top_k = 1`).
+
+    Args:
+      normalized: weights are divided by their sum over the chosen (Mixtral, Jiang et al. 2024); else they are the
+        probabilities themselves (Switch; DeepSeekMoE).
+      balanced: choose by probability plus a bias that training balances.
+    """
+
+    normalized: bool = True
+    balanced: bool = False
+    needs_capacity = False
+
+    def probabilities(self, scores: Array) -> Array:
+        """Their softmax."""
+        return jax.nn.softmax(scores, axis=-1)
+
+    def __call__(self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None) -> Choices:
+        """The choice, of every token."""
+        return _choose(self.probabilities(scores), bias, top_k, self.normalized, 1.0)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SigmoidRouter:
+    """The `top_k` experts of the largest sigmoid plus bias (DeepSeek-V3, Liu et al. 2024).
+
+    Args:
+      normalized: weights are sigmoids divided by their sum over the chosen; else the sigmoids themselves.
+      scale: multiplies the weights (2.5 in DeepSeek-V3).
+      balanced: choose by sigmoid plus a bias that training balances, without an auxiliary loss.
+    """
+
+    normalized: bool = True
+    scale: float = 1.0
+    balanced: bool = True
+    needs_capacity = False
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ConfigError(f"SigmoidRouter.scale = {self.scale}: must be above 0")
+
+    def probabilities(self, scores: Array) -> Array:
+        """Sigmoids, divided by their sum over experts."""
+        s = jax.nn.sigmoid(scores)
+        return s / jnp.sum(s, axis=-1, keepdims=True)
+
+    def __call__(self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None) -> Choices:
+        """The choice, of every token."""
+        return _choose(jax.nn.sigmoid(scores), bias, top_k, self.normalized, self.scale)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ExpertChoiceRouter:
+    """Each expert takes the tokens of its group whose softmax over experts is largest (Zhou et al. 2022).
+
+    All experts have the same load by construction; a token may have many experts, or none. An expert's choice depends
+    on the whole group, later tokens included, so a model that writes one token after the other cannot repeat it.
+    """
+
+    balanced = False
+    needs_capacity = True
+
+    def probabilities(self, scores: Array) -> Array:
+        """Their softmax."""
+        return jax.nn.softmax(scores, axis=-1)
+
+    def __call__(self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None) -> Slots:
+        """The choice, of every expert."""
+        assert capacity is not None
+        b, s, x = scores.shape
+        groups = (b, s // capacity.group, capacity.group, x)
+        probabilities = jnp.swapaxes(self.probabilities(scores).reshape(groups), 2, 3)
+        names = (*_SCORES, None)
+        token: Int[Array, "b n x c"] = sharded_op(
+            lambda p: lax.top_k(p, capacity.slots)[1],
+            lax.stop_gradient(probabilities),
+            axes=(names,),
+            out_axes=names,
+            name="the routers' scores",
+        )
+        return Slots(token, _picked(probabilities, token))
+
+
+def _choose(values: Array, bias: Array | None, top_k: int, normalized: bool, scale: float) -> Choices:
+    by = lax.stop_gradient(values if bias is None else values + bias)
+    # by hand, since a partitioner may bring all tokens to one place to sort them
+    ids = sharded_op(
+        lambda v: lax.top_k(v, top_k)[1], by, axes=(_SCORES,), out_axes=_SCORES, name="the routers' scores"
+    )
+    weights = _picked(values, ids)
+    if normalized:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Choices(ids, constrain(scale * weights, *_SCORES))
+
+
+def _picked(values: Float[Array, "... n"], at: Int[Array, "... k"]) -> Float[Array, "... k"]:
+    """`take_along_axis` of the last axis, by comparison: no gather, and no scatter behind it."""
+    hit = at[..., None] == jnp.arange(values.shape[-1])
+    return jnp.sum(jnp.where(hit, values[..., None, :], 0.0), axis=-1)

@@ -1,0 +1,155 @@
+"""What dispatch moves, counted in programs compiled for a TPU and on paper."""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.layout import Layout, abstract, constrain, describe, shardings_of
+from jaxscale.nn import MixtureOfExperts
+from jaxscale.parallel import experts, wire_rows
+from jaxscale.plan import compile_for, topology_devices
+from pallas_kernels.aot import why_no_tpu
+from tests.plan.test_compile import needs
+
+TOPOLOGY = "v5p:2x2x2"
+KINDS = "all-to-all|ragged-all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+SMALL = 4096
+"""Elements below which a result is bookkeeping: counts, statistics, a router's gradient, weights of choices."""
+
+
+def _collectives(layout, capacity):
+    """Kind and result of every large collective in a layer's forward and backward pass: 16 x 64 tokens, bfloat16."""
+    config = MixtureOfExperts(experts=8, top_k=2, capacity=capacity, balance_loss=0.1)
+    graphdef, infos = abstract(lambda: config(256, 512, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    stream = "batch", "residual_seq", "embed"
+
+    def loss(params, x):
+        y, stats = nnx.merge(graphdef, params)(constrain(x, *stream))
+        return jnp.sum(jnp.square(constrain(y, *stream).astype(jnp.float32))) + stats["loss"]
+
+    def gradients(params, x):
+        grads, dx = jax.grad(loss, argnums=(0, 1))(params, x)
+        return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, infos), constrain(dx, *stream)
+
+    there = layout.on(topology_devices(TOPOLOGY))
+    placed = lambda i, s: jax.ShapeDtypeStruct(i.shape, i.dtype, sharding=s)  # noqa: E731
+    params = jax.tree.map(placed, infos, shardings_of(infos, there))
+    sharding = there.sharding(stream, (16, 64, 256), kind="activations")
+    x = jax.ShapeDtypeStruct((16, 64, 256), jnp.bfloat16, sharding=sharding)
+    text = compile_for(gradients, TOPOLOGY, params, x, layout=layout).as_text()
+    assert " conditional(" not in text, "a collective under a branch"
+    found: collections.Counter[str] = collections.Counter()
+    for results, kind in re.findall(rf"= (.*?) ({KINDS})(?:-start)?\(", text):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
+            sizes = [int(n) for n in shape.split(",") if n]
+            if int(np.prod(sizes)) >= SMALL:
+                found[f"{kind} {dtype} {int(np.prod(sizes))}"] += 1
+    return dict(found)
+
+
+# A device has 128 tokens of 256 numbers with 2 choices each, so 256 rows to send, and room for as many from each of
+# the four devices along the axis. Rows go there and back; their cotangents too. Two experts of eight are here, whose
+# three gradients of 256 x 512 are summed over the other axis.
+RAGGED = {
+    f"ragged-all-to-all bf16 {4 * 256 * 256}": 2,
+    f"ragged-all-to-all bf16 {256 * 256}": 2,
+    f"all-reduce f32 {2 * 256 * 512}": 3,
+}
+
+
+@needs(why_no_tpu())
+@pytest.mark.parametrize(
+    "layout",
+    [Layout("expert=4,data=2"), Layout("data=2,tensor=4", "folded", sequence_sharded=True)],
+    ids=str,
+)
+def test_dropless_dispatch_sends_rows_there_and_back_and_gathers_nothing(layout):
+    assert _collectives(layout, None) == RAGGED
+
+
+@needs(why_no_tpu())
+def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
+    # Four rows of tokens on a device; 20 slots = 1.25 * 2 * 64 / 8 of each of 8 experts for each row. Four experts are
+    # here, half of each one's hidden width after `tensor`, half of its model width until gathered. Answers and the
+    # input's cotangent are summed over `tensor`.
+    assert _collectives(Layout("expert=2,fsdp=2,tensor=2"), 1.25) == {
+        f"all-to-all bf16 {4 * 8 * 20 * 256}": 4,
+        f"all-gather bf16 {4 * 256 * 256}": 3,
+        f"reduce-scatter f32 {4 * 128 * 256}": 3,
+        f"all-reduce bf16 {4 * 64 * 256}": 2,
+    }
+
+
+@needs(why_no_tpu())
+def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
+    # 2 rows of tokens on a device and 20 slots; four experts are here, their gradients cut over data x fsdp = 4
+    assert _collectives(Layout("data=2,fsdp=2,expert=2", "zero2"), 1.25) == {
+        f"all-to-all bf16 {2 * 8 * 20 * 256}": 4,
+        f"reduce-scatter f32 {4 * 512 * 64}": 3,
+    }
+
+
+def _documented_ragged(operand, output, begin, sizes, end, coming, *, axis_name):
+    """`jax.lax.ragged_all_to_all` as its documentation says, for a platform that has none."""
+    everyones = [jax.lax.all_gather(a, axis_name) for a in (operand, begin, sizes, end)]
+    me, row = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+    for source in range(len(begin)):
+        theirs, start, size, at = (a[source] for a in everyones)
+        mine = (row >= at[me]) & (row < at[me] + size[me])
+        output = jnp.where(mine[:, None], jnp.take(theirs, start[me] + row - at[me], axis=0, mode="clip"), output)
+        output = jnp.where(size[me] == coming[source], output, jnp.nan)
+    return output
+
+
+def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch):
+    """The ragged one runs on TPUs only; here it runs on its primitive's documentation."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", _documented_ragged)
+    random = np.random.default_rng(0)
+    sent = random.integers(0, 4, (4, 4))
+    sent[2] = 0
+    trip = experts._Trip(("expert",), 4, 4, 14, True)  # up to 12 rows go, the last ones nowhere
+    rows = random.normal(size=(4, 14, 3)).astype(np.float32)
+
+    def both(rows, sent, received):
+        rows, sent, received = rows[0], sent[0], received[0]
+        found = []
+        for carry in (experts._carry_padded, experts._carry_ragged):
+            there = carry(rows, sent, received, trip=trip, there=True)
+            found += [there[None], carry(2 * there, sent, received, trip=trip, there=False)[None]]
+        return found
+
+    with Layout("expert=4") as layout:
+        cut = jax.sharding.PartitionSpec("expert")
+        f = jax.shard_map(both, in_specs=cut, out_specs=cut, mesh=layout.device_mesh, check_vma=False)
+        there, back, there_ragged, back_ragged = jax.jit(f)(rows, sent, sent.T)
+    np.testing.assert_array_equal(there, there_ragged)
+    np.testing.assert_array_equal(back, back_ragged)
+    for device in range(4):
+        gone = sent[device].sum()
+        np.testing.assert_array_equal(back[device][:gone], 2 * rows[device][:gone])
+        assert not np.any(back[device][gone:])
+
+
+def test_useful_and_padded_rows_are_counted_apart():
+    ids = np.array([[[0, 1], [2, 3]], [[0, 1], [0, 2]]])  # devices hold experts 0, 1 and 2, 3
+    assert wire_rows(ids, 4) == {"useful": 2 + 3, "padded": 2 * 4}
+    assert wire_rows(ids % 2, 4) == {"useful": 4, "padded": 8}
+
+
+def _bytes_per_device(layout):
+    infos = abstract(lambda: MixtureOfExperts(experts=8)(256, 512, rngs=nnx.Rngs(0)))[1]
+    return {r.path: r.bytes_per_device for r in describe(infos, layout)}
+
+
+def test_two_foldings_hold_the_same_bytes_of_experts():
+    whole = 8 * 256 * 512 * 4
+    cut, folded = (_bytes_per_device(Layout("data=2,tensor=4", rules)) for rules in ("fsdp_tensor", "folded"))
+    assert cut["up"] == folded["up"] == whole // 4
+    assert cut["router"] == folded["router"] == 256 * 8 * 4

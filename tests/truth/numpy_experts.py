@@ -1,0 +1,129 @@
+"""A layer of experts in float64 NumPy, one token at a time, from the papers' formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxscale.nn import GELU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRouter, SoftmaxRouter, SwiGLU
+
+Tree = Any
+
+
+def layer(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """What the layer adds to (B, S, E), and what it reports.
+
+    Args:
+      c: which layer.
+      p: its parameters: router (E, X), load_bias (X), gate, up (X, E, F) and down (X, F, E), and shared's.
+      x: activations.
+    """
+    scores = x @ p["router"]
+    values, probabilities = _values(c, scores)
+    y, load, dropped = _by_experts(c, p, x, probabilities) if _ec(c) else _by_tokens(c, p, x, values)
+    if c.shared:
+        matrices = [p["shared"][n]["kernel"] if n in p["shared"] else None for n in ("gate", "up", "down")]
+        y = y + _expert(c, x, *matrices)
+    share = load / load.sum()
+    mean = probabilities.mean((0, 1))
+    balance = c.experts * sum(f * q for f, q in zip(share, mean, strict=True))
+    z = np.mean(np.log(np.exp(scores).sum(-1)) ** 2)
+    return y, {
+        "loss": c.balance_loss * balance + c.z_loss * z,
+        "layers": 1.0,
+        "load_balance": balance,
+        "router_z": z,
+        "dropped": dropped,
+        "max_load": c.experts * share.max(),
+    }
+
+
+def load(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> np.ndarray:
+    """The share of choices that each expert had, before anything was dropped."""
+    values, probabilities = _values(c, x @ p["router"])
+    count = (_by_experts(c, p, x, probabilities) if _ec(c) else _by_tokens(c, p, x, values))[1]
+    return count / count.sum()
+
+
+def _ec(c: MixtureOfExperts) -> bool:
+    return isinstance(c.router, ExpertChoiceRouter)
+
+
+def _values(c: MixtureOfExperts, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What is chosen by (before any bias), and a probability per expert."""
+    if isinstance(c.router, SigmoidRouter):
+        s = 1 / (1 + np.exp(-scores))
+        return s, s / s.sum(-1, keepdims=True)
+    e = np.exp(scores)
+    return (e / e.sum(-1, keepdims=True),) * 2
+
+
+def _by_tokens(c: MixtureOfExperts, p: Tree, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    y, load, lost = np.zeros_like(x), np.zeros(c.experts), 0
+    b, s, _ = x.shape
+    group = s if c.capacity is None else min(c.group or s, s)
+    slots = math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * group / c.experts)
+    assert isinstance(c.router, SoftmaxRouter | SigmoidRouter)
+    factor = c.router.scale if isinstance(c.router, SigmoidRouter) else 1.0
+    for row in range(b):
+        for start in range(0, s, group):
+            used = np.zeros(c.experts)
+            for rank in range(c.top_k):  # everyone's first choice before anyone's second
+                for at in range(start, start + group):
+                    v = values[row, at]
+                    best = np.argsort(-(v + p.get("load_bias", 0.0)), kind="stable")[: c.top_k]
+                    expert = best[rank]
+                    load[expert] += 1
+                    if used[expert] >= slots:
+                        lost += 1
+                        continue
+                    used[expert] += 1
+                    weight = factor * v[expert] / (v[best].sum() if c.router.normalized else 1.0)
+                    y[row, at] += weight * _expert(c, x[row, at], *_matrices(p, expert))
+    return y, load, lost / (b * s * c.top_k)
+
+
+def _by_experts(c: MixtureOfExperts, p: Tree, x: np.ndarray, prob: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    y, load = np.zeros_like(x), np.zeros(c.experts)
+    b, s, _ = x.shape
+    group = min(c.group or s, s)
+    assert c.capacity is not None
+    slots = min(group, math.ceil(c.capacity * c.top_k * group / c.experts))
+    taken = np.zeros((b, s), bool)
+    for row in range(b):
+        for start in range(0, s, group):
+            for expert in range(c.experts):
+                mine = prob[row, start : start + group, expert]
+                for at in start + np.argsort(-mine, kind="stable")[:slots]:
+                    y[row, at] += prob[row, at, expert] * _expert(c, x[row, at], *_matrices(p, expert))
+                    taken[row, at] = True
+                    load[expert] += 1
+    return y, load, float(np.mean(~taken))
+
+
+def _matrices(p: Tree, expert: int) -> list[np.ndarray | None]:
+    return [p[n][expert] if n in p else None for n in ("gate", "up", "down")]
+
+
+def _expert(c: MixtureOfExperts, x: np.ndarray, gate: Any, up: Any, down: Any) -> np.ndarray:
+    u = x @ up
+    if c.expert is SwiGLU:
+        g = x @ gate
+        return (g / (1 + np.exp(-g)) * u) @ down
+    assert c.expert is GELU
+    return (0.5 * u * (1 + np.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))) @ down
+
+
+def slope(fn: Any, at: np.ndarray, places: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """The derivative of a number by some elements of an array, by central differences: in float64, 1e-9 off."""
+    out, flat = [], at.reshape(-1)
+    for i in places:
+        kept = flat[i]
+        flat[i] = kept + step
+        above = fn()
+        flat[i] = kept - step
+        out.append((above - fn()) / (2 * step))
+        flat[i] = kept
+    return np.array(out)

@@ -60,7 +60,7 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
 
     found = sharded_op(
         local,
-        in_use(table, (axis, "embed"), table.dtype),
+        in_use(table, (axis, "embed"), dtype),
         ids,
         axes=((axis, "embed"), _TOKENS),
         out_axes=_OUT if scattered else ("batch", "seq", "embed"),

@@ -142,6 +142,8 @@ class _Program:
     ) -> Collective:
         kind = op[1].removeprefix("ragged-")
         operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
+        if op[1].startswith("ragged"):
+            operands = operands[:1]  # then where to put what comes, and sizes
         given = sum(array_bytes(_type(self.made[o])) for o in operands)
         pairs: list[list[int]] = []
         if listed := re.search(r"source_target_pairs=\{(.*?)\}\}", line):

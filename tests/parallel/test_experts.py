@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,17 @@ from jaxscale.layout import Layout, abstract, constrain, describe, shardings_of
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.parallel import experts, wire_rows
 from jaxscale.plan import compile_for, topology_devices
+from jaxscale.plan.collectives import collectives
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
 
 TOPOLOGY = "v5p:2x2x2"
-KINDS = "all-to-all|ragged-all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
-SMALL = 4096
-"""Elements below which a result is bookkeeping: counts, statistics, a router's gradient, weights of choices."""
+SMALL = 16384
+"""Bytes below which a collective is bookkeeping: counts, statistics, a router's gradient, weights of choices."""
 
 
 def _collectives(layout, capacity):
-    """Kind and result of every large collective in a layer's forward and backward pass: 16 x 64 tokens, bfloat16."""
+    """Bytes by kind and mesh axes of a layer's large collectives, forward and back: 16 x 64 tokens, bfloat16."""
     config = MixtureOfExperts(experts=8, top_k=2, capacity=capacity, balance_loss=0.1)
     graphdef, infos = abstract(lambda: config(256, 512, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     stream = "batch", "residual_seq", "embed"
@@ -45,45 +44,42 @@ def _collectives(layout, capacity):
     x = jax.ShapeDtypeStruct((16, 64, 256), jnp.bfloat16, sharding=sharding)
     text = compile_for(gradients, TOPOLOGY, params, x, layout=layout).as_text()
     assert " conditional(" not in text, "a collective under a branch"
-    found: collections.Counter[str] = collections.Counter()
-    for results, kind in re.findall(rf"= (.*?) ({KINDS})(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
-            sizes = [int(n) for n in shape.split(",") if n]
-            if int(np.prod(sizes)) >= SMALL:
-                found[f"{kind} {dtype} {int(np.prod(sizes))}"] += 1
-    return dict(found)
+    total: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+    for c in collectives(text, layout.sizes):
+        if c.payload >= SMALL:
+            total[c.kind, c.axes] += c.payload * c.times
+    return dict(total)
 
 
 # A device has 128 tokens of 256 numbers with 2 choices each, so 256 rows to send, and room for as many from each of
 # the four devices along the axis. Rows go there and back; their cotangents too. Two experts of eight are here, whose
 # three gradients of 256 x 512 are summed over the other axis.
-RAGGED = {
-    f"ragged-all-to-all bf16 {4 * 256 * 256}": 2,
-    f"ragged-all-to-all bf16 {256 * 256}": 2,
-    f"all-reduce f32 {2 * 256 * 512}": 3,
-}
-
-
 @needs(why_no_tpu())
 @pytest.mark.parametrize(
-    "layout",
-    [Layout("expert=4,data=2"), Layout("data=2,tensor=4", "folded", sequence_sharded=True)],
+    "layout, along, across",
+    [
+        (Layout("expert=4,data=2"), "expert", "data"),
+        (Layout("data=2,tensor=4", "folded", sequence_sharded=True), "tensor", "data"),
+    ],
     ids=str,
 )
-def test_dropless_dispatch_sends_rows_there_and_back_and_gathers_nothing(layout):
-    assert _collectives(layout, None) == RAGGED
+def test_dropless_dispatch_sends_rows_there_and_back_and_gathers_nothing(layout, along, across):
+    assert _collectives(layout, None) == {
+        ("all-to-all", (along,)): 2 * (256 + 4 * 256) * 256 * 2,
+        ("all-reduce", (across,)): 3 * 2 * 256 * 512 * 4,
+    }
 
 
 @needs(why_no_tpu())
 def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
-    # Four rows of tokens on a device; 20 slots = 1.25 * 2 * 64 / 8 of each of 8 experts for each row. Four experts are
-    # here, half of each one's hidden width after `tensor`, half of its model width until gathered. Answers and the
-    # input's cotangent are summed over `tensor`.
+    # Four rows of tokens on a device; 20 slots = 1.25 * 2 * 64 / 8 of each of 8 experts for each row, sent four times.
+    # Four experts are here, half of each one's hidden width after `tensor`, half of its model width until gathered.
+    # Answers and the input's cotangent are summed over `tensor`.
     assert _collectives(Layout("expert=2,fsdp=2,tensor=2"), 1.25) == {
-        f"all-to-all bf16 {4 * 8 * 20 * 256}": 4,
-        f"all-gather bf16 {4 * 256 * 256}": 3,
-        f"reduce-scatter f32 {4 * 128 * 256}": 3,
-        f"all-reduce bf16 {4 * 64 * 256}": 2,
+        ("all-to-all", ("expert",)): 4 * (4 * 8 * 20 * 256) * 2,
+        ("all-gather", ("fsdp",)): 3 * (4 * 256 * 256) * 2,
+        ("reduce-scatter", ("fsdp",)): 3 * (4 * 256 * 256) * 4,
+        ("all-reduce", ("tensor",)): 2 * (4 * 64 * 256) * 2,
     }
 
 
@@ -91,8 +87,8 @@ def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
 def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
     # 2 rows of tokens on a device and 20 slots; four experts are here, their gradients cut over data x fsdp = 4
     assert _collectives(Layout("data=2,fsdp=2,expert=2", "zero2"), 1.25) == {
-        f"all-to-all bf16 {2 * 8 * 20 * 256}": 4,
-        f"reduce-scatter f32 {4 * 512 * 64}": 3,
+        ("all-to-all", ("expert",)): 4 * (2 * 8 * 20 * 256) * 2,
+        ("reduce-scatter", ("data", "fsdp")): 3 * (4 * 512 * 256) * 4,
     }
 
 

@@ -1,0 +1,86 @@
+"""What a training step sends, read in programs compiled for four TPU chips, against what it must send on paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig
+from jaxscale.plan import compile_step
+from jaxscale.plan.collectives import collectives
+from jaxscale.train import TrainConfig
+from pallas_kernels.aot import why_no_tpu
+from tests.plan.test_compile import needs
+
+# Numbers in two layers of attention (4 x 256 x 256) and feed-forward (3 x 256 x 512), two tables of 1024, and norms.
+MATRICES, TABLES, NORMS = 2 * (4 * 256 * 256 + 3 * 256 * 512), 2 * 1024 * 256, 5 * 256
+ALL = MATRICES + TABLES + NORMS
+# The residual stream of 16 x 128 tokens, in bfloat16; a float32 number for each token.
+STREAM, TOKENS = 16 * 128 * 256 * 2, 16 * 128 * 4
+MODEL = TransformerConfig(
+    depth=2, width=256, heads=4, kv_heads=4, head_dim=64, hidden=512, vocab=1024, dtype="bfloat16", memory="full"
+)
+
+# Weights are gathered in the arithmetic's two bytes, gradients summed and parameters gathered in the parameters' four.
+# With memory="full" a layer runs forward, forward again and backward; the tables are used once each way.
+USED = 2 * (2 * MATRICES + TABLES)
+SCALARS = 1100
+"""Norms of gradients, the loss and the number of tokens, with their padding."""
+
+# (gathered, summed): bytes of the wholes, by the mesh axes they travel along
+CASES = {
+    # ZeRO: gradients once, parameters once after the update: as many bytes as plain data parallelism's all-reduce
+    Layout("data=4", "zero2"): ({("data",): 4 * ALL}, {("data",): 4 * ALL}),
+    # stage 3: parameters forward and backward, half as many bytes again in one type
+    Layout("fsdp=4"): ({("fsdp",): USED}, {("fsdp",): 4 * ALL}),
+    # hybrid: within fsdp as stage 3; of the gradients, their pieces across data
+    Layout("data=2,fsdp=2"): (
+        {("fsdp",): USED},
+        {("fsdp",): 4 * (MATRICES + TABLES), ("data",): 4 * (MATRICES + TABLES) // 2, ("data", "fsdp"): 4 * NORMS},
+    ),
+    # hierarchical: the update's pieces across data, gradients straight into pieces over both
+    Layout("data=2,fsdp=2", "hierarchical"): (
+        {("fsdp",): USED, ("data",): 4 * (MATRICES + TABLES) // 2, ("data", "fsdp"): 4 * NORMS},
+        {("data", "fsdp"): 4 * ALL},
+    ),
+    # Megatron: a layer sums its stream twice forward, once when it runs again, twice backward; the lookup and the
+    # head's cotangent once each; and the loss its maxima, its sums and the target's logit
+    Layout("tensor=4"): ({}, {("tensor",): (2 * 5 + 2) * STREAM + 3 * TOKENS}),
+    # the same sums as reduce-scatters; gathered before every pair of products, forward, again and backward, before the
+    # head, and in the lookup's backward pass; gradients of norms are summed
+    Layout("tensor=4", sequence_sharded=True): (
+        {("tensor",): (2 * 6 + 2) * STREAM},
+        {("tensor",): (2 * 5 + 2) * STREAM + 3 * TOKENS + 4 * NORMS},
+    ),
+}
+
+
+@needs(why_no_tpu())
+@pytest.mark.parametrize("layout", CASES, ids=str)
+def test_a_step_sends_what_it_must_and_nothing_else(layout):
+    config = TrainConfig(model=MODEL, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
+    found = collectives(compile_step(config, "v5p:2x2x1"), layout.sizes)
+    gathered, summed = Counter(), Counter()
+    for c in found:
+        assert c.kind in ("all-gather", "reduce-scatter", "all-reduce"), c
+        assert c.certain, c
+        (gathered if c.kind == "all-gather" else summed)[c.axes] += c.payload * c.times
+    want_gathered, want_summed = CASES[layout]
+    # the last norm's scale may come with the scalars' sum
+    missing = {axes: n - gathered.get(axes, 0) for axes, n in want_gathered.items()}
+    assert set(gathered) == set(want_gathered) and all(0 <= n <= 4 * 256 for n in missing.values()), missing
+    extra = {axes: n - want_summed.get(axes, 0) for axes, n in summed.items()}
+    assert all(0 <= n <= SCALARS for n in extra.values()), extra
+    assert set(want_summed) <= set(summed)
+
+
+@needs(why_no_tpu())
+@pytest.mark.parametrize("layout", [Layout("data=4", "zero2"), Layout("fsdp=4")], ids=str)
+def test_gradients_are_reduce_scattered(layout):
+    config = TrainConfig(model=MODEL, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
+    found = collectives(compile_step(config, "v5p:2x2x1"), layout.sizes)
+    scattered = sum(c.payload * c.times for c in found if c.kind == "reduce-scatter")
+    # the compiler joins one matrix of a layer with the norms' gradients in an all-reduce
+    assert scattered >= 4 * (MATRICES + TABLES - 2 * 256 * 256)

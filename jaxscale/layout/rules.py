@@ -76,8 +76,10 @@ _BATCH: dict[str, Target] = {
     "residual_seq": "context",
 }
 # Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
-_TENSOR: dict[str, Target] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_TENSOR: dict[str, Target] = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": ("pipeline", "tensor")}
 _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
+# The vocabulary's two ends are every stage's work, not the first's and the last's.
+_ENDS: dict[str, Target] = {"vocab": "pipeline"}
 # Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
 # (`expert` splits experts; it is no replica of those.)
 _ALL: dict[str, Target] = {"embed": ("data", "fsdp"), "norm": ("data", "fsdp")}
@@ -88,7 +90,7 @@ _USED: dict[str, Target] = {**_BATCH, **_TENSOR, "experts": "expert"}
 
 
 def _replicated() -> Rules:
-    return Rules(activations=_BATCH)
+    return Rules(params={**_ENDS, "layers": "pipeline"}, activations={**_BATCH, **_ENDS})
 
 
 def _zero1() -> Rules:
@@ -107,7 +109,7 @@ def _hierarchical() -> Rules:
 
 
 def _fsdp() -> Rules:
-    return Rules(params={**_FSDP, **_EXPERT}, activations={**_BATCH, "experts": "expert"})
+    return Rules(params={**_FSDP, **_ENDS, **_EXPERT}, activations={**_BATCH, **_ENDS, "experts": "expert"})
 
 
 def _tensor() -> Rules:

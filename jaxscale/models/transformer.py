@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxscale.nn import (
     Embedding,
     FeedForward,
     MemoryPolicy,
+    Part,
     RMSNorm,
     Rotary,
     Run,
@@ -316,6 +317,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         key: Array | None = None,
+        rows: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b s e"]:
         """The final hidden states, normalised.
 
@@ -324,22 +326,41 @@ class Transformer(nnx.Module):
           positions: each token's place in its document; from the start of the row by default.
           segment_ids: each token's document within the row (packing); 0 is padding.
           key: randomness for dropout; `None` while evaluating.
+          rows: each row's number in the step's batch; in order by default.
         """
+        context = self.context(tokens.shape[1], positions=positions, segment_ids=segment_ids, key=key, rows=rows)
+        return self.finish(self.layers(self.begin(tokens, positions), context))
+
+    # The steps of `hidden`, which a pipeline takes one by one.
+
+    def begin(self, tokens: Int[Array, "b s"], positions: Int[Array, "b s"] | None = None) -> Any:
+        """What the first layer is given."""
         c = self.config
-        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         x = self.embed(tokens)
         if c.embed_scale is not None:
             x = x * jnp.asarray(c.embed_scale, x.dtype)
         if self.positions is not None:
             _check_length(c, tokens.shape[1])
-            x = x + self.positions(jnp.broadcast_to(place, tokens.shape))
+            x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions), tokens.shape))
+        return c.stack.enter(x)
+
+    def context(self, seq: int, *, positions: Array | None = None, **told: Any) -> Context:
+        """What every layer is told: the arguments of `hidden`, for rows of `seq` tokens."""
+        c = self.config
         kinds = (_rotary(c.positions), c.local_positions)
+        place = _place(seq, positions)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
-        context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key)
-        dtype, x = x.dtype, c.stack.enter(x)
-        for run in self.runs:
-            x = run(x, context)
-        x = c.stack.leave(x, dtype)
+        return Context(positions=positions, rotary=rotary, **told)
+
+    def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> Any:
+        """All runs, or of each the part that these parameters are."""
+        for run, part in zip(self.runs, parts or [None] * len(self.runs), strict=True):
+            x = run(x, context, part)
+        return x
+
+    def finish(self, x: Any) -> Float[Array, "b s e"]:
+        """The final hidden states, normalised, from what the last layer returns."""
+        x = self.config.stack.leave(x, jnp.dtype(self.config.dtype))
         return constrain(self.norm(x), "batch", "seq", "embed")
 
     def head_weight(self) -> Float[Array, "v e"]:
@@ -398,6 +419,10 @@ def _make_group(c: TransformerConfig, windows: tuple[int | None, ...], rngs: nnx
             )
         )
     return blocks
+
+
+def _place(seq: int, positions: Array | None) -> Array:
+    return jnp.arange(seq, dtype=jnp.int32)[None] if positions is None else positions
 
 
 def _rotary(positions: Rotary | Learned | None) -> Rotary | None:

@@ -12,7 +12,7 @@ from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
-from jaxscale.nn.stack import Run
+from jaxscale.nn.stack import Part, Run
 
 __all__ = [
     "GELU",
@@ -30,6 +30,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MemoryPolicy",
+    "Part",
     "NTKScaling",
     "RMSNorm",
     "ReversibleRun",

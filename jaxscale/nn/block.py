@@ -77,7 +77,7 @@ class Block(nnx.Module):
 
     def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
         key = None if context.key is None else jax.random.split(context.key)[sub_layer]
-        return dropout(_cut(y), self.dropout, key)
+        return dropout(_cut(y), self.dropout, key, context.rows)
 
 
 def _for(layer: nnx.Module, h: Array) -> Array:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain
@@ -22,6 +23,7 @@ class Context:
       segment_ids: each token's document within the row, int32, 0 for padding; `None` is one document a row.
       rotary: cosine and sine tables by `Rotary`.
       key: randomness of this pass (dropout), or `None` for none.
+      rows: each row's number in the step's batch, int32, of which these may be some; `None` is all of them in order.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -30,6 +32,7 @@ class Context:
         default_factory=dict
     )
     key: Array | None = None
+    rows: Int[Array, " b"] | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
         """The same for one layer, with a key of its own."""
@@ -39,20 +42,28 @@ class Context:
 
     def arrays(self) -> tuple[Any, ...]:
         """Everything here that may be traced, as a tree of arrays."""
-        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key
+        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key, self.rows
 
     def holding(self, arrays: tuple[Any, ...]) -> Context:
         """The same with other arrays, in the form of `arrays()`."""
-        positions, segment_ids, tables, key = arrays
-        return Context(positions, segment_ids, dict(zip(self.rotary, tables, strict=True)), key)
+        positions, segment_ids, tables, key, rows = arrays
+        return Context(positions, segment_ids, dict(zip(self.rotary, tables, strict=True)), key, rows)
 
 
-def dropout(x: Float[Array, "b s e"], rate: float, key: Array | None) -> Float[Array, "b s e"]:
+def dropout(
+    x: Float[Array, "b s e"], rate: float, key: Array | None, rows: Int[Array, " b"] | None = None
+) -> Float[Array, "b s e"]:
     """Zeroes elements with probability `rate` and scales the rest (Srivastava et al. 2014); no key, no dropout.
 
-    The bits depend on the key and the global shape alone, not on the layout.
+    The bits of a row depend on the key, its number in the batch and its global shape alone: not on the layout, nor on
+    the micro-batches in which the batch is worked off.
+
+    Args:
+      rows: see `Context`.
     """
     if key is None or rate == 0.0:
         return x
-    keep = constrain(jax.random.bernoulli(key, 1.0 - rate, x.shape), "batch", "residual_seq", "embed")
-    return jax.numpy.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(x.shape[0]) if rows is None else rows)
+    bits = jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, x.shape[1:]))(keys)
+    keep = constrain(bits, "batch", "residual_seq", "embed")
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

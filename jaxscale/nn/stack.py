@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.nn.block import Block
@@ -16,6 +16,18 @@ from jaxscale.nn.context import Context
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 
 _NONE = POLICIES["none"]
+
+
+class Part(NamedTuple):
+    """Some copies of a run's group, of which a pipeline's stage holds n.
+
+    Args:
+      at: the number of each among the run's, int32 (n,).
+      real: which of them are there, the rest being padding to pass over, bool (n,); `None` is all.
+    """
+
+    at: Int[Array, " n"]
+    real: Bool[Array, " n"] | None = None
 
 
 @register
@@ -60,19 +72,30 @@ class Run(nnx.Module):
         """The hidden states, from what the last run returns."""
         return x
 
-    def __call__(self, x: Any, context: Context) -> Any:
-        """Applies every layer, to what `enter` or the run before returned."""
+    def __call__(self, x: Any, context: Context, part: Part | None = None) -> Any:
+        """Applies every layer, to what `enter` or the run before returned.
 
-        def group(x: Array, slice_: tuple[list[Block], Array]) -> tuple[Array, None]:
-            blocks, i = slice_
+        Args:
+          part: which copies of the group these parameters are, when they are not all.
+        """
+
+        def group(x: Array, slice_: tuple[list[Block], Part]) -> tuple[Array, None]:
+            blocks, (i, real) = slice_
+            before = x
             for j, block in enumerate(blocks):
                 x = block(x, context.at(self.first + i * len(blocks) + j))
-            return x, None
+            return chosen(real, x, before), None
 
         group = self.memory.checkpoint(group, prevent_cse=not self.scan)
-        stacked = (list(self.blocks), jnp.arange(self.repeats))
+        part = Part(jnp.arange(self.repeats)) if part is None else part
+        stacked = (list(self.blocks), part)
         if self.scan:
             return jax.lax.scan(group, x, stacked)[0]
-        for i in range(self.repeats):
+        for i in range(part.at.shape[0]):
             x, _ = group(x, jax.tree.map(lambda a, i=i: a[i], stacked))
         return x
+
+
+def chosen(real: Bool[Array, ""] | None, x: Any, before: Any) -> Any:
+    """What a copy made of its input, or of one that is padding, the input."""
+    return x if real is None else jax.tree.map(lambda a, b: jnp.where(real, a, b), x, before)

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxscale.layout import Layout, constrain
 from jaxscale.optim import apply_gradients
 from jaxscale.train.loss import AutoLoss, Loss
+from jaxscale.train.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.train.state import Blueprint, TrainState
 
 Tree = Any
@@ -37,8 +38,13 @@ def make_loss_and_grads(
       loss: of each token.
 
     Returns:
-      `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them.
+      `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them. On a
+      layout with pipeline stages, it is its schedule that gives each micro-batch's gradients.
+
+    Raises:
+      LayoutError, ConfigError: see `pipelined`.
     """
+    stages = pipelined(blueprint, loss, z_loss) if is_pipelined(blueprint) else None
 
     def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         nats, z = weighted_sums(blueprint.graphdef, params, batch, key, loss)
@@ -49,21 +55,22 @@ def make_loss_and_grads(
 
     def loss_and_grads(params: Tree, batch: Batch, key: jax.Array) -> tuple[Metrics, Tree]:
         total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        grad = jax.grad(loss_of, has_aux=True)
+        batch = {**batch, "rows": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
+        grad = jax.grad(loss_of, has_aux=True) if stages is None else stages.gradients
+        like_params = lambda grads: jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # noqa: E731
         if accumulate == 1:
             grads, nats = grad(params, batch, key, total)
-            return {"loss": nats}, lay_out(grads)
+            return {"loss": nats}, lay_out(like_params(grads))
 
-        def micro(carry: tuple[Tree, jax.Array], x: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, jax.Array], None]:
-            part, i = x
-            grads, nats = grad(params, part, jax.random.fold_in(key, i), total)
+        def micro(carry: tuple[Tree, jax.Array], part: Batch) -> tuple[tuple[Tree, jax.Array], None]:
+            grads, nats = grad(params, part, key, total)
             summed = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry[0], grads)
             return (lay_out(summed), carry[1] + nats), None
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-        parts = ({k: _split(v, accumulate) for k, v in batch.items()}, jnp.arange(accumulate))
+        parts = {k: split_rows(v, accumulate) for k, v in batch.items()}
         (grads, nats), _ = jax.lax.scan(micro, (zeros, jnp.zeros([], jnp.float32)), parts)
-        return {"loss": nats}, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return {"loss": nats}, like_params(grads)
 
     return loss_and_grads
 
@@ -73,17 +80,10 @@ def weighted_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32 scalars."""
     model = nnx.merge(graphdef, params)
-    hidden = model.hidden(
-        batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), key=key
-    )
+    told = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
+    hidden = model.hidden(batch["tokens"], key=key, **told)
     nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
     return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"])
-
-
-def _split(x: jax.Array, parts: int) -> jax.Array:
-    """(B, S) -> (parts, B / parts, S), each part spread over all devices, so that no row moves."""
-    b, s = x.shape
-    return constrain(jnp.swapaxes(x.reshape(b // parts, parts, s), 0, 1), None, "batch", "seq")
 
 
 def make_step(
@@ -142,10 +142,16 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
 def make_eval(
     blueprint: Blueprint, batch: Any, loss: Loss = _LOSS
 ) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
-    """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout."""
+    """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout.
+
+    On a layout with pipeline stages the forward phases of its schedule run alone: no stage holds another's layers.
+    """
+    stages = pipelined(blueprint, loss, 0.0) if is_pipelined(blueprint) else None
 
     def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return weighted_sums(blueprint.graphdef, params, batch, None, loss)[0], jnp.sum(batch["weights"])
+        plain = lambda: weighted_sums(blueprint.graphdef, params, batch, None, loss)  # noqa: E731
+        nats, _ = plain() if stages is None else stages.sums(params, batch)
+        return nats, jnp.sum(batch["weights"])
 
     if blueprint.layout is None:
         return jax.jit(evaluate)

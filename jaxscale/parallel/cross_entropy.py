@@ -101,14 +101,15 @@ class _How:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _reduce(x: Array, w: Array, rows: Array, how: _How) -> Merged:
-    over = _over()
+    over, ours = _over(), cut_over("vocab")
 
     def local(x: Array, w: Array, rows: Array) -> Merged:
-        mine: Parts = parts(x, w, rows_from_ours(rows, w.shape[0], over), how.logits, how.implementation)
+        mine: Parts = parts(x, w, rows_from_ours(rows, w.shape[0], ours), how.logits, how.implementation)
         return merge(gather_together(mine, over)) if over else mine.merged()
 
     names: Any = _TOKENS  # of each of the three
     out = Merged(names, names, names if how.logits.summed else None)
+    rows = rows_from_ours(rows, w.shape[0], cut_already("vocab"))
     return sharded_op(local, x, in_use(w, _W, x.dtype), rows, axes=(_X, _W, _TOKENS), out_axes=out, name=_NAME)
 
 
@@ -120,13 +121,13 @@ def _forward(x: Array, w: Array, rows: Array, how: _How) -> tuple[Merged, tuple[
 
 def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array, Array, None]:
     x, w, rows, lse = kept
-    over, tokens = _over(), cut_over("batch", "seq")
+    over, ours, tokens = _over(), cut_over("vocab"), cut_over("batch", "seq")
     # dw is whole along `embed` on every device: what sums it may as well split it, if that is where it goes.
     split = where_gradients_go(_W, tokens)
     leaves, structure = jax.tree.flatten(slopes)
 
     def local(x: Array, w: Array, rows: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
-        slopes, rows = jax.tree.unflatten(structure, leaves), rows_from_ours(rows, w.shape[0], over)
+        slopes, rows = jax.tree.unflatten(structure, leaves), rows_from_ours(rows, w.shape[0], ours)
         dx, dw = gradients(x, w, rows, lse, slopes, how.logits, how.implementation, dw_dtype=kept[1].dtype)
         return lax.psum(dx, over) if over else dx, sum_to(dw, tokens, split, dim=1)
 
@@ -134,7 +135,7 @@ def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array
         local,
         x,
         in_use(w, _W, x.dtype),
-        rows,
+        rows_from_ours(rows, w.shape[0], cut_already("vocab")),
         lse,
         *leaves,
         axes=(_X, _W, *[_TOKENS] * (2 + len(leaves))),

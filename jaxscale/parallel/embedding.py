@@ -51,24 +51,24 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
     rest = tuple(a for a in over if a not in scattered)
 
     def local(table: Array, ids: Array) -> Array:
-        if not already + over:
+        if not (already or over):
             return table[ids].astype(dtype)
-        rows = rows_from_ours(ids, table.shape[0], already + over)
+        rows = rows_from_ours(ids, table.shape[0], over)
         mine = (rows >= 0) & (rows < table.shape[0])
         found = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0).astype(dtype)
         if scattered:
             found = lax.psum_scatter(found, scattered, scatter_dimension=1, tiled=True)
-        found = psum_float32(found, already) if already else found
         return lax.psum(found, rest) if rest else found
 
     found = sharded_op(
         local,
         in_use(table, (axis, "embed"), table.dtype),
-        ids,
+        rows_from_ours(ids, table.shape[0], already),
         axes=((axis, "embed"), _TOKENS),
         out_axes=_OUT if scattered else ("batch", "seq", "embed"),
         name="the lookup's operand",
     )
+    found = psum_float32(found, already) if already else found
     return constrain(found, *_OUT), (table, ids)
 
 
@@ -79,7 +79,7 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
 
     def local(ids: Array, dx: Array) -> Array:
         pieces = table.shape[0] // axis_size(over)
-        rows = rows_from_ours(ids, pieces, cut_already(axis) + over)
+        rows = rows_from_ours(ids, pieces, over)
         # what is not among this device's rows is dropped, before and after them alike
         rows = jnp.where(rows < 0, pieces, rows)
         zeros = jnp.zeros((pieces, dx.shape[-1]), jnp.promote_types(table.dtype, jnp.float32))
@@ -87,7 +87,7 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
 
     dtable = sharded_op(
         local,
-        ids,
+        rows_from_ours(ids, table.shape[0], cut_already(axis)),
         dx,
         axes=(_TOKENS, ("batch", "seq", "embed")),
         out_axes=(axis, "embed"),

@@ -21,7 +21,10 @@ Over = tuple[str, ...]
 
 
 def rows_from_ours(ids: Int[Array, "..."], rows: int, over: Over) -> Int[Array, "..."]:
-    """Ids counted from the first of this device's `rows`."""
+    """Ids counted from the first of this device's `rows`.
+
+    Of mesh axes that a `shard_map` around another one cuts, outside of the inner one: there they may read as 0.
+    """
     return ids - lax.axis_index(over) * rows if over else ids
 
 

@@ -364,6 +364,7 @@ def test_a_schedule_that_is_none_is_one_sentence(run, argv, words):
 
 
 def test_the_command_line_sets_mesh_and_schedule(run, transformer_gin):
-    code, out, _ = run("explain", transformer_gin, "--mesh", "pipeline=2,data=2", "--pipeline", "gpipe:2")
+    flags = ["--mesh", "pipeline=2,data=2", "--pipeline", "gpipe:2", "--gin.Transformer.depth=2"]
+    code, out, _ = run("explain", transformer_gin, *flags)
     assert code == 0
     assert "(fsdp_tensor, gpipe)" in out and "schedule gpipe, 2 stages, 2 micro-batches" in " ".join(out.split())

@@ -1,4 +1,4 @@
-"""The command line: `jaxscale train | sample | explain`."""
+"""The command line: `jaxscale train | sample | explain | schedule`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale train --resume runs/demo-1
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
   jaxscale sample runs/demo-1 --prompt "def "
+  jaxscale schedule 1f1b --stages 4 --microbatches 8
 """
 
 
@@ -91,6 +92,25 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     sample.add_argument("--top-k", type=int, help="sample among this many likeliest tokens")
     sample.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
+
+    schedule = commands.add_parser(
+        "schedule",
+        help="draw a pipeline schedule",
+        description="Draws a pipeline schedule, a line per stage and a column per tick (F3 is the forward of "
+        "micro-batch 3, F3.1 of its chunk 1; B its backward, W its weight gradients where those are apart), and says "
+        "what it costs: its bubble, and how many micro-batches' activations each stage holds at most.",
+        formatter_class=text,
+    )
+    schedule.add_argument(
+        "name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, lockstep, lockstep-zb or a .csv"
+    )
+    schedule.add_argument("--stages", type=int, default=4, help="(default 4)")
+    schedule.add_argument("--microbatches", type=int, help="(default 2 per stage)")
+    schedule.add_argument("--chunks", type=int, help="pieces of the model per stage (interleaved; default 2)")
+    schedule.add_argument("--csv", metavar="FILE", help="also write the table, as Pipeline reads it")
+    schedule.add_argument(
+        "--plot", metavar="FILE", help="also draw it as a picture, as schedule.png (needs matplotlib)"
+    )
     return parser
 
 
@@ -111,6 +131,11 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
         "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, as --gin.train.lr=3e-4"
     )
     parser.add_argument("--mesh", metavar="SIZES", help='the mesh, as "data=2,fsdp=2,tensor=2"; one size may be -1')
+    parser.add_argument(
+        "--pipeline",
+        metavar="SCHEDULE",
+        help='the schedule of a pipeline axis, as "1f1b" or with micro-batches "1f1b:8"',
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.add_argument(
         "--distributed",
@@ -153,6 +178,8 @@ def _run(argv: list[str]) -> int:
         if bindings:
             raise ConfigError(f"sample takes a run as it is; leave out --gin.{bindings[0].partition(' =')[0]}")
         return _sample(args)
+    if args.command == "schedule":
+        return _schedule(args)
     if args.devices is not None:
         from jaxscale.layout import simulate_devices
 
@@ -209,6 +236,34 @@ def _sample(args: argparse.Namespace) -> int:
     return 0
 
 
+def _schedule(args: argparse.Namespace) -> int:
+    from jaxscale.layout import Pipeline, simulate
+    from jaxscale.layout.table import draw_figure, draw_text, to_csv
+
+    for option in ("stages", "microbatches"):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
+            raise ConfigError(f"--{option} {getattr(args, option)}: must be at least 1")
+    pipeline = Pipeline(args.name, args.microbatches, args.chunks)
+    table = pipeline.table(*pipeline.sizes_or(args.stages, 2 * args.stages))
+    found = simulate(table)
+    print(draw_text(table))
+    work = ", ".join(("forward 1", "backward 2") if table.phases == 2 else ("F 1", "B 1", "W 1"))
+    print(
+        f"\n{table.name}: {table.stages} stages, {table.microbatches} micro-batches, {table.chunks} chunk(s), "
+        f"{found.ticks} ticks\n"
+        f"bubble {found.bubble:.3f} of each stage's time ({work}), every stage on its own clock\n"
+        f"bubble {found.lockstep_bubble:.3f} where stages wait for one another in each phase (layers split over "
+        "devices as well)\n"
+        f"peak activations, in micro-batches{' x chunks' if table.chunks > 1 else ''}, by stage: "
+        f"{', '.join(map(str, found.stash))}"
+    )
+    if args.csv is not None:
+        Path(args.csv).write_text(to_csv(table))
+    if args.plot is not None:
+        draw_figure(table).savefig(args.plot)
+    return 0
+
+
 def _load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
     """The settings in a gin file, or a run's own `config.gin`, with what the command line changes."""
     from jaxscale import config as gin_config
@@ -224,9 +279,10 @@ def _load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tr
             print(f"jaxscale: warning: nothing reads the binding {name}", file=sys.stderr)
     else:
         raise ConfigError("name a gin file, as experiments/demo.gin, or a run (explain RUN, train --resume RUN)")
-    if args.mesh is not None:
+    given = {name: getattr(args, name) for name in ("mesh", "pipeline") if getattr(args, name) is not None}
+    if given:
         layout = settings.layout if settings.layout is not None else Layout()
-        settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, mesh=args.mesh))
+        settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, **given))
     return settings
 
 

@@ -334,3 +334,37 @@ def test_a_second_interrupt_is_no_traceback(run, gin, monkeypatch):
 
     monkeypatch.setattr("jaxscale.cli._train", impatient)
     assert run("train", gin) == (130, "", "jaxscale: interrupted\n")
+
+
+# --- schedules
+
+
+def test_a_schedule_is_drawn_with_what_it_costs(run, tmp_path):
+    code, out, _ = run("schedule", "1f1b", "--stages", 2, "--microbatches", 4, "--csv", "t.csv", "--plot", "t.png")
+    assert code == 0
+    assert out.splitlines()[:2] == ["stage 0  F0 F1 .  B0 F2 B1 F3 B2 .  B3", "stage 1  .  F0 B0 F1 B1 F2 B2 F3 B3 ."]
+    assert "bubble 0.200" in out and "bubble 0.478" in out and "by stage: 2, 1" in out
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert run("schedule", "t.csv")[1].splitlines()[:2] == out.splitlines()[:2]
+
+
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        (["1f1bb"], ["'1f1bb'", "did you mean '1f1b'"]),
+        (["gpipe", "--stages", "0"], ["--stages 0", "at least 1"]),
+        (["interleaved", "--microbatches", "6"], ["groups of 4", "the nearest is 8"]),
+        (["gone.csv"], ["gone.csv", "cannot be read"]),
+    ],
+    ids=["name", "stages", "micro-batches", "file"],
+)
+def test_a_schedule_that_is_none_is_one_sentence(run, argv, words):
+    code, _, err = run("schedule", *argv)
+    assert code == 2 and err.count("\n") == 1 and all(w in err for w in words)
+
+
+def test_the_command_line_sets_mesh_and_schedule(run, transformer_gin):
+    flags = ["--mesh", "pipeline=2,data=2", "--pipeline", "gpipe:2", "--gin.Transformer.depth=2"]
+    code, out, _ = run("explain", transformer_gin, *flags)
+    assert code == 0
+    assert "(fsdp_tensor, gpipe)" in out and "schedule gpipe, 2 stages, 2 micro-batches" in " ".join(out.split())

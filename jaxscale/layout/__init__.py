@@ -7,8 +7,11 @@ from jaxscale.layout.draw import blocks_of, draw
 from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, say_once, why_no_host_memory
 from jaxscale.layout.layout import Layout, constrain, current, in_use
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
+from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import PRESETS, Rules, preset
-from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, named, shardings_of
+from jaxscale.layout.schedules import SCHEDULES
+from jaxscale.layout.table import Simulation, Table, simulate
+from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, named, path_name, shardings_of
 from jaxscale.layout.unnamed import Inferred, fitting_layout, infer_names
 
 __all__ = [
@@ -20,9 +23,13 @@ __all__ = [
     "PRESETS",
     "Inferred",
     "STACKED",
+    "SCHEDULES",
     "Layout",
     "Move",
+    "Pipeline",
     "Rules",
+    "Simulation",
+    "Table",
     "TensorInfo",
     "TensorRow",
     "abstract",
@@ -40,10 +47,12 @@ __all__ = [
     "make_mesh",
     "named",
     "parse_mesh",
+    "path_name",
     "preset",
     "rebox",
     "say_once",
     "shardings_of",
+    "simulate",
     "simulate_devices",
     "why_no_host_memory",
 ]

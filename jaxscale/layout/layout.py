@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxscale.config import register
 from jaxscale.errors import LayoutError
 from jaxscale.layout.axes import AXES, MESH_AXES, check_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
+from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import Kind, Rules, preset
 
 # The layout in force. A user context is part of the key under which JAX caches traces: in a global or a context
@@ -41,23 +42,23 @@ class Layout:
       mesh: sizes by mesh axis, as `"data=2,fsdp=2,tensor=2"`; one may be -1 (the rest of the devices).
       rules: a preset's name (see `jaxscale.layout.PRESETS`) or a `Rules`.
       sequence_sharded: with a preset, split the residual stream's sequence over `tensor` too.
+      pipeline: the schedule of a mesh with a `pipeline` axis, as "1f1b:8" or a `Pipeline`; `None` is `Pipeline()`.
 
     Raises:
-      LayoutError: an unknown mesh axis, rule preset or logical axis (when built); too few devices (when used).
+      LayoutError: an unknown mesh axis, rule preset, logical axis or schedule (when built); too few devices (when
+        used).
     """
 
     mesh: str = "data=-1"
     rules: str | Rules = "fsdp_tensor"
     sequence_sharded: bool = False
+    pipeline: str | Pipeline | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, str):
             raise LayoutError(f"a mesh is written as text, such as 'data=2,tensor=4', not {self.mesh!r}")
-        if parse_mesh(self.mesh).get("pipeline", 1) != 1:
-            raise LayoutError(
-                f"mesh '{self.mesh}' has a pipeline axis, and this version has no pipeline schedules to run on it; "
-                "use data, fsdp, tensor, context or expert"
-            )
+        parse_mesh(self.mesh)
+        Pipeline.of(self.pipeline)
         if isinstance(self.rules, str):
             preset(self.rules)
         elif self.sequence_sharded:
@@ -72,6 +73,16 @@ class Layout:
         if isinstance(self.rules, Rules):
             return self.rules
         return preset(self.rules, sequence_sharded=self.sequence_sharded)
+
+    @functools.cached_property
+    def schedule(self) -> Pipeline:
+        """The pipeline's schedule, a short form read."""
+        return Pipeline.of(self.pipeline)
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are; 1 is none."""
+        return self.sizes["pipeline"]
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -126,15 +137,26 @@ class Layout:
         return math.prod(self.sizes[m] for m in self.resolved_rules.target(kind, axis))
 
     def spec(
-        self, axes: Sequence[str | None], shape: Sequence[int] | None = None, *, kind: Kind = "params", name: str = ""
+        self,
+        axes: Sequence[str | None],
+        shape: Sequence[int] | None = None,
+        *,
+        kind: Kind = "params",
+        name: str = "",
+        manual: Collection[str] = (),
     ) -> PartitionSpec:
         """The partition spec of a tensor from the names of its dimensions.
+
+        A stack of layers that cannot lie on a pipeline stage after stage, because the stages do not divide it or hold
+        several chunks each, is cut along its first other dimension that divides instead; each step then brings every
+        layer to its stage.
 
         Args:
           axes: a logical axis (or `None`) per dimension.
           shape: the dimensions' sizes; when given, divisibility is checked.
           kind: which of the four maps to read.
           name: the tensor's name, for errors.
+          manual: mesh axes that a `shard_map` around us cuts already; `shape` is of what it left.
 
         Raises:
           LayoutError: an unknown name, two dimensions on one mesh axis, or a dimension that does not divide.
@@ -143,13 +165,8 @@ class Layout:
         if shape is not None and len(axes) != len(shape):
             raise LayoutError(f"{what} has {len(shape)} dimensions and {len(axes)} names; give one name per dimension")
         parts: list[Any] = []
-        used: dict[str, str] = {}
-        for i, axis in enumerate(axes):
-            if axis is None:
-                parts.append(None)
-                continue
-            check_axis(axis, what)
-            target = tuple(m for m in self.resolved_rules.target(kind, axis) if self.sizes[m] > 1)
+        used: dict[str, str | None] = {}
+        for i, (axis, target) in enumerate(zip(axes, self._targets(axes, shape, kind, what, manual), strict=True)):
             for m in target:
                 if m in used:
                     raise LayoutError(
@@ -157,11 +174,40 @@ class Layout:
                         f"map one of them to another axis or to None"
                     )
                 used[m] = axis
-            pieces = math.prod(self.sizes[m] for m in target)
-            if shape is not None and shape[i] % pieces:
+            pieces = self._pieces(target)
+            if shape is not None and axis is not None and shape[i] % pieces:
                 raise LayoutError(f"{what}: {self._indivisible(axis, shape[i], target, pieces, kind)}")
             parts.append(target[0] if len(target) == 1 else target or None)
         return PartitionSpec(*parts)
+
+    def _targets(
+        self,
+        axes: Sequence[str | None],
+        shape: Sequence[int] | None,
+        kind: Kind,
+        what: str,
+        manual: Collection[str],
+    ) -> list[tuple[str, ...]]:
+        """The mesh axes that cut each dimension."""
+        targets: list[tuple[str, ...]] = []
+        for axis in axes:
+            if axis is not None:
+                check_axis(axis, what)
+            over = () if axis is None else self.resolved_rules.target(kind, axis)
+            targets.append(tuple(m for m in over if self.sizes[m] > 1 and m not in manual))
+        if shape is None or "layers" not in axes or "pipeline" not in targets[axes.index("layers")]:
+            return targets
+        at = axes.index("layers")
+        if self.schedule.chunks_per_stage == 1 and shape[at] % self._pieces(targets[at]) == 0:
+            return targets
+        for i, size in enumerate(shape):
+            if i != at and size % self._pieces((*targets[i], *targets[at])) == 0:
+                targets[i], targets[at] = (*targets[i], *targets[at]), ()
+                break
+        return targets
+
+    def _pieces(self, target: Sequence[str]) -> int:
+        return math.prod(self.sizes[m] for m in target)
 
     def _indivisible(self, axis: str, size: int, target: tuple[str, ...], pieces: int, kind: Kind) -> str:
         below, above = size // pieces * pieces, -(-size // pieces) * pieces
@@ -188,7 +234,9 @@ class Layout:
     def __str__(self) -> str:
         named = ",".join(f"{a}={self.sizes[a]}" for a in MESH_AXES if self.sizes[a] > 1) or "one device"
         rules = self.rules if isinstance(self.rules, str) else "own rules"
-        return f"{named} ({rules}{', sequence-sharded' if self.sequence_sharded else ''})"
+        more = [", sequence-sharded"] if self.sequence_sharded else []
+        more += [f", {self.schedule.name}"] if self.stages > 1 else []
+        return f"{named} ({rules}{''.join(more)})"
 
 
 _NOUN = {"activations": "the activation", "params": "the parameter", "grads": "the gradient", "opt_state": "the state"}
@@ -213,7 +261,8 @@ def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> ja
             if a is not None and a not in AXES:
                 check_axis(a, f"constrain(..., {', '.join(map(repr, axes))})")
         return x
-    spec = layout.spec(axes, x.shape, kind=kind, name=_NOUN[kind])
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # of a shard_map around us, which has cut those
+    spec = layout.spec(axes, x.shape, kind=kind, name=_NOUN[kind], manual=manual)
     return jax.lax.with_sharding_constraint(x, spec)  # of the mesh in scope, which need not be of real devices
 
 

@@ -78,8 +78,13 @@ _BATCH: dict[str, Target] = {
     "expert_seq": "context",
 }
 # Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
-_TENSOR: dict[str, Target] = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "expert_mlp"), "tensor")
+_TENSOR: dict[str, Target] = {
+    **dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp"), "tensor"),
+    "vocab": ("pipeline", "tensor"),
+}
 _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
+# The vocabulary's two ends are every stage's work, not the first's and the last's.
+_ENDS: dict[str, Target] = {"vocab": "pipeline"}
 # Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
 # (`expert` splits experts; it is no replica of those.)
 _WIDTHS = ("embed", "norm", "expert_embed")
@@ -94,7 +99,7 @@ _FOLDED: dict[str, Target] = {"experts": ("expert", "context", "tensor"), "exper
 
 
 def _replicated() -> Rules:
-    return Rules(activations=_BATCH)
+    return Rules(params={**_ENDS, "layers": "pipeline"}, activations={**_BATCH, **_ENDS})
 
 
 def _zero1() -> Rules:
@@ -108,7 +113,7 @@ def _hierarchical() -> Rules:
 
 
 def _fsdp() -> Rules:
-    return Rules(params={**_FSDP, **_EXPERT}, activations={**_BATCH, "experts": "expert"})
+    return Rules(params={**_FSDP, **_ENDS, **_EXPERT}, activations={**_BATCH, **_ENDS, "experts": "expert"})
 
 
 def _tensor() -> Rules:

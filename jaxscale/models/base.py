@@ -55,9 +55,11 @@ def order_of(model: Model, seq_len: int) -> Int[np.ndarray, "s"] | None:
 
 
 def arrange(tree: Any, order: Int[np.ndarray, "s"]) -> Any:
-    """Every array of `tree`, (B, S) or (B, S, E), with its columns in this order."""
+    """Every array of `tree`, (B, S) or (B, S, E), with its columns in this order; one of rows (B,) has none."""
 
     def one(x: Array) -> Array:
+        if x.ndim < 2:
+            return x
         return constrain(jnp.take(x, order, axis=1), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
 
     return jax.tree.map(one, tree)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jaxscale.nn import (
     FeedForward,
     MemoryPolicy,
     MixtureOfExperts,
+    Part,
     RMSNorm,
     Rotary,
     Run,
@@ -391,11 +392,12 @@ class Transformer(nnx.Module):
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         key: Array | None = None,
+        rows: Int[Array, " b"] | None = None,
         arranged: bool = False,
     ) -> Float[Array, "b s e"]:
         """The final hidden states, normalised; arguments as `hidden_and_stats`."""
-        given: dict[str, Any] = dict(positions=positions, segment_ids=segment_ids, key=key, arranged=arranged)
-        return self.hidden_and_stats(tokens, **given)[0]
+        given: dict[str, Any] = dict(positions=positions, segment_ids=segment_ids, key=key, rows=rows)
+        return self.hidden_and_stats(tokens, arranged=arranged, **given)[0]
 
     def hidden_and_stats(
         self,
@@ -404,6 +406,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         key: Array | None = None,
+        rows: Int[Array, " b"] | None = None,
         arranged: bool = False,
     ) -> tuple[Float[Array, "b s e"], Stats]:
         """The final hidden states, normalised, and what the layers report (nothing, without experts).
@@ -413,32 +416,65 @@ class Transformer(nnx.Module):
           positions: each token's place in its document; from the start of the row by default.
           segment_ids: each token's document within the row (packing); 0 is padding.
           key: randomness for dropout; `None` while evaluating.
+          rows: each row's number in the step's batch; in order by default.
           arranged: columns stand in the order of `order` already, and stay so; else the natural one comes in and goes
             out.
         """
-        c = self.config
         order = self.order(tokens.shape[1])
         if order is not None and not arranged:
             tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
-        natural = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
-        place = natural[None] if positions is None else positions
+        told: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
+        context = self.context(tokens.shape[1], positions=positions, order=order, **told)
+        x, stats = self.layers(self.begin(tokens, positions, order), context)
+        x = self.finish(x)
+        return (x if order is None or arranged else arrange(x, np.argsort(order))), stats
+
+    # The steps of `hidden`, which a pipeline takes one by one.
+
+    def begin(
+        self,
+        tokens: Int[Array, "b s"],
+        positions: Int[Array, "b s"] | None = None,
+        order: Int[np.ndarray, "s"] | None = None,
+    ) -> Any:
+        """What the first layer is given; columns stand in the order of `order`."""
+        c = self.config
         x = self.embed(tokens)
         if c.embed_scale is not None:
             x = x * jnp.asarray(c.embed_scale, x.dtype)
         if self.positions is not None:
             _check_length(c, tokens.shape[1])
-            x = x + self.positions(jnp.broadcast_to(place, tokens.shape))
+            x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions, order), tokens.shape))
+        return c.stack.enter(x)
+
+    def context(
+        self,
+        seq: int,
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        order: Int[np.ndarray, "s"] | None = None,
+        **told: Any,
+    ) -> Context:
+        """What every layer is told: the arguments of `hidden`, for rows of `seq` tokens in the order of `order`."""
+        c = self.config
         kinds = (_rotary(c.positions), c.local_positions)
+        place = _place(seq, positions, order)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
-        columns = None if order is None else natural
-        context = Context(positions=positions, segment_ids=segment_ids, rotary=rotary, key=key, order=columns)
-        dtype, x = x.dtype, c.stack.enter(x)
+        columns = None if order is None else jnp.asarray(order, jnp.int32)
+        return Context(positions=positions, rotary=rotary, order=columns, **told)
+
+    def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
+        """All runs, or of each the part that these parameters are; and what their layers report."""
         found = []
-        for run in self.runs:
-            x, stats = run(x, context)
+        for run, part in zip(self.runs, parts or [None] * len(self.runs), strict=True):
+            x, stats = run(x, context, part)
             found.append(stats)
-        x = constrain(self.norm(c.stack.leave(x, dtype)), "batch", "seq", "embed")
-        return (x if order is None or arranged else arrange(x, np.argsort(order))), total(found)
+        return x, total(found)
+
+    def finish(self, x: Any) -> Float[Array, "b s e"]:
+        """The final hidden states, normalised, from what the last layer returns."""
+        x = self.config.stack.leave(x, jnp.dtype(self.config.dtype))
+        return constrain(self.norm(x), "batch", "seq", "embed")
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """The natural place of each column, in the order in which layers want them under the layout in force.
@@ -505,6 +541,12 @@ def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...]
             )
         )
     return blocks
+
+
+def _place(seq: int, positions: Array | None, order: np.ndarray | None) -> Array:
+    if positions is not None:
+        return positions
+    return jnp.asarray(np.arange(seq) if order is None else order, jnp.int32)[None]
 
 
 def _rotary(positions: Rotary | Learned | None) -> Rotary | None:

@@ -15,7 +15,7 @@ from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
 from jaxscale.nn.routers import ExpertChoiceRouter, Router, SigmoidRouter, SoftmaxRouter
-from jaxscale.nn.stack import Run
+from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Llama3Scaling",
     "MemoryPolicy",
     "MixtureOfExperts",
+    "Part",
     "NTKScaling",
     "RMSNorm",
     "ReversibleRun",

@@ -85,7 +85,7 @@ class Block(nnx.Module):
 
     def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
         key = None if context.key is None else jax.random.split(context.key)[sub_layer]
-        return dropout(_cut(y), self.dropout, key, context.order)
+        return dropout(_cut(y), self.dropout, key, context.rows, context.order)
 
 
 def _for(layer: nnx.Module, h: Array) -> Array:

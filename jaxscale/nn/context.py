@@ -24,6 +24,7 @@ class Context:
       rotary: cosine and sine tables by `Rotary`.
       key: randomness of this pass (dropout), or `None` for none.
       order: each column's natural place in the row, int32, where an attention wants another order than that.
+      rows: each row's number in the step's batch, int32, of which these may be some; `None` is all of them in order.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -33,6 +34,7 @@ class Context:
     )
     key: Array | None = None
     order: Int[Array, "s"] | None = None
+    rows: Int[Array, " b"] | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
         """The same for one layer, with a key of its own."""
@@ -42,33 +44,40 @@ class Context:
 
     def arrays(self) -> tuple[Any, ...]:
         """Everything here that may be traced, as a tree of arrays."""
-        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key, self.order
+        return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key, self.rows, self.order
 
     def holding(self, arrays: tuple[Any, ...]) -> Context:
         """The same with other arrays, in the form of `arrays()`."""
-        positions, segment_ids, tables, key, order = arrays
-        return Context(positions, segment_ids, dict(zip(self.rotary, tables, strict=True)), key, order)
+        positions, segment_ids, tables, key, rows, order = arrays
+        tables = dict(zip(self.rotary, tables, strict=True))
+        return Context(positions, segment_ids, tables, key, rows=rows, order=order)
 
 
 def dropout(
-    x: Float[Array, "b s e"], rate: float, key: Array | None, order: Int[Array, "s"] | None = None
+    x: Float[Array, "b s e"],
+    rate: float,
+    key: Array | None,
+    rows: Int[Array, " b"] | None = None,
+    order: Int[Array, "s"] | None = None,
 ) -> Float[Array, "b s e"]:
     """Zeroes elements with probability `rate` and scales the rest (Srivastava et al. 2014); no key, no dropout.
 
-    The bits depend on the key, the global shape and each column's natural place alone, not on the layout.
+    The bits of a token depend on the key, its row's number in the batch, its natural place and the width alone: not on
+    the layout, nor on the micro-batches in which the batch is worked off.
 
     Args:
       x: activations.
       rate: the probability.
       key: of this sub-layer.
-      order: as in `Context`.
+      rows, order: as in `Context`.
     """
     if key is None or rate == 0.0:
         return x
     b, s, e = x.shape
-    # A key for each place: to draw in the natural order and arrange the bits would move them between devices.
-    places = jnp.arange(s, dtype=jnp.int32) if order is None else order
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
-    keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (b, e)), out_axes=1)(keys)
+    # A key for each token: to draw in the natural order and arrange the bits would move them between devices.
+    each = jax.vmap(jax.random.fold_in, (None, 0))
+    keys = each(key, jnp.arange(b, dtype=jnp.int32) if rows is None else rows)
+    keys = jax.vmap(each, (0, None))(keys, jnp.arange(s, dtype=jnp.int32) if order is None else order)
+    keep = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (e,))))(keys)
     keep = constrain(keep, "batch", "residual_seq", "embed")
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

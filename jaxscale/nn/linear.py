@@ -14,12 +14,12 @@ from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, in_use, named
 from jaxscale.parallel import gather_matmul, matmul_scatter, why_no_overlap
+from jaxscale.parallel.deferred import Deferred, Use, at_once
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def project(
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."],
+    kernel: Float[Array, "..."] | Deferred,
     axes: tuple[str, ...],
     contracted: tuple[int, ...],
     dtype: Any,
@@ -34,7 +34,7 @@ def project(
 
     Args:
       x: activations.
-      kernel: the parameter, in the type it is kept in.
+      kernel: the parameter, in the type it is kept in; `Deferred`, its gradient is left for later.
       axes: logical axis per dimension of `kernel`.
       contracted: dimensions of `kernel` that are summed over, all leading or all trailing.
       dtype: of the multiplication's inputs.
@@ -43,6 +43,13 @@ def project(
     Returns:
       the remaining dimensions of `x`, then those of `kernel`.
     """
+    if isinstance(kernel, Deferred):
+        return _project_deferred(x, kernel, axes, contracted, dtype, out_dtype)
+    return _project(x, kernel, axes, contracted, dtype, out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _project(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
     return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)[0]
 
 
@@ -56,17 +63,63 @@ def _project_fwd(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore
 
 def _project_bwd(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
     x, kernel = residuals
-    dy = dy.astype(dtype)
+    dx = _input_gradient(x, kernel, dy, axes, contracted, dtype)
+    return dx, kernel_gradient(x, dy, axes, contracted, dtype, kernel.dtype)
+
+
+_project.defvjp(_project_fwd, _project_bwd)
+
+
+def _input_gradient(x, kernel, dy, axes, contracted, dtype):  # type: ignore[no-untyped-def]
     rest = tuple(i for i in range(kernel.ndim) if i not in contracted)
     dims = _last(dy, len(rest)), rest
-    dx = jax.lax.dot_general(dy, in_use(kernel, axes, dtype), (dims, ((), ())), preferred_element_type=x.dtype)
+    weight = in_use(kernel, axes, dtype)
+    return jax.lax.dot_general(dy.astype(dtype), weight, (dims, ((), ())), preferred_element_type=x.dtype)
+
+
+def kernel_gradient(
+    x: Float[Array, "..."],
+    dy: Float[Array, "..."],
+    axes: tuple[str, ...],
+    contracted: tuple[int, ...],
+    dtype: Any,
+    kernel_dtype: Any,
+) -> Float[Array, "..."]:
+    """The gradient of `project`'s kernel, from its input and its output's cotangent."""
+    x, dy = x.astype(dtype), dy.astype(dtype)
     batch = tuple(range(x.ndim - len(contracted)))
-    left, right = (x.astype(dtype), dy) if contracted[0] == 0 else (dy, x.astype(dtype))
-    dkernel = jax.lax.dot_general(left, right, ((batch, batch), ((), ())), preferred_element_type=kernel.dtype)
-    return dx, constrain(dkernel, *axes, kind="grads")
+    left, right = (x, dy) if contracted[0] == 0 else (dy, x)
+    dkernel = jax.lax.dot_general(left, right, ((batch, batch), ((), ())), preferred_element_type=kernel_dtype)
+    return constrain(dkernel, *axes, kind="grads")
 
 
-project.defvjp(_project_fwd, _project_bwd)
+def _project_deferred(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
+    how = axes, contracted, dtype
+    if kernel.dy is not None:
+        return _project_put_off(x, kernel.kernel, kernel.x, kernel.dy, *how, out_dtype, kernel.x is not None)
+    y = _project(x, kernel.kernel, *how, out_dtype)
+    taken = tuple(a for i, a in enumerate(axes) if i in contracted)
+    given = tuple(a for i, a in enumerate(axes) if i not in contracted)
+    gradient = partial(kernel_gradient, axes=axes, contracted=contracted, dtype=dtype, kernel_dtype=kernel.kernel.dtype)
+    kernel.uses.found.append(Use(x, y, taken, given, gradient))
+    return y
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def _project_put_off(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
+    return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)[0]
+
+
+def _put_off_fwd(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
+    return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)
+
+
+def _put_off_bwd(axes, contracted, dtype, out_dtype, keep, residuals, dy):  # type: ignore[no-untyped-def]
+    x, kernel = residuals
+    return _input_gradient(x, kernel, dy, axes, contracted, dtype), None, x if keep else None, dy
+
+
+_project_put_off.defvjp(_put_off_fwd, _put_off_bwd)
 
 
 def _last(x: Array, n: int) -> tuple[int, ...]:
@@ -138,7 +191,7 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
       LayoutError: `overlap`, and the layout cuts `tensor` but not so that there is a ring.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
-        kernels, axes = tuple(m.kernel.get_value() for m in linears), tuple(m.axes for m in linears)
+        kernels, axes = tuple(at_once(m.kernel.get_value()) for m in linears), tuple(m.axes for m in linears)
         return [m.biased(y) for m, y in zip(linears, gather_matmul(x, kernels, axes, linears[0].dtype), strict=True)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
@@ -147,7 +200,7 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
 def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False) -> Float[Array, "b s e"]:
     """What `linear` makes of a hidden activation for the residual stream; arguments as `into`."""
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
-        return linear.biased(matmul_scatter(h, linear.kernel.get_value(), linear.axes, linear.dtype))
+        return linear.biased(matmul_scatter(h, at_once(linear.kernel.get_value()), linear.axes, linear.dtype))
     return linear(h)
 
 

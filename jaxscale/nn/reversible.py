@@ -13,8 +13,8 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
-from jaxscale.nn.stack import Run
-from jaxscale.nn.stats import Stats, over_layers, total
+from jaxscale.nn.stack import Part, Run, chosen
+from jaxscale.nn.stats import Stats, none_of, over_layers, total
 
 Streams = tuple[Float[Array, "b s e"], Float[Array, "b s e"]]
 
@@ -54,25 +54,26 @@ class ReversibleRun(Run):
         """Their mean, in the model's type."""
         return ((x[0] + x[1]) / 2).astype(dtype)
 
-    def __call__(self, x: Any, context: Context) -> tuple[Any, Stats]:
+    def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
         graphs, params = zip(*((g, nnx.to_pure_dict(p)) for g, p in map(nnx.split, self.blocks)), strict=True)
-        at = jnp.arange(self.repeats)
-        unroll = 1 if self.scan else self.repeats
+        part = Part(jnp.arange(self.repeats)) if part is None else part
+        unroll = 1 if self.scan else part.at.shape[0]
 
         def told(arrays: Any, i: Array, j: int) -> Context:
             return context.holding(arrays).at(self.first + i * len(graphs) + j)
 
         def forward(params: Any, x: Streams, arrays: Any) -> tuple[Streams, Stats]:
             def group(x: Streams, layer: Any) -> tuple[Streams, Stats]:
-                (params, i), found = layer, []
+                (params, (i, real)), found = layer, []
+                before = x
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
                     a = x[0] + block.attend(x[1], told(arrays, i, j))
                     y, stats = block.feed(a, told(arrays, i, j))
                     x = a, x[1] + y
                     found.append(stats)
-                return x, total(found)
+                return chosen(real, (x, total(found)), (before, none_of(total(found))))
 
-            x, stats = jax.lax.scan(group, x, (params, at), unroll=unroll)
+            x, stats = jax.lax.scan(group, x, (params, part), unroll=unroll)
             return x, over_layers(stats)
 
         def keep_the_end(params: Any, x: Streams, arrays: Any) -> tuple[tuple[Streams, Stats], Any]:
@@ -83,14 +84,16 @@ class ReversibleRun(Run):
             (params, x, arrays), (dx, dstats) = kept, cotangents
 
             def group(carry: tuple[Streams, Streams], layer: Any) -> tuple[tuple[Streams, Streams], Any]:
-                params, i = layer
+                params, (i, real) = layer
                 grads: list[Any] = []
+                after = carry
                 for j in reversed(range(len(graphs))):
                     carry, dparams = _undo(graphs[j], params[j], *carry, dstats, told(arrays, i, j))
                     grads.insert(0, dparams)
-                return carry, tuple(grads)
+                none = jax.tree.map(jnp.zeros_like, tuple(grads))
+                return chosen(real, carry, after), chosen(real, tuple(grads), none)
 
-            (_, dx), grads = jax.lax.scan(group, (x, dx), (params, at), reverse=True, unroll=unroll)
+            (_, dx), grads = jax.lax.scan(group, (x, dx), (params, part), reverse=True, unroll=unroll)
             return grads, dx, None
 
         run = jax.custom_vjp(forward)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
-from jaxscale.nn.stats import Stats, over_layers, total
+from jaxscale.nn.stats import Stats, none_of, over_layers, total
 
 _NONE = POLICIES["none"]
+
+
+class Part(NamedTuple):
+    """Some copies of a run's group, of which a pipeline's stage holds n.
+
+    Args:
+      at: the number of each among the run's, int32 (n,).
+      real: which of them are there, the rest being padding to pass over, bool (n,); `None` is all.
+    """
+
+    at: Int[Array, " n"]
+    real: Bool[Array, " n"] | None = None
 
 
 @register
@@ -61,23 +73,34 @@ class Run(nnx.Module):
         """The hidden states, from what the last run returns."""
         return x
 
-    def __call__(self, x: Any, context: Context) -> tuple[Any, Stats]:
-        """Applies every layer, to what `enter` or the run before returned; sums what they report."""
+    def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
+        """Applies every layer, to what `enter` or the run before returned; sums what they report.
 
-        def group(x: Array, slice_: tuple[list[Block], Array]) -> tuple[Array, Stats]:
-            (blocks, i), found = slice_, []
+        Args:
+          part: which copies of the group these parameters are, when they are not all.
+        """
+
+        def group(x: Array, slice_: tuple[list[Block], Part]) -> tuple[Array, Stats]:
+            (blocks, (i, real)), found = slice_, []
+            before = x
             for j, block in enumerate(blocks):
                 x, stats = block(x, context.at(self.first + i * len(blocks) + j))
                 found.append(stats)
-            return x, total(found)
+            return chosen(real, (x, total(found)), (before, none_of(total(found))))
 
         group = self.memory.checkpoint(group, prevent_cse=not self.scan)
-        stacked = (list(self.blocks), jnp.arange(self.repeats))
+        part = Part(jnp.arange(self.repeats)) if part is None else part
+        stacked = (list(self.blocks), part)
         if self.scan:
             x, stats = jax.lax.scan(group, x, stacked)
             return x, over_layers(stats)
         found = []
-        for i in range(self.repeats):
+        for i in range(part.at.shape[0]):
             x, stats = group(x, jax.tree.map(lambda a, i=i: a[i], stacked))
             found.append(stats)
         return x, total(found)
+
+
+def chosen(real: Bool[Array, ""] | None, x: Any, before: Any) -> Any:
+    """What a copy made of its input, or of one that is padding, the input."""
+    return x if real is None else jax.tree.map(lambda a, b: jnp.where(real, a, b), x, before)

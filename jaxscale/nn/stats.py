@@ -24,6 +24,11 @@ def total(parts: Iterable[Stats]) -> Stats:
     return out
 
 
+def none_of(stats: Stats) -> Stats:
+    """Zeros by those names: what a layer that is passed over reports."""
+    return jax.tree.map(jnp.zeros_like, stats)
+
+
 def over_layers(stacked: dict[str, Float[Array, " l"]]) -> Stats:
     """The sum of what a scan returned of each layer."""
     return jax.tree.map(lambda v: jnp.sum(v, axis=0), stacked)

@@ -3,9 +3,10 @@
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
+from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
 from jaxscale.parallel.experts import Capacity, Choices, Slots, Weights, expert_mlp, wire_rows
 from jaxscale.parallel.reductions import sharded_logsumexp
-from jaxscale.parallel.sharded import sharded_op
+from jaxscale.parallel.sharded import cut_already, sharded_op
 
 __all__ = [
     "Capacity",
@@ -13,12 +14,16 @@ __all__ = [
     "Slots",
     "Weights",
     "expert_mlp",
+    "cut_already",
     "gather_matmul",
+    "logsumexp_over",
     "matmul_scatter",
+    "share_over",
     "sharded_cross_entropy",
     "sharded_logsumexp",
     "sharded_lookup",
     "sharded_op",
+    "sum_over",
     "why_no_overlap",
     "wire_rows",
 ]

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current, in_use
+from jaxscale.parallel.ends import axis_size, rows_from_ours
 from jaxscale.parallel.reductions import gather_together, sum_to
-from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
+from jaxscale.parallel.sharded import cut_already, cut_over, sharded_op, where_gradients_go
 from pallas_kernels.cut_cross_entropy import NAMES, Logits, Merged, Parts, checked, gradients, merge, parts
 
 _X, _W, _TOKENS = ("batch", "seq", "embed"), ("vocab", "embed"), ("batch", "seq")
@@ -40,7 +41,8 @@ def sharded_cross_entropy(
     that split the vocabulary (12 bytes of each shard per token, 16 with label smoothing) merges them. Backwards, x's
     cotangent is summed over those axes in x's type, and w's over the axes that split tokens in w's own, straight to
     where the rules for gradients say. A w split along `embed` (FSDP) is cast to x's type first and gathered second,
-    forward and backward. Without a layout this is `linear_cross_entropy`.
+    forward and backward. Inside a `shard_map` that cuts the vocabulary already, w is this device's rows; x and the loss
+    are what all devices hold. Without a layout this is `linear_cross_entropy`.
 
     Args:
       x: final hidden states, named ("batch", "seq", "embed").
@@ -53,10 +55,9 @@ def sharded_cross_entropy(
       float32 (B, S), or that and the log-sum-exp.
 
     Raises:
-      LayoutError: a dimension that does not divide, or the vocabulary is cut by a `shard_map` around this.
+      LayoutError: a dimension that does not divide.
       KernelError: as `linear_cross_entropy`.
     """
-    _refuse_a_cut_vocabulary()
     given = checked(
         "sharded_cross_entropy",
         x,
@@ -71,20 +72,10 @@ def sharded_cross_entropy(
         w_layout="ve",
     )
     _check_sizes(given.x, given.w)
-    merged = _reduce(given.x, given.w, given.terms.rows(given.targets), _How(given.logits, implementation))
-    loss = given.terms.losses(merged, given.targets, given.weights)
+    terms = dataclasses.replace(given.terms, vocabulary=given.w.shape[0] * axis_size(cut_already("vocab")))
+    merged = _reduce(given.x, given.w, terms.rows(given.targets), _How(given.logits, implementation))
+    loss = terms.losses(merged, given.targets, given.weights)
     return (loss, merged.lse) if return_lse else loss
-
-
-def _refuse_a_cut_vocabulary() -> None:
-    layout = current()
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    around = [] if layout is None else [a for a in layout.resolved_rules.target("activations", "vocab") if a in manual]
-    if around:
-        raise LayoutError(
-            f"sharded_cross_entropy was called inside a shard_map over '{around[0]}', which splits 'vocab'; call it "
-            "outside, or merge the parts of pallas_kernels.cut_cross_entropy there"
-        )
 
 
 def _check_sizes(x: Array, w: Array) -> None:
@@ -110,14 +101,15 @@ class _How:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _reduce(x: Array, w: Array, rows: Array, how: _How) -> Merged:
-    over = cut_over("vocab")
+    over, ours = _over(), cut_over("vocab")
 
     def local(x: Array, w: Array, rows: Array) -> Merged:
-        mine: Parts = parts(x, w, _from_ours(rows, w, over), how.logits, how.implementation)
+        mine: Parts = parts(x, w, rows_from_ours(rows, w.shape[0], ours), how.logits, how.implementation)
         return merge(gather_together(mine, over)) if over else mine.merged()
 
     names: Any = _TOKENS  # of each of the three
     out = Merged(names, names, names if how.logits.summed else None)
+    rows = rows_from_ours(rows, w.shape[0], cut_already("vocab"))
     return sharded_op(local, x, in_use(w, _W, x.dtype), rows, axes=(_X, _W, _TOKENS), out_axes=out, name=_NAME)
 
 
@@ -129,13 +121,13 @@ def _forward(x: Array, w: Array, rows: Array, how: _How) -> tuple[Merged, tuple[
 
 def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array, Array, None]:
     x, w, rows, lse = kept
-    over, tokens = cut_over("vocab"), cut_over("batch", "seq")
+    over, ours, tokens = _over(), cut_over("vocab"), cut_over("batch", "seq")
     # dw is whole along `embed` on every device: what sums it may as well split it, if that is where it goes.
     split = where_gradients_go(_W, tokens)
     leaves, structure = jax.tree.flatten(slopes)
 
     def local(x: Array, w: Array, rows: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
-        slopes, rows = jax.tree.unflatten(structure, leaves), _from_ours(rows, w, over)
+        slopes, rows = jax.tree.unflatten(structure, leaves), rows_from_ours(rows, w.shape[0], ours)
         dx, dw = gradients(x, w, rows, lse, slopes, how.logits, how.implementation, dw_dtype=kept[1].dtype)
         return lax.psum(dx, over) if over else dx, sum_to(dw, tokens, split, dim=1)
 
@@ -143,7 +135,7 @@ def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array
         local,
         x,
         in_use(w, _W, x.dtype),
-        rows,
+        rows_from_ours(rows, w.shape[0], cut_already("vocab")),
         lse,
         *leaves,
         axes=(_X, _W, *[_TOKENS] * (2 + len(leaves))),
@@ -158,6 +150,6 @@ _reduce.defvjp(_forward, _backward)
 _NAME = "the loss's operand"
 
 
-def _from_ours(rows: Array, w: Array, over: tuple[str, ...]) -> Array:
-    """Rows counted from the first of this device's."""
-    return rows - lax.axis_index(over) * w.shape[0] if over else rows
+def _over() -> tuple[str, ...]:
+    """The mesh axes that cut the vocabulary, those of a `shard_map` around us first, which cut it first."""
+    return (*cut_already("vocab"), *cut_over("vocab"))

@@ -11,8 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain, in_use
+from jaxscale.parallel.ends import axis_size, psum_float32, rows_from_ours
 from jaxscale.parallel.reductions import sum_to
-from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
+from jaxscale.parallel.sharded import cut_already, cut_over, sharded_op, where_gradients_go
 
 _TOKENS, _OUT = ("batch", "seq"), ("batch", "residual_seq", "embed")
 
@@ -27,7 +28,8 @@ def sharded_lookup(
     summed, straight into pieces where the residual stream is split along its sequence. A table split along `embed`
     (FSDP) is gathered first, since the batch wants the same devices. Backwards each device adds its tokens up in
     float32 and one reduce-scatter takes the sums to where the rules for gradients say; left to the partitioner that is
-    an all-reduce of the whole table.
+    an all-reduce of the whole table. Inside a `shard_map` that cuts the rows already, the table is this device's rows;
+    ids and the result are what all devices hold.
 
     Args:
       table: named (`axis`, "embed").
@@ -45,13 +47,13 @@ def sharded_lookup(
 
 
 def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
-    over, scattered = cut_over(axis), _scattered(axis)
+    already, over, scattered = cut_already(axis), cut_over(axis), _scattered(axis)
     rest = tuple(a for a in over if a not in scattered)
 
     def local(table: Array, ids: Array) -> Array:
-        if not over:
+        if not (already or over):
             return table[ids].astype(dtype)
-        rows = ids - lax.axis_index(over) * table.shape[0]
+        rows = rows_from_ours(ids, table.shape[0], over)
         mine = (rows >= 0) & (rows < table.shape[0])
         found = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0).astype(dtype)
         if scattered:
@@ -61,11 +63,12 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
     found = sharded_op(
         local,
         in_use(table, (axis, "embed"), dtype),
-        ids,
+        rows_from_ours(ids, table.shape[0], already),
         axes=((axis, "embed"), _TOKENS),
         out_axes=_OUT if scattered else ("batch", "seq", "embed"),
         name="the lookup's operand",
     )
+    found = psum_float32(found, already) if already else found
     return constrain(found, *_OUT), (table, ids)
 
 
@@ -75,8 +78,8 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
     split = where_gradients_go((axis, "embed"), tokens)
 
     def local(ids: Array, dx: Array) -> Array:
-        pieces = table.shape[0] // _size(over)
-        rows = ids - lax.axis_index(over) * pieces if over else ids
+        pieces = table.shape[0] // axis_size(over)
+        rows = rows_from_ours(ids, pieces, over)
         # what is not among this device's rows is dropped, before and after them alike
         rows = jnp.where(rows < 0, pieces, rows)
         zeros = jnp.zeros((pieces, dx.shape[-1]), jnp.promote_types(table.dtype, jnp.float32))
@@ -84,7 +87,7 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
 
     dtable = sharded_op(
         local,
-        ids,
+        rows_from_ours(ids, table.shape[0], cut_already(axis)),
         dx,
         axes=(_TOKENS, ("batch", "seq", "embed")),
         out_axes=(axis, "embed"),
@@ -102,11 +105,3 @@ def _scattered(axis: str) -> tuple[str, ...]:
     seq, residual, over = cut_over("seq"), cut_over("residual_seq"), cut_over(axis)
     inner = residual[len(seq) :]
     return inner if residual[: len(seq)] == seq and set(inner) <= set(over) else ()
-
-
-def _size(over: tuple[str, ...]) -> int:
-    sizes = jax.sharding.get_abstract_mesh().shape
-    out = 1
-    for a in over:
-        out *= sizes[a]
-    return out

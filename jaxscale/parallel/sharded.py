@@ -102,6 +102,20 @@ def where_gradients_go(axes: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[
     return split if same and set(split) <= set(tokens) else ()
 
 
+def cut_already(*axes: str) -> tuple[str, ...]:
+    """The mesh axes over which a `shard_map` around us has cut activations' dimensions of these names.
+
+    Raises:
+      LayoutError: no such name.
+    """
+    for axis in axes:
+        check_axis(axis, f"cut_already({axes})")
+    layout, (_, manual) = current(), free_and_manual()
+    if layout is None:
+        return ()
+    return tuple(m for a in axes for m in layout.resolved_rules.target("activations", a) if m in manual)
+
+
 def free_and_manual() -> tuple[set[str], set[str]]:
     """The mesh axes that cut anything and are the partitioner's, and those of a shard_map around us."""
     mesh = jax.sharding.get_abstract_mesh()

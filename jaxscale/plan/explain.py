@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.layout import TensorRow, describe
 from jaxscale.optim import check_state, state_infos
-from jaxscale.train import Run, TrainConfig, blueprint_of
+from jaxscale.train import Blueprint, Run, TrainConfig, blueprint_of, is_pipelined, pipelined
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,7 +22,7 @@ class Explanation:
       layout: the layout, in words.
       params: a row per parameter.
       state_bytes_per_device: of the optimizer's state, by the rules for it.
-      notes: what else to know of the state, such as what keeps 32 bits and why, a sentence each.
+      notes: what else to know, such as which state keeps 32 bits and why, or what stages cost, a sentence each.
     """
 
     layout: str
@@ -73,5 +73,11 @@ def explain(run: Run | TrainConfig) -> Explanation:
         "on one device" if config.layout is None else str(config.layout),
         tuple(describe(blueprint.infos, config.layout)),
         sum(r.bytes_per_device for r in state),
-        getattr(blueprint.tx, "notes", ()),
+        (*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)),
     )
+
+
+def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
+    if not is_pipelined(blueprint):
+        return ()
+    return pipelined(blueprint, config.loss, config.z_loss).notes(config.micro_batch)

@@ -68,6 +68,11 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
     layout = config.layout.on(topology_devices(topology))
+    if layout.stages > 1:
+        raise ConfigError(
+            f"{layout} has pipeline stages, whose stashes this arithmetic does not know; compile the step and read its "
+            "memory (jaxscale.plan.compile_step), or plan a mesh without pipeline"
+        )
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731

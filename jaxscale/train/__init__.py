@@ -4,6 +4,7 @@ from jaxscale.train.checkpoint import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.loop import fit
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
+from jaxscale.train.pipeline import is_pipelined, pipelined
 from jaxscale.train.prepare import blueprint_of, prepare
 from jaxscale.train.run import Run, read_config
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
@@ -22,10 +23,12 @@ __all__ = [
     "blueprint_of",
     "describe_model",
     "fit",
+    "is_pipelined",
     "jit_step",
     "make_loss_and_grads",
     "make_params",
     "make_step",
+    "pipelined",
     "prepare",
     "read_config",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,16 @@ from jaxtyping import Array, Float, Int
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn import head_logits
-from jaxscale.parallel import sharded_cross_entropy
+from jaxscale.parallel import cut_already, logsumexp_over, sharded_cross_entropy, share_over, sum_over
+from jaxscale.parallel.ends import axis_size, rows_from_ours
 
 
 class Loss(Protocol):
-    """How training makes each token's loss."""
+    """How training makes each token's loss.
+
+    One that works inside a `shard_map` which cuts the vocabulary (`jaxscale.parallel.ends`), as a pipeline's does, says
+    `of_cut_vocabulary = True`.
+    """
 
     def __call__(
         self,
@@ -39,6 +44,8 @@ class Loss(Protocol):
 class MaterialisedLoss:
     """Holds the B x S x V logits, float32, and their gradient: three matrix products, and the memory."""
 
+    of_cut_vocabulary: ClassVar[bool] = True
+
     def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
         return token_losses(hidden, weight, targets, softcap=softcap)
 
@@ -55,6 +62,7 @@ class CutLoss:
       filter, implementation: those of `jaxscale.parallel.sharded_cross_entropy`; filtered gradients are not exact.
     """
 
+    of_cut_vocabulary: ClassVar[bool] = True
     filter: float | None = None
     implementation: str | None = None
 
@@ -82,6 +90,7 @@ class AutoLoss:
       ConfigError: a size below 1.
     """
 
+    of_cut_vocabulary: ClassVar[bool] = True
     cut_from: int = 32768
 
     def __post_init__(self) -> None:
@@ -117,9 +126,12 @@ def token_losses(
     Returns:
       the cross-entropy, and the square that the z-loss weighs (Chowdhery et al. 2022, PaLM).
     """
-    logits = head_logits(hidden, weight, softcap=softcap)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    hit = jnp.arange(logits.shape[-1], dtype=targets.dtype) == targets[..., None]
-    known = (targets >= 0) & (targets < logits.shape[-1])
-    loss = log_z - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    over = cut_already("vocab")
+    logits = head_logits(share_over(hidden, over) if over else hidden, weight, softcap=softcap)
+    rows = logits.shape[-1]
+    log_z = logsumexp_over(logits, over) if over else jax.nn.logsumexp(logits, axis=-1)
+    hit = jnp.arange(rows, dtype=targets.dtype) == rows_from_ours(targets, rows, over)[..., None]
+    chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    known = (targets >= 0) & (targets < rows * axis_size(over))
+    loss = log_z - (sum_over(chosen, over) if over else chosen)
     return jnp.where(known, loss, jnp.nan), jnp.square(log_z)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,11 @@ from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.optim import balanced, chain, without_biases
 from jaxscale.train.config import TrainConfig
+from jaxscale.train.pipeline import pipelined
 from jaxscale.train.state import Blueprint, describe_model, make_params
 from jaxscale.train.step import batch_sharding
+
+log = logging.getLogger("jaxscale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,7 @@ def prepare(config: TrainConfig) -> Prepared:
                 f"device; give a mesh of all {jax.device_count()} devices, or start fewer processes"
             )
     blueprint, schedule = blueprint_of(config)
+    _check_pipeline(blueprint, config)
     blueprint.shardings()  # raises what cannot be laid out
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
     if config.accumulate > 1:
@@ -126,6 +131,21 @@ def _check_idle(layout: Layout) -> None:
                 f"{layout} has {axis}={size}, and its rules split nothing over '{axis}', so {size} devices would each "
                 f"do the same work; use rules='fsdp_tensor', or a mesh without {axis}"
             )
+
+
+def _check_pipeline(blueprint: Blueprint, config: TrainConfig) -> None:
+    """That the stages have layers, the schedule a batch it divides; says what padding they need."""
+    if config.layout is None:
+        return
+    if config.layout.stages == 1:
+        if config.layout.pipeline is not None:
+            log.warning("Layout.pipeline = %r has no effect on a mesh without pipeline", config.layout.pipeline)
+        return
+    found = pipelined(blueprint, config.loss, config.z_loss)
+    for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation
+        found.table(rows)
+    for note in found.notes(config.micro_batch)[1:]:
+        log.warning("%s", note)
 
 
 def _check_same_everywhere(source: Source) -> None:

@@ -16,6 +16,7 @@ from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.train.loss import AutoLoss, Loss
+from jaxscale.train.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.train.state import Blueprint, TrainState
 
 Tree = Any
@@ -41,8 +42,13 @@ def make_loss_and_grads(
 
     Returns:
       `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them; the
-      other metrics are the layers'.
+      other metrics are the layers'. On a layout with pipeline stages, it is its schedule that gives each micro-batch's
+      gradients.
+
+    Raises:
+      LayoutError, ConfigError: see `pipelined`.
     """
+    stages = pipelined(blueprint, loss, z_loss, accumulate) if is_pipelined(blueprint) else None
 
     def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, Metrics]:
         nats, z, stats = weighted_sums(blueprint.graphdef, params, batch, key, loss)
@@ -55,20 +61,20 @@ def make_loss_and_grads(
 
     def loss_and_grads(params: Tree, batch: Batch, key: jax.Array) -> tuple[Metrics, Tree]:
         total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        grad = jax.grad(loss_of, has_aux=True)
+        batch = {**batch, "rows": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
+        grad = jax.grad(loss_of, has_aux=True) if stages is None else stages.gradients
+        like_params = lambda grads: jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # noqa: E731
         if accumulate == 1:
             grads, metrics = grad(params, batch, key, total)
-            return metrics, lay_out(grads)
+            return metrics, lay_out(like_params(grads))
 
-        def micro(carry: Tree, x: tuple[Batch, jax.Array]) -> tuple[Tree, Metrics]:
-            part, i = x
-            grads, metrics = grad(params, part, jax.random.fold_in(key, i), total)
+        def micro(carry: Tree, part: Batch) -> tuple[Tree, Metrics]:
+            grads, metrics = grad(params, part, key, total)
             return lay_out(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, grads)), metrics
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-        parts = ({k: _split(v, accumulate) for k, v in batch.items()}, jnp.arange(accumulate))
-        grads, metrics = jax.lax.scan(micro, zeros, parts)
-        return jax.tree.map(jnp.sum, metrics), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        grads, metrics = jax.lax.scan(micro, zeros, {k: split_rows(v, accumulate) for k, v in batch.items()})
+        return jax.tree.map(jnp.sum, metrics), like_params(grads)
 
     return loss_and_grads
 
@@ -82,21 +88,10 @@ def weighted_sums(
     if order is not None:  # nothing has to go back to where it was, since all of it is summed
         batch = arrange(batch, order)
     forward: Any = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
-    hidden, stats = forward(
-        batch["tokens"],
-        positions=batch.get("positions"),
-        segment_ids=batch.get("segment_ids"),
-        key=key,
-        **({} if order is None else {"arranged": True}),
-    )
+    told: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
+    hidden, stats = forward(batch["tokens"], key=key, **told, **({} if order is None else {"arranged": True}))
     nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
     return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"]), stats
-
-
-def _split(x: jax.Array, parts: int) -> jax.Array:
-    """(B, S) -> (parts, B / parts, S), each part spread over all devices, so that no row moves."""
-    b, s = x.shape
-    return constrain(jnp.swapaxes(x.reshape(b // parts, parts, s), 0, 1), None, "batch", "seq")
 
 
 def make_step(
@@ -155,10 +150,16 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
 def make_eval(
     blueprint: Blueprint, batch: Any, loss: Loss = _LOSS
 ) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
-    """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout."""
+    """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout.
+
+    On a layout with pipeline stages the forward phases of its schedule run alone: no stage holds another's layers.
+    """
+    stages = pipelined(blueprint, loss, 0.0) if is_pipelined(blueprint) else None
 
     def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return weighted_sums(blueprint.graphdef, params, batch, None, loss)[0], jnp.sum(batch["weights"])
+        plain = lambda: weighted_sums(blueprint.graphdef, params, batch, None, loss)  # noqa: E731
+        nats, *_ = plain() if stages is None else stages.sums(params, batch)
+        return nats, jnp.sum(batch["weights"])
 
     if blueprint.layout is None:
         return jax.jit(evaluate)

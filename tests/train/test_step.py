@@ -60,6 +60,15 @@ def test_accumulation_equals_one_large_batch():
     assert_leaves_agree(parted[1], once[1])
 
 
+def test_accumulation_drops_what_one_large_batch_drops():
+    blueprint = _blueprint(model=dataclasses.replace(MODEL, dropout=0.3))
+    found = []
+    for accumulate in (1, 4):
+        step = jax.jit(make_loss_and_grads(blueprint, accumulate=accumulate))
+        found.append(step(random_params(blueprint.infos), PACKED, jax.random.key(1)))
+    assert_leaves_agree(found[1], found[0])
+
+
 def test_accumulated_gradients_have_the_parameters_type():
     model = dataclasses.replace(MODEL, dtype="bfloat16", param_dtype="bfloat16")
     for parts in (1, 2):

@@ -1,0 +1,220 @@
+"""Pipeline schedules as data: a table of which stage does what at which tick, checked, timed and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import LayoutError
+
+F, B, W = 0, 1, 2
+"""Phases of a tick, in the order they run: forward, input gradient, weight gradient."""
+
+PHASES = "FBW"
+Op = tuple[int, int, int]
+"""A phase, a stage, an item."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A pipeline schedule.
+
+    A model cut into `stages * chunks` pieces, virtual stages, is dealt out in turn: chunk c of stage s is virtual stage
+    c * stages + s. What a stage sends at one tick can be used from the next.
+
+    Args:
+      name: what it is called.
+      stages, microbatches, chunks: its sizes.
+      slots: int (ticks, stages, 3), the item that each phase of a stage's tick works on: chunk * microbatches +
+        micro-batch, or -1 for none. A stage may fill one phase of a tick or several.
+      phases: how many of the three it has: 1 forward only, 2 with the whole backward in `B`, 3 with weight gradients
+        apart, in `W`.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    slots: np.ndarray
+    phases: int = 2
+
+    @property
+    def items(self) -> int:
+        """Pieces of work per stage and phase."""
+        return self.microbatches * self.chunks
+
+    def needs(self, op: Op) -> list[tuple[Op, int]]:
+        """What an op waits for, each with the ticks that must lie between (0: an earlier phase of one tick will do)."""
+        return needs(op, self.stages, self.microbatches, self.chunks)
+
+    def say(self, op: Op) -> str:
+        """An op in words."""
+        phase, stage, item = op
+        chunk, micro = divmod(item, self.microbatches)
+        return f"{PHASES[phase]}{micro}" + (f".{chunk}" if self.chunks > 1 else "") + f" on stage {stage}"
+
+
+def needs(op: Op, stages: int, microbatches: int, chunks: int) -> list[tuple[Op, int]]:
+    """As `Table.needs`, of sizes alone."""
+    phase, stage, item = op
+    chunk, micro = divmod(item, microbatches)
+    virtual = chunk * stages + stage
+
+    def at(phase: int, virtual: int) -> Op:
+        return phase, virtual % stages, virtual // stages * microbatches + micro
+
+    if phase == F:
+        return [(at(F, virtual - 1), 1)] if virtual else []
+    if phase == B:
+        after = [(at(B, virtual + 1), 1)] if virtual + 1 < stages * chunks else []
+        return [((F, stage, item), 0), *after]
+    return [((B, stage, item), 0)]
+
+
+def validate(table: Table) -> dict[Op, int]:
+    """The tick of every op.
+
+    Raises:
+      LayoutError: naming the first op that is skipped, doubled, too early, or of another job.
+    """
+    t = table
+    if t.slots.ndim != 3 or t.slots.shape[1:] != (t.stages, 3):
+        raise LayoutError(
+            f"schedule '{t.name}': its table has shape {t.slots.shape}; give (ticks, {t.stages} stages, 3 phases)"
+        )
+    when: dict[Op, int] = {}
+    for tick, stage, phase in np.argwhere(t.slots >= 0).tolist():
+        op = phase, stage, int(t.slots[tick, stage, phase])
+        if op[2] >= t.items or phase >= t.phases:
+            raise LayoutError(
+                f"schedule '{t.name}' has {t.say(op)} at tick {tick}, which is not in a job of {t.microbatches} "
+                f"micro-batches, {t.chunks} chunk(s) and the phases {', '.join(PHASES[: t.phases])}"
+            )
+        if op in when:
+            raise LayoutError(f"schedule '{t.name}' runs {t.say(op)} twice, at ticks {when[op]} and {tick}; drop one")
+        when[op] = tick
+    for phase in range(t.phases):
+        for stage in range(t.stages):
+            for item in range(t.items):
+                if (phase, stage, item) not in when:
+                    raise LayoutError(f"schedule '{t.name}' never runs {t.say((phase, stage, item))}")
+    for op, tick in when.items():
+        for before, gap in t.needs(op):
+            if when[before] + gap > tick:
+                raise LayoutError(
+                    f"schedule '{t.name}' runs {t.say(op)} at tick {tick}, and it needs {t.say(before)}, which is at "
+                    f"tick {when[before]}{' (a transfer takes one tick)' if gap else ''}; the earliest it can run is "
+                    f"tick {when[before] + gap}"
+                )
+    return when
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a table costs, in units of a chunk's forward pass.
+
+    Args:
+      ticks: rows of the table.
+      bubble: share of the time that a stage idles, each on its own clock (what the papers count).
+      lockstep_bubble: the same where every device waits for every phase that any of them enters, as the executor's
+        masked phases do.
+      entered: in how many ticks each phase is entered.
+      stash: per stage, the most micro-batches (times chunks) in flight: forwarded, not yet backwarded.
+    """
+
+    ticks: int
+    bubble: float
+    lockstep_bubble: float
+    entered: tuple[int, int, int]
+    stash: tuple[int, ...]
+
+
+def simulate(table: Table, cost: Sequence[float] = (1, 1, 1)) -> Simulation:
+    """Times a table.
+
+    Args:
+      table: what to time.
+      cost: of a chunk's forward, input-gradient and weight-gradient phase; a transfer costs nothing.
+
+    Raises:
+      LayoutError: see `validate`.
+    """
+    when = validate(table)
+    costs = np.zeros(3)
+    costs[: table.phases] = cost[: table.phases]
+    if table.phases == 2:
+        costs[B] += cost[W]
+    end: dict[Op, float] = {}
+    clock = np.zeros(table.stages)
+    for op in sorted(when, key=lambda op: (when[op], op[0])):
+        ready = max((end[before] for before, _ in table.needs(op)), default=0.0)
+        end[op] = max(clock[op[1]], ready) + costs[op[0]]
+        clock[op[1]] = end[op]
+    entered = (table.slots >= 0).any(axis=1).sum(axis=0)
+    live = np.zeros((table.stages, len(table.slots) + 1), int)
+    if table.phases > 1:
+        for (phase, stage, item), tick in when.items():
+            if phase == F:
+                live[stage, tick] += 1
+                live[stage, when[table.phases - 1, stage, item] + 1] -= 1
+    busy = table.items * costs.sum()
+    return Simulation(
+        ticks=len(table.slots),
+        bubble=float(1 - busy / clock.max()),
+        lockstep_bubble=float(1 - busy / (entered @ costs)),
+        entered=tuple(int(n) for n in entered),  # type: ignore[arg-type]
+        stash=tuple(int(n) for n in live.cumsum(axis=1).max(axis=1)),
+    )
+
+
+def draw_text(table: Table) -> str:
+    """A line per stage, a column per tick: `F3` is the forward of micro-batch 3, `F3.1` of its chunk 1."""
+    cells = [["/".join(_cell(table, tick[s])) or "." for tick in table.slots] for s in range(table.stages)]
+    width = max((len(c) for row in cells for c in row), default=1)
+    return "\n".join(f"stage {s}  " + " ".join(c.ljust(width) for c in row).rstrip() for s, row in enumerate(cells))
+
+
+def draw_figure(table: Table) -> Any:
+    """The same as a matplotlib figure, each phase in a colour of its own.
+
+    Raises:
+      LayoutError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch, Rectangle
+    except ImportError:
+        raise LayoutError("drawing needs matplotlib: pip install 'jaxscale[plot]'") from None
+    ticks = len(table.slots)
+    figure = Figure(figsize=(max(4.0, 0.32 * ticks + 1), 0.5 * table.stages + 1.3), dpi=110, layout="constrained")
+    ax = figure.add_subplot()
+    colors = ("#8fb8de", "#8fce9b", "#f4c27a")
+    for tick, stage, phase in np.argwhere(table.slots >= 0).tolist():
+        ops = [p for p in range(3) if table.slots[tick, stage, p] >= 0]
+        high = 1 / len(ops)
+        y = stage + ops.index(phase) * high
+        ax.add_patch(Rectangle((tick, y), 1, high, facecolor=colors[phase], edgecolor="w"))
+        label = _cell(table, table.slots[tick, stage], only=phase)[0][1:]
+        ax.text(tick + 0.5, y + high / 2, label, ha="center", va="center", fontsize=6 if len(ops) > 1 else 7)
+    ax.set(xlim=(0, ticks), ylim=(table.stages, 0), xlabel="tick", yticks=np.arange(table.stages) + 0.5)
+    ax.set_yticklabels([f"stage {s}" for s in range(table.stages)])
+    words = ("forward", "backward" if table.phases == 2 else "input gradient", "weight gradient")
+    legend = [Patch(facecolor=colors[p], label=words[p]) for p in range(table.phases)]
+    figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    ax.set_title(f"{table.name}: {table.stages} stages, {table.microbatches} micro-batches", fontsize=9)
+    return figure
+
+
+def _cell(table: Table, slots: np.ndarray, only: int | None = None) -> list[str]:
+    """The ops of one stage's tick, as "F3" or "F3.1"."""
+    phases = range(3) if only is None else (only,)
+    ops = [(p, *divmod(int(slots[p]), table.microbatches)) for p in phases if slots[p] >= 0]
+    return [f"{PHASES[p]}{micro}" + (f".{chunk}" if table.chunks > 1 else "") for p, chunk, micro in ops]
+
+
+def to_csv(table: Table) -> str:
+    """A line per tick, a column per stage, as `jaxscale.layout.schedules.from_csv` reads it."""
+    return "\n".join(",".join(" ".join(_cell(table, cell)) for cell in tick) for tick in table.slots) + "\n"

@@ -1,0 +1,113 @@
+"""From a schedule to the numbers that the executor reads at each tick: who runs what, out of which buffer slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+import numpy as np
+
+from jaxscale.layout.table import B, F, Op, Table, W, validate
+
+_BUFFER = {
+    "begin_put": "inputs",
+    "f_in": "inputs",
+    "f_recv": "inputs",
+    "b_in": "inputs",
+    "end_put": "cotangents",
+    "b_ct": "cotangents",
+    "b_recv": "cotangents",
+    "b_pairs": "pairs",
+    "w_pairs": "pairs",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """A table, lowered.
+
+    Args:
+      size: slots of each buffer: stage "inputs", kept until their backward; output "cotangents"; and "pairs", which
+        wait for a weight-gradient phase. Each has one more, the last, that idle stages read and write.
+      mine: int32 (ticks, stages) or (ticks, stages, 3) by name: the slot that each use of a buffer touches; and of
+        each phase the virtual stage (`v`, -1 when idle), the chunk (`c`) and the micro-batch (`m`).
+      all: by name, alike on every stage: which phases any stage enters (`run`, bool (ticks, 3)), and the micro-batch
+        that begins (`begin`), ends (`end`) or goes back through the beginning (`back`), int32 (ticks,), or -1.
+    """
+
+    size: dict[str, int]
+    mine: dict[str, np.ndarray]
+    all: dict[str, np.ndarray]
+
+
+def lower(table: Table) -> Slots:
+    """Gives out slots by lifetime, so that a buffer is exactly as large as its peak, whatever the order.
+
+    Raises:
+      LayoutError: see `validate`.
+    """
+    t, when = table, validate(table)
+    ticks, last = len(t.slots), t.stages * t.chunks - 1
+    mine = {name: np.full((ticks, t.stages), -1) for name in _BUFFER}
+    size = dict.fromkeys(("inputs", "cotangents", "pairs"), 0)
+    for s in range(t.stages):
+        for buffer, spans in _lifetimes(t, when, s, last).items():
+            size[buffer] = max(size[buffer], _deal(spans, mine, s))
+    for name, buffer in _BUFFER.items():
+        mine[name][mine[name] < 0] = size[buffer]
+    chunk, micro = np.divmod(t.slots, t.microbatches)
+    busy = t.slots >= 0
+    v = np.where(busy, chunk * t.stages + np.arange(t.stages)[:, None], -1)
+    mine |= {"v": v, "c": np.where(busy, chunk, 0), "m": np.where(busy, micro, 0)}
+
+    def micro_of(phase: int, virtual: int) -> np.ndarray:
+        return np.where(v[..., phase] == virtual, micro[..., phase], -1).max(axis=1)
+
+    every = {"begin": micro_of(F, 0), "end": micro_of(F, last), "back": micro_of(B, 0)}
+    alike: dict[str, np.ndarray] = {name: a.astype(np.int32) for name, a in every.items()}
+    alike["run"] = np.any(busy, axis=1)
+    return Slots(size, {name: a.astype(np.int32) for name, a in mine.items()}, alike)
+
+
+Span = tuple[int, int, list[tuple[str, int]]]
+"""First and last tick that a value is held, and where its slot is written down: (name, tick)."""
+
+
+def _lifetimes(t: Table, when: dict[Op, int], stage: int, last: int) -> dict[str, list[Span]]:
+    """What a stage holds. What is sent at a tick is written at its end, and held from the next."""
+    spans: dict[str, list[Span]] = {"inputs": [], "cotangents": [], "pairs": []}
+    for k in range(t.items):
+        f = when[F, stage, k]
+        b = when[B, stage, k] if t.phases > 1 else f
+        read = [("f_in", f)] + ([("b_in", b)] if t.phases > 1 else [])
+        before = [when[op] for op, _ in t.needs((F, stage, k))]
+        held, put = (before[0] + 1, ("f_recv", before[0])) if before else (f, ("begin_put", f))
+        spans["inputs"].append((held, b, [put, *read]))
+        if t.phases == 1:
+            continue
+        after = [when[op] for op, _ in t.needs((B, stage, k))[1:]]
+        ends = k // t.microbatches * t.stages + stage == last
+        held, put = (f, ("end_put", f)) if ends else (after[0] + 1, ("b_recv", after[0]))
+        spans["cotangents"].append((held, b, [put, ("b_ct", b)]))
+        if t.phases == 3:
+            w = when[W, stage, k]
+            spans["pairs"].append((b, w, [("b_pairs", b), ("w_pairs", w)]))
+    return spans
+
+
+def _deal(spans: list[Span], mine: dict[str, np.ndarray], stage: int) -> int:
+    """Writes a slot to each span's places; returns how many it took."""
+    free: list[int] = []
+    held: list[tuple[int, int]] = []  # last tick, slot
+    taken = 0
+    for first, last, places in sorted(spans):
+        while held and held[0][0] < first:
+            heapq.heappush(free, heapq.heappop(held)[1])
+        if not free:
+            free.append(taken)
+            taken += 1
+        slot = heapq.heappop(free)
+        heapq.heappush(held, (last, slot))
+        for name, tick in places:
+            mine[name][tick, stage] = slot
+    return taken

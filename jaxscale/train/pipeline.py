@@ -1,0 +1,228 @@
+"""Training over pipeline stages: a model taken apart for `jaxscale.parallel.pipeline`, and its gradients put back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout, Table, constrain, path_name, simulate
+from jaxscale.layout.schedules import forward_only
+from jaxscale.models.base import arrange, order_of
+from jaxscale.nn import Linear, Part, Stats, auxiliary_loss
+from jaxscale.nn import metrics as layer_metrics
+from jaxscale.nn.stats import total as sum_of
+from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
+from jaxscale.train.loss import Loss
+from jaxscale.train.state import Blueprint
+
+Tree = Any
+Batch = dict[str, jax.Array]
+
+
+def is_pipelined(blueprint: Blueprint) -> bool:
+    """Whether the layout has pipeline stages."""
+    return blueprint.layout is not None and blueprint.layout.stages > 1
+
+
+def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int = 1) -> Pipelined:
+    """The pipeline that a blueprint's layout describes.
+
+    Args:
+      blueprint, loss, z_loss, accumulate: as for `make_loss_and_grads`.
+
+    Raises:
+      LayoutError: more stages than layers.
+      ConfigError: a model that cannot be taken apart, or a loss that cannot be made on a cut vocabulary.
+    """
+    assert blueprint.layout is not None
+    model = type(nnx.merge(blueprint.graphdef, blueprint.infos))
+    for method in ("begin", "context", "layers", "finish"):
+        if not hasattr(model, method):
+            raise ConfigError(
+                f"{model.__name__} has no method '{method}', so a pipeline cannot take it apart; see "
+                "jaxscale.models.Transformer, or use a mesh without pipeline"
+            )
+    if not getattr(loss, "of_cut_vocabulary", False):
+        raise ConfigError(
+            f"the loss {type(loss).__name__} does not say that it works on a vocabulary cut over pipeline stages "
+            "(of_cut_vocabulary = True); use AutoLoss(), CutLoss() or MaterialisedLoss(), or a mesh without pipeline"
+        )
+    runs = blueprint.infos["runs"]
+    groups = tuple((jax.tree.leaves(run)[0].shape[0], len(run["blocks"])) for run in runs.values())
+    schedule = blueprint.layout.schedule
+    stages = assign(*zip(*groups, strict=True), blueprint.layout.stages, schedule.chunks_per_stage)  # type: ignore[call-arg]
+    return Pipelined(blueprint, loss, z_loss, accumulate, blueprint.layout, stages)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipelined:
+    """A model and a loss over pipeline stages.
+
+    Args:
+      blueprint, loss, z_loss, accumulate: as of `make_loss_and_grads`.
+      layout: the blueprint's.
+      stages: which layers each stage holds.
+    """
+
+    blueprint: Blueprint
+    loss: Loss
+    z_loss: float
+    accumulate: int
+    layout: Layout
+    stages: Stages
+
+    def table(self, rows: int) -> Table:
+        """The schedule's table for a batch of so many rows.
+
+        Raises:
+          LayoutError: the batch does not divide, or the table does not fit.
+        """
+        stages, schedule = self.layout.stages, self.layout.schedule
+        return schedule.table(stages, schedule.microbatches_of(stages, rows, self.layout.split("batch")))
+
+    @property
+    def padded_bytes(self) -> int:
+        """Of parameters that fill up stages with fewer layers than others, over all stages."""
+        return sum(
+            i.nbytes // i.shape[0] * padded
+            for (_, run), padded in zip(self._runs, self.stages.padded, strict=True)
+            for i in jax.tree.leaves(run)
+        )
+
+    def notes(self, rows: int) -> tuple[str, ...]:
+        """What to know of a batch of so many rows on these stages, a sentence each."""
+        table = self.table(rows)
+        found = simulate(table)
+        apart = self._apart
+        bubble = found.bubble if apart else found.lockstep_bubble
+        clock = "its own clock" if apart else "a common clock, since layers are split over devices as well"
+        notes = [
+            f"pipeline: schedule {table.name}, {table.stages} stages, {table.microbatches} micro-batches of "
+            f"{rows // table.microbatches} rows; a stage idles {bubble:.0%} of its time (simulated, on {clock}) and "
+            f"holds at most {max(found.stash)} micro-batches' inputs"
+        ]
+        padded = sum(self.stages.padded)
+        if padded:
+            notes.append(
+                f"pipeline: layers do not divide evenly, and {padded} copies of padding are computed and passed over: "
+                f"{self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, during a step"
+            )
+        if any(not self.stages.in_place(run) for run in range(len(self._runs))):
+            notes.append(
+                "pipeline: layers are kept cut along their width, and every step brings each to its stage and its "
+                "gradient back"
+            )
+        return tuple(notes)
+
+    def gradients(self, params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[Tree, Any]:
+        """(float32 gradients of the mean loss, metrics), as a `grad` of the plain loss gives."""
+        sums, grads = self._execute(self.table(batch["tokens"].shape[0]), params, batch, key, total)
+        assert grads is not None
+        runs = {
+            name: jax.tree.map(lambda g, i, n=n: self.stages.collect(n, g, i.axes), grads.chunks[name], infos)
+            for n, (name, infos) in enumerate(self._runs)
+        }
+        nats, _, stats = sums
+        of_layers = {k: v / self.accumulate for k, v in layer_metrics(stats).items()}
+        return {**grads.ends, "runs": runs}, {"loss": nats / total, **of_layers}
+
+    def sums(self, params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """As `jaxscale.train.step.weighted_sums` without dropout: the forward phases alone, stage by stage."""
+        table = forward_only(self.table(batch["tokens"].shape[0]))
+        return self._execute(table, params, batch, None, jnp.ones((), jnp.float32))[0][:2]
+
+    @property
+    def _runs(self) -> list[tuple[Any, Tree]]:
+        return list(self.blueprint.infos["runs"].items())
+
+    def _execute(self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, total: jax.Array) -> Any:
+        ends = {name: p for name, p in params.items() if name != "runs"}
+        end_infos = {name: i for name, i in self.blueprint.infos.items() if name != "runs"}
+        chunks = {
+            name: jax.tree.map(lambda p, i, n=n: self.stages.spread(n, p, i.axes), params["runs"][name], infos)
+            for n, (name, infos) in enumerate(self._runs)
+        }
+        axes = lambda infos: jax.tree.map(lambda i: i.axes, infos)  # noqa: E731
+        infos = dict(self._runs)
+        whole = nnx.merge(self.blueprint.graphdef, params)
+        order = order_of(whole, batch["tokens"].shape[1])
+        if order is not None:
+            batch = arrange(batch, order)
+        forward: Any = getattr(whole, "hidden_and_stats", lambda _: (None, {}))
+        reported = jax.eval_shape(forward, batch["tokens"])[1]
+        model = self._stageable(params["runs"], axes(infos), axes(end_infos), order, reported, table.microbatches)
+        micro = {name: split_rows(a, table.microbatches) for name, a in batch.items()}
+        shared = {"total": total} | ({} if key is None else {"key": key})
+        specs = jax.tree.map(lambda i: self._end_spec(i.axes), end_infos)
+        return execute(table, model, chunks, ends, micro, shared, end_specs=specs, apart=self._apart)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether nothing but stages splits anything, so that a layer holds no collective."""
+        return self.layout.devices == self.layout.stages
+
+    def _end_spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """How `pipeline` cuts an embedding or a head: along the vocabulary, where that is used in pieces."""
+        cut = "pipeline" in self.layout.resolved_rules.target("activations", "vocab")
+        return PartitionSpec(*("pipeline" if cut and a == "vocab" else None for a in axes))
+
+    def _stageable(
+        self, runs: Tree, axes: Tree, end_axes: Tree, order: Any, reported: Stats, microbatches: int
+    ) -> Stageable:
+        graphdef, loss, z_loss, stages = self.blueprint.graphdef, self.loss, self.z_loss, self.stages
+        accumulate = self.accumulate
+
+        def whole(ends: Tree, chunks: Tree) -> Any:
+            return nnx.merge(graphdef, {**ends, "runs": chunks})
+
+        structure = jax.tree.map(lambda a: jnp.zeros((0,), a.dtype), runs)  # for the ends, which read no layer
+
+        # What layers report travels with what they hand on, and is complete at the end.
+
+        def begin(ends: Tree, micro: Tree) -> Tree:
+            x = whole(ends, structure).begin(micro["tokens"], micro.get("positions"), order)
+            return x, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), reported)
+
+        def stage(chunk: Tree, x: Tree, micro: Tree, parts: Tree) -> Tree:
+            (x, stats), model = x, whole(nothing, chunk)
+            told = {k: micro.get(k) for k in ("positions", "segment_ids", "key", "rows")}
+            x, more = model.layers(x, model.context(micro["tokens"].shape[1], order=order, **told), parts)
+            return x, sum_of([stats, more])
+
+        def end(ends: Tree, x: Tree, micro: Tree) -> tuple[jax.Array, Tree]:
+            (x, stats), model = x, whole(ends, structure)
+            hidden = model.finish(x)
+            nats, z = loss(hidden, model.head_weight(), micro["targets"], softcap=model.logit_softcap)
+            nats, z = jnp.sum(nats * micro["weights"]), jnp.sum(z * micro["weights"])
+            # what layers add is a mean over a micro-batch's tokens
+            added = auxiliary_loss(stats) / (microbatches * accumulate)
+            return (nats + z_loss * z) / micro["total"] + added, (nats, z, stats)
+
+        nothing = jax.tree.map(lambda i: jnp.zeros((0,), i.dtype), {
+            name: i for name, i in self.blueprint.infos.items() if name != "runs"
+        })  # fmt: skip
+        parts = [
+            Part(jnp.asarray(index, jnp.int32), None if real.all() else jnp.asarray(real))
+            for index, real in zip(stages.index, stages.real, strict=True)
+        ]
+        return Stageable(begin, stage, end, axes, end_axes, kernels_of(graphdef, self.blueprint.infos)["runs"], parts)
+
+
+def kernels_of(graphdef: nnx.GraphDef, infos: Tree) -> Tree:
+    """For each parameter, whether it is the kernel of a `Linear`, which `project` alone reads."""
+    model = nnx.merge(graphdef, infos)
+    linear = {path_name((*path, "kernel")) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    return jax.tree.map(lambda i: i.path in linear, infos)
+
+
+def split_rows(x: jax.Array, parts: int) -> jax.Array:
+    """(B, ...) -> (parts, B / parts, ...), each part spread over all devices, so that no row moves."""
+    b, *rest = x.shape
+    names = ("batch", "seq")[: x.ndim]
+    return constrain(jnp.swapaxes(x.reshape(b // parts, parts, *rest), 0, 1), None, *names)

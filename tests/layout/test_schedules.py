@@ -1,0 +1,240 @@
+"""Pipeline schedules: their bubbles against the papers' formulas, what makes a table invalid, files, and names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxscale.errors import LayoutError
+from jaxscale.layout import SCHEDULES, Layout, Pipeline, Table, simulate
+from jaxscale.layout.schedules import forward_only, from_csv, gpipe, interleaved, one_f_one_b, place
+from jaxscale.layout.table import B, F, W, draw_figure, draw_text, to_csv, validate
+from tests.truth.errors import raises_saying
+from tests.truth.schedules import random_table
+
+SIZES = [(2, 2), (2, 8), (4, 4), (4, 8), (8, 16)]
+
+
+def _share(idle: float, work: float) -> float:
+    return idle / (idle + work)
+
+
+# Idle time of a stage, in forwards of a chunk, over that of its work: a backward is two forwards.
+BUBBLES = {
+    "gpipe": lambda k, m: _share(3 * (k - 1), 3 * m),  # Huang et al. 2019: (K - 1) / (M + K - 1)
+    "1f1b": lambda k, m: _share(3 * (k - 1), 3 * m),
+    "interleaved": lambda k, m: _share(3 * (k - 1), 3 * 2 * m),  # Narayanan et al. 2021: divided by the chunks
+    "zb-h1": lambda k, m: _share(k - 1, 3 * m),  # Qi et al. 2024: (K - 1) (F + B - W), all 1
+    "lockstep": lambda k, m: _share(3 * (k - 1), 3 * m),
+    "lockstep-zb": lambda k, m: _share(k - 1, 3 * m),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages,microbatches", SIZES, ids=lambda n: str(n))
+def test_a_schedules_bubble_is_its_closed_form(name, stages, microbatches):
+    found = simulate(SCHEDULES[name](stages, microbatches))
+    assert found.bubble == pytest.approx(BUBBLES[name](stages, microbatches))
+
+
+@pytest.mark.parametrize("name,bubble", [("gpipe", 3 / 11), ("lockstep", 3 / 11), ("lockstep-zb", 6 / 30)])
+def test_what_is_made_for_lockstep_idles_no_more_in_lockstep(name, bubble):
+    assert simulate(SCHEDULES[name](4, 8)).lockstep_bubble == pytest.approx(bubble)
+
+
+def test_a_classical_table_idles_more_in_lockstep():
+    # 14 ticks in which some stage goes forward, 15 in which one goes back, of which 8 each are any stage's own work.
+    found = simulate(one_f_one_b(2, 4))
+    assert found.entered == (7, 8, 0)
+    assert found.lockstep_bubble == pytest.approx(1 - 4 * 3 / (7 + 2 * 8))
+
+
+@pytest.mark.parametrize(
+    "name,stash",
+    [
+        ("gpipe", (8, 8, 8, 8)),
+        ("1f1b", (4, 3, 2, 1)),
+        ("zb-h1", (4, 4, 4, 4)),
+        ("lockstep", (7, 5, 3, 1)),
+        ("interleaved", (11, 9, 7, 5)),  # chunks of half a stage each: 2 (K - 1 - s) + (V - 1) K + 1
+    ],
+)
+def test_a_schedules_stash_is_its_papers(name, stash):
+    assert simulate(SCHEDULES[name](4, 8)).stash == stash
+
+
+def _broken(change) -> Table:
+    table = gpipe(2, 2)
+    slots = table.slots.copy()
+    change(slots)
+    return dataclasses.replace(table, slots=slots)
+
+
+def _drop(slots):
+    slots[slots[:, 1, B] == 1, 1, B] = -1
+
+
+def _double(slots):
+    slots[0, 1, F] = 0
+
+
+def _reorder(slots):
+    slots[[0, 1]] = slots[[1, 0]]
+
+
+def _foreign(slots):
+    slots[0, 0, F] = 7
+
+
+def _weights(slots):
+    slots[-1, 0, W] = 0
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (_drop, ["never runs B1 on stage 1"]),
+        (_double, ["runs F0 on stage 1 twice, at ticks 0 and 1"]),
+        (_reorder, ["runs F0 on stage 1 at tick 0, and it needs F0 on stage 0, which is at tick 1", "is tick 2"]),
+        (_foreign, ["at tick 0, which is not in a job of 2 micro-batches"]),
+        (_weights, ["has W0 on stage 0", "phases F, B"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", "")[1:],
+)
+def test_a_wrong_table_is_refused_by_its_first_wrong_op(change, words):
+    with raises_saying(LayoutError, "'gpipe'", *words):
+        validate(_broken(change))
+
+
+def test_an_order_that_deadlocks_is_refused():
+    orders = [[(F, 0), (B, 0), (F, 1), (B, 1)], [(F, 1), (F, 0), (B, 0), (B, 1)]]  # stage 1 waits for 1, 0 for 0's B
+    with raises_saying(LayoutError, "'mine' deadlocks", "tick 1", "F1 on stage 0"):
+        place("mine", 2, 2, 1, 2, lambda s, p, k, done: 0 if orders[s][done.sum()] == (p, k) else None)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_table_survives_a_file(name, tmp_path):
+    table = SCHEDULES[name](2, 4)
+    (tmp_path / "t.csv").write_text(to_csv(table))
+    read = from_csv(tmp_path / "t.csv")
+    assert (read.slots == table.slots).all()
+    sizes = lambda t: (t.stages, t.microbatches, t.chunks, t.phases)  # noqa: E731
+    assert sizes(read) == sizes(table)
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("F0,\n,G0\n", ["line 2", "'G0'", "as F0"]),
+        ("F0 F1,\n", ["line 1", "stage 0 has two F"]),
+        ("F0,\n,F0\n,B0\n", ["never runs B0 on stage 0"]),
+        ("", ["no ops"]),
+    ],
+    ids=["letter", "twice", "skipped", "empty"],
+)
+def test_a_file_that_is_no_table_is_refused(text, words, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    with raises_saying(LayoutError, "t.csv", *words):
+        from_csv(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("phases", [2, 3])
+def test_tables_drawn_at_random_are_valid(seed, phases):
+    table = random_table(3, 4, chunks=2, phases=phases, seed=seed)
+    assert len(validate(table)) == 3 * 4 * 2 * phases
+
+
+def test_the_forward_phases_alone_are_a_table():
+    table = forward_only(interleaved(2, 4))
+    assert len(validate(table)) == 2 * 4 * 2
+    assert (table.slots[..., B] < 0).all() and len(table.slots) == 9
+
+
+def test_a_picture_has_a_line_per_stage():
+    assert draw_text(gpipe(2, 2)) == "stage 0  F0 F1 .  .  B0 B1\nstage 1  .  F0 F1 B0 B1 ."
+    assert "F1.1" in draw_text(interleaved(2, 2))
+    assert draw_figure(interleaved(2, 2)).axes[0].get_title() == "interleaved: 2 stages, 2 micro-batches"
+
+
+# --- names and numbers
+
+
+def test_a_pipeline_is_written_in_a_word():
+    assert Pipeline.of("1f1b:8") == Pipeline("1f1b", 8)
+    assert Pipeline.of("interleaved:8:4") == Pipeline("interleaved", 8, 4)
+    assert Layout("pipeline=2", pipeline="gpipe").schedule == Pipeline("gpipe")
+    assert Layout("pipeline=2").schedule == Pipeline("lockstep")
+    assert str(Layout("pipeline=2,data=4", pipeline="gpipe:8")) == "pipeline=2,data=4 (fsdp_tensor, gpipe)"
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("1f1bb", ["'1f1bb'", "did you mean '1f1b'"]),
+        ("gpipe:0", ["microbatches = 0", "at least 1"]),
+        ("gpipe:4:2", ["'gpipe' has 1 chunk", "interleaved"]),
+        (3, ["written as text", "3"]),
+    ],
+    ids=str,
+)
+def test_a_pipeline_that_is_none_is_refused(text, words):
+    with raises_saying(LayoutError, *words):
+        Layout("pipeline=2", pipeline=text)
+
+
+@pytest.mark.parametrize(
+    "pipeline,stages,rows,split,found",
+    [
+        ("lockstep", 2, 64, 1, 8),  # at most 4 a stage
+        ("lockstep", 4, 24, 2, 12),
+        ("lockstep", 2, 6, 4, None),
+        ("1f1b:4", 2, 8, 2, 4),
+        ("interleaved", 4, 24, 2, 12),
+        ("interleaved", 3, 16, 1, None),
+    ],
+)
+def test_micro_batches_are_as_many_as_fit(pipeline, stages, rows, split, found):
+    pipeline = Pipeline.of(pipeline)
+    if found is not None:
+        assert pipeline.microbatches_of(stages, rows, split) == found
+    else:
+        with raises_saying(LayoutError, f"{rows} rows", f"'{pipeline.name}'", "nearest batch"):
+            pipeline.microbatches_of(stages, rows, split)
+
+
+def test_micro_batches_that_do_not_divide_the_batch_are_told_the_nearest():
+    with raises_saying(LayoutError, "5 micro-batches", "8 rows over 2", "the nearest number that does is 4"):
+        Pipeline("1f1b", 5).microbatches_of(2, 8, 2)
+    with raises_saying(LayoutError, "6 micro-batches", "multiple of 4", "is 4"):
+        Pipeline("interleaved", 6).microbatches_of(4, 48, 2)
+
+
+def test_micro_batches_that_do_not_go_round_are_told_the_nearest():
+    with raises_saying(LayoutError, "'interleaved'", "groups of 4", "6", "is 8"):
+        interleaved(4, 6)
+
+
+def test_a_table_for_other_sizes_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text(to_csv(gpipe(2, 4)))
+    own = Pipeline(str(tmp_path / "t.csv"))
+    assert own.microbatches_of(2, 8, 1) == 4
+    with raises_saying(LayoutError, "t.csv", "2 stages, 4 micro-batches and 1 chunk", "runs 4, 4 and 1", "pipeline=2"):
+        own.table(4, 4)
+    with raises_saying(LayoutError, "2 chunk(s)", "runs 2, 4 and 1", "chunks=2"):
+        Pipeline(lambda stages, micro: interleaved(stages, micro)).table(2, 4)
+    with raises_saying(LayoutError, "returned ndarray"):
+        Pipeline(lambda stages, micro: np.zeros((stages, micro))).table(2, 4)
+
+
+def test_a_stack_that_stages_do_not_divide_is_kept_cut_along_its_width():
+    names = ("layers", "embed", "mlp")
+    spec = lambda pipeline, layers: tuple(  # noqa: E731
+        Layout("pipeline=2,fsdp=2,tensor=2", pipeline=pipeline).spec(names, (layers, 16, 32))
+    )
+    assert spec("gpipe", 4) == ("pipeline", "fsdp", "tensor")
+    assert spec("gpipe", 5) == spec("interleaved", 4) == (None, ("fsdp", "pipeline"), "tensor")
+    with raises_saying(LayoutError, "'layers'", "cuts 5 into 2"):
+        Layout("pipeline=2").spec(("layers", "norm"), (5, 7))

@@ -1,0 +1,200 @@
+"""The pipeline's executor: what it computes, holds and sends, read off its programs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.interpreters import partial_eval
+
+from jaxscale.errors import LayoutError
+from jaxscale.layout import Layout, Pipeline, simulate
+from jaxscale.models import TransformerConfig
+from jaxscale.parallel.pipeline import Split, assign, lower
+from jaxscale.train import batch_sharding, describe_model, jit_step, make_loss_and_grads, make_step
+from jaxscale.train.pipeline import kernels_of
+from tests.truth.errors import raises_saying
+from tests.truth.hlo import branches
+from tests.truth.layouts import QUICKLY, build, random_batch, remembering_sgd
+from tests.truth.schedules import random_table
+
+MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=2, head_dim=4, hidden=32)
+
+
+@functools.cache
+def compiled(layout: Layout, model: TransformerConfig = MODEL, rows: int = 8, seq: int = 8):
+    """A training step."""
+    setup = build(model, layout, remembering_sgd())
+    batch = random_batch(model.vocab, rows=rows, seq=seq)
+    with layout:
+        sharding = batch_sharding(layout, rows, seq)
+        step = make_step(make_loss_and_grads(setup.blueprint), setup.blueprint.tx)
+        lowered = jit_step(step, setup.blueprint, sharding).lower(setup.state, jax.device_put(batch, sharding))
+        return lowered.compile(QUICKLY)
+
+
+# --- branches
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout("pipeline=2,data=2,tensor=2", pipeline="lockstep-zb:4"), Layout("pipeline=2", pipeline="zb-h1:4")],
+    ids=str,
+)
+def test_no_collective_stands_under_a_branch_that_devices_take_differently(layout):
+    found = branches(compiled(layout).as_text())
+    wrong = {b.name: sorted(b.collectives) for b in found if b.divergent and b.collectives}
+    assert not wrong
+    # Stages alone enter their phases each by itself; otherwise all together.
+    assert sum(b.divergent for b in found) == (3 if layout.devices == layout.stages else 0)
+    assert any(b.collectives for b in found if not b.divergent)  # the ends, which all devices work on
+
+
+def test_a_permute_under_such_a_branch_is_noticed():
+    def shift(x):
+        mine = lax.axis_index("pipeline") == 0
+        ring = lambda x: lax.ppermute(x, "pipeline", [(0, 1), (1, 0)])  # noqa: E731
+        return lax.cond(mine, ring, lambda x: x * 2, x)
+
+    with Layout("pipeline=2"):
+        one = jax.shard_map(shift, in_specs=jax.P("pipeline"), out_specs=jax.P("pipeline"), check_vma=False)
+        text = jax.jit(one).lower(jnp.ones(4)).compile().as_text()
+    assert [(b.divergent, set(b.collectives)) for b in branches(text)] == [(True, {"collective-permute"})]
+
+
+def test_stages_send_by_two_permutes_whatever_the_schedule():
+    for schedule in ("zb-h1:4", "gpipe:4"):
+        text = compiled(Layout("pipeline=2", pipeline=schedule)).as_text()
+        assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == 2
+
+
+# --- the split backward
+
+
+def _flops(f, *args) -> int:
+    """Of matrix products, what is not needed left out."""
+
+    def walk(jaxpr) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                summed = eqn.params["dimension_numbers"][0][0]
+                total += 2 * eqn.outvars[0].aval.size * int(np.prod([eqn.invars[0].aval.shape[d] for d in summed]))
+            for value in eqn.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    total += walk(inner) * eqn.params.get("length", 1)
+        return total
+
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    return walk(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+
+
+def _stage(model: TransformerConfig):
+    """A stage that is the whole run: its function, parameters, input, and split."""
+    graphdef, infos = describe_model(model)
+    params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+    kernels = kernels_of(graphdef, infos)["runs"]
+    ends = {k: jax.tree.map(lambda i: jnp.zeros(0), v) for k, v in infos.items() if k != "runs"}
+
+    def stage(runs, x):
+        merged = nnx.merge(graphdef, {**ends, "runs": runs})
+        return merged.layers(x, merged.context(x.shape[1]))
+
+    x = jax.ShapeDtypeStruct((2, 8, model.sizes.width), jnp.float32)
+    return stage, params["runs"], x, Split.of(stage, params["runs"], kernels, x)
+
+
+@pytest.mark.parametrize("memory", ["none", "full"])
+def test_three_phases_cost_what_an_ordinary_backward_costs(memory):
+    stage, params, x, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, memory=memory))
+    pairs = jax.eval_shape(split.zeros)
+    ordinary = _flops(lambda p, x, ct: jax.vjp(stage, p, x)[1](ct), params, x, x)
+    dx = _flops(lambda p, x, ct: split.backward(stage, p, x, ct), params, x, x)
+    dw = _flops(split.weights, pairs)
+    assert abs(dx + dw - ordinary) <= 0.05 * ordinary
+    # Every weight's product waits: a third of the products with weights, recomputation aside.
+    weights = _flops(stage, params, x) - 2 * 2 * 2 * 2 * 8 * 8 * 16  # less scores and their mixing
+    assert dw == weights
+
+
+def test_no_weight_waits_in_a_stash_and_no_input_twice():
+    *_, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48))
+    names = split.axes()
+    # gate, up and down; q, k, v and out: seven products of four inputs
+    assert len(names) == 7 and sum(x is not None for x, _ in names) == 4
+    assert all(axes is None or axes[1:3] == ("batch", "seq") for pair in names for axes in pair)
+
+
+def test_a_weight_used_in_tiles_does_not_wait():
+    from jaxscale.nn import MemoryPolicy
+
+    tiled = MemoryPolicy(rest="keep", tile=("mlp_hidden",), tile_size=4)
+    *_, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, memory=tiled))
+    assert len(split.waiting) == 4  # those of attention
+
+
+# --- what is held
+
+
+def test_buffers_are_as_large_as_the_schedules_stash():
+    for seed in range(3):
+        table = random_table(3, 5, chunks=2, phases=3, seed=seed)
+        slots, found = lower(table), simulate(table)
+        assert max(found.stash) <= slots.size["inputs"] + slots.size["pairs"]
+    assert lower(Pipeline("gpipe").table(2, 8)).size == {"inputs": 8, "cotangents": 8, "pairs": 0}
+    assert lower(Pipeline("1f1b").table(2, 8)).size == {"inputs": 2, "cotangents": 1, "pairs": 0}
+    assert lower(Pipeline("lockstep").table(2, 8)).size == {"inputs": 3, "cotangents": 1, "pairs": 0}
+
+
+def test_compiled_memory_differs_by_what_the_simulator_says():
+    model = TransformerConfig(depth=2, vocab=32, width=64, heads=2, head_dim=8, hidden=16)
+    rows, seq, micro = 32, 64, 8
+    temp = {}
+    for name in ("gpipe", "1f1b"):
+        layout = Layout("pipeline=2", pipeline=Pipeline(name, micro))
+        temp[name] = compiled(layout, model, rows, seq).memory_analysis().temp_size_in_bytes
+    slot = rows // micro * seq * 64 * 4
+    stash = {name: max(simulate(Pipeline(name).table(2, micro)).stash) for name in temp}
+    assert stash == {"gpipe": 8, "1f1b": 2}
+    # Inputs as the simulator counts them; on the last stage gpipe keeps as many cotangents, and 1f1b one.
+    want = (8 + 8 - 2 - 1) * slot
+    assert abs(temp["gpipe"] - temp["1f1b"] - want) <= 0.1 * want
+
+
+# --- which layers where
+
+
+@pytest.mark.parametrize(
+    "repeats,stages,chunks,held,padded",
+    [
+        ((4,), 2, 1, [[[[0, 1]], [[2, 3]]]], (0,)),
+        ((4,), 2, 2, [[[[0], [2]], [[1], [3]]]], (0,)),
+        ((5,), 2, 1, [[[[0, 1, 2]], [[3, 4, 4]]]], (1,)),
+        ((5,), 4, 1, [[[[0, 1]], [[2, 2]], [[3, 3]], [[4, 4]]]], (3,)),
+        ((4, 1), 2, 1, [[[[0, 1]], [[2, 3]]], [[[0]], [[0]]]], (0, 1)),
+    ],
+    ids=["even", "chunks", "uneven", "few", "two runs"],
+)
+def test_layers_are_dealt_out_in_order_with_little_padding(repeats, stages, chunks, held, padded):
+    found = assign(repeats, (1,) * len(repeats), stages, chunks)
+    assert [a.tolist() for a in found.index] == held
+    assert found.padded == padded
+
+
+def test_what_is_spread_over_stages_is_collected_again():
+    stack = jnp.arange(5 * 3).reshape(5, 3)
+    found, names = assign((5,), (1,), 2, 2), ("layers", "norm")
+    assert (found.collect(0, found.spread(0, stack, names), names) == stack).all()
+
+
+def test_more_stages_than_layers_are_refused():
+    with raises_saying(LayoutError, "4 stages", "3 layers", "pipeline=3"):
+        assign((3,), (1,), 4, 1)
+    with raises_saying(LayoutError, "2 stages of 2 chunks has 4 pieces", "3 groups of layers", "pipeline=1"):
+        assign((3,), (2,), 2, 2)

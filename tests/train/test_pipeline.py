@@ -1,0 +1,140 @@
+"""A pipeline equals one device: every schedule, over every other axis, with all that training does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import jax
+import pytest
+
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import SCHEDULES, Layout, Pipeline
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import ReversibleRun
+from jaxscale.plan import explain
+from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, make_loss_and_grads, prepare
+from jaxscale.train.step import make_eval
+from tests.truth.compare import assert_leaves_agree
+from tests.truth.errors import raises_saying
+from tests.truth.layouts import assert_layouts_agree, build, random_batch, remembering_sgd
+from tests.truth.schedules import random_table
+
+MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=2, head_dim=4, hidden=32)
+BATCH = random_batch(64, rows=8, seq=8)
+
+# Packing, accumulation over rows of unlike weight, a tied head, z-loss, biases, windows, dropout.
+EVERYTHING = dict(
+    model=dataclasses.replace(
+        MODEL, windows=(5,), qk_norm=True, bias=True, tied=True, logit_softcap=5.0, dropout=0.2, memory="full"
+    ),
+    batch=random_batch(64, rows=16, seq=16, lengths=(7, 2, 4)),
+    accumulate=2,
+    z_loss=1e-2,
+)
+
+
+def random_schedule(stages: int, microbatches: int, chunks: int = 2):
+    return random_table(stages, microbatches, chunks=chunks, phases=3, seed=stages * microbatches)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Pipeline(random_schedule, 4, 2)], ids=lambda s: getattr(s, "name", s))
+def test_every_schedule_gives_the_same_numbers(schedule):
+    pipeline = dataclasses.replace(Pipeline.of(schedule), microbatches=4)
+    assert_layouts_agree(MODEL, [Layout("pipeline=2", pipeline=pipeline)], batch=BATCH)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("pipeline=4", pipeline="interleaved:4:1"),
+        Layout("data=2,pipeline=2,tensor=2", pipeline="lockstep-zb"),
+        Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"),
+        Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
+        Layout("pipeline=2,context=2", pipeline="gpipe"),
+        Layout("pipeline=4,data=2", "zero2"),
+    ],
+    ids=str,
+)
+def test_training_with_everything_on_gives_the_same_numbers(layout):
+    assert_layouts_agree(layouts=[layout], **EVERYTHING)
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "zb-h1"])
+def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipeline):
+    # Two groups of two, and one of one left over, on two stages: padding on both.
+    model = dataclasses.replace(MODEL, depth=5, windows=(5, None))
+    assert_layouts_agree(model, [Layout("pipeline=2,fsdp=2", pipeline=pipeline)], batch=BATCH)
+
+
+def test_a_reversible_stack_gives_the_same_numbers():
+    model = dataclasses.replace(MODEL, depth=3, stack=ReversibleRun)
+    assert_layouts_agree(model, [Layout("pipeline=2", pipeline="lockstep-zb")], batch=BATCH)
+
+
+def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
+    def cut(blueprint, **options):
+        return make_loss_and_grads(blueprint, loss=CutLoss(), **options)
+
+    layouts = [Layout("pipeline=2,tensor=2,data=2")]
+    assert_layouts_agree(MODEL, layouts, batch=BATCH, make_loss_and_grads=cut, z_loss=1e-2)
+
+
+def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
+    batch = random_batch(64, rows=8, seq=8, lengths=(3, 4))
+    found = []
+    for layout in (None, Layout("pipeline=2", pipeline="interleaved:4")):
+        setup = build(MODEL, layout, remembering_sgd())
+        if layout is None:
+            found.append(make_eval(setup.blueprint, None)(setup.state.params, batch))
+            continue
+        with layout:
+            compiled = make_eval(setup.blueprint, None).lower(setup.state.params, batch).compile()
+            found.append(compiled(setup.state.params, batch))
+    assert_leaves_agree(found[1], found[0])
+    smallest = min(i.size for i in jax.tree.leaves(setup.blueprint.infos["runs"]) if len(i.shape) > 2)
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", compiled.as_text())
+    assert shapes and all(math.prod(map(int, s.split(","))) < smallest for s in shapes)  # of the log-sum-exp only
+
+
+# --- mistakes, before anything is compiled
+
+
+class Own(MaterialisedLoss):
+    of_cut_vocabulary = False
+
+
+@pytest.mark.parametrize(
+    "kind,settings,words",
+    [
+        (LayoutError, dict(layout=Layout("pipeline=8")), ["8 stages", "4 layers", "pipeline=4"]),
+        (
+            LayoutError,
+            dict(layout=Layout("pipeline=4", pipeline="interleaved:4")),
+            ["8 pieces", "4 layers", "pipeline=2"],
+        ),
+        (LayoutError, dict(layout=Layout("pipeline=2", pipeline="1f1b:3")), ["3 micro-batches", "8 rows", "is 2"]),
+        (LayoutError, dict(layout=Layout("pipeline=2", pipeline="gpipe:8"), accumulate=2), ["4 rows", "is 4"]),
+        (ConfigError, dict(layout=Layout("pipeline=2"), loss=Own()), ["Own", "of_cut_vocabulary", "CutLoss()"]),
+        (
+            LayoutError,
+            dict(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, vocab=257)),
+            ["'vocab'", "cuts 257 into 2", "256 or 258"],
+        ),
+    ],
+    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary"],
+)
+def test_what_does_not_fit_stages_is_refused_before_compiling(kind, settings, words):
+    with raises_saying(kind, *words):
+        prepare(TrainConfig(**{"model": MODEL, "batch_size": 8, "seq_len": 8, **settings}))
+
+
+def test_padding_and_what_the_schedule_costs_are_reported():
+    model = dataclasses.replace(MODEL, depth=5)
+    notes = explain(TrainConfig(model=model, batch_size=8, seq_len=8, layout=Layout("pipeline=2,data=2"))).notes
+    # A layer: 16 x (16 + 2 x 8) + 16 x 16 for attention, 3 x 16 x 32 for the rest, and two norms of 16, in float32.
+    layer = 4 * (16 * 32 + 16 * 16 + 3 * 16 * 32 + 2 * 16)
+    assert any("1 copies of padding" in n and f"{layer:,} bytes" in n for n in notes)
+    assert any("schedule lockstep, 2 stages, 4 micro-batches of 2 rows" in n and "idles 20%" in n for n in notes)
+    assert any("kept cut along their width" in n for n in notes)

@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="show where every tensor lives, and why",
         description="Prints the tensor table of a gin file or a run: shape, logical axes, spec, bytes per device and "
-        "the rules that fired. Nothing is compiled and no device is needed.",
+        "the rules that fired; then which loss and which attention kernel run. Nothing is compiled and no device is "
+        "needed.",
         formatter_class=text,
     )
     _config_arguments(explain)

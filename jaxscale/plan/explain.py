@@ -1,8 +1,9 @@
-"""What a run will do, before it does it: the tensor table of its parameters and optimizer state."""
+"""What a run will do, before it does it: where its tensors live, which loss and which attention it takes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,16 @@ class Explanation:
       layout: the layout, in words.
       params: a row per parameter.
       state_bytes_per_device: of the optimizer's state, by the rules for it.
+      loss: which one runs, in words.
+      attention: the attention kernel, by name; "" for a model that has none to choose.
       notes: what else to know, such as which state keeps 32 bits and why, or what stages cost, a sentence each.
     """
 
     layout: str
     params: tuple[TensorRow, ...]
     state_bytes_per_device: int
+    loss: str
+    attention: str
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -39,6 +44,9 @@ class Explanation:
 
         yield tensor_table(f"parameters, laid out {self.layout}", self.params, why=True)
         yield f"optimizer state: {human_bytes(self.state_bytes_per_device)} per device"
+        yield f"loss: {self.loss}"
+        if self.attention:
+            yield f"attention: {self.attention}"
         yield from self.notes
 
     def __str__(self) -> str:
@@ -73,6 +81,8 @@ def explain(run: Run | TrainConfig) -> Explanation:
         "on one device" if config.layout is None else str(config.layout),
         tuple(describe(blueprint.infos, config.layout)),
         sum(r.bytes_per_device for r in state),
+        config.loss.describe(config.model.vocab),
+        _called(getattr(config.model, "attention", None)),
         (*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)),
     )
 
@@ -81,3 +91,13 @@ def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
     if not is_pipelined(blueprint):
         return ()
     return pipelined(blueprint, config.loss, config.z_loss).notes(config.micro_batch)
+
+
+def _called(kernel: Any) -> str:
+    """A callable's name, with what is bound to it."""
+    if kernel is None:
+        return ""
+    if isinstance(kernel, functools.partial):
+        given = [repr(a) for a in kernel.args] + [f"{name}={value!r}" for name, value in kernel.keywords.items()]
+        return f"{_called(kernel.func)}({', '.join(given)})"
+    return getattr(kernel, "__name__", None) or repr(kernel)

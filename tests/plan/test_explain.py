@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 
@@ -77,9 +79,20 @@ def test_the_state_counts_its_moments(optimizer, moments):
     assert found.state_bytes_per_device - moments * 4 * MODEL.param_count() in range(0, 16)
 
 
+def test_the_loss_and_the_attention_that_run_are_named():
+    assert explained().loss.startswith("cross-entropy of materialised logits (a vocabulary of 256 is below")
+    assert explained(loss=js.train.CutLoss()).loss.startswith("cut cross-entropy, no logits held")
+    assert explained().attention == "dot_product_attention"
+    tiles = functools.partial(js.nn.flash_attention, implementation="xla")
+    for kernel, name in ((js.nn.flash_attention, "flash_attention"), (tiles, "flash_attention(implementation='xla')")):
+        config = js.TrainConfig(model=dataclasses.replace(MODEL, attention=kernel))
+        assert js.explain(config).attention == name
+        assert f"attention: {name}" in str(js.explain(config))
+
+
 def test_an_explanation_is_json():
     found = json.loads(json.dumps(explained().to_json()))
-    assert {"layout", "params", "state_bytes_per_device", "notes"} == found.keys()
+    assert {"layout", "params", "state_bytes_per_device", "loss", "attention", "notes"} == found.keys()
     assert found["params"][0].keys() >= {"path", "shape", "axes", "spec", "rules", "bytes_per_device"}
 
 
@@ -89,7 +102,7 @@ def test_a_terminal_shows_every_tensor():
         console.print(explained())
     text = capture.get()
     assert all(r.path in text for r in explained().params)
-    assert "because" in text and "optimizer state:" in text
+    assert "because" in text and "optimizer state:" in text and "loss: cross-entropy" in text
 
 
 def test_a_notebook_shows_text_and_html():

@@ -224,7 +224,9 @@ class TransformerConfig:
     def activations(self, batch: int, seq: int) -> dict[str, tuple[TensorInfo, ...]]:
         """What one layer, the last, leaves for its backward pass, by the tensors that memory policies name.
 
-        "scores" has no such name: attention's weights, which only `dot_product_attention` holds.
+        Two have no such name: "scores", attention's weights, which only `dot_product_attention` holds, and "unnamed",
+        which only a policy that keeps all of it keeps: norms' float32 inputs (where those are not the stream itself)
+        and what they scale, a gate's activation and its slope.
         """
         z = self.sizes
 
@@ -245,17 +247,21 @@ class TransformerConfig:
             up = (one_up,) * gates + tensors("mlp_up", {"seq": seq, "mlp": shared}, gates if shared else 0)
         heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
         kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
+        norms = (1 if self.parallel else 2) + 2 * self.post_norm
+        inner = 1 if self.dtype == "float32" else 2
         dense = self.attention is dot_product_attention
         return {
             "residual": tensors("residual", stream),
             "residual_mid": tensors("residual_mid", stream, 0 if self.parallel else 1),
-            "norm": tensors("norm", stream, (1 if self.parallel else 2) + 2 * self.post_norm),
+            "norm": tensors("norm", stream, norms),
             "qkv": tensors("q", heads) + tensors("kv", kv, 2),
             "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
             "attn_out": tensors("attn_out", heads),
             "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
             "mlp_up": up,
             "mlp_hidden": tuple(dataclasses.replace(i, path="mlp_hidden") for i in up[::gates]),
+            "unnamed": tensors("norm", stream, norms * inner, "float32")
+            + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * gates,
         }
 
 

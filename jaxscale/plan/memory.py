@@ -7,15 +7,15 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import HOST, Layout, TensorInfo, describe
+from jaxscale.layout.rules import Kind
 from jaxscale.nn import POLICIES, MemoryPolicy
-from jaxscale.nn.memory import TILED
 from jaxscale.optim import state_infos, state_shardings
 from jaxscale.plan.compile import compile_step, topology_devices
 from jaxscale.train import AutoLoss, MaterialisedLoss, TrainConfig, blueprint_of
@@ -31,17 +31,22 @@ COMPILES = 4
 class Estimate:
     """What a policy costs by arithmetic; all bytes are per device.
 
+    What has to be there at once, and no more: a compiler adds what it copies into other orders and the gaps between its
+    buffers.
+
     Args:
       state: parameters and optimizer state.
       gradients: of the parameters.
+      copies: of the layers' weights in the type of the arithmetic, made once and not layer by layer.
       kept: activations on the device from forward to backward pass.
-      working: what one layer makes while it runs backwards; the compiler holds more, and never much less.
+      working: besides these, at the worst moment: the loss, one layer on its way back, or the embedding's gradient.
       host: activations and optimizer state in host memory.
       extra_flops: matrix products made again, whole machine, as a share of the model's own three passes.
     """
 
     state: int
     gradients: int
+    copies: int
     kept: int
     working: int
     host: int
@@ -50,7 +55,7 @@ class Estimate:
     @property
     def device(self) -> int:
         """Bytes on the device."""
-        return self.state + self.gradients + self.kept + self.working
+        return self.state + self.gradients + self.copies + self.kept + self.working
 
 
 def estimate(config: TrainConfig, topology: str) -> Estimate:
@@ -85,11 +90,20 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
     rows = describe(state_infos(blueprint.tx, blueprint.infos), layout, "opt_state")
     where = jax.tree.leaves(state_shardings(blueprint.tx, blueprint.infos, layout))
     away = sum(r.bytes_per_device for r, s in zip(rows, where, strict=True) if s.memory_kind == HOST)
+    copies = sum(_copied_bytes(i, layout, model.dtype) for i in jax.tree.leaves(blueprint.infos))
+    ends = _Ends.of(config, jax.tree.leaves(blueprint.infos), layout)
+    moments = {
+        "loss": ends.loss - (gradients - ends.gradients),  # the layers' are not there yet
+        "layers": ends.head
+        + _working_bytes(policy, layers, config.seq_len, max(len(group) for group, _ in model.runs)),
+        "embedding": ends.embedding - kept - copies,  # which are gone
+    }
     return Estimate(
         held(blueprint.infos, "params") + sum(r.bytes_per_device for r in rows) - away,
         gradients * (1 if config.accumulate == 1 else 2),
+        copies,
         kept,
-        _working_bytes(policy, layers, config.seq_len) + _logit_bytes(config, layout),
+        max(0, *moments.values()),
         host + away,
         _extra_flops(policy, model.products(config.batch_size, config.seq_len), "lse" if layers["lse"] else None)
         / model.flops(config.batch_size, config.seq_len),
@@ -97,7 +111,7 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
 
 
 def _model(config: TrainConfig) -> Any:
-    for part in ("memory", "activations", "products", "runs"):
+    for part in ("memory", "activations", "products", "runs", "dtype"):
         if not hasattr(config.model, part):
             raise ConfigError(
                 f"{type(config.model).__name__} has no '{part}', which planning its memory needs; Transformer has"
@@ -111,26 +125,81 @@ def _local_bytes(info: TensorInfo, layout: Layout) -> int:
     return info.nbytes // pieces
 
 
+def _found(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]:
+    """What of a layer's tensors its backward pass finds on the device; of a group's layers, but for their inputs."""
+    if policy.rest == "keep":
+        tiled = {"mlp_up", "mlp_hidden", "unnamed"} if "mlp_hidden" in policy.tile else set()
+        return set(layers) - {*policy.offload} - tiled
+    products = {"qkv", "residual_mid", "mlp_up"} if policy.rest == "dots" else set()
+    return ({"residual", *policy.keep} | products) - {*policy.offload}
+
+
 def _activation_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, groups: int) -> tuple[int, int]:
     """Bytes from forward to backward pass, on the device and in host memory."""
-    host = sum(layers[t] for t in policy.offload) * depth
-    entered = layers["residual"] * groups  # each group's input, which recomputing starts from
-    if policy.rest == "keep":
-        left = {*policy.offload, *(("mlp_up", "mlp_hidden") if "mlp_hidden" in policy.tile else ())}
-        return sum(n for t, n in layers.items() if t not in left) * depth, host
-    kept = {*policy.keep} | ({"qkv", "residual_mid", "mlp_up"} if policy.rest == "dots" else set())
-    if not {"residual"} & {*policy.keep, *policy.offload}:
-        return sum(layers[t] for t in kept - {*policy.offload}) * depth + entered, host
-    return sum(layers[t] for t in kept - {*policy.offload}) * depth, host
+    every = policy.rest == "keep" or "residual" in policy.keep  # else each group's, which recomputing starts from
+    count = {t: depth if every or t != "residual" else groups for t in _found(policy, layers)}
+    return sum(layers[t] * n for t, n in count.items()), sum(layers[t] for t in policy.offload) * depth
 
 
-def _working_bytes(policy: MemoryPolicy, layers: Mapping[str, int], seq: int) -> int:
-    """The larger of a layer's two halves; its tensors are there together while it runs backwards."""
-    tile = min(1.0, policy.tile_size / seq)
-    part = {t: tile if t in policy.tile else 1.0 for t in TILED}
-    attention = layers["qkv"] + layers["scores"] + layers["attn_out"]
-    feed = (layers["mlp_up"] + layers["mlp_hidden"]) * part["mlp_hidden"]
-    return int(max(attention, feed))
+def _working_bytes(policy: MemoryPolicy, layers: Mapping[str, int], seq: int, blocks: int) -> int:
+    """A group of `blocks` layers on its way back: what it makes again, and cotangents in the worse half of a layer."""
+    tile = min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0
+    attention, feed = ("qkv", "scores", "attn_out"), ("mlp_up", "mlp_hidden")
+    found = _found(policy, layers)
+    makes = {t: int(n * (tile if t in feed else 1)) for t, n in layers.items() if t != "unnamed"}  # fused, mostly
+    again = {t: 0 if t in found else n for t, n in makes.items()}
+    # What the last product took is done with before its cotangent is made.
+    fed = sum(again.values()) - again["mlp_hidden"] + int(tile * sum(layers[t] for t in feed))
+    attended = sum(again[t] for t in ("residual", "norm", "lse", *attention)) + sum(layers[t] for t in attention)
+    others = 0 if policy.rest == "keep" else sum(again.values()) + (layers["residual"] if "residual" in found else 0)
+    return max(fed, attended) + (blocks - 1) * others + layers["residual"]
+
+
+def _copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
+    """A stacked weight in another type than its own: XLA casts the whole stack before it walks it."""
+    if "layers" not in info.axes or "norm" in info.axes or jax.numpy.dtype(dtype) == info.dtype:
+        return 0
+    return _bytes_as(info, layout, "params") * jax.numpy.dtype(dtype).itemsize // info.dtype.itemsize
+
+
+def _bytes_as(info: TensorInfo, layout: Layout, kind: Kind) -> int:
+    """A tensor's bytes on one device, laid out as another kind of it is."""
+    return info.nbytes // math.prod(layout.split(axis, kind) for axis in info.axes if axis is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """What the tables at a model's two ends take, bytes per device.
+
+    A table that devices split and a batch that they split as well make a gradient of the whole table on each of them,
+    which is summed, and then cut.
+
+    Args:
+      loss: while the loss runs backwards.
+      head: the head's gradient while it waits for its sum, beyond what `gradients` holds of it.
+      embedding: while the embedding's gradient is summed, beyond `gradients`.
+      gradients: the part of `gradients` that is the tables'.
+    """
+
+    loss: int
+    head: int
+    embedding: int
+    gradients: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, infos: Sequence[TensorInfo], layout: Layout) -> _Ends:
+        tables = [i for i in infos if "vocab" in i.axes]
+        cut = [_bytes_as(i, layout, "grads") for i in tables]
+        whole = [_bytes_as(i, layout, "activations") for i in tables]
+        lookup, head = whole[0], whole[-1]
+        summed = lookup if whole != cut else 0
+        as_used = head * jax.numpy.dtype(_model(config).dtype).itemsize // tables[-1].dtype.itemsize
+        return cls(
+            as_used + (head - cut[-1]) + 2 * _logit_bytes(config, layout),
+            head - cut[-1],
+            lookup + head + summed - sum(cut),
+            sum(cut),
+        )
 
 
 def _logit_bytes(config: TrainConfig, layout: Layout) -> int:

@@ -68,14 +68,34 @@ def test_estimates_are_what_one_counts_by_hand(four_devices):
     assert found["full"].kept == 8 * stream and found["full"].host == 0
     assert found["offload_residual"].kept == 0 and found["offload_residual"].host == 8 * stream
     assert found["attention_only"].kept == 8 * 2 * stream
-    # the stream twice, two norms, queries, keys, values, attention's mix; weights (two heads); gate, up, hidden
-    assert found["none"].kept == 8 * (8 * stream + 2 * 2 * 512 * 512 * 2 + 3 * 4 * stream)
+    # the stream twice, two norms, queries, keys, values, attention's mix; weights (two heads); gate, up, hidden; two
+    # float32 arrays of each norm; silu of the gate, and its slope
+    assert found["none"].kept == 8 * ((8 + 12 + 8 + 8) * stream + 2 * 2 * 512 * 512 * 2)
     away = estimate(dataclasses.replace(TINY, optimizer=OnHost()), TOPOLOGY)
     assert away.state + away.host == found["none"].state and 2 * away.state - away.host < 0.01 * params
     forward = c.flops(8, 512, training=False)
     last = c.products(8, 512)["mlp_down"] + c.products(8, 512)["logits"]
     assert found["full"].extra_flops == (forward - last) / (3 * forward)
     assert found["none"].extra_flops == 0
+    up, hidden, table = 2 * 2 * 512 * 1024 * 2, 2 * 512 * 1024 * 2, 256 * 256 * 4
+    norms = (2 * 8 + 1) * 256 * 4
+    assert found["full"].copies == (params - 2 * table - norms) // 4 // 2  # bfloat16, a quarter
+    # Made again: norms, queries to values, mix, the stream between; weights; gate and up. Then cotangents, and the
+    # head's gradient, whole, which waits for its sum over devices.
+    again = 7 * stream + 2 * 2 * 512 * 512 * 2 + up
+    assert found["full"].working == again + (up + hidden + stream) + table * 3 // 4
+
+
+def test_the_gradients_of_tables_that_are_summed_over_devices_are_counted_whole(four_devices):
+    """Of short rows: the embedding's before and after its sum, and the head's."""
+    model = dataclasses.replace(TINY.model, vocab=65536, memory="full")
+    config, table = dataclasses.replace(TINY, model=model, seq_len=8), 65536 * 256 * 4
+    found = estimate(config, TOPOLOGY)
+    assert found.device == found.state + found.gradients + 3 * table - 2 * table // 4
+    tied = dataclasses.replace(config, model=dataclasses.replace(model, tied=True))
+    found = estimate(tied, TOPOLOGY)
+    assert found.device == found.state + found.gradients + 3 * table - table // 4
+    assert estimate(dataclasses.replace(config, layout=js.Layout("data=1")), TOPOLOGY).working < table
 
 
 def test_the_models_products_are_its_flops():
@@ -108,7 +128,7 @@ def test_policies_are_ruled_out_by_arithmetic_and_at_most_four_are_compiled(four
     many = {f"tiles of {n}": MemoryPolicy(tile=("mlp_hidden",), tile_size=n) for n in (500, 400, 300, 200, 100, 10)}
     monkeypatch.setattr(memory, "compiled_bytes", lambda c, t: compiled.append(c) or 2**20)
     monkeypatch.setattr(memory, "estimate", lambda c, t: dataclasses.replace(
-        estimate(c, t), working=c.model.memory.tile_size, state=0, gradients=0, kept=0))  # fmt: skip
+        estimate(c, t), working=c.model.memory.tile_size, state=0, gradients=0, copies=0, kept=0))  # fmt: skip
     with raises_saying(ConfigError, "no memory policy fits"):
         choose(TINY, TOPOLOGY, 2**20 - 1, policies=many)
     # three from the cheapest on, and the smallest: a compiler that never adds up leaves arithmetic nothing to rule out

@@ -31,8 +31,8 @@ COMPILES = 4
 class Estimate:
     """What a policy costs by arithmetic; all bytes are per device.
 
-    What has to be there at once, and no more: a compiler adds what it copies into other orders and the gaps between its
-    buffers.
+    What is there at once. A compiler adds copies in other orders and gaps between buffers, and saves what it can make
+    in place: of compiled steps of Llama 3 8B these are 0.90 to 1.04 (`experiments/memory_policies`).
 
     Args:
       state: parameters and optimizer state.
@@ -279,8 +279,8 @@ def choose(
     """The memory policy that costs the least arithmetic among those that fit.
 
     Policies that the model refuses are left out. The rest are tried from the cheapest on. One is passed over without
-    compiling when its estimate, which leaves out what the compiler adds, is over the budget by itself or with the
-    least that the compiler added to another.
+    compiling when its estimate is over the budget by itself or with the least that the compiler added to another. An
+    estimate may be a few per cent too high, so one that only just fits may be passed over; what is chosen was compiled.
 
     Args:
       config: the run's settings; its model's own policy does not matter.
@@ -334,8 +334,9 @@ def choose(
 def compiled_bytes(config: TrainConfig, topology: str) -> int:
     """Bytes per device of a run's compiled training step: arguments, outputs that are not theirs, temporaries.
 
-    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up, which
-    may leave arguments out.
+    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up. Of a
+    TPU, jax 0.10.2 reports more temporaries than it allocates (10.9 GiB for 7.4 in one case), and jax 0.12 what it
+    allocates.
 
     Raises:
       jax.errors.JaxRuntimeError: it fails for another reason.

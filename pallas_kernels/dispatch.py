@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """What the device kind of a GPU of compute capability 9.0 contains."""
 
+_THREADS = 4  # three warp groups at most, and the program around the kernel
 _STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # what an interpreted kernel believes it runs on
 _interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
 _chosen: dict[tuple[Any, ...], Choice] = {}
@@ -70,9 +72,20 @@ class Target:
         return pltpu.InterpretParams(detect_races=self.races, uninitialized_memory="nan")
 
     def gpu(self) -> dict[str, Any]:
-        """Keyword arguments of `plgpu.kernel`."""
+        """Keyword arguments of `plgpu.kernel`.
+
+        Raises:
+          KernelError: to be interpreted with too few threads.
+        """
         if not self.interpret:
             return {}
+        # Interpreted warp groups take a thread of JAX's CPU client each and wait for each other, and the program that
+        # called them holds another: with fewer they would wait for ever.
+        if max(os.cpu_count() or 1, jax.device_count("cpu")) < _THREADS:
+            raise KernelError(
+                f"interpreting a GPU kernel takes {_THREADS} threads, and JAX has one for each core or simulated "
+                f"device; set jax.config.update('jax_num_cpu_devices', {_THREADS}) first"
+            )
         from jax.experimental.pallas import mosaic_gpu
 
         plgpu: Any = mosaic_gpu  # jax 0.10 has no interpreter

@@ -139,3 +139,11 @@ def test_hopper_kernels_are_for_hopper(kind, says):
     if dispatch.JAX_VERSION < (0, 11):
         says = "need jax 0.11"
     assert says in (why or "") and bool(why) == bool(says)
+
+
+def test_too_few_threads_to_interpret_a_gpu_kernel_with_is_said(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(jax, "device_count", lambda _: 1)
+    with pytest.raises(KernelError, match="takes 4 threads.*jax_num_cpu_devices"):
+        Target("NVIDIA H200", "cuda", interpret=True).gpu()
+    assert Target("NVIDIA H200", "cuda").gpu() == {}

@@ -1,15 +1,20 @@
 """The parity table: every op, backend, feature and dtype, its error beside that of a plain implementation.
 
     python -m tests.pallas_kernels.parity            # writes pallas_kernels/PARITY.md (jax 0.11 or newer)
+    python -m tests.pallas_kernels.parity --op softmax   # measures these rows and keeps the others
 
 Errors are against float64, as the deviation's norm over the value's. There is no tolerance chosen by hand: ours
 may be twice the error of a plain jax.numpy implementation in the same dtype, or, where that one happens to be more
 exact, one unit in the last place of the output, two of float32: that is what an accelerator's own exp2 is off by
 (2**-22, PTX ISA, ex2.approx).
+
+Attention 256 wide is compared in 16 bits only: of tiles as large as a kernel's a CPU sums 256 float32 products with
+twice the error that it has on the small matrices of the plain implementation, which says nothing of the kernel.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import sys
@@ -37,6 +42,9 @@ from pallas_kernels.softmax import log_softmax, logsumexp, softmax
 
 TABLE = Path(dispatch.__file__).parent / "PARITY.md"
 BACKENDS = ("xla", "mosaic_tpu", "mosaic_gpu")
+THREADS = 8
+"""Devices to simulate: the CPU client has as many threads, or one a core. Each warp group of an interpreted GPU kernel
+takes one of them and waits for the others; with too few they wait for ever."""
 HEAD = ("op", "feature", "dtype", "direction", "backend", "error", "plain error", "verdict")
 
 
@@ -108,6 +116,7 @@ def cases() -> Iterator[Case]:
     """Every line, in the order of the table."""
     yield from _softmax_cases()
     yield from _blockwise_cases()
+    yield from _attention_cases()
     yield from _loss_cases()
 
 
@@ -247,6 +256,29 @@ def _true_update(rule: Rule, p: Any, g: Any, states: Any, i: int) -> np.ndarray:
         return wide(p) + wide(u) if i < 0 else wide(new[i])
 
 
+# flash attention --------------------------------------------------------------------------------------------------
+
+_ATTENTION: tuple[dict[str, Any], ...] = (
+    {"D": 128, "grouped": True, "causal": True},
+    {"D": 64, "causal": True, "segments": True, "odd": True},
+    {"D": 96, "causal": True, "window": True, "softcap": True},
+    {"D": (192, 128), "causal": True, "S≠T": True},
+    {"D": 256, "segments": True, "odd": True, "S≠T": True},
+)
+"""Of the full grid's features (`flash_attention/grid.py`): each once at least, and all kinds of widths."""
+
+
+def _attention_cases() -> Iterator[Case]:
+    from tests.pallas_kernels.flash_attention import grid  # which asks this file to measure
+
+    for chosen in _ATTENTION:
+        for dtype in ("float32", "bfloat16", "float16"):
+            if dtype == "float32" and chosen["D"] == 256:
+                continue  # see above
+            for case in grid.parts_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype}):
+                yield dataclasses.replace(case, feature=case.feature.partition(" ")[2])
+
+
 # cut cross-entropy ------------------------------------------------------------------------------------------------
 
 _LOSSES: dict[str, dict[str, Any]] = {
@@ -308,21 +340,35 @@ def committed() -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--op", help="measure this op alone; the table's other rows stay")
+    args = parser.parse_args()
     if dispatch.JAX_VERSION < (0, 11):
         sys.exit(f"the table needs the GPU interpreter of jax 0.11 or newer, and this is jax {jax.__version__}")
-    rows = [measure(case, backend) for case in cases() for backend in BACKENDS]
-    width = [max(len(r[i]) for r in [HEAD, *(row.cells for row in rows)]) for i in range(7)]
+    jax.config.update("jax_num_cpu_devices", THREADS)
+    if args.op and f"jax {jax.__version__}:" not in TABLE.read_text():
+        sys.exit(f"the table is not of jax {jax.__version__}, so none of its rows can stay; leave --op out")
+    kept = committed() if args.op else {}
+    rows: list[tuple[str, ...]] = []
+    for case in cases():
+        for backend in BACKENDS:
+            name = (case.op, case.feature, case.dtype, case.direction, backend)
+            if case.op == args.op or name not in kept:
+                kept[name] = measure(case, backend).cells
+                print(" ".join(kept[name]), flush=True)
+            rows.append(kept[name])
+    width = [max(len(r[i]) for r in [HEAD, *rows]) for i in range(7)]
     line = lambda cells: "| " + " | ".join(c.ljust(w) for c, w in zip(cells, [*width, 0], strict=True)) + " |"  # noqa: E731
     text = (__doc__ or "").split("\n\n", 2)[2]
     TABLE.write_text(
         "# Parity\n\n"
         "Made by `python -m tests.pallas_kernels.parity`; do not edit. `xla` ran compiled on a CPU, the kernels in\n"
         f"their interpreters with race detection, jax {jax.__version__}: numbers, no speed, no hardware.\n\n{text}\n"
-        + "\n".join([line(HEAD), line(["-" * max(3, w) for w in [*width, 3]]), *(line(r.cells) for r in rows)])
+        + "\n".join([line(HEAD), line(["-" * max(3, w) for w in [*width, 3]]), *map(line, rows)])
         + "\n"
     )
-    wrong = [r for r in rows if r.verdict == "WRONG"]
-    print(f"{len(rows)} rows, {len(wrong)} wrong, {sum(r.error is None for r in rows)} not supported: {TABLE}")
+    wrong = [row for row in rows if row[-1] == "WRONG"]
+    print(f"{len(rows)} rows, {len(wrong)} wrong, {sum(not row[5] for row in rows)} not supported: {TABLE}")
     return bool(wrong)
 
 

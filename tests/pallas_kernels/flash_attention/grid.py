@@ -39,7 +39,7 @@ from experiments.benchmarks.measure import commit  # noqa: E402
 from pallas_kernels import dispatch, flash_attention  # noqa: E402
 from pallas_kernels.flash_attention import xla  # noqa: E402
 from tests.pallas_kernels.flash_attention import cases as shared  # noqa: E402
-from tests.pallas_kernels.parity import Case, Row, measure  # noqa: E402
+from tests.pallas_kernels.parity import THREADS, Case, Row, measure  # noqa: E402
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
@@ -283,6 +283,8 @@ def main() -> int:
         sys.exit(f"flash_attention has no implementation '{args.backend}' yet; use --backend xla")
     if args.backend != "xla" and dispatch.JAX_VERSION < (0, 11):
         sys.exit(f"races are errors from jax 0.11 on, and this is jax {jax.__version__}")
+    if args.backend == "mosaic_gpu":
+        jax.config.update("jax_num_cpu_devices", THREADS)
     xla.TILE = TILE
     of = commit()
     run(args.backend, [case for case in grid() if args.dtype in (None, case["dtype"])], args.limit)

@@ -32,7 +32,7 @@ class Estimate:
     """What a policy costs by arithmetic; all bytes are per device.
 
     What is there at once. A compiler adds copies in other orders and gaps between buffers, and saves what it can make
-    in place: of compiled steps of Llama 3 8B these are 0.90 to 1.04 (`experiments/memory_policies`).
+    in place: of most compiled steps of Llama 3 8B these are 0.90 to 1.04 (`experiments/memory_policies`).
 
     Args:
       state: parameters and optimizer state.
@@ -86,6 +86,8 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
         name: sum(_local_bytes(i, layout) for i in infos)
         for name, infos in model.activations(config.micro_batch, config.seq_len).items()
     }
+    gathered = _gathered_bytes(model.activations(config.micro_batch, config.seq_len)["residual"][0], layout)
+    layers["unnamed"] += 2 * gathered  # each sub-layer's input
     kept, host = _activation_bytes(policy, layers, model.depth, sum(repeats for _, repeats in model.runs))
     rows = describe(state_infos(blueprint.tx, blueprint.infos), layout, "opt_state")
     where = jax.tree.leaves(state_shardings(blueprint.tx, blueprint.infos, layout))
@@ -95,7 +97,7 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
     moments = {
         "loss": ends.loss - (gradients - ends.gradients),  # the layers' are not there yet
         "layers": ends.head
-        + _working_bytes(policy, layers, config.seq_len, max(len(group) for group, _ in model.runs)),
+        + _working_bytes(policy, layers, gathered, config.seq_len, max(len(group) for group, _ in model.runs)),
         "embedding": ends.embedding - kept - copies,  # which are gone
     }
     return Estimate(
@@ -141,16 +143,24 @@ def _activation_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: in
     return sum(layers[t] * n for t, n in count.items()), sum(layers[t] for t in policy.offload) * depth
 
 
-def _working_bytes(policy: MemoryPolicy, layers: Mapping[str, int], seq: int, blocks: int) -> int:
+def _gathered_bytes(stream: TensorInfo, layout: Layout) -> int:
+    """What a sub-layer takes where the stream is split along its sequence: all of it; else 0."""
+    whole = _local_bytes(dataclasses.replace(stream, axes=("batch", "seq", "embed")), layout)
+    return whole if whole > _local_bytes(stream, layout) else 0
+
+
+def _working_bytes(policy: MemoryPolicy, layers: Mapping[str, int], gathered: int, seq: int, blocks: int) -> int:
     """A group of `blocks` layers on its way back: what it makes again, and cotangents in the worse half of a layer."""
     tile = min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0
     attention, feed = ("qkv", "scores", "attn_out"), ("mlp_up", "mlp_hidden")
     found = _found(policy, layers)
     makes = {t: int(n * (tile if t in feed else 1)) for t, n in layers.items() if t != "unnamed"}  # fused, mostly
     again = {t: 0 if t in found else n for t, n in makes.items()}
-    # What the last product took is done with before its cotangent is made.
-    fed = sum(again.values()) - again["mlp_hidden"] + int(tile * sum(layers[t] for t in feed))
-    attended = sum(again[t] for t in ("residual", "norm", "lse", *attention)) + sum(layers[t] for t in attention)
+    # What the last product took is done with before its cotangent is made. A sub-layer's input and the cotangent of its
+    # output are gathered together, before the cotangents within.
+    fed = sum(again.values()) - again["mlp_hidden"] + int(tile * (2 * gathered + sum(layers[t] for t in feed)))
+    within = max(layers["qkv"] + layers["scores"], gathered)
+    attended = sum(again[t] for t in ("residual", "norm", "lse", *attention)) + layers["attn_out"] + gathered + within
     others = 0 if policy.rest == "keep" else sum(again.values()) + (layers["residual"] if "residual" in found else 0)
     return max(fed, attended) + (blocks - 1) * others + layers["residual"]
 

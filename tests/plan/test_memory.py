@@ -98,6 +98,14 @@ def test_the_gradients_of_tables_that_are_summed_over_devices_are_counted_whole(
     assert estimate(dataclasses.replace(config, layout=js.Layout("data=1")), TOPOLOGY).working < table
 
 
+def test_a_stream_split_along_its_sequence_is_gathered_for_each_sub_layer(four_devices):
+    config = dataclasses.replace(_with("full"), layout=js.Layout("tensor=2", sequence_sharded=True))
+    whole, scores, hidden = 8 * 512 * 256 * 2, 8 * 512 * 512 * 2, 8 * 512 * 512 * 2
+    stream = whole // 2
+    again = (2 + 3 + 1 + 1) * stream + scores + 2 * hidden  # norms, queries to values, mix, the stream; gate and up
+    assert estimate(config, TOPOLOGY).working == again + 3 * hidden + 2 * whole + stream
+
+
 def test_the_models_products_are_its_flops():
     c = TINY.model
     assert sum(c.products(4, 64).values()) == c.flops(4, 64, training=False)

@@ -1,13 +1,15 @@
 """How the memory of loss and gradients grows when depth, sequence or vocabulary doubles, against what theory says.
 
-    python experiments/memory_policies/growth.py       # about two minutes on two cores, no accelerator; growth.json
+    python experiments/memory_policies/growth.py            # about two minutes on two cores; growth.json
+    python experiments/memory_policies/growth.py --tpu v5p  # the vocabulary alone, on a chip not here; growth_v5p.json
 
-Compiled temporaries of a small transformer on one CPU device, float32, flash attention: what lies between the
-parameters and their gradients.
+Compiled temporaries of a small transformer on one device, float32, flash attention: what lies between the parameters
+and their gradients.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -21,6 +23,7 @@ import optax
 
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy, ReversibleRun, flash_attention
+from jaxscale.plan import compile_for
 from jaxscale.train import Blueprint, CutLoss, MaterialisedLoss, describe_model, make_loss_and_grads
 
 HERE = Path(__file__).parent
@@ -36,8 +39,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def temporaries(case: str, *, depth: int = BASE.depth, seq: int = SEQ, vocab: int = BASE.vocab) -> int:
-    """Temporary bytes of loss and gradients."""
+def temporaries(
+    case: str, chip: str | None = None, *, depth: int = BASE.depth, seq: int = SEQ, vocab: int = BASE.vocab
+) -> int:
+    """Temporary bytes of loss and gradients, on the CPU or a chip of that name."""
     changes, loss = CASES[case]
     graphdef, infos = describe_model(dataclasses.replace(BASE, depth=depth, vocab=vocab, **changes))
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
@@ -45,7 +50,9 @@ def temporaries(case: str, *, depth: int = BASE.depth, seq: int = SEQ, vocab: in
     batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((1, seq), jnp.float32)}
     f = make_loss_and_grads(Blueprint(graphdef, infos, optax.identity(), None, None), loss=loss)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.jit(f).lower(params, batch, key).compile().memory_analysis().temp_size_in_bytes
+    args = (params, batch, key)
+    made = jax.jit(f).lower(*args).compile() if chip is None else compile_for(f, chip, *args)
+    return made.memory_analysis().temp_size_in_bytes
 
 
 def theory(case: str, of: str) -> tuple[str, float]:
@@ -56,9 +63,7 @@ def theory(case: str, of: str) -> tuple[str, float]:
             return "nothing", 0
         if case == "none":
             tensors = BASE.activations(1, SEQ)
-            return "each layer's named tensors, at least", BASE.depth * sum(
-                i.nbytes for t in tensors.values() for i in t
-            )
+            return "each layer's tensors, at least", BASE.depth * sum(i.nbytes for t in tensors.values() for i in t)
         return "each layer's input", BASE.depth * stream
     if of == "vocab":
         held = 2 * 4 * SEQ * BASE.vocab if "held" in case else 0
@@ -66,13 +71,18 @@ def theory(case: str, of: str) -> tuple[str, float]:
     return "as much again, but for weights", math.nan
 
 
+DOUBLED = {"depth": {"depth": 2 * BASE.depth}, "seq": {"seq": 2 * SEQ}, "vocab": {"vocab": 2 * BASE.vocab}}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tpu", metavar="CHIP", help="double the vocabulary alone, for this chip, as v5p")
+    chip = parser.parse_args().tpu
     rows = []
-    for case in CASES:
-        base = temporaries(case)
-        for of, changes in (("depth", {"depth": 2 * BASE.depth}), ("seq", {"seq": 2 * SEQ}),
-                            ("vocab", {"vocab": 2 * BASE.vocab})):  # fmt: skip
-            doubled = temporaries(case, **changes)
+    for case in CASES if chip is None else ("full", "full, logits held"):
+        base = temporaries(case, chip)
+        for of in DOUBLED if chip is None else ("vocab",):
+            doubled = temporaries(case, chip, **DOUBLED[of])
             words, expected = theory(case, of)
             row = {"case": case, "doubled": of, "before": base, "after": doubled, "slope": math.log2(doubled / base),
                    "added": doubled - base, "theory": words,
@@ -81,9 +91,10 @@ def main() -> None:
             said = "" if math.isnan(expected) else f" = {expected / 2**20:.1f} MiB"
             print(f"{case:18s} {of:6s} x2: {base / 2**20:6.1f} -> {doubled / 2**20:6.1f} MiB, slope {row['slope']:.2f},"
                   f" adds {row['added'] / 2**20:6.1f} MiB; theory: {words}{said}", flush=True)  # fmt: skip
-    about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "device": "one CPU device",
+    about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "device": chip or "one CPU device",
              "model": "8 layers, 128 wide, 4096 words, 1 x 2048 tokens, float32"}  # fmt: skip
-    (HERE / "growth.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    to = HERE / ("growth.json" if chip is None else f"growth_{chip}.json")
+    to.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

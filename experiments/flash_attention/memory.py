@@ -91,7 +91,7 @@ def line_of(where: str, direction: str, implementation: str | None, lengths: lis
                 flush=True,
             )
             return rows
-        if rows:
+        if rows and rows[-1]["temporary_bytes"]:  # on a TPU short ones may need none outside of its own vector memory
             before = rows[-1]
             row["slope"] = round(
                 math.log2(row["temporary_bytes"] / before["temporary_bytes"]) / math.log2(s / before["length"]), 3

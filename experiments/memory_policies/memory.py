@@ -33,6 +33,7 @@ HARDWARE = {"v5p": ("v5p:2x2x2", int(95.74 * 2**30)), "H200": ("h200:8", int(139
 H200 shows as free."""
 
 REVERSIBLE = "reversible"
+TILES = ("norm", "mlp_hidden")
 LAYOUTS: dict[str, tuple[js.Layout, int]] = {
     "fsdp=8": (js.Layout("fsdp=8"), 8),
     "tensor=8, sequence split between blocks": (js.Layout("tensor=8", sequence_sharded=True), 1),
@@ -68,7 +69,7 @@ def config_of(layout: str, policy: str, seq_len: int, **changes: Any) -> js.Trai
     where, rows = LAYOUTS[layout]
     how: dict[str, Any] = {"memory": "none", "stack": ReversibleRun} if policy == REVERSIBLE else {"memory": policy}
     if policy == REVERSIBLE:
-        how["memory"] = MemoryPolicy(rest="keep", tile=("norm", "mlp_hidden"))
+        how["memory"] = MemoryPolicy(rest="keep", tile=TILES)
     model = llama3_8b(attention=flash_attention, **how, **changes)
     return js.TrainConfig(model=model, layout=where, batch_size=rows, seq_len=seq_len, segments=False)
 
@@ -76,15 +77,16 @@ def config_of(layout: str, policy: str, seq_len: int, **changes: Any) -> js.Trai
 def arithmetic(layout: str, policy: str, seq_len: int) -> dict[str, Any]:
     """A cell without compiling, the same for all hardware.
 
-    Reversible runs are counted as `full` recomputation whose layers hand on two streams and two cotangents, float32.
+    Reversible runs are counted as recomputation in tiles whose layers hand on two streams and two cotangents, float32.
     """
     topology, _ = HARDWARE["v5p"]
+    config = config_of(layout, "full" if policy == REVERSIBLE else policy, seq_len)
     if policy == REVERSIBLE:
-        found = estimate(config_of(layout, "full", seq_len), topology)
-        stream = found.kept // 32
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=MemoryPolicy(tile=TILES)))
+    found = estimate(config, topology)
+    if policy == REVERSIBLE:
+        stream = found.kept // config.model.depth
         found = dataclasses.replace(found, kept=4 * stream, working=found.working + 3 * stream)
-    else:
-        found = estimate(config_of(layout, policy, seq_len), topology)
     return {"bytes": found.device, "host": found.host, "extra_flops": round(found.extra_flops, 4)}
 
 

@@ -32,7 +32,7 @@ class Estimate:
     """What a policy costs by arithmetic; all bytes are per device.
 
     What is there at once. A compiler adds copies in other orders and gaps between buffers, and saves what it can make
-    in place: of most compiled steps of Llama 3 8B these are 0.90 to 1.04 (`experiments/memory_policies`).
+    in place: of most compiled steps of Llama 3 8B these are 0.90 to 1.05 (`experiments/memory_policies`).
 
     Args:
       state: parameters and optimizer state.

@@ -1,0 +1,36 @@
+"""Twelve rows of the table of layouts, others after every change; `python -m tests.parallel.table` runs them all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pathlib
+
+import numpy as np
+import pytest
+
+import jaxscale
+from tests.parallel.table import DIMENSIONS, disagreement, table
+
+ROWS = [row for row in table() if row.layout.devices == 8]
+
+
+def chosen(count):
+    """Rows by a seed that is the library's own source."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(jaxscale.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    order = np.random.default_rng(int.from_bytes(digest.digest()[:4], "big")).permutation(len(ROWS))
+    return [ROWS[i] for i in order[:count]]
+
+
+@pytest.mark.parametrize("row", chosen(12), ids=lambda row: row.name)
+def test_a_layout_trains_to_the_numbers_of_one_device(row):
+    got, want = row.run()
+    assert max(disagreement(got, want).values()) <= 1
+
+
+def test_the_table_has_every_pair_of_dimensions_and_ten_triples():
+    cut = [frozenset(d for d in DIMENSIONS if row.layout.sizes[d] > 1) for row in ROWS]
+    assert set(map(frozenset, itertools.combinations(DIMENSIONS, 2))) <= set(cut)
+    assert len({c for c in cut if len(c) == 3}) >= 10 and len(ROWS) >= 40

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ring
 from measure import CASES, MODELS, ORDER, ROWS, TOKENS
 
 from jaxscale.layout import SCHEDULES, simulate
@@ -71,7 +72,7 @@ def layouts(cells: Cells, model: str) -> str:
 def published(cells: Cells) -> str:
     """What papers say of these layouts, and what was counted here."""
     llama = {c: r for (m, c, _), r in cells.items() if m == MODELS[0]}
-    rows = [*_states(llama), *_volumes(llama), *_streams(llama), *_bubbles()]
+    rows = [*_states(llama), *_volumes(llama), *_streams(llama), *_rings(), *_bubbles()]
     head = ["| published | formula | by the formula | counted | in |", "|---|---|---|---|---|"]
     return "\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)])
 
@@ -116,6 +117,14 @@ def _streams(llama: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             "Megatron-LM, a sequence cut between layers keeps less, GiB, t = 4", "(1 - 1/t) of the layers' inputs",
             f"{stream * 3 / 4 / GIB:.2f}", f"{less / GIB:.2f}", "compiled step",
         )  # fmt: skip
+
+
+def _rings() -> Iterator[tuple[str, ...]]:
+    held = {n: r["arguments"] + r["outputs"] + r["temporaries"] for n, r in ring.read().items()}
+    for n, size in held.items():
+        if n > 1 and 1 in held:
+            name = f"RSA, bytes of one layer's attention against one chip's, P = {n}"
+            yield name, "1 / P", f"{1 / n:.3f}", f"{size / held[1]:.3f}", "compiled attention"
 
 
 def _bubbles() -> Iterator[tuple[str, ...]]:

@@ -458,16 +458,20 @@ class Transformer(nnx.Module):
         seq: int,
         *,
         positions: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
         order: Int[np.ndarray, "s"] | None = None,
         **told: Any,
     ) -> Context:
         """What every layer is told: the arguments of `hidden`, for rows of `seq` tokens in the order of `order`."""
         c = self.config
+        if positions is not None and segment_ids is not None:
+            # Experts count padding too, so that all attentions have to see it alike: in the order it stands in.
+            positions = jnp.where(segment_ids == 0, _place(seq, None, order), positions)
         kinds = (_rotary(c.positions), c.local_positions)
         place = _place(seq, positions, order)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
-        return Context(positions=positions, rotary=rotary, order=columns, **told)
+        return Context(positions, segment_ids, rotary, order=columns, **told)
 
     def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
         """All runs, or of each the part that these parameters are; and what their layers report."""

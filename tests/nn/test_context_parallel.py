@@ -47,14 +47,15 @@ def test_training_gives_the_same_numbers_as_on_one_device(layout):
     assert_layouts_agree(TRAINED[layout], [layout], batch=PACKED)
 
 
-def test_hidden_states_come_out_in_the_order_that_tokens_came_in():
+def test_hidden_states_padding_too_come_out_in_the_order_that_tokens_came_in():
     model = TRAINED[Layout("context=4")]
     graphdef, infos = describe_model(model)
-    params = random_params(infos)
-    f = jax.jit(lambda p, t: nnx.merge(graphdef, p).hidden(t))
-    want = f(params, PACKED["tokens"])
+    given = random_params(infos), {k: PACKED[k] for k in ("tokens", "segment_ids", "positions")}
+    assert (PACKED["segment_ids"] == 0).any()
+    f = jax.jit(lambda p, told: nnx.merge(graphdef, p).hidden(**told))
+    want = f(*given)
     with Layout("context=4"):
-        assert_leaves_agree(f.lower(params, PACKED["tokens"]).compile(QUICKLY)(params, PACKED["tokens"]), want)
+        assert_leaves_agree(f.lower(*given).compile(QUICKLY)(*given), want)
 
 
 def test_dropout_is_each_tokens_own_wherever_it_stands():

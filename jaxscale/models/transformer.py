@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.layout import TensorInfo, abstract, constrain
 from jaxscale.models.base import arrange
 from jaxscale.nn import (
@@ -491,9 +491,15 @@ class Transformer(nnx.Module):
 
         `None` is the natural order. Whoever arranges tokens and whatever goes with them (`arrange`) saves `hidden` the
         way there and back.
+
+        Raises:
+          LayoutError: it tears groups apart in which experts count their capacity.
         """
         wanted = getattr(self.config.attention, "order", None)
-        return None if wanted is None else wanted(seq_len)
+        order = None if wanted is None else wanted(seq_len)
+        if order is not None:
+            _check_groups(self.config, order)
+        return order
 
     def head_weight(self) -> Float[Array, "v e"]:
         """The output head as it is kept: the token embedding when tied."""
@@ -561,6 +567,18 @@ def _place(seq: int, positions: Array | None, order: np.ndarray | None) -> Array
 
 def _rotary(positions: Rotary | Learned | None) -> Rotary | None:
     return None if isinstance(positions, Learned) else positions
+
+
+def _check_groups(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
+    chunk = math.gcd(len(order), *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
+    for mlp in c.layer_mlps():
+        slots = mlp.slots(len(order)) if isinstance(mlp, MixtureOfExperts) else None
+        if slots is not None and chunk % slots.group:
+            raise LayoutError(
+                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, and experts "
+                f"count their capacity in groups of {slots.group}, which these tear apart; set MixtureOfExperts.group "
+                f"= {math.gcd(chunk, slots.group)}, drop no token, or set zigzag=False"
+            )
 
 
 def _check_length(c: TransformerConfig, seq: int) -> None:

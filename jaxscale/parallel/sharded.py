@@ -56,7 +56,9 @@ def sharded_op(
             f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}; axes is a tuple of names for each "
             "array, as (('batch', None), ('batch',)) for two"
         )
-    if layout is None or not free:
+    # a kernel wants none left to the partitioner, of whatever size; without a shard_map around us, one device is none
+    left = set(jax.sharding.get_abstract_mesh().axis_names) - manual if manual else free
+    if layout is None or not left:
         return fn(*arrays)
 
     def spec(names: Axes, shape: tuple[int, ...] | None, kind: Kind) -> PartitionSpec:
@@ -67,11 +69,16 @@ def sharded_op(
     is_names = lambda a: isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)  # noqa: E731
     if out_kinds is None:
         out_kinds = jax.tree.map(lambda _: kind, out_axes, is_leaf=is_names)
+    in_specs = tuple(spec(a, x.shape, kind) for a, x in zip(axes, arrays, strict=True))
+    # A stack that stages do not divide lies where its shape says, and an output of its names with it.
+    alike = {(tuple(a), kind): s for a, s in zip(axes, in_specs, strict=True)}
     return jax.shard_map(
         fn,
-        in_specs=tuple(spec(a, x.shape, kind) for a, x in zip(axes, arrays, strict=True)),
-        out_specs=jax.tree.map(lambda a, k: spec(a, None, k), out_axes, out_kinds, is_leaf=is_names),
-        axis_names=free if manual else set(),
+        in_specs=in_specs,
+        out_specs=jax.tree.map(
+            lambda a, k: alike.get((a, k)) or spec(a, None, k), out_axes, out_kinds, is_leaf=is_names
+        ),
+        axis_names=left if manual else set(),
         check_vma=False,  # a Pallas call says nothing about how its outputs vary
     )(*arrays)
 

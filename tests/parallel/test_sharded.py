@@ -37,6 +37,23 @@ def test_it_sees_local_arrays_only():
     assert seen == [(4, 8, 1)]
 
 
+@pytest.mark.parametrize("mesh", ["pipeline=2,data=4", "pipeline=8"])
+def test_inside_another_shard_map_nothing_is_left_to_the_partitioner(mesh):
+    # a TPU's kernel refuses an axis that is, also of size 1
+    seen = []
+
+    def inner(x):
+        seen.append(set(jax.sharding.get_abstract_mesh().axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes))
+        return x
+
+    with Layout(mesh):
+        outer = lambda x: sharded_op(inner, x, axes=(AXES,), out_axes=AXES)  # noqa: E731
+        whole = jax.P()
+        f = jax.shard_map(outer, in_specs=whole, out_specs=whole, axis_names={"pipeline"}, check_vma=False)
+        jax.jit(f)(jnp.ones((8, 8, 4)))
+    assert seen == [set()]
+
+
 def test_without_a_layout_it_is_a_call():
     seen = []
     sharded_op(lambda x: (seen.append(x.shape), x)[1], jnp.ones((8, 8, 4)), axes=(AXES,), out_axes=AXES)
@@ -93,3 +110,10 @@ def test_a_misspelt_name_is_refused_with_or_without_a_layout():
 def test_names_for_another_number_of_arrays_are_refused():
     with raises_saying(LayoutError, "1 arrays and names for 2", "as (('batch', None)"):
         sharded_op(jnp.square, jnp.ones((8, 4)), axes=("batch", None), out_axes=("batch", None))
+
+
+def test_a_stack_that_stages_do_not_divide_comes_out_where_it_went_in():
+    x, axes = jnp.arange(3 * 8 * 4.0).reshape(3, 8, 4), ("layers", "embed", "mlp")
+    with Layout("pipeline=2,data=2", "zero2"):
+        got = jax.jit(lambda x: sharded_op(jnp.square, x, axes=(axes,), out_axes=axes, kind="opt_state"))(x)
+    np.testing.assert_array_equal(got, x**2)

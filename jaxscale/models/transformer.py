@@ -575,8 +575,8 @@ def _check_groups(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
         slots = mlp.slots(len(order)) if isinstance(mlp, MixtureOfExperts) else None
         if slots is not None and chunk % slots.group:
             raise LayoutError(
-                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, and experts "
-                f"count their capacity in groups of {slots.group}, which these tear apart; set MixtureOfExperts.group "
+                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, which tear "
+                f"apart the groups of {slots.group} in which experts count their capacity; set MixtureOfExperts.group "
                 f"= {math.gcd(chunk, slots.group)}, drop no token, or set zigzag=False"
             )
 

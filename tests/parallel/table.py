@@ -206,8 +206,9 @@ def _markdown(rows: list[dict]) -> str:
         "# Layouts against one device",
         "",
         f"`python -m tests.parallel.table`: {good} of {len(rows)} rows agree, of {len(table())}. Commits (and rows): "
-        f"{commits}; jax {jax.__version__}, {datetime.date.today()}, simulated devices, float32. Errors are the worst "
-        "leaf's, in units of what contract 6 allows (1e-5 of the leaf's norm or of a thousandth of the gradient's): at most 1.",
+        f"{commits}; jax {jax.__version__}, {datetime.date.today()}, simulated devices, float32. Errors are those of "
+        "the worst leaf, in units of what contract 6 allows (1e-5 of the leaf's norm, or of a thousandth of the "
+        "gradient's): at most 1.",
         "",
         "| layout | loss | gradient norm | gradients | parameters after 5 steps |",
         "|---|---|---|---|---|",

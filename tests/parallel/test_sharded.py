@@ -43,7 +43,9 @@ def test_inside_another_shard_map_nothing_is_left_to_the_partitioner(mesh):
     seen = []
 
     def inner(x):
-        seen.append(set(jax.sharding.get_abstract_mesh().axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes))
+        seen.append(
+            set(jax.sharding.get_abstract_mesh().axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+        )
         return x
 
     with Layout(mesh):

@@ -43,9 +43,8 @@ def test_inside_another_shard_map_nothing_is_left_to_the_partitioner(mesh):
     seen = []
 
     def inner(x):
-        seen.append(
-            set(jax.sharding.get_abstract_mesh().axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-        )
+        now = jax.sharding.get_abstract_mesh()
+        seen.append(set(now.axis_names) - set(now.manual_axes))
         return x
 
     with Layout(mesh):

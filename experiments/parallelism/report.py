@@ -1,0 +1,173 @@
+"""The tables and the picture of this study, from what `measure.py` wrote and from the schedule simulator."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measure import CASES, MODELS, ORDER, ROWS, TOKENS
+
+from jaxscale.layout import SCHEDULES, simulate
+
+GIB = 2**30
+Cells = dict[tuple[str, str, int], dict[str, Any]]
+AXES = {"data": "#8fb8de", "fsdp": "#5b8cc0", "tensor": "#f4c27a", "context": "#8fce9b", "expert": "#d98cb3",
+        "pipeline": "#a58fd0"}  # fmt: skip
+PARTS = {"params": "#5b8cc0", "opt_state": "#8fb8de", "temporaries": "#f4c27a"}
+FIELDS = {"params": "parameters", "opt_state": "optimizer state", "temporaries": "temporaries"}
+
+
+def by_axis(row: dict[str, Any]) -> dict[str, int]:
+    """Bytes a device sends in a step, by the mesh axes they travel along."""
+    found: dict[str, int] = defaultdict(int)
+    for c in row["collectives"]:
+        found[" x ".join(c["axes"])] += c["sent"]
+    return dict(found)
+
+
+def by_kind(row: dict[str, Any]) -> dict[str, int]:
+    """How often a step runs each collective."""
+    found: dict[str, int] = defaultdict(int)
+    for c in row["collectives"]:
+        found[c["kind"]] += c["times"]
+    return dict(found)
+
+
+def tables(cells: Cells) -> str:
+    """All of the README's tables."""
+    return "\n\n".join([*(f"### {model}\n\n{layouts(cells, model)}" for model in MODELS), published(cells)])
+
+
+def layouts(cells: Cells, model: str) -> str:
+    """A row for each layout of a model."""
+    out = [
+        "| layout | mesh | state: parameters + gradients + optimizer | arguments + temporaries | sent, by axis | "
+        "collectives |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, case in CASES.items():
+        row = next((r for (m, c, _), r in cells.items() if (m, c) == (model, name)), None)
+        what = f"| {case.what} | `{case.layout['mesh']}` | "
+        if row is None:
+            asked = any((m, c) == (model, name) for m, c, _ in ORDER)
+            out.append(what + ("not compiled | | | |" if asked else "no such cell | | | |"))
+            continue
+        state = " + ".join(f"{n / GIB:.2f}" for n in row["state"].values())
+        layers = "" if row["depth"] == 32 else f" ({row['depth']} layers)"
+        if "does_not_fit" in row:
+            out.append(f"{what}{state}{layers} | does not fit: {row['does_not_fit'] / GIB:.0f} | | |")
+            continue
+        sent = ", ".join(
+            f"{a} {n / GIB:.2f}" for a, n in sorted(by_axis(row).items(), key=lambda i: -i[1]) if n > 2**20
+        )
+        kinds = ", ".join(f"{n} {k}" for k, n in sorted(by_kind(row).items()))
+        compiled = f"{row['arguments'] / GIB:.2f} + {row['temporaries'] / GIB:.2f}"
+        out.append(f"{what}{state}{layers} | {compiled} | {sent} | {kinds} |")
+    return "\n".join(out)
+
+
+def published(cells: Cells) -> str:
+    """What papers say of these layouts, and what was counted here."""
+    llama = {c: r for (m, c, _), r in cells.items() if m == MODELS[0]}
+    rows = [*_states(llama), *_volumes(llama), *_streams(llama), *_bubbles()]
+    head = ["| published | formula | by the formula | counted | in |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)])
+
+
+def _states(llama: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for stage, case, formula, over in (
+        ("0", "data", "16 Ψ", (1, 1, 1)),
+        ("1 and 2", "zero2", "4 Ψ + 12 Ψ / N", (1, 64, 64)),
+        ("3", "fsdp", "16 Ψ / N", (64, 64, 64)),
+    ):
+        if r := llama.get(case):
+            expected = sum(b * r["params"] / n for b, n in zip((4, 4, 8), over, strict=True))
+            counted = sum(r["state"].values())
+            yield f"ZeRO-{stage}, bytes of state, N = 64", formula, f"{expected:,.0f}", f"{counted:,}", "rules"
+
+
+def _volumes(llama: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    tables = 2 * 128256 * 4096
+    for stage, cases, formula in (
+        ("0", ("data, 4", "data"), "2 Ψ elements of 4 bytes"),
+        ("1 and 2", ("zero2, 4", "zero2"), "2 Ψ elements of 4 bytes"),
+        ("3", ("fsdp, 4", "fsdp"), "3 Ψ elements, 2 of them of 2 bytes"),
+    ):
+        for case in cases:
+            if (r := llama.get(case)) is None or "collectives" not in r:
+                continue
+            n = 4 if case.endswith(", 4") else 64
+            gathered = 2 * (2 - tables / r["params"])  # tables are used once each way, layers once more
+            expected = (8 if stage != "3" else gathered + 4) * (n - 1) / n
+            sent = sum(by_axis(r).values()) / r["params"]
+            yield (
+                f"ZeRO-{stage}, bytes a device sends for each parameter, N = {n}", formula, f"{expected:.2f}",
+                f"{sent:.2f}", "compiled step",
+            )  # fmt: skip
+
+
+def _streams(llama: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    if {"tensor", "sequence"} <= llama.keys():
+        stream = ROWS // 16 * TOKENS * 4096 * 2 * 32
+        less = llama["tensor"]["temporaries"] - llama["sequence"]["temporaries"]
+        yield (
+            "Megatron-LM, a sequence cut between layers keeps less, GiB, t = 4", "(1 - 1/t) of the layers' inputs",
+            f"{stream * 3 / 4 / GIB:.2f}", f"{less / GIB:.2f}", "compiled step",
+        )  # fmt: skip
+
+
+def _bubbles() -> Iterator[tuple[str, ...]]:
+    for k, m in ((4, 8), (4, 32), (8, 32)):
+        expected, found = (k - 1) / (m + k - 1), simulate(SCHEDULES["gpipe"](k, m)).bubble
+        yield (
+            f"GPipe, bubble, K = {k}, M = {m}",
+            "(K - 1) / (M + K - 1)",
+            f"{expected:.4f}",
+            f"{found:.4f}",
+            "simulator",
+        )
+    k, m = 4, 16
+    for v in (2, 4):
+        found = simulate(SCHEDULES["interleaved"](k, m, chunks=v)).bubble
+        name = f"Megatron-LM, interleaved {v} times, idle time over ideal, p = {k}, m = {m}"
+        yield name, "(p - 1) / (v m)", f"{(k - 1) / (v * m):.4f}", f"{found / (1 - found):.4f}", "simulator"
+    found = simulate(SCHEDULES["zb-h1"](k, m)).bubble
+    name, formula = f"Zero bubble (ZB-H1), the same, p = {k}, m = {m}", "(p - 1) (F + B - W) / (m (F + B + W))"
+    yield name, formula, f"{(k - 1) / (3 * m):.4f}", f"{found / (1 - found):.4f}", "simulator"
+
+
+def plot(cells: Cells, path: Path) -> None:
+    """Bytes held, and bytes sent by axis, a bar for each layout."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(MODELS), 2, figsize=(11, 8), sharey="row", layout="constrained")
+    for (left, right), model in zip(axes, MODELS, strict=True):
+        for y, name in enumerate(CASES):
+            row = next((r for (m, c, _), r in cells.items() if (m, c) == (model, name)), None)
+            if row is None or "does_not_fit" in row:
+                says = "not compiled" if row is None else f"does not fit: {row['does_not_fit'] / GIB:.0f} GiB"
+                left.text(0.3, y, says, va="center", fontsize=7, color="grey")
+                continue
+            held = {**row["state"], "temporaries": row["temporaries"]}
+            _stack(left, y, {k: held[k] for k in PARTS}, PARTS)
+            colors = {a: AXES[a.split(" x ")[0]] for a in by_axis(row)}
+            _stack(right, y, by_axis(row), colors)
+        labels = [f"{n}\n{c.layout['mesh']}" for n, c in CASES.items()]
+        left.set_yticks(range(len(CASES)), labels, fontsize=7)
+        left.set(title=f"{model}: GiB a chip", ylim=(len(CASES) - 0.5, -0.5))
+        right.set(title="GiB a chip sends in a step")
+    patch = plt.Rectangle
+    axes[0, 0].legend(
+        [patch((0, 0), 1, 1, color=c) for c in PARTS.values()], FIELDS.values(), fontsize=7, frameon=False
+    )
+    axes[0, 1].legend([patch((0, 0), 1, 1, color=c) for c in AXES.values()], AXES, fontsize=7, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _stack(ax: Any, y: int, parts: dict[str, int], colors: dict[str, str]) -> None:
+    at = 0.0
+    for name, size in parts.items():
+        ax.barh(y, size / GIB, left=at, height=0.7, color=colors[name])
+        at += size / GIB

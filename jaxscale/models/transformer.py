@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.layout import TensorInfo, abstract, constrain
 from jaxscale.models.base import arrange
 from jaxscale.nn import (
@@ -458,16 +458,20 @@ class Transformer(nnx.Module):
         seq: int,
         *,
         positions: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
         order: Int[np.ndarray, "s"] | None = None,
         **told: Any,
     ) -> Context:
         """What every layer is told: the arguments of `hidden`, for rows of `seq` tokens in the order of `order`."""
         c = self.config
+        if positions is not None and segment_ids is not None:
+            # Experts count padding too, so that all attentions have to see it alike: in the order it stands in.
+            positions = jnp.where(segment_ids == 0, _place(seq, None, order), positions)
         kinds = (_rotary(c.positions), c.local_positions)
         place = _place(seq, positions, order)
         rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
-        return Context(positions=positions, rotary=rotary, order=columns, **told)
+        return Context(positions, segment_ids, rotary, order=columns, **told)
 
     def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
         """All runs, or of each the part that these parameters are; and what their layers report."""
@@ -487,9 +491,15 @@ class Transformer(nnx.Module):
 
         `None` is the natural order. Whoever arranges tokens and whatever goes with them (`arrange`) saves `hidden` the
         way there and back.
+
+        Raises:
+          LayoutError: it tears groups apart in which experts count their capacity.
         """
         wanted = getattr(self.config.attention, "order", None)
-        return None if wanted is None else wanted(seq_len)
+        order = None if wanted is None else wanted(seq_len)
+        if order is not None:
+            _check_groups(self.config, order)
+        return order
 
     def head_weight(self) -> Float[Array, "v e"]:
         """The output head as it is kept: the token embedding when tied."""
@@ -557,6 +567,18 @@ def _place(seq: int, positions: Array | None, order: np.ndarray | None) -> Array
 
 def _rotary(positions: Rotary | Learned | None) -> Rotary | None:
     return None if isinstance(positions, Learned) else positions
+
+
+def _check_groups(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
+    chunk = math.gcd(len(order), *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
+    for mlp in c.layer_mlps():
+        slots = mlp.slots(len(order)) if isinstance(mlp, MixtureOfExperts) else None
+        if slots is not None and chunk % slots.group:
+            raise LayoutError(
+                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, which tear "
+                f"apart the groups of {slots.group} in which experts count their capacity; set MixtureOfExperts.group "
+                f"= {math.gcd(chunk, slots.group)}, drop no token, or set zigzag=False"
+            )
 
 
 def _check_length(c: TransformerConfig, seq: int) -> None:

@@ -422,10 +422,7 @@ def _mlp(rows: Array, scale: Array, sizes: Array | None = None, *, weights: Weig
         h = how.act(up)
     else:
         h = how.act(checkpoint_name(product(rows, weights.gate, taps.gate, 1), "mlp_up")) * up
-    h = (checkpoint_name(h, "mlp_hidden") * scale).astype(how.dtype)
-    if sizes is not None:  # rows past the last expert's are nobody's; what a product leaves there is not promised
-        h = jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), h, 0)
-    return product(h, weights.down, taps.down, 2)
+    return product((checkpoint_name(h, "mlp_hidden") * scale).astype(how.dtype), weights.down, taps.down, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -473,7 +470,9 @@ def _whole(kernel: Array, embed: int, how: _How) -> Array:
 def _grouped(rows: Array, matrices: Array, sizes: Array | None) -> Array:
     if sizes is None:
         return jnp.einsum("nxci,xio->nxco", rows, matrices)
-    return lax.ragged_dot(rows, matrices, sizes.astype(jnp.int32))
+    out = lax.ragged_dot(rows, matrices, sizes.astype(jnp.int32))
+    # rows past the last expert's are nobody's; what a product leaves there is not promised, either way
+    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), out, 0)
 
 
 def _size(axes: tuple[str, ...]) -> int:

@@ -17,6 +17,7 @@ from jaxscale.layout import Layout, Rules
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.nn import (
     GatherAttention,
+    MixtureOfExperts,
     RingAttention,
     TokenRingAttention,
     UlyssesAttention,
@@ -47,14 +48,15 @@ def test_training_gives_the_same_numbers_as_on_one_device(layout):
     assert_layouts_agree(TRAINED[layout], [layout], batch=PACKED)
 
 
-def test_hidden_states_come_out_in_the_order_that_tokens_came_in():
+def test_hidden_states_padding_too_come_out_in_the_order_that_tokens_came_in():
     model = TRAINED[Layout("context=4")]
     graphdef, infos = describe_model(model)
-    params = random_params(infos)
-    f = jax.jit(lambda p, t: nnx.merge(graphdef, p).hidden(t))
-    want = f(params, PACKED["tokens"])
+    given = random_params(infos), {k: PACKED[k] for k in ("tokens", "segment_ids", "positions")}
+    assert (PACKED["segment_ids"] == 0).any()
+    f = jax.jit(lambda p, told: nnx.merge(graphdef, p).hidden(**told))
+    want = f(*given)
     with Layout("context=4"):
-        assert_leaves_agree(f.lower(params, PACKED["tokens"]).compile(QUICKLY)(params, PACKED["tokens"]), want)
+        assert_leaves_agree(f.lower(*given).compile(QUICKLY)(*given), want)
 
 
 def test_dropout_is_each_tokens_own_wherever_it_stands():
@@ -149,6 +151,16 @@ def test_what_does_not_divide_is_refused(attend, mesh, shapes, says):
 def test_a_sequence_that_does_not_divide_is_refused_by_the_model():
     with Layout("context=4"), raises_saying(LayoutError, "RingAttention", "sequence of 12", "8 or 16"):
         RingAttention().order(12)
+
+
+def test_experts_groups_that_zigzag_order_tears_apart_are_refused():
+    config = with_attention(attention=RingAttention(), mlp=MixtureOfExperts(experts=4, capacity=1.0, group=4))
+    order = lambda config: nnx.eval_shape(lambda: config.make(nnx.Rngs(0))).order(16)  # noqa: E731
+    with Layout("context=4"), raises_saying(LayoutError, "RingAttention", "chunks of 2", "groups of 4", "group = 2"):
+        order(config)
+    with Layout("context=4"):
+        whole = order(dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, group=2)))
+    np.testing.assert_array_equal(whole, zigzag(16, 4))
 
 
 def test_keys_of_another_length_are_refused():

@@ -13,6 +13,7 @@ the gradient at each of five SGD steps, every leaf of the first gradient, every 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import datetime
 import itertools
@@ -42,6 +43,7 @@ DIMENSIONS = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
 STEPS, ROWS, SEQ, VOCAB = 5, 32, 16, 64
 ATTENTION = (RingAttention(), UlyssesAttention(), GatherAttention(), TokenRingAttention())
 RESULTS = pathlib.Path(__file__).with_name("LAYOUTS.md")
+FIELDS = ("losses", "gradient_norms", "gradients", "params")
 LINES = pathlib.Path("runs/layouts.jsonl")
 
 
@@ -147,7 +149,7 @@ def disagreement(got: Trace, want: Trace) -> dict[str, float]:
     """The worst error of each thing compared, over what is allowed: 1 is the limit."""
     norm = global_norm(want.gradients)
     out = {}
-    for field in ("losses", "gradient_norms", "gradients", "params"):
+    for field in FIELDS:
         pairs = zip(jax.tree.leaves(getattr(got, field)), jax.tree.leaves(getattr(want, field)), strict=True)
         floor = FLOOR * (norm if field in ("gradients", "params") else 0.0)
         errors = [
@@ -162,38 +164,51 @@ def main() -> None:
     args = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     args.add_argument("--only", default="", help="rows whose name has this in it")
     args.add_argument("--devices", type=int, default=8, help="rows of so many: 8, 16 or 64")
+    args.add_argument("--keep", action="store_true", help="keep good rows that older sources measured")
     given = args.parse_args()
     simulate_devices(given.devices)
     git = lambda *a: subprocess.run(["git", *a], capture_output=True, text=True).stdout.strip()  # noqa: E731
-    sources = git("rev-parse", "HEAD:jaxscale")
+    sources, commit = git("rev-parse", "HEAD:jaxscale"), git("rev-parse", "--short", "HEAD")
     LINES.parent.mkdir(exist_ok=True)
     lines = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-    seen = {line["name"]: line for line in lines if line["sources"] == sources}
+    seen = {line["name"]: line for line in lines if given.keep or line["sources"] == sources}
     for row in table():
-        if row.name in seen or given.only not in row.name or row.layout.devices != given.devices:
+        if (
+            ("error" not in seen.get(row.name, {"error": ""}))
+            or given.only not in row.name
+            or row.layout.devices != given.devices
+        ):
             continue
         begun = time.monotonic()
         try:
             found: dict[str, object] = dict(disagreement(*row.run()))
         except Exception as e:  # a row that cannot run is a line of the table, not the end of it
             found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"}
-        line = {"name": row.name, "sources": sources, "seconds": round(time.monotonic() - begun), **found}
+        line = {
+            "name": row.name,
+            "sources": sources,
+            "commit": commit,
+            "seconds": round(time.monotonic() - begun),
+            **found,
+        }
         seen[row.name] = line
         with LINES.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(line, flush=True)
     rows = [seen[row.name] for row in table() if row.name in seen]
-    RESULTS.write_text(_markdown(rows, git("rev-parse", "--short", "HEAD")))
+    RESULTS.write_text(_markdown(rows))
 
 
-def _markdown(rows: list[dict], commit: str) -> str:
-    good = sum("error" not in r and max(r[f] for f in ("losses", "gradients", "params")) <= 1 for r in rows)
+def _markdown(rows: list[dict]) -> str:
+    commits = ", ".join(f"{c} ({n})" for c, n in collections.Counter(r["commit"] for r in rows).items())
+    good = sum("error" not in r and max(r[f] for f in FIELDS) <= 1 for r in rows)
     head = [
         "# Layouts against one device",
         "",
-        f"`python -m tests.parallel.table`: {good} of {len(rows)} rows agree, of {len(table())}. Commit {commit}, jax "
-        f"{jax.__version__}, {datetime.date.today()}, simulated devices, float32. Errors are the worst leaf's, in "
-        "units of what contract 6 allows (1e-5 of the leaf's norm or of a thousandth of the gradient's): at most 1.",
+        f"`python -m tests.parallel.table`: {good} of {len(rows)} rows agree, of {len(table())}. Commits (and rows): "
+        f"{commits}; jax {jax.__version__}, {datetime.date.today()}, simulated devices, float32. Errors are those of "
+        "the worst leaf, in units of what contract 6 allows (1e-5 of the leaf's norm, or of a thousandth of the "
+        "gradient's): at most 1.",
         "",
         "| layout | loss | gradient norm | gradients | parameters after 5 steps |",
         "|---|---|---|---|---|",
@@ -202,7 +217,7 @@ def _markdown(rows: list[dict], commit: str) -> str:
         if "error" in r:
             head.append(f"| {r['name']} | {r['error']} | | | |")
         else:
-            cells = " | ".join(f"{r[f]:.2f}" for f in ("losses", "gradient_norms", "gradients", "params"))
+            cells = " | ".join(f"{r[f]:.2f}" for f in FIELDS)
             head.append(f"| {r['name']} | {cells} |")
     return "\n".join(head) + "\n"
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.layout import Layout, abstract, constrain, describe, shardings_of
+from jaxscale.layout import Layout, Rules, abstract, constrain, describe, shardings_of
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.parallel import experts, wire_rows
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
+from tests.truth.compare import assert_leaves_agree
 
 TOPOLOGY = "v5p:2x2x2"
 SMALL = 16384
@@ -131,6 +132,26 @@ def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch
         gone = sent[device].sum()
         np.testing.assert_array_equal(back[device][:gone], 2 * rows[device][:gone])
         assert not np.any(back[device][gone:])
+
+
+def test_rows_that_are_no_experts_here_add_nothing_whatever_a_product_leaves_there(monkeypatch):
+    random, product = np.random.default_rng(0), jax.lax.ragged_dot
+    x, up, down = (random.normal(size=shape).astype(np.float32) for shape in ((2, 4, 8), (4, 8, 6), (4, 6, 8)))
+    ids = np.argsort(random.normal(size=(2, 4, 4)))[..., :2].astype(np.int32)
+    scale = random.uniform(size=ids.shape).astype(np.float32)
+
+    def loss(x, scale, up, down):
+        routed, weights = experts.Choices(ids, scale), experts.Weights(None, up, down)
+        return jnp.sum(jnp.square(experts.expert_mlp(x, routed, weights, act=jax.nn.gelu, dtype=jnp.float32)))
+
+    def poisoned(rows, matrices, sizes):
+        return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), product(rows, matrices, sizes), jnp.nan)
+
+    gradients = jax.value_and_grad(loss, (0, 1, 2, 3))
+    want = gradients(x, scale, up, down)
+    monkeypatch.setattr(jax.lax, "ragged_dot", poisoned)
+    with Layout("tensor=2", Rules(params={"experts": "tensor"}, activations={"experts": "tensor"})):
+        assert_leaves_agree(jax.jit(gradients)(x, scale, up, down), want)
 
 
 def test_useful_and_padded_rows_are_counted_apart():

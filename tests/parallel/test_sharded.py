@@ -43,7 +43,8 @@ def test_inside_another_shard_map_nothing_is_left_to_the_partitioner(mesh):
     seen = []
 
     def inner(x):
-        seen.append(set(jax.sharding.get_abstract_mesh().axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes))
+        now = jax.sharding.get_abstract_mesh()
+        seen.append(set(now.axis_names) - set(now.manual_axes))
         return x
 
     with Layout(mesh):
@@ -110,3 +111,10 @@ def test_a_misspelt_name_is_refused_with_or_without_a_layout():
 def test_names_for_another_number_of_arrays_are_refused():
     with raises_saying(LayoutError, "1 arrays and names for 2", "as (('batch', None)"):
         sharded_op(jnp.square, jnp.ones((8, 4)), axes=("batch", None), out_axes=("batch", None))
+
+
+def test_a_stack_that_stages_do_not_divide_comes_out_where_it_went_in():
+    x, axes = jnp.arange(3 * 8 * 4.0).reshape(3, 8, 4), ("layers", "embed", "mlp")
+    with Layout("pipeline=2,data=2", "zero2"):
+        got = jax.jit(lambda x: sharded_op(jnp.square, x, axes=(axes,), out_axes=axes, kind="opt_state"))(x)
+    np.testing.assert_array_equal(got, x**2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import socket
 import time
@@ -12,7 +13,11 @@ import pytest
 
 import jaxscale as js
 from jaxscale.cli import main
+from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MixtureOfExperts, RingAttention
 from tests.truth.compare import assert_leaves_agree
+from tests.truth.layouts import assert_layouts_agree, random_batch
 from tests.truth.runs import BIGRAM, STEPS, losses, start, write_gin
 
 LIMIT = 200
@@ -27,27 +32,68 @@ for mistake in (["--run", "text"], ["--mesh", "data=4"], ["--gin.train.layout=No
 sys.exit(main([*sys.argv[1:], "--run", "two"]))
 """
 
+TRAINS = """
+import sys
+import jaxscale as js
+js.simulate_devices(4)
+js.init_distributed(sys.argv[1], 2, int(sys.argv[2]))
+from tests.train.test_processes import train_all
+train_all()
+"""
+
+Small = functools.partial(TransformerConfig, vocab=32, width=16, heads=4, kv_heads=2, head_dim=4, hidden=32, tied=True)
+DENSE = Small(depth=2, attention=RingAttention())
+EXPERTS = Small(depth=1, mlp=MixtureOfExperts(experts=4, hidden=8, balance_loss=0.1))
+ACROSS = {
+    Layout("pipeline=2,data=2,tensor=2"): DENSE,
+    Layout("context=4,data=2"): DENSE,
+    Layout("expert=4,data=2"): EXPERTS,
+}
+
+
+def train_all() -> None:
+    """In each of two processes: trains on every layout of `ACROSS`, over the devices of both, and says which agree."""
+    for layout, model in ACROSS.items():
+        laid = layout.on(dealt())
+        owners = np.vectorize(lambda d: d.process_index)(laid.device_mesh.devices)
+        for axis, size in enumerate(owners.shape):
+            assert size == 1 or np.diff(owners, axis=axis).any(), f"{layout}: '{laid.device_mesh.axis_names[axis]}'"
+        assert_layouts_agree(model, [laid], batch=random_batch(32, seq=16))
+        print("\nagrees:", layout, flush=True)
+
+
+def dealt() -> list[jax.Device]:
+    """The devices of two processes, so that the neighbours along every axis of a mesh of twos are in different ones."""
+    of = [iter([d for d in jax.devices() if d.process_index == p]) for p in range(2)]
+    return [next(of[i.bit_count() % 2]) for i in range(jax.device_count())]
+
+
+def run_two(script, argv, folder):
+    """Runs a script as two processes, given an address and their number; exit code, output and errors of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = [start(script, [a.format(address=address, process=i) for a in argv], folder) for i in range(2)]
+    until = time.monotonic() + LIMIT
+    try:
+        texts = [p.communicate(timeout=max(until - time.monotonic(), 1)) for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    ended = [(p.returncode, *t) for p, t in zip(started, texts, strict=True)]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    return ended
+
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """A run by two processes, the same by this one, and what the two processes left: exit code, output, errors."""
     folder = tmp_path_factory.mktemp("processes")
     gin = write_gin(folder / "small.gin", "import tests.truth.runs\n" + BIGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSCALE_CACHE", str(folder / "cache"))
         argv = ["train", str(gin), "--gin.train.prompt='def '", "--devices", "4", "--distributed"]
-        started = [start(SCRIPT, [*argv, f"{address},2,{i}"], folder) for i in range(2)]
-        until = time.monotonic() + LIMIT
-        try:
-            texts = [p.communicate(timeout=max(until - time.monotonic(), 1)) for p in started]
-        finally:
-            for p in started:
-                p.kill()
-        ended = [(p.returncode, *t) for p, t in zip(started, texts, strict=True)]
-        assert [code for code, _, _ in ended] == [0, 0], ended
+        ended = run_two(SCRIPT, [*argv, "{address},2,{process}"], folder)
         assert main(["train", str(gin), "--quiet", "--run", str(folder / "one")]) == 0
     return js.Run(folder / "two"), js.Run(folder / "one"), ended
 
@@ -99,3 +145,9 @@ def test_a_layout_that_leaves_a_process_without_devices_is_refused(together):
     for _, _, err in together[2]:
         assert "the layout data=4 (fsdp_tensor) leaves 1 of 2 processes without a device" in err
         assert "the layout None leaves 2 of 2 processes without a device; give a mesh of all 8 devices" in err
+
+
+def test_what_is_split_across_processes_trains_to_the_numbers_of_one_device(tmp_path):
+    for _, out, _ in run_two(TRAINS, ["{address}", "{process}"], tmp_path):
+        said = [line for line in out.splitlines() if line.startswith("agrees: ")]  # Gloo prints too
+        assert said == [f"agrees: {layout}" for layout in ACROSS]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig
@@ -117,7 +118,7 @@ def train(
         loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, z_loss=z_loss)
         sharding = batch_sharding(layout, *batch["tokens"].shape)
         step = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, sharding)
-        on_devices = jax.device_put(batch, sharding)
+        on_devices = batch if layout is None else {k: lay(x, sharding) for k, x in batch.items()}
         step = step.lower(setup.state, on_devices).compile(QUICKLY)
         state, gradients, seen, reports = setup.state, None, [], []
         for _ in range(steps):
@@ -148,7 +149,13 @@ def build(
     blueprint, _ = blueprint_of(TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm))
     params = jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=SEED))
     state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(SEED))
-    return Setup(blueprint, state if layout is None else jax.device_put(state, blueprint.shardings()))
+    return Setup(blueprint, state if layout is None else jax.tree.map(lay, state, blueprint.shardings()))
+
+
+def lay(x: Any, sharding: Any) -> jax.Array:
+    """Puts a whole array on devices as `jax.device_put` does, also where some of them are another process's."""
+    whole = x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda at: whole[at])
 
 
 @contextlib.contextmanager
@@ -159,8 +166,14 @@ def in_force(layout: Layout | None) -> Iterator[None]:
 
 
 def to_numpy(tree: Tree) -> Tree:
-    """Copies every array to the host, whole."""
-    return jax.tree.map(np.array, tree)
+    """Copies every array to the host, whole; what lies on several processes' devices, to each of them."""
+    away = [x.sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not x.is_fully_addressable]
+    return jax.tree.map(np.array, _gather(away[0])(tree) if away else tree)
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Callable[[Tree], Tree]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 class Remembered(NamedTuple):

@@ -48,7 +48,7 @@ class Split:
         leaves, structure = jax.tree.flatten(params)
         noted = [Uses() if k else None for k in jax.tree.leaves(kernels)]
         stand_ins = [a if u is None else Deferred(a, uses=u) for a, u in zip(leaves, noted, strict=True)]
-        jax.eval_shape(lambda: stage(jax.tree.unflatten(structure, stand_ins), x))
+        jax.eval_shape(lambda x: stage(jax.tree.unflatten(structure, stand_ins), x), x)
         batch = jax.tree.leaves(x)[0].shape[:2]
         uses = tuple(
             u.found[0]

@@ -21,7 +21,7 @@ from jaxscale import optim
 from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import GELU, head_logits
+from jaxscale.nn import GELU, MixtureOfExperts, RingAttention, head_logits
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_eval, make_loss_and_grads, make_step
 from tests.truth import numpy_transformer as truth
@@ -35,7 +35,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, head_dim=8, hidden=64, mlp=GELU, tied=True)
 PACKED = random_batch(64, rows=8, lengths=(7, 2, 4))
 PACKED["weights"][:3] = 0  # so that micro-batches weigh unlike
-LAYOUTS = [Layout("data=2,fsdp=2,tensor=2"), Layout("data=2,fsdp=4", "zero1")]
+LAYOUTS = [Layout("data=2,fsdp=2,tensor=2"), Layout("data=2,fsdp=4", "zero1"), Layout("data=2,pipeline=2,tensor=2")]
+EXPERTS = MixtureOfExperts(experts=4, hidden=16, balance_loss=0.1)
+OTHERS = {Layout("context=2,expert=2,data=2"): dataclasses.replace(MODEL, attention=RingAttention(), mlp=EXPERTS)}
+"""Layouts that want another model."""
+
+STEPS = 4
 
 
 def _blueprint(layout=None, tx=None, model=MODEL):
@@ -142,7 +147,7 @@ def test_initial_values_are_identical_on_every_layout():
 
 
 class Trained(NamedTuple):
-    """Three steps of AdamW."""
+    """`STEPS` steps of AdamW."""
 
     blueprint: Blueprint
     losses: list[float]
@@ -152,12 +157,12 @@ class Trained(NamedTuple):
 
 @functools.cache
 def _trained(layout):
-    blueprint, state = build(MODEL, layout, optim.adamw(1e-3), clip_norm=1.0)
+    blueprint, state = build(OTHERS.get(layout, MODEL), layout, optim.adamw(1e-3), clip_norm=1.0)
     with in_force(layout):
         sharding = batch_sharding(layout, *PACKED["tokens"].shape)
         step = jit_step(make_step(make_loss_and_grads(blueprint), blueprint.tx), blueprint, sharding)
         losses, compiled, donated = [], [], jax.tree.leaves(state.params)
-        for _ in range(3):
+        for _ in range(STEPS):
             before = compilations()
             state, metrics = step(state, jax.device_put(PACKED, sharding))
             compiled.append(compilations() - before)
@@ -171,18 +176,18 @@ def test_adamw_gives_the_same_losses_on_every_layout(layout):
     assert_leaves_agree(_trained(layout).losses, _trained(None).losses)
 
 
-@pytest.mark.parametrize("layout", [None, *LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", [None, *LAYOUTS, *OTHERS], ids=str)
 def test_the_step_compiles_once(layout):
-    assert _trained(layout).compiled == [1, 0, 0]
+    assert _trained(layout).compiled == [1] + [0] * (STEPS - 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS], ids=str)
 def test_the_state_stays_where_it_was_laid(layout):
     blueprint, state = _trained(layout).blueprint, _trained(layout).state
     wanted = blueprint.shardings()
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), (x.shape, x.sharding, sharding)
-    assert int(state.step) == 3
+    assert int(state.step) == STEPS
     assert jax.tree.structure(state) == jax.tree.structure(blueprint.abstract_state())
 
 

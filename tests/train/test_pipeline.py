@@ -12,7 +12,7 @@ import pytest
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import SCHEDULES, Layout, Pipeline
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import ReversibleRun
+from jaxscale.nn import MixtureOfExperts, ReversibleRun, SigmoidRouter
 from jaxscale.plan import explain
 from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, make_loss_and_grads, prepare
 from jaxscale.train.step import make_eval
@@ -101,6 +101,9 @@ def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
 # --- mistakes, before anything is compiled
 
 
+UNEVEN = MixtureOfExperts(experts=3, router=SigmoidRouter())
+
+
 class Own(MaterialisedLoss):
     of_cut_vocabulary = False
 
@@ -122,8 +125,13 @@ class Own(MaterialisedLoss):
             dict(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, vocab=257)),
             ["'vocab'", "cuts 257 into 2", "256 or 258"],
         ),
+        (
+            LayoutError,
+            dict(layout=Layout("pipeline=2", pipeline="interleaved"), model=dataclasses.replace(MODEL, mlp=UNEVEN)),
+            ["runs/0/blocks/0/mlp/load_bias", "(4, 3)", "divides by 2 stages", "schedule of 1 chunk", "multiple of 2"],
+        ),
     ],
-    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary"],
+    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary", "width"],
 )
 def test_what_does_not_fit_stages_is_refused_before_compiling(kind, settings, words):
     with raises_saying(kind, *words):

@@ -73,6 +73,12 @@ def test_a_reversible_stack_gives_the_same_numbers():
     assert_layouts_agree(model, [Layout("pipeline=2", pipeline="lockstep-zb")], batch=BATCH)
 
 
+def test_layers_that_report_give_the_same_numbers_with_weight_gradients_apart():
+    experts = MixtureOfExperts(experts=4, shared=1, balance_loss=0.1)
+    layout = Layout("pipeline=2", pipeline="lockstep-zb:1")  # one, since what they add is of each micro-batch
+    assert_layouts_agree(dataclasses.replace(MODEL, depth=2, mlp=experts), [layout], batch=BATCH)
+
+
 def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
     def cut(blueprint, **options):
         return make_loss_and_grads(blueprint, loss=CutLoss(), **options)

@@ -64,6 +64,7 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
 
 
 def _check_width(info: TensorInfo, layout: Layout) -> None:
+    layout.spec((None, *info.axes[1:]), info.shape, name=info.path)  # what else does not divide, in its own words
     try:
         layout.spec(info.axes, (1, *info.shape[1:]))
     except LayoutError:

@@ -301,10 +301,12 @@ def _gather(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]
 
 
 def _scan(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    body = eqn.params["jaxpr"].jaxpr
+    # told from shapes, since versions of JAX name the numbers of each otherwise: slices have a dimension less
+    carry = sum(v.aval.ndim == w.aval.ndim for v, w in zip(eqn.outvars, body.outvars, strict=True))
+    consts = sum(v.aval.ndim == w.aval.ndim for v, w in zip(eqn.invars, body.invars, strict=True)) - carry
     xs = ins[consts + carry :]
     dims.stacks.extend(x[0] for x in xs if len(x) > 1)
-    body = eqn.params["jaxpr"].jaxpr
     outs = dims.walk(body, [*ins[: consts + carry], *(x[1:] for x in xs)])
     for before, after in zip(ins[consts : consts + carry], outs, strict=False):
         dims.join(before, after)

@@ -65,9 +65,9 @@ def layouts(cells: Cells, model: str) -> str:
         if "does_not_fit" in row:
             out.append(f"{what}{state}{layers} | does not fit: {row['does_not_fit'] / GIB:.0f} | | |")
             continue
-        sent = ", ".join(
-            f"{a} {n / GIB:.2f}" for a, n in sorted(by_axis(row).items(), key=lambda i: -i[1]) if n > 2**20
-        )
+        most = sorted(by_axis(row).items(), key=lambda i: -i[1])
+        sent = ", ".join(f"{a} {n / GIB:.2f}" for a, n in most if n > 2**24)
+        sent = sent if certain(row) == sum(by_axis(row).values()) else f"at most {sent}"
         kinds = ", ".join(f"{n} {k}" for k, n in sorted(by_kind(row).items()))
         compiled = f"{row['arguments'] / GIB:.2f} + {row['temporaries'] / GIB:.2f}"
         out.append(f"{what}{state}{layers} | {compiled} | {sent} | {kinds} |")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections import Counter
 
 import pytest
@@ -84,3 +86,47 @@ def test_gradients_are_reduce_scattered(layout):
     scattered = sum(c.payload * c.times for c in found if c.kind == "reduce-scatter")
     # the compiler joins one matrix of a layer with the norms' gradients in an all-reduce
     assert scattered >= 4 * (MATRICES + TABLES - 2 * 256 * 256)
+
+
+@needs(why_no_tpu())
+def test_a_pipeline_sends_streams_to_its_neighbours_and_sums_at_its_ends():
+    # GPipe's four micro-batches on four stages take 2 x (4 + 4 - 1) ticks. Each sends a stream on and a cotangent back.
+    # Where a tick begins or ends a micro-batch, all stages look its rows up, get the last stage's output, and give
+    # back both ends' cotangents (float32, the second with the last norm's gradient twice), and merge a pair of
+    # numbers for each token from each.
+    layout, model = Layout("pipeline=4", pipeline="gpipe:4"), dataclasses.replace(MODEL, depth=4)
+    config = TrainConfig(model=model, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
+    found = [c for c in collectives(compile_step(config, "v5p:2x2x1"), layout.sizes) if c.payload > SCALARS]
+    ticks, stream, tokens = 14, STREAM // 4, 4 * 128
+    assert {c.times for c in found} == {ticks} and {c.axes for c in found} == {("pipeline",)}
+    payloads = Counter((c.kind, c.payload) for c in found)
+    assert payloads == {
+        ("collective-permute", stream): 2,
+        ("all-reduce", 2 * stream): 3,
+        ("all-reduce", 2 * stream + 2 * 4 * 256): 1,
+        ("all-gather", 4 * 2 * 4 * tokens): 1,
+    }
+    # what goes to a neighbour stands outside of any branch
+    assert all(c.certain for c in found if c.kind == "collective-permute")
+
+
+@needs(why_no_tpu())
+def test_overlapped_products_run_while_pieces_travel():
+    layout = Layout("tensor=4", sequence_sharded=True)
+    model = dataclasses.replace(MODEL, overlap=("attention", "mlp"))
+    config = TrainConfig(model=model, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
+    compiled = compile_step(config, "v5p:2x2x1")
+    travelling: dict[str, bool] = {}
+    overlapped = []
+    for line in compiled.as_text().splitlines():
+        if started := re.search(r"%(collective-permute-start[\w.]*) = ", line):
+            travelling[started[1]] = False
+        elif "dot_general" in line and re.search(r" (fusion|convolution)\(", line):
+            travelling = dict.fromkeys(travelling, True)
+        if done := re.search(r" collective-permute-done\(%(collective-permute-start[\w.]*)", line):
+            overlapped.append(travelling.pop(done[1]))
+    # a layer's rings of three: x forward, y, and again, dy twice, x again twice, dx twice; nothing blocks for a stream
+    assert len(overlapped) >= 24 and sum(overlapped) / len(overlapped) > 2 / 3
+    found = collectives(compiled, layout.sizes)
+    blocking = [c for c in found if c.kind in ("all-gather", "reduce-scatter") and c.times > 1]
+    assert not blocking, blocking

@@ -44,6 +44,13 @@ class Pipeline:
         name = self.schedule
         if isinstance(name, str) and name not in SCHEDULES and not name.endswith(".csv"):
             raise LayoutError(f"there is no pipeline schedule '{name}'{near(name, SCHEDULES)}; a file ends in .csv")
+        if not isinstance(name, str):
+            try:
+                inspect.signature(name).bind(1, 1, **({"chunks": 1} if self._takes_chunks else {}))
+            except TypeError as e:
+                raise LayoutError(
+                    f"Pipeline.schedule = {name!r} must be a name or a function (stages, microbatches): {e}"
+                ) from None
         for field in ("microbatches", "chunks"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):

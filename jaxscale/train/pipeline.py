@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxscale.errors import ConfigError
-from jaxscale.layout import Layout, Table, constrain, path_name, simulate
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout, Table, TensorInfo, constrain, path_name, simulate
 from jaxscale.layout.schedules import forward_only
 from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Linear, Part, Stats, auxiliary_loss
@@ -37,7 +37,7 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
       blueprint, loss, z_loss, accumulate: as for `make_loss_and_grads`.
 
     Raises:
-      LayoutError: more stages than layers.
+      LayoutError: more stages than layers, or layers that cannot be dealt out.
       ConfigError: a model that cannot be taken apart, or a loss that cannot be made on a cut vocabulary.
     """
     assert blueprint.layout is not None
@@ -57,7 +57,22 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
     groups = tuple((jax.tree.leaves(run)[0].shape[0], len(run["blocks"])) for run in runs.values())
     schedule = blueprint.layout.schedule
     stages = assign(*zip(*groups, strict=True), blueprint.layout.stages, schedule.chunks_per_stage)  # type: ignore[call-arg]
+    for n, run in enumerate(runs.values()):
+        for info in () if stages.in_place(n) else jax.tree.leaves(run):
+            _check_width(info, blueprint.layout)
     return Pipelined(blueprint, loss, z_loss, accumulate, blueprint.layout, stages)
+
+
+def _check_width(info: TensorInfo, layout: Layout) -> None:
+    layout.spec((None, *info.axes[1:]), info.shape, name=info.path)  # what else does not divide, in its own words
+    try:
+        layout.spec(info.axes, (1, *info.shape[1:]))
+    except LayoutError:
+        raise LayoutError(
+            f"{info.path} {info.axes} of shape {info.shape} is dealt out to stages cut along its width, since they do "
+            f"not hold its layers in order and in equal parts, and no dimension of that divides by {layout.stages} "
+            f"stages; use a schedule of 1 chunk a stage, and a number of layers that is a multiple of {layout.stages}"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -185,6 +185,12 @@ def test_a_pipeline_that_is_none_is_refused(text, words):
         Layout("pipeline=2", pipeline=text)
 
 
+def test_a_schedule_that_is_no_function_of_stages_and_micro_batches_is_refused():
+    for schedule in (lambda stages: None, 3):
+        with raises_saying(LayoutError, "Pipeline.schedule", "(stages, microbatches)"):
+            Pipeline(schedule)
+
+
 @pytest.mark.parametrize(
     "pipeline,stages,rows,split,found",
     [

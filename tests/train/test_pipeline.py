@@ -12,7 +12,7 @@ import pytest
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import SCHEDULES, Layout, Pipeline
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import ReversibleRun
+from jaxscale.nn import MixtureOfExperts, ReversibleRun, SigmoidRouter
 from jaxscale.plan import explain
 from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, make_loss_and_grads, prepare
 from jaxscale.train.step import make_eval
@@ -73,6 +73,12 @@ def test_a_reversible_stack_gives_the_same_numbers():
     assert_layouts_agree(model, [Layout("pipeline=2", pipeline="lockstep-zb")], batch=BATCH)
 
 
+def test_layers_that_report_give_the_same_numbers_with_weight_gradients_apart():
+    experts = MixtureOfExperts(experts=4, shared=1, balance_loss=0.1)
+    layout = Layout("pipeline=2", pipeline="lockstep-zb:1")  # one, since what they add is of each micro-batch
+    assert_layouts_agree(dataclasses.replace(MODEL, depth=2, mlp=experts), [layout], batch=BATCH)
+
+
 def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
     def cut(blueprint, **options):
         return make_loss_and_grads(blueprint, loss=CutLoss(), **options)
@@ -101,6 +107,9 @@ def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
 # --- mistakes, before anything is compiled
 
 
+UNEVEN = MixtureOfExperts(experts=3, router=SigmoidRouter())
+
+
 class Own(MaterialisedLoss):
     of_cut_vocabulary = False
 
@@ -122,8 +131,13 @@ class Own(MaterialisedLoss):
             dict(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, vocab=257)),
             ["'vocab'", "cuts 257 into 2", "256 or 258"],
         ),
+        (
+            LayoutError,
+            dict(layout=Layout("pipeline=2", pipeline="interleaved"), model=dataclasses.replace(MODEL, mlp=UNEVEN)),
+            ["runs/0/blocks/0/mlp/load_bias", "(4, 3)", "divides by 2 stages", "schedule of 1 chunk", "multiple of 2"],
+        ),
     ],
-    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary"],
+    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary", "width"],
 )
 def test_what_does_not_fit_stages_is_refused_before_compiling(kind, settings, words):
     with raises_saying(kind, *words):

@@ -28,6 +28,11 @@ def by_axis(row: dict[str, Any]) -> dict[str, int]:
     return dict(found)
 
 
+def certain(row: dict[str, Any]) -> int:
+    """Bytes of `by_axis` that stand under no branch."""
+    return sum(c["sent"] for c in row["collectives"] if c["certain"])
+
+
 def by_kind(row: dict[str, Any]) -> dict[str, int]:
     """How often a step runs each collective."""
     found: dict[str, int] = defaultdict(int)
@@ -60,9 +65,9 @@ def layouts(cells: Cells, model: str) -> str:
         if "does_not_fit" in row:
             out.append(f"{what}{state}{layers} | does not fit: {row['does_not_fit'] / GIB:.0f} | | |")
             continue
-        sent = ", ".join(
-            f"{a} {n / GIB:.2f}" for a, n in sorted(by_axis(row).items(), key=lambda i: -i[1]) if n > 2**20
-        )
+        most = sorted(by_axis(row).items(), key=lambda i: -i[1])
+        sent = ", ".join(f"{a} {n / GIB:.2f}" for a, n in most if n > 2**24)
+        sent = sent if certain(row) == sum(by_axis(row).values()) else f"at most {sent}"
         kinds = ", ".join(f"{n} {k}" for k, n in sorted(by_kind(row).items()))
         compiled = f"{row['arguments'] / GIB:.2f} + {row['temporaries'] / GIB:.2f}"
         out.append(f"{what}{state}{layers} | {compiled} | {sent} | {kinds} |")
@@ -148,31 +153,31 @@ def _bubbles() -> Iterator[tuple[str, ...]]:
 
 
 def plot(cells: Cells, path: Path) -> None:
-    """Bytes held, and bytes sent by axis, a bar for each layout."""
+    """Bytes held, and bytes sent by axis, a bar for each compiled cell."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(MODELS), 2, figsize=(11, 8), sharey="row", layout="constrained")
-    for (left, right), model in zip(axes, MODELS, strict=True):
-        for y, name in enumerate(CASES):
-            row = next((r for (m, c, _), r in cells.items() if (m, c) == (model, name)), None)
-            if row is None or "does_not_fit" in row:
-                says = "not compiled" if row is None else f"does not fit: {row['does_not_fit'] / GIB:.0f} GiB"
-                left.text(0.3, y, says, va="center", fontsize=7, color="grey")
-                continue
-            held = {**row["state"], "temporaries": row["temporaries"]}
-            _stack(left, y, {k: held[k] for k in PARTS}, PARTS)
-            colors = {a: AXES[a.split(" x ")[0]] for a in by_axis(row)}
-            _stack(right, y, by_axis(row), colors)
-        labels = [f"{n}\n{c.layout['mesh']}" for n, c in CASES.items()]
-        left.set_yticks(range(len(CASES)), labels, fontsize=7)
-        left.set(title=f"{model}: GiB a chip", ylim=(len(CASES) - 0.5, -0.5))
-        right.set(title="GiB a chip sends in a step")
-    patch = plt.Rectangle
-    axes[0, 0].legend(
-        [patch((0, 0), 1, 1, color=c) for c in PARTS.values()], FIELDS.values(), fontsize=7, frameon=False
-    )
-    axes[0, 1].legend([patch((0, 0), 1, 1, color=c) for c in AXES.values()], AXES, fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+    order = [(m, c) for m in MODELS for c in CASES]
+    found = {(m, c): r for (m, c, _), r in cells.items() if c in CASES and "collectives" in r}
+    rows = [(c, found[m, c]) for m, c in order if (m, c) in found]
+    size = (10, 0.42 * len(rows) + 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    labels = []
+    for y, (name, row) in enumerate(rows):
+        held = {**row["state"], "temporaries": row["temporaries"]}
+        _stack(left, y, {k: held[k] for k in PARTS}, PARTS)
+        sent = by_axis(row)
+        _stack(right, y, sent, {a: AXES[a.split(" x ")[0]] for a in sent})
+        if certain(row) < sum(sent.values()):
+            right.text(sum(sent.values()) / GIB, y, " at most", va="center", fontsize=7)
+        layers = "" if row["depth"] == 32 else f", {row['depth']} layers"
+        labels.append(f"{row['model'].split('_')[0]}{layers}: {CASES[name].layout['mesh']}\n{CASES[name].what}")
+    left.set_yticks(range(len(rows)), labels, fontsize=7)
+    left.set(title="GiB a chip holds", ylim=(len(rows) - 0.5, -0.5))
+    right.set(title="GiB a chip sends in a step", xlim=(0, 1.15 * max(sum(by_axis(r).values()) for _, r in rows) / GIB))
+    for ax, words, colors in ((left, FIELDS.values(), PARTS), (right, AXES, AXES)):
+        patches = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colors.values()]
+        ax.legend(patches, list(words), fontsize=7, frameon=False)
+    figure.savefig(path, dpi=90)
 
 
 def _stack(ax: Any, y: int, parts: dict[str, int], colors: dict[str, str]) -> None:

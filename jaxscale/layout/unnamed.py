@@ -275,12 +275,20 @@ def _longer_than_one(dims: list[int], shape: Sequence[int]) -> tuple[list[int], 
 
 
 def _same_sizes(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    """Slices, pads, updates and concatenations: dimensions that keep their size stay what they were."""
-    out = dims.fresh(eqn.outvars[0].aval.ndim)
-    for v, d in zip(eqn.invars, ins, strict=True):
-        if v.aval.ndim == len(out):
-            dims.join_equal(d, v.aval.shape, out, eqn.outvars[0].aval.shape)
-    return [out]
+    """Slices, pads, updates, concatenations, splits: dimensions that keep their size stay what they were."""
+    outs = []
+    for w in eqn.outvars:
+        out = dims.fresh(w.aval.ndim)
+        for v, d in zip(eqn.invars, ins, strict=True):
+            if v.aval.ndim == len(out):
+                dims.join_equal(d, v.aval.shape, out, w.aval.shape)
+        outs.append(out)
+    return outs
+
+
+def _unstack(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
+    kept = [d for i, d in enumerate(ins[0]) if i != eqn.params["axis"]]
+    return [list(kept) for _ in eqn.outvars]
 
 
 def _gather(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
@@ -337,6 +345,7 @@ _RULES: dict[str, _Rule] = {
     "transpose": lambda dims, eqn, ins: [[ins[0][i] for i in eqn.params["permutation"]]],
     "reshape": _reshape,
     "squeeze": lambda dims, eqn, ins: [[d for i, d in enumerate(ins[0]) if i not in eqn.params["dimensions"]]],
+    "unstack": _unstack,
     "gather": _gather,
     "scan": _scan,
     "while": _loop,
@@ -345,5 +354,5 @@ _RULES: dict[str, _Rule] = {
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"),
         _reduce,
     ),
-    **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "pad", "concatenate"), _same_sizes),
+    **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "pad", "concatenate", "split"), _same_sizes),
 }

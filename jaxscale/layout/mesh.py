@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.errors import LayoutError
@@ -83,7 +84,11 @@ def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None
     kinds = (AxisType.Auto,) * len(shape)
     if n == len(devices):
         # the library's own placement knows the physical torus of a TPU
-        return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
+        try:
+            return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
+        except NotImplementedError:  # a mesh axis is a part of a torus's, as tensor=4 of 8x8x16
+            placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+            return Mesh(placed, MESH_AXES, axis_types=kinds)
     return Mesh(np.asarray(devices[:n], dtype=object).reshape(shape), MESH_AXES, axis_types=kinds)
 
 

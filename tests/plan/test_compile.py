@@ -6,13 +6,14 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.models import Transformer
 from jaxscale.parallel import sharded_op
-from jaxscale.plan import compile_for, compile_step
+from jaxscale.plan import compile_for, compile_step, topology_devices
 from pallas_kernels.aot import why_no_gpu, why_no_tpu
 from tests.truth.errors import raises_saying
 
@@ -65,6 +66,15 @@ def test_a_training_step_compiles_for_a_slice_that_is_not_here():
 def test_a_program_compiles_for_a_gpu():
     compiled = compile_for(_matmul, "h200", *SHAPES)
     assert compiled.memory_analysis().argument_size_in_bytes == 2 * 512 * 512 * 2
+
+
+@needs(why_no_tpu())
+@pytest.mark.parametrize("mesh", ["data=16,fsdp=16,tensor=4", "data=64,fsdp=4,tensor=4", "pipeline=4,data=64,tensor=4"])
+def test_a_mesh_axis_may_be_a_part_of_a_torus(mesh):
+    devices = js.Layout(mesh).on(topology_devices("v5p:8x8x16")).device_mesh.devices
+    assert len({d.id for d in devices.flat}) == 1024
+    places = np.array([d.coords for d in devices.flat]).reshape(*devices.shape, 3)
+    assert (np.abs(np.diff(places, axis=-2)).sum(-1) == 1).all(), "neighbours along tensor are one link apart"
 
 
 @needs(why_no_tpu())

@@ -173,11 +173,8 @@ def main() -> None:
     lines = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
     seen = {line["name"]: line for line in lines if given.keep or line["sources"] == sources}
     for row in table():
-        if (
-            ("error" not in seen.get(row.name, {"error": ""}))
-            or given.only not in row.name
-            or row.layout.devices != given.devices
-        ):
+        wanted = given.only in row.name and row.layout.devices == given.devices
+        if not wanted or _agrees(seen.get(row.name, {"error": "not measured"})):
             continue
         begun = time.monotonic()
         try:
@@ -199,9 +196,13 @@ def main() -> None:
     RESULTS.write_text(_markdown(rows))
 
 
+def _agrees(line: dict) -> bool:
+    return "error" not in line and max(line[f] for f in FIELDS) <= 1
+
+
 def _markdown(rows: list[dict]) -> str:
     commits = ", ".join(f"{c} ({n})" for c, n in collections.Counter(r["commit"] for r in rows).items())
-    good = sum("error" not in r and max(r[f] for f in FIELDS) <= 1 for r in rows)
+    good = sum(map(_agrees, rows))
     head = [
         "# Layouts against one device",
         "",

@@ -70,7 +70,9 @@ def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipelin
 
 def test_a_reversible_stack_gives_the_same_numbers():
     model = dataclasses.replace(MODEL, depth=3, stack=ReversibleRun)
-    assert_layouts_agree(model, [Layout("pipeline=2", pipeline="lockstep-zb")], batch=BATCH)
+    # the streams that are undone differ from those that were by rounding, another one in another program
+    layout = Layout("pipeline=2", pipeline="lockstep-zb")
+    assert_layouts_agree(model, [layout], batch=BATCH, tolerance=3e-5)
 
 
 def test_layers_that_report_give_the_same_numbers_with_weight_gradients_apart():

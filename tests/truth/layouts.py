@@ -20,7 +20,7 @@ from jaxscale.train.config import TrainConfig
 from jaxscale.train.prepare import blueprint_of
 from jaxscale.train.state import Blueprint, TrainState
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
-from tests.truth.compare import assert_leaves_agree, global_norm
+from tests.truth.compare import TOLERANCE, assert_leaves_agree, global_norm
 from tests.truth.params import random_params
 
 Tree = Any
@@ -63,6 +63,7 @@ def assert_layouts_agree(
     z_loss: float = 0.0,
     steps: int = 2,
     make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Trains `model` from one seed on no layout and on each of `layouts`; all must see the same numbers.
 
@@ -78,12 +79,14 @@ def assert_layouts_agree(
       accumulate, z_loss: as for `make_loss_and_grads`.
       steps: how many.
       make_loss_and_grads: of the laid-out training; the truth uses the default.
+      tolerance: of every comparison; anything but the default needs a reason beside it.
 
     Raises:
       AssertionError: listing the leaves that differ, per layout.
     """
     want = _reference(model, _Frozen(batch), accumulate, z_loss, steps)
     assert want.gradient_norms.min() > CLIP, f"{want.gradient_norms}: clipping at {CLIP} would not be tested"
+    agree = functools.partial(assert_leaves_agree, tolerance=tolerance)
     for layout in layouts:
         got = train(
             model,
@@ -94,12 +97,12 @@ def assert_layouts_agree(
             steps=steps,
             make_loss_and_grads=make_loss_and_grads,
         )
-        assert_leaves_agree(got.reports, want.reports, what=f"what layers report on {layout}")
-        assert_leaves_agree(got.losses, want.losses, what=f"losses on {layout}")
-        assert_leaves_agree(got.gradient_norms, want.gradient_norms, what=f"norms of the gradients on {layout}")
-        assert_leaves_agree(got.gradients, want.gradients, what=f"gradients on {layout}")
+        agree(got.reports, want.reports, what=f"what layers report on {layout}")
+        agree(got.losses, want.losses, what=f"losses on {layout}")
+        agree(got.gradient_norms, want.gradient_norms, what=f"norms of the gradients on {layout}")
+        agree(got.gradients, want.gradients, what=f"gradients on {layout}")
         norm = global_norm(want.gradients)
-        assert_leaves_agree(got.params, want.params, gradient_norm=norm, what=f"parameters on {layout}")
+        agree(got.params, want.params, gradient_norm=norm, what=f"parameters on {layout}")
 
 
 def train(

@@ -104,7 +104,7 @@ def _stage(model: TransformerConfig):
 
     def stage(runs, x):
         merged = nnx.merge(graphdef, {**ends, "runs": runs})
-        return merged.layers(x, merged.context(x.shape[1]))
+        return merged.layers(x, merged.context(x.shape[1]))[0]
 
     x = jax.ShapeDtypeStruct((2, 8, model.sizes.width), jnp.float32)
     return stage, params["runs"], x, Split.of(stage, params["runs"], kernels, x)

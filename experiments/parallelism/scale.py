@@ -74,6 +74,23 @@ def compiled(case: str) -> dict[str, Any]:
     return {**phases, "argument_bytes": argument_bytes, "device": jax.devices()[0].device_kind}
 
 
+def report(rows: list[dict[str, Any]]) -> None:
+    """Prints the ratios of all rounds so far and writes them down: what is ended early keeps its whole rounds."""
+    of = {c: [r for r in rows if r["case"] == c] for c in CASES}
+    pairs = list(zip(of[LARGE], of[SMALL], strict=True))
+    ratio = {
+        phase: {clock: statistics.median(a[phase][clock] / b[phase][clock] for a, b in pairs) for clock in CLOCKS}
+        for phase in PHASES
+    }
+    verdict = "met" if max(ratio["both"].values()) < LIMIT else "missed"
+    said = ", ".join(f"{p} {r['wall']:.2f} ({r['cpu']:.2f} of processors)" for p, r in ratio.items())
+    print(f"{LARGE} / {SMALL}, median of {len(pairs)}: {said}; below {LIMIT:g}: {verdict}")
+    about = measure.facts(rows[0]["device"])
+    about["versions"]["libtpu"] = importlib.metadata.version("libtpu")
+    result = {**about, "cases": CASES, "limit": LIMIT, "rows": rows, "median_ratio": ratio}
+    (HERE / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
@@ -92,19 +109,7 @@ def main() -> None:
             last = rows[-1]
             said = ", ".join(f"{p} {last[p]['wall']:.1f} s ({last[p]['cpu']:.1f} of processors)" for p in PHASES)
             print(f"{case}: {said}; load {load:.1f}", flush=True)
-    of = {c: [r for r in rows if r["case"] == c] for c in CASES}
-    pairs = list(zip(of[LARGE], of[SMALL], strict=True))
-    ratio = {
-        phase: {clock: statistics.median(a[phase][clock] / b[phase][clock] for a, b in pairs) for clock in CLOCKS}
-        for phase in PHASES
-    }
-    verdict = "met" if max(ratio["both"].values()) < LIMIT else "missed"
-    said = ", ".join(f"{p} {r['wall']:.2f} ({r['cpu']:.2f} of processors)" for p, r in ratio.items())
-    print(f"{LARGE} / {SMALL}, median of {len(pairs)}: {said}; below {LIMIT:g}: {verdict}")
-    about = measure.facts(rows[0]["device"])
-    about["versions"]["libtpu"] = importlib.metadata.version("libtpu")
-    result = {**about, "cases": CASES, "limit": LIMIT, "rows": rows, "median_ratio": ratio}
-    (HERE / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+        report(rows)
 
 
 if __name__ == "__main__":

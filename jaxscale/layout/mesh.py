@@ -87,6 +87,7 @@ def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None
         try:
             return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
         except NotImplementedError:  # a mesh axis is a part of a torus's, as tensor=4 of 8x8x16
+            log.warning("mesh '%s' deals one dimension of the torus to several mesh axes, which share its links", spec)
             placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
             return Mesh(placed, MESH_AXES, axis_types=kinds)
     return Mesh(np.asarray(devices[:n], dtype=object).reshape(shape), MESH_AXES, axis_types=kinds)

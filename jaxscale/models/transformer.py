@@ -391,19 +391,9 @@ class Transformer(nnx.Module):
         head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)
         self.head = None if config.tied else head()
 
-    def hidden(
-        self,
-        tokens: Int[Array, "b s"],
-        *,
-        positions: Int[Array, "b s"] | None = None,
-        segment_ids: Int[Array, "b s"] | None = None,
-        key: Array | None = None,
-        rows: Int[Array, " b"] | None = None,
-        arranged: bool = False,
-    ) -> Float[Array, "b s e"]:
+    def hidden(self, tokens: Int[Array, "b s"], **told: Any) -> Float[Array, "b s e"]:
         """The final hidden states, normalised; arguments as `hidden_and_stats`."""
-        given: dict[str, Any] = dict(positions=positions, segment_ids=segment_ids, key=key, rows=rows)
-        return self.hidden_and_stats(tokens, arranged=arranged, **given)[0]
+        return self.hidden_and_stats(tokens, **told)[0]
 
     def hidden_and_stats(
         self,

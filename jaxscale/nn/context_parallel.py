@@ -82,9 +82,9 @@ class _ContextParallel:
     ) -> Float[Array, "b s h dv"]:
         """What `dot_product_attention` computes, of tokens in the order of `order`.
 
-        With `segment_ids`, the tokens of a segment stand in the order of their positions, as packing leaves them (what
-        padding sees is nobody's business). With `positions` alone nothing is known of the order, and no product of
-        chunks is passed over.
+        With `segment_ids`, the tokens of a segment stand in the order of their positions, as packing leaves them, and
+        so does padding, whose positions are its places in the row (experts count it). With `positions` alone nothing is
+        known of the order, and no product of chunks is passed over.
 
         Raises:
           LayoutError: a sequence or heads that do not divide, or other keys than queries.

@@ -2,7 +2,8 @@
 
 from jaxscale.models.base import Model, ModelConfig
 from jaxscale.models.presets import deepseek_moe_16b, gemma3, gpt2, llama3_8b, llama3_70b, mixtral_8x7b, qwen3
-from jaxscale.models.transformer import Learned, Transformer, TransformerConfig
+from jaxscale.models.transformer import Transformer
+from jaxscale.models.transformer_config import Learned, TransformerConfig
 
 __all__ = [
     "Learned",

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.models.transformer import Learned, TransformerConfig
+from jaxscale.models.transformer_config import Learned, TransformerConfig
 from jaxscale.nn import GELU, GeGLU, LayerNorm, LinearScaling, MixtureOfExperts, Rotary, SoftmaxRouter
 
 

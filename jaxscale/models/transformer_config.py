@@ -1,0 +1,361 @@
+"""What a decoder-only transformer is told, and what follows from it: sizes, parameters, FLOPs, activations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError, near
+from jaxscale.layout import TensorInfo, abstract
+from jaxscale.nn import (
+    AttentionKernel,
+    Embedding,
+    Experts,
+    FeedForward,
+    MemoryPolicy,
+    MixtureOfExperts,
+    RMSNorm,
+    Rotary,
+    Run,
+    SwiGLU,
+    dot_product_attention,
+)
+
+if TYPE_CHECKING:
+    from jaxscale.models.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """Learned absolute positions: a table of `length` vectors added to the token embedding (GPT-2)."""
+
+    length: int = 1024
+
+
+register(Learned, name="LearnedPositions")
+
+
+@register(name="Transformer")
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder-only transformer (`jaxscale.models.Transformer.Config`; `Transformer` in gin).
+
+    `depth` alone gives a sensible small model: width 64 per layer, heads of 64 (32 below width 256), a feed-forward
+    of 8/3 (gated) or 4 times the width. Every other size can be set.
+
+    Args:
+      depth: number of layers.
+      vocab: number of token ids.
+      width, heads, kv_heads, head_dim, hidden: sizes; `None` follows from `depth` as above, `kv_heads` from `heads`.
+      norm: `RMSNorm`, `LayerNorm` or another of that signature; `norm_eps` goes with it.
+      mlp: `SwiGLU`, `GeGLU`, `GELU` or another of that signature; `MixtureOfExperts(...)` for experts.
+      dense_mlp: what takes its place in the layers that have none of it.
+      dense_layers: so many of the first layers (DeepSeek).
+      mlp_every: of the layers after those, all but every n-th one (GShard: 2).
+      attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
+      positions: `Rotary(...)`, `Learned(length)` or `None`.
+      windows: attention windows of consecutive layers, repeated over the depth: `(1024, 1024, None)` is two local
+        layers for each global one.
+      local_positions: positions of the layers that have a window, when they differ (Gemma 3).
+      qk_norm: RMS-normalise queries and keys.
+      attention_softcap, logit_softcap: soft caps on attention scores and output logits (Gemma 2).
+      attention_scale: factor on the scores, `1 / sqrt(head_dim)` by default.
+      qkv_bias, bias: biases on the query, key and value projections, and on all the others.
+      tied: the output head is the token embedding.
+      parallel: attention and feed-forward side by side, of one norm.
+      post_norm: norms after each sub-layer as well (Gemma 2).
+      embedding: `Embedding`, or `StableEmbedding` for training with 8-bit optimizer states.
+      embed_scale: factor on token embeddings (Gemma: sqrt of the width).
+      dropout: probability on each sub-layer's output while training.
+      dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
+      memory: what becomes of activations before the backward pass: a `MemoryPolicy`, or a key of
+        `jaxscale.nn.POLICIES`.
+      overlap: sub-layers ("attention", "mlp") whose products run beside the collectives of a sequence that `tensor`
+        cuts (`Layout(..., sequence_sharded=True)`), piece by piece, instead of before and after them.
+      stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
+      scan: apply each run of layers by one scan (compile time does not grow with depth).
+
+    Raises:
+      ConfigError: sizes that do not go together.
+    """
+
+    depth: int = 4
+    vocab: int = 256
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden: int | None = None
+    norm: Callable[..., nnx.Module] = RMSNorm
+    norm_eps: float = 1e-6
+    mlp: Callable[..., FeedForward | Experts] = SwiGLU
+    dense_mlp: Callable[..., FeedForward] = SwiGLU
+    dense_layers: int = 0
+    mlp_every: int = 1
+    attention: AttentionKernel = dot_product_attention
+    positions: Rotary | Learned | None = Rotary()
+    windows: tuple[int | None, ...] = (None,)
+    local_positions: Rotary | None = None
+    qk_norm: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attention_scale: float | None = None
+    qkv_bias: bool = False
+    bias: bool = False
+    tied: bool = False
+    parallel: bool = False
+    post_norm: bool = False
+    embedding: Callable[..., Embedding] = Embedding
+    embed_scale: float | None = None
+    dropout: float = 0.0
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    memory: str | MemoryPolicy = "none"
+    overlap: tuple[str, ...] = ()
+    stack: type[Run] = Run
+    scan: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))
+        object.__setattr__(self, "overlap", tuple(self.overlap))
+        _check(self)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """All sizes, those left to `depth` worked out."""
+        width = self.width or max(64, 64 * self.depth)
+        head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
+        heads = self.heads or max(1, width // head_dim)
+        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if _gated(self.mlp) else 4 * width)
+        return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
+
+    @property
+    def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
+        """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a run of its own."""
+        windows, dense = self.layer_windows(), self.dense_layers
+        runs: list[tuple[tuple[int | None, ...], int]] = []
+        for first, last, period in ((0, dense, len(self.windows)), (dense, self.depth, self._period)):
+            whole, rest = divmod(last - first, period)
+            runs += [(tuple(windows[first : first + period]), whole)] if whole else []
+            runs += [(tuple(windows[last - rest : last]), 1)] if rest else []
+        return tuple(runs)
+
+    @property
+    def _period(self) -> int:
+        """After how many layers the pattern of windows and feed-forwards is the same again."""
+        return math.lcm(len(self.windows), self.mlp_every)
+
+    def layer_mlps(self) -> list[Callable[..., FeedForward | Experts]]:
+        """What makes the feed-forward of every layer."""
+        after = lambda i: i - self.dense_layers + 1  # noqa: E731
+        return [
+            self.mlp if after(i) > 0 and after(i) % self.mlp_every == 0 else self.dense_mlp for i in range(self.depth)
+        ]
+
+    def layer_windows(self) -> list[int | None]:
+        """The window of every layer."""
+        return [self.windows[i % len(self.windows)] for i in range(self.depth)]
+
+    def make(self, rngs: nnx.Rngs) -> Transformer:
+        """The model itself."""
+        from jaxscale.models.transformer import Transformer  # which takes this configuration
+
+        return Transformer(self, rngs=rngs)
+
+    def param_count(self) -> int:
+        """Number of parameters, tied ones once; counted from the module, which is described but not made."""
+        _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
+        return sum(i.size for i in jax.tree.leaves(infos))
+
+    def active_param_count(self) -> int:
+        """Number of parameters that one token meets: of a layer's experts, those it is given to."""
+        _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
+        share = self.mlp.top_k / self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else 1
+        return sum(round(i.size * share) if "experts" in i.axes else i.size for i in jax.tree.leaves(infos))
+
+    def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
+        """Matrix-multiplication FLOPs of one pass over `batch` rows of `seq` tokens.
+
+        A multiply-add is two; of a layer's experts, those count that a token is given to. Attention counts the causal
+        (and windowed) pairs only, not the square; a backward pass counts as two forward ones, recomputation not at
+        all. Lookups, norms and softmax are left out.
+
+        Args:
+          training: forward and backward; else forward.
+        """
+        return sum(self.products(batch, seq).values()) * (3 if training else 1)
+
+    def products(self, batch: int, seq: int) -> dict[str, int]:
+        """The forward part of `flops`, by what is made, over all layers."""
+        z = self.sizes
+        pairs = 0
+        for window in self.layer_windows():
+            w = min(window or seq, seq)
+            pairs += w * (w + 1) // 2 + (seq - w) * w
+        attend = 2 * batch * pairs * z.heads * z.head_dim
+        tokens = 2 * batch * seq * self.depth
+        through = [(_hidden(m, z.hidden), _gated(m), _scores(m)) for m in self.layer_mlps()]
+        per_layer = 2 * batch * seq * z.width
+        return {
+            "qkv": tokens * z.width * z.head_dim * (z.heads + 2 * z.kv_heads),
+            "scores": attend,
+            "attn_out": attend,
+            "residual_mid": tokens * z.width * z.head_dim * z.heads,
+            "router": per_layer * sum(scores for _, _, scores in through),
+            "mlp_up": per_layer * sum(hidden * (1 + gated) for hidden, gated, _ in through),
+            "mlp_down": per_layer * sum(hidden for hidden, _, _ in through),
+            "logits": 2 * batch * seq * z.width * self.vocab,
+        }
+
+    def activations(self, batch: int, seq: int) -> dict[str, tuple[TensorInfo, ...]]:
+        """What one layer, the last, leaves for its backward pass, by the tensors that memory policies name.
+
+        Two have no such name: "scores", attention's weights, which only `dot_product_attention` holds, and "unnamed",
+        which only a policy that keeps all of it keeps: norms' float32 inputs (where those are not the stream itself)
+        and what they scale, a gate's activation and its slope.
+        """
+        z = self.sizes
+
+        def tensors(name: str, sizes: dict[str, int], count: int = 1, dtype: str = self.dtype) -> tuple[Any, ...]:
+            axes, shape = ("batch", *sizes), (batch, *sizes.values())
+            return (TensorInfo(name, shape, jnp.dtype(dtype), axes),) * count
+
+        stream = {"residual_seq": seq, "embed": z.width}
+        last = self.layer_mlps()[-1]
+        gates = 1 + _gated(last)
+        up: tuple[Any, ...] = tensors("mlp_up", {"seq": seq, "mlp": z.hidden}, gates)
+        if isinstance(last, MixtureOfExperts):
+            one, shared = last.widths(z.hidden)
+            rows = {"expert_batch": batch, "expert_seq": seq * last.top_k, "expert_mlp": one}
+            if (slots := last.slots(seq)) is not None:
+                rows["expert_seq"] = slots.slots * last.experts * (seq // slots.group)
+            one_up = TensorInfo("mlp_up", tuple(rows.values()), jnp.dtype(self.dtype), tuple(rows))
+            up = (one_up,) * gates + tensors("mlp_up", {"seq": seq, "mlp": shared}, gates if shared else 0)
+        heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
+        kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
+        norms = (1 if self.parallel else 2) + 2 * self.post_norm
+        inner = 1 if self.dtype == "float32" else 2
+        dense = self.attention is dot_product_attention
+        return {
+            "residual": tensors("residual", stream),
+            "residual_mid": tensors("residual_mid", stream, 0 if self.parallel else 1),
+            "norm": tensors("norm", stream, norms),
+            "qkv": tensors("q", heads) + tensors("kv", kv, 2),
+            "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
+            "attn_out": tensors("attn_out", heads),
+            "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
+            "mlp_up": up,
+            "mlp_hidden": tuple(dataclasses.replace(i, path="mlp_hidden") for i in up[::gates]),
+            "unnamed": tensors("norm", stream, norms * inner, "float32")
+            + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * gates,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A transformer's sizes: residual width, heads, key/value heads, head width, feed-forward width."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+
+
+def _gated(mlp: Any) -> bool:
+    return getattr(mlp, "gated", False)
+
+
+def _hidden(mlp: Any, hidden: int) -> int:
+    """The hidden width that one token meets."""
+    if not isinstance(mlp, MixtureOfExperts):
+        return hidden
+    one, shared = mlp.widths(hidden)
+    return mlp.top_k * one + shared
+
+
+def _scores(mlp: Any) -> int:
+    return mlp.experts if isinstance(mlp, MixtureOfExperts) else 0
+
+
+def _check(c: TransformerConfig) -> None:
+    for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
+        value = getattr(c, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
+    types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
+    _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
+    _check_call("dense_mlp", c.dense_mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
+    if not isinstance(c.mlp_every, int) or c.mlp_every < 1:
+        raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
+    if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
+        raise ConfigError(
+            f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
+        )
+    if isinstance(c.mlp, MixtureOfExperts) and c.bias:
+        raise ConfigError("Transformer.bias = True goes with a plain mlp, and experts have none; set it to False")
+    if isinstance(c.mlp, MixtureOfExperts) and "mlp_hidden" in MemoryPolicy.of(c.memory).tile:
+        raise ConfigError(
+            "Transformer.memory tiles 'mlp_hidden' position by position, and experts take tokens of all positions; "
+            "take it out of MemoryPolicy.tile"
+        )
+    _check_call("norm", c.norm, "width", eps=c.norm_eps, **types)
+    z = c.sizes
+    if c.heads and not c.head_dim and z.width % c.heads:
+        fit = max(d for d in range(1, c.heads + 1) if z.width % d == 0)
+        raise ConfigError(
+            f"Transformer.heads = {c.heads} does not divide width = {z.width}; the nearest that does is {fit}, or set "
+            "head_dim"
+        )
+    if z.head_dim < 1:
+        raise ConfigError(
+            f"Transformer.heads = {z.heads} is more than width = {z.width}; use at most that or set head_dim"
+        )
+    if z.heads % z.kv_heads:
+        fit = max(d for d in range(1, z.kv_heads + 1) if z.heads % d == 0)
+        raise ConfigError(
+            f"Transformer.kv_heads = {z.kv_heads} does not divide heads = {z.heads}; the nearest that does is {fit}"
+        )
+    if z.head_dim % 2 and (rotary_of(c.positions) or c.local_positions):
+        raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
+    MemoryPolicy.of(c.memory)
+    for name in c.overlap:
+        if name not in ("attention", "mlp"):
+            raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")
+    if not c.windows:
+        raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
+    for w in c.windows:
+        if w is not None and w < 1:
+            raise ConfigError(f"Transformer.windows has {w}: a window counts the query's own position, so at least 1")
+    if not 0.0 <= c.dropout < 1.0:
+        raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
+    for name in ("dtype", "param_dtype"):
+        if getattr(c, name) not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
+                "scaling) or 'float32'"
+            )
+
+
+def _check_call(name: str, part: Callable[..., Any], sizes: str, **options: Any) -> None:
+    """A part is told what the others are told; one that takes less says so here and not in a traceback."""
+    try:
+        inspect.signature(part).bind(*sizes.split(", "), **options)
+    except TypeError as e:
+        takes = f"({sizes}, *, {', '.join(options)})"
+        raise ConfigError(f"Transformer.{name} = {part!r} must be callable as {takes}: {e}") from None
+
+
+def rotary_of(positions: Rotary | Learned | None) -> Rotary | None:
+    """What turns queries and keys, which learned positions do not."""
+    return None if isinstance(positions, Learned) else positions

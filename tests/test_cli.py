@@ -324,7 +324,7 @@ def test_a_closed_pipe_is_no_traceback(run, gin, monkeypatch):
     def closed(*_):
         raise BrokenPipeError
 
-    monkeypatch.setattr("jaxscale.cli._explain", closed)
+    monkeypatch.setattr("jaxscale.commands.explain.run", closed)
     assert run("explain", gin) == (1, "", "")
 
 
@@ -332,7 +332,7 @@ def test_a_second_interrupt_is_no_traceback(run, gin, monkeypatch):
     def impatient(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxscale.cli._train", impatient)
+    monkeypatch.setattr("jaxscale.commands.train.run", impatient)
     assert run("train", gin) == (130, "", "jaxscale: interrupted\n")
 
 

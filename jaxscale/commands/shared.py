@@ -1,0 +1,116 @@
+"""What commands that take a gin file have in common."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxscale.train import TrainConfig
+
+TEXT = argparse.RawDescriptionHelpFormatter
+
+
+def import_argument(parser: argparse.ArgumentParser) -> None:
+    """`--import MODULE`."""
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        metavar="MODULE",
+        help="import a module of yours first, whose layers, corpora or optimizers the config names",
+    )
+
+
+def config_arguments(parser: argparse.ArgumentParser) -> None:
+    """A gin file, and what changes it or says what it runs on."""
+    import_argument(parser)
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a gin file (explain takes a run, too)")
+    parser.add_argument(
+        "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, as --gin.train.lr=3e-4"
+    )
+    parser.add_argument("--mesh", metavar="SIZES", help='the mesh, as "data=2,fsdp=2,tensor=2"; one size may be -1')
+    parser.add_argument(
+        "--pipeline",
+        metavar="SCHEDULE",
+        help='the schedule of a pipeline axis, as "1f1b" or with micro-batches "1f1b:8"',
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
+    parser.add_argument(
+        "--distributed",
+        nargs="?",
+        const="auto",
+        metavar="HOST:PORT,N,I",
+        help="join the other hosts: alone on SLURM, Cloud TPU and GKE; elsewhere with the address of process 0, the "
+        "number of processes, and this one's",
+    )
+
+
+def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
+    """The settings in a gin file, or a run's own `config.gin`, with what the command line changes."""
+    from jaxscale import config as gin_config
+    from jaxscale.layout import Layout
+    from jaxscale.train import read_config
+
+    if own is not None:
+        settings = read_config(own.parent, bindings)
+    elif args.config is not None:
+        gin_config.load([args.config], bindings)
+        settings = cast("TrainConfig", gin_config.call("train"))
+        for name in gin_config.unused():
+            print(f"jaxscale: warning: nothing reads the binding {name}", file=sys.stderr)
+    else:
+        raise ConfigError("name a gin file, as experiments/demo.gin, or a run (explain RUN, train --resume RUN)")
+    given = {name: getattr(args, name) for name in ("mesh", "pipeline") if getattr(args, name) is not None}
+    if given:
+        layout = settings.layout if settings.layout is not None else Layout()
+        settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, **given))
+    return settings
+
+
+def import_module(module: str) -> None:
+    """Imports what `--import` names.
+
+    Raises:
+      ConfigError: that fails.
+    """
+    try:
+        importlib.import_module(module)
+    except ImportError as e:
+        raise ConfigError(f"--import {module}: {e}") from e
+
+
+def join(spec: str) -> None:
+    """Joins the other hosts, as `--distributed` says.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    from jaxscale.layout import init_distributed
+
+    if spec == "auto":
+        init_distributed()
+        return
+    try:
+        address, processes, process = spec.split(",")
+        numbers = int(processes), int(process)
+    except ValueError:
+        raise ConfigError(f"--distributed {spec} is not of the form host:port,processes,process") from None
+    init_distributed(address, *numbers)
+
+
+def no_bindings(args: argparse.Namespace, bindings: list[str]) -> None:
+    """For commands that read no gin file.
+
+    Raises:
+      ConfigError: a binding was given.
+    """
+    if bindings:
+        name = bindings[0].partition(" =")[0]
+        raise ConfigError(f"{args.command} takes a run or a schedule as it is; leave out --gin.{name}")

@@ -1,0 +1,92 @@
+"""`jaxscale train`: trains what a gin file describes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.commands.shared import TEXT, config_arguments, load
+from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxscale.train import Run, TrainConfig
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model; leaves a run folder",
+        description="Trains what a gin file describes and leaves a run folder: config.gin, run.json, metrics.jsonl, "
+        "checkpoints/, loss.png.\nA folder is never overwritten: a new run gets a new one, and --resume goes on in "
+        "the old one.",
+        formatter_class=TEXT,
+    )
+    config_arguments(parser)
+    parser.add_argument("--run", metavar="DIR", help="the run folder (default: a new one, runs/<name of the file>-<n>)")
+    parser.add_argument("--resume", metavar="RUN", help="go on from a run's newest checkpoint, with its own config.gin")
+    parser.add_argument(
+        "--continue",
+        dest="go_on",
+        action="store_true",
+        help="go on from a checkpoint where there is one: in --run DIR, else in the newest unfinished runs/<name>-<n> "
+        "of these very settings; start anew where there is none",
+    )
+    parser.add_argument("--profile", metavar="FIRST:LAST", help="write a profile of these steps, as 10:15")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace, bindings: list[str]) -> int:
+    """Does it."""
+    from jaxscale.train import fit
+
+    if args.resume == "" or args.run == "":
+        raise ConfigError("the name of the run folder is empty; was a variable of the shell not set?")
+    if args.resume and (args.run or args.go_on or args.config):
+        raise ConfigError("--resume names a run, which has its own config.gin; leave out CONFIG, --run and --continue")
+    config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
+    trained = fit(
+        config,
+        run=args.resume or args.run,
+        resume=True if args.resume else "newest" if args.go_on else False,
+        name=Path(args.config).stem if args.config else "run",
+        profile=_window(args.profile),
+        quiet=args.quiet,
+    )
+    if not args.quiet and trained.is_main:
+        print(_next_steps(trained, config))
+    return 0
+
+
+def _window(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        raise ConfigError(f"--profile {text} is not of the form first:last, as 10:15") from None
+    return first, last
+
+
+def _next_steps(run: Run, config: TrainConfig) -> str:
+    import jax
+
+    program = os.path.relpath(sys.argv[0])
+    name = "jaxscale" if shutil.which("jaxscale") else f"python {program}" if program.endswith(".py") else program
+    devices = jax.device_count()
+    simulated = f" --devices {devices}" if jax.default_backend() == "cpu" and devices > 1 else ""
+    mesh = f"fsdp={devices // 2},tensor=2" if devices % 2 == 0 else "data=-1"
+    stopped = run.info.get("status") == "stopped"
+    more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
+    return (
+        f"the run is in {run.path}: loss.png, metrics.jsonl, config.gin, run.json, checkpoints/\n"
+        f"next, try:\n"
+        f'  {name} sample {run.path} --prompt "class "\n'
+        f"  {name} train --resume {run.path}{more}{simulated}\n"
+        f'  {name} explain {run.path} --mesh "{mesh}"'
+    )

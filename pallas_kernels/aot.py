@@ -29,20 +29,35 @@ SHARED_MEMORY = 232448
 SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """A TPU generation -> its smallest topology."""
 
-# What XLA has to know of a GPU that is not there; figures of NVIDIA's data sheets and `deviceQuery`.
-_HOPPER_TEXT = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
- shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+# What XLA has to know of a GPU that is not there: figures of NVIDIA's data sheets, `deviceQuery` and XLA's own
+# descriptions (openxla/xla, xla/backends/gpu/target_config/specs).
+_GPU_TEXT = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+ shared_memory_per_core: {shared} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
- memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
- shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+ memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
+ shared_memory_per_block_optin: {block} cuda_compute_capability {{ {capability} }}
  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
  thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{name}"
  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
 """
+_HOPPER = {
+    "capability": "major: 9 feature_extension: ACCELERATED_FEATURES",
+    **{"cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800, "shared": 233472, "block": SHARED_MEMORY},
+}
+_BLACKWELL = _HOPPER | {
+    "capability": "major: 10 feature_extension: ACCELERATED_FEATURES",
+    **{"cores": 148, "clock": 1.965, "cache": 132644864},
+}
+_AMPERE = {
+    "capability": "major: 8",
+    **{"cores": 108, "fpus": 64, "clock": 1.41, "cache": 41943040, "shared": 167936, "block": 166912},
+}
 GPUS = {
-    "h100": _HOPPER_TEXT.format(name="NVIDIA H100 80GB HBM3", bandwidth=3350000000000, memory=85899345920),
-    "h200": _HOPPER_TEXT.format(name="NVIDIA H200", bandwidth=4800000000000, memory=151397597184),
+    "a100": _GPU_TEXT.format(name="NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85100068864, **_AMPERE),
+    "h100": _GPU_TEXT.format(name="NVIDIA H100 80GB HBM3", bandwidth=3350000000000, memory=84942979072, **_HOPPER),
+    "h200": _GPU_TEXT.format(name="NVIDIA H200", bandwidth=4800000000000, memory=151397597184, **_HOPPER),
+    "b200": _GPU_TEXT.format(name="NVIDIA B200", bandwidth=7672000000000, memory=191514411008, **_BLACKWELL),
 }
 """A GPU's name -> its description for XLA."""
 
@@ -52,18 +67,22 @@ def devices_of(topology: str) -> tuple[Any, ...]:
     """The devices of named hardware, none of which is here.
 
     Args:
-      topology: a TPU slice, as "v5p:8x8x8" or "v5e:4x4" (a generation alone is its smallest slice), or a number of
-        GPUs, as "h200:8" ("h200" is one).
+      topology: a TPU slice, as "v5p:8x8x8" or "v5e:4x4" (a generation alone is its smallest slice), several slices, as
+        "v5p:8x8x8*2" (each device has its `slice_index`), or a number of GPUs, as "h200:8" ("h200" is one), or
+        "h200:8x4" for four hosts of eight.
 
     Raises:
       KernelError: an unknown name, or the compiler for it is not installed.
     """
     topology = topology.strip().lower()
-    name, _, shape = topology.partition(":")
+    slice_name, star, slices = topology.partition("*")
+    name, _, shape = slice_name.partition(":")
+    if star and (name not in SMALLEST or not slices.isdigit() or not int(slices)):
+        raise KernelError(f"'{topology}': several slices are of TPUs and written as 'v5p:8x8x8*2'")
     if name in GPUS:
         return _gpu_devices(name, shape or "1", topology)
     if name in SMALLEST:
-        return _tpu_devices(topology if shape else SMALLEST[name])
+        return _tpu_devices(slice_name if shape else SMALLEST[name], int(slices or 1))
     known = ", ".join((*SMALLEST, *GPUS))
     raise KernelError(f"there is no hardware '{topology}'; name one of {known}, as in 'v5p:8x8x8' or 'h200:8'")
 
@@ -84,7 +103,7 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def _tpu_devices(topology: str) -> tuple[Any, ...]:
+def _tpu_devices(topology: str, slices: int) -> tuple[Any, ...]:
     if why := why_no_tpu():
         raise KernelError(why)
     import libtpu
@@ -96,8 +115,11 @@ def _tpu_devices(topology: str) -> tuple[Any, ...]:
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(libtpu.__file__).parent / "libtpu.so"))
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if topology.startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # a chip is one device, as on Cloud TPU; libtpu's default is two
     try:
-        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
     except Exception as e:  # what it raises is not documented
         reason = str(e).strip().splitlines()[-1][:200]
         near = SMALLEST[topology.partition(":")[0]]
@@ -107,12 +129,16 @@ def _tpu_devices(topology: str) -> tuple[Any, ...]:
 def _gpu_devices(name: str, count: str, topology: str) -> tuple[Any, ...]:
     if why := why_no_gpu():
         raise KernelError(why)
-    if not count.isdigit() or not int(count) or (int(count) > 8 and int(count) % 8):
-        raise KernelError(f"'{topology}': give a number of GPUs, 1 to 8 or a multiple of 8, as in '{name}:8'")
+    per_host, by, hosts = count.partition("x")
+    n = int(per_host) * int(hosts or 1) if per_host.isdigit() and (hosts.isdigit() or not by) else 0
+    if not n or (n > 8 and n % 8) or (by and int(per_host) > 8):
+        raise KernelError(
+            f"'{topology}': give a number of GPUs, 1 to 8 or a multiple of 8, as in '{name}:8' or '{name}:8x4'"
+        )
     from jax.experimental import topologies
 
-    n = int(count)
-    shape = f"1x{max(1, n // 8)}x{min(n, 8)}"  # slices, hosts, GPUs of a host
+    each = int(per_host) if by else min(n, 8)
+    shape = f"1x{n // each}x{each}"  # slices, hosts, GPUs of a host
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of drivers and libraries that only a GPU needs
     try:
         with _cuda_tools():

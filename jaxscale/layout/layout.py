@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
-from jaxscale.layout.axes import AXES, MESH_AXES, check_axis
+from jaxscale.layout.axes import AXES, MESH_AXES, check_axis, check_mesh_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import Kind, Rules, preset
@@ -43,6 +43,8 @@ class Layout:
       rules: a preset's name (see `jaxscale.layout.PRESETS`) or a `Rules`.
       sequence_sharded: with a preset, split the residual stream's sequence over `tensor` too.
       pipeline: the schedule of a mesh with a `pipeline` axis, as "1f1b:8" or a `Pipeline`; `None` is `Pipeline()`.
+      across: on several TPU slices, the mesh axis that goes over them, as "data": its size counts all slices
+        ("data=2,fsdp=64" over two slices of 64). Without effect on one slice.
 
     Raises:
       LayoutError: an unknown mesh axis, rule preset, logical axis or schedule (when built); too few devices (when
@@ -53,12 +55,15 @@ class Layout:
     rules: str | Rules = "fsdp_tensor"
     sequence_sharded: bool = False
     pipeline: str | Pipeline | None = None
+    across: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, str):
             raise LayoutError(f"a mesh is written as text, such as 'data=2,tensor=4', not {self.mesh!r}")
         parse_mesh(self.mesh)
         Pipeline.of(self.pipeline)
+        if self.across is not None:
+            check_mesh_axis(self.across, "Layout.across")
         if isinstance(self.rules, str):
             preset(self.rules)
         elif self.sequence_sharded:
@@ -94,7 +99,7 @@ class Layout:
     @functools.cached_property
     def device_mesh(self) -> Mesh:
         """The mesh of real devices, made when first used."""
-        return make_mesh(self.mesh)
+        return make_mesh(self.mesh, across=self.across)
 
     def on(self, devices: Sequence[Any]) -> Layout:
         """The same layout on these devices, which need not be this machine's (compiling for a pod).
@@ -109,7 +114,7 @@ class Layout:
                 "larger topology or a smaller mesh"
             )
         there.__dict__["sizes"] = resolve_sizes(sizes, len(devices), self.mesh)
-        there.__dict__["device_mesh"] = make_mesh(self.mesh, devices)
+        there.__dict__["device_mesh"] = make_mesh(self.mesh, devices, across=self.across)
         return there
 
     @property

@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -64,33 +65,81 @@ def resolve_sizes(sizes: dict[str, int], devices: int, spec: str) -> dict[str, i
     return {a: sizes.get(a, 1) for a in MESH_AXES}
 
 
-def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None, *, across: str | None = None) -> Mesh:
     """A mesh with all six axes (size 1 where unnamed), of `Auto` type.
 
     Args:
       spec: sizes by mesh axis, as `"data=2,fsdp=2,tensor=2"`; one may be -1. The order written does not matter:
         devices are dealt in the order of `MESH_AXES`, so that two spellings are one mesh.
       devices: the devices to use; all of them by default. A smaller mesh takes the first ones and says so.
+      across: the axis that goes over several TPU slices, whose other axes stay within one; without effect on one.
 
     Raises:
-      LayoutError: see `parse_mesh` and `resolve_sizes`.
+      LayoutError: see `parse_mesh` and `resolve_sizes`; several slices and no axis over them, or one that does not
+        divide into them.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(parse_mesh(spec), len(devices), spec)
-    n = math.prod(sizes.values())
+    kinds = (AxisType.Auto,) * len(sizes)
+    slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
+    if slices == 1:
+        return Mesh(place(tuple(sizes.values()), devices, f"mesh '{spec}'"), MESH_AXES, axis_types=kinds)
+    _check_slices(spec, sizes, slices, len(devices), across)
+    outer = {a: slices if a == across else 1 for a in sizes}
+    inner = [size // outer[a] for a, size in sizes.items()]
+    placed = _split_if_needed(
+        lambda split: mesh_utils.create_hybrid_device_mesh(
+            inner, list(outer.values()), devices, allow_split_physical_axes=split
+        ),
+        f"mesh '{spec}'",
+    )
+    return Mesh(placed, MESH_AXES, axis_types=kinds)
+
+
+def place(shape: Sequence[int], devices: Sequence[Any], what: str | None = None) -> np.ndarray:
+    """Devices laid over the axes of a mesh as a TPU's torus joins them, by JAX's rules; elsewhere in their order.
+
+    Args:
+      shape: sizes of the mesh's axes; a mesh of fewer devices takes the first ones.
+      devices: of one slice.
+      what: the mesh, for warnings; `None` gives none.
+    """
+    n = math.prod(shape)
     if n < len(devices):
-        log.warning("mesh '%s' uses the first %d of %d devices", spec, n, len(devices))
-    shape = tuple(sizes.values())
-    kinds = (AxisType.Auto,) * len(shape)
-    if n == len(devices):
-        # the library's own placement knows the physical torus of a TPU
-        try:
-            return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
-        except NotImplementedError:  # a mesh axis is a part of a torus's, as tensor=4 of 8x8x16
-            log.warning("mesh '%s' deals one dimension of the torus to several mesh axes, which share its links", spec)
-            placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-            return Mesh(placed, MESH_AXES, axis_types=kinds)
-    return Mesh(np.asarray(devices[:n], dtype=object).reshape(shape), MESH_AXES, axis_types=kinds)
+        if what is not None:
+            log.warning("%s uses the first %d of %d devices", what, n, len(devices))
+        return np.asarray(devices[:n], dtype=object).reshape(shape)
+    return _split_if_needed(
+        lambda split: mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split), what
+    )
+
+
+def _split_if_needed(make: Callable[[bool], np.ndarray], what: str | None) -> np.ndarray:
+    """What `make` places, with dimensions of the torus split only where nothing else will do."""
+    try:
+        return make(False)
+    except NotImplementedError:  # a mesh axis is a part of a torus's, as tensor=4 of 8x8x16
+        if what is not None:
+            log.warning("%s deals one dimension of the torus to several mesh axes, which share its links", what)
+        return make(True)
+
+
+def _check_slices(spec: str, sizes: dict[str, int], slices: int, devices: int, across: str | None) -> None:
+    if across is None:
+        raise LayoutError(
+            f"the devices are in {slices} slices and mesh '{spec}' does not say which axis goes over them; name it, as "
+            "Layout.across = 'data'"
+        )
+    if sizes[across] % slices:
+        raise LayoutError(
+            f"mesh '{spec}': {across}={sizes[across]} goes over {slices} slices and does not divide into them; the "
+            f"nearest that does is {across}={max(1, round(sizes[across] / slices)) * slices}"
+        )
+    if math.prod(sizes.values()) != devices:
+        raise LayoutError(
+            f"mesh '{spec}' has {math.prod(sizes.values())} devices and the {slices} slices have {devices}; a mesh over"
+            " several slices uses all of their devices"
+        )
 
 
 def simulate_devices(n: int) -> None:

@@ -1,0 +1,153 @@
+"""What an accelerator can do, read from one file per chip (`chips/*.json`), each figure with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import LayoutError, near
+
+_FOLDER = Path(__file__).parent / "chips"
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One level of the network between devices.
+
+    Args:
+      name: "ici", "nvlink", "infiniband", "dcn".
+      shape: "torus" (bandwidth is per dimension of the torus) or "switch" (bandwidth is all that a device sends).
+      bandwidth: bytes/s that one device can send; along a torus's dimension, in both directions of the ring together.
+      latency: seconds per hop.
+      reach: devices that this level joins, as 8 of a host; `None` for all of a slice or cluster.
+      wrap: of a torus, a dimension that is a multiple of this closes into a ring; 0 if none does.
+      whole: of a torus, dimensions close only where all of them do (cubes that optical switches join).
+    """
+
+    name: str
+    shape: str
+    bandwidth: float
+    latency: float
+    reach: int | None
+    wrap: int = 0
+    whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device (of which a tpu7x chip has two).
+
+    Args:
+      name: as topologies begin, "v5p".
+      kinds: what JAX calls it, or how that begins: `device.device_kind`.
+      platform: "tpu", "gpu" or "cpu".
+      flops: dense FLOP/s by the dtype that is multiplied: "bfloat16", "float32", "float8", "int8" where they exist.
+      memory: bytes of device memory.
+      usable: bytes of it that the compiler lets a program have, where that is known.
+      bandwidth: bytes/s of device memory, reads and writes together.
+      host_bandwidth: bytes/s to or from the host's memory.
+      links: the network, innermost level first.
+      watts: power of one device at most, where it is published.
+      devices: JAX devices of one of the chips that a topology's shape counts.
+      smallest: the shape that the name alone stands for.
+      pod: chips that one slice can have at most; `None` without such a bound.
+      sources: field -> where its figure is from.
+      efficiency: fitted shares of peak, as "matmul", "memory", "link"; `sources["efficiency"]` says on what.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    platform: str
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    memory: int
+    usable: int | None
+    bandwidth: float
+    host_bandwidth: float
+    links: tuple[Link, ...]
+    watts: float | None
+    devices: int
+    smallest: tuple[int, ...]
+    pod: int | None
+    sources: Mapping[str, str] = dataclasses.field(hash=False)
+    efficiency: Mapping[str, float] = dataclasses.field(hash=False)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that a program may take on one device: `usable`, else all of `memory`."""
+        return self.memory if self.usable is None else self.usable
+
+    def rate(self, dtype: str) -> float:
+        """Dense FLOP/s for products of a dtype; a float8 or other variant by its family's name.
+
+        Raises:
+          LayoutError: the chip does not multiply it, or how fast is not known.
+        """
+        name = "float8" if str(dtype).startswith("float8") else str(dtype)
+        if name not in self.flops:
+            raise LayoutError(f"how fast {self.name} multiplies {dtype} is not known{near(name, self.flops)}")
+        return self.flops[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """What its file holds."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("flops", "sources", "efficiency"):
+            plain[name] = dict(plain[name])
+        return plain | {"links": [_link_json(link) for link in self.links]}
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(link).items() if v or k not in ("wrap", "whole")}
+
+
+def chips() -> tuple[str, ...]:
+    """The names of the chips there are files of."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def chip(name: str) -> Chip:
+    """The chip of a name, as "v5p" or "h200".
+
+    Raises:
+      LayoutError: there is none; says which are near.
+    """
+    if name not in chips():
+        raise LayoutError(f"there is no hardware '{name}'{near(name, chips())}")
+    return read_chip(_FOLDER / f"{name}.json")
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls this, or `None` where it is not known (a CPU)."""
+    found = [(len(kind), name) for name in chips() for kind in chip(name).kinds if device_kind.startswith(kind)]
+    return chip(max(found)[1]) if found else None
+
+
+@functools.cache
+def read_chip(path: Path) -> Chip:
+    """A hardware file, ours or one that `jaxscale microbench` wrote.
+
+    Raises:
+      LayoutError: it cannot be read, or lacks a field.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise LayoutError(f"the hardware file '{path}' cannot be read: {e}") from e
+    known = {f.name for f in dataclasses.fields(Chip)}
+    if not isinstance(fields, dict) or (wrong := known ^ set(fields)):
+        odd = ", ".join(sorted(wrong)) if isinstance(fields, dict) else "all of them"
+        raise LayoutError(
+            f"the hardware file '{path}' lacks or does not know the fields {odd}; jaxscale microbench writes one"
+        )
+    try:
+        links = tuple(Link(**link) for link in fields["links"])
+    except TypeError as e:
+        raise LayoutError(f"the hardware file '{path}': a link of it is wrong ({e})") from e
+    for name in ("flops", "sources", "efficiency"):
+        fields[name] = dict(fields[name])
+    for name in ("kinds", "smallest"):
+        fields[name] = tuple(fields[name])
+    return Chip(**(fields | {"links": links}))

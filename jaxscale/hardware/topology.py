@@ -1,0 +1,191 @@
+"""Named hardware, as "v5p:8x8x8", "h100:8x4" or "cpu:8": how many devices, and how fast which of them talk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import LayoutError
+from jaxscale.hardware.chip import Chip, Link, chip, read_chip
+
+_NAME = re.compile(r"(.+?)(?::([\dx]+))?(?:\*(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Named hardware.
+
+    Args:
+      name: what it was asked for by.
+      chip: one device of it.
+      shape: chips along each dimension of a TPU slice's torus; GPUs per host and hosts; a number of CPU devices.
+      slices: how many such slices there are, joined by the data centre's network.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def devices(self) -> int:
+        """JAX devices, those of all slices."""
+        return math.prod(self.shape) * self.chip.devices * self.slices
+
+    def link(self, sizes: Mapping[str, int], axes: tuple[str, ...], crosses: str | None = None) -> tuple[Link, float]:
+        """The slowest level of the network that a group of devices uses, and how fast each device sends along it.
+
+        Devices are placed as `make_mesh` places them, by JAX's own rules. Along a torus, each dimension that the group
+        spans adds its bandwidth, and half of it where the group does not close into a ring. Through a level that joins
+        hosts or slices, what one device sends arrives with the help of the links of all that are in the group on its
+        host or slice.
+
+        Args:
+          sizes: devices by mesh axis, in mesh order (`Layout.sizes`).
+          axes: the mesh axes along which the group's members differ.
+          crosses: the mesh axis that goes over several slices (`Layout.across`).
+
+        Returns:
+          the level, and bytes/s that each device of the group can send; infinite for a device alone.
+
+        Raises:
+          LayoutError: an unknown axis, more devices than there are, or several slices and no axis that crosses them.
+        """
+        for axis in (*axes, *([crosses] if crosses else [])):
+            if axis not in sizes:
+                raise LayoutError(f"'{axis}' is no axis of the mesh {dict(sizes)}")
+        if math.prod(sizes.values()) > self.devices:
+            raise LayoutError(f"the mesh {dict(sizes)} has more devices than the {self.devices} of {self.name}")
+        if self.slices > 1 and (crosses is None or sizes[crosses] % self.slices):
+            raise LayoutError(
+                f"{self.name} has {self.slices} slices: name the mesh axis that crosses them, of a size they divide"
+            )
+        crossing = self.slices > 1 and crosses in axes
+        inner = {a: s // self.slices if self.slices > 1 and a == crosses else s for a, s in sizes.items()}
+        places = _places(self.chip, self.shape, tuple(inner.values()))
+        index = tuple(slice(None) if a in axes else 0 for a in inner)
+        group = places[index].reshape(-1, places.shape[-1])
+        # outermost first: of two equally slow levels, the outer one has the longer way
+        found = [s for level in self.chip.links[::-1] if (s := self._speed(level, group, crossing)) is not None]
+        return min(found, key=lambda level: level[1], default=(self.chip.links[0], math.inf))
+
+    def _speed(self, level: Link, group: np.ndarray, crossing: bool) -> tuple[Link, float] | None:
+        """How fast each device of a group (rows of coordinates, the device on its chip or host last) uses a level."""
+        extent = group.max(0) - group.min(0) + 1
+        units = len(np.unique(group[:, :-1], axis=0))  # chips of a torus, or hosts
+        together = max(1, len(group) // units)  # of the group, in one of them
+        if level.shape == "torus":
+            closed = [s % level.wrap == 0 if level.wrap else False for s in self.shape]
+            if level.whole and not all(closed):
+                closed = [False] * len(closed)
+            dims = zip(extent.tolist(), self.shape, closed, strict=False)
+            ways = sum(1.0 if e == s and ring else 0.5 for e, s, ring in dims if e > 1)
+            return (level, ways * level.bandwidth * together) if ways else None
+        if level.reach is not None:
+            return (level, level.bandwidth) if together > 1 else None
+        torus = any(other.shape == "torus" for other in self.chip.links)
+        if torus:
+            return (level, level.bandwidth * len(group)) if crossing else None
+        alone = all(other is level for other in self.chip.links)
+        if alone:
+            return (level, level.bandwidth) if len(group) > 1 else None
+        return (level, level.bandwidth * together) if units > 1 else None
+
+
+def topology(name: str) -> Topology:
+    """Hardware by name.
+
+    Args:
+      name: a TPU slice as "v5p:8x8x8", several as "v5p:8x8x8*2"; GPUs as "h200:8", or "h100:8x4" for four hosts of
+        eight; "cpu:8"; a hardware file as "path/to/my.json:8". A name without a shape is the smallest there is.
+
+    Raises:
+      LayoutError: no such chip (says which are near), or a shape that it does not come in.
+    """
+    found = _NAME.fullmatch(name.strip())
+    if found is None:
+        raise LayoutError(f"'{name}' names no hardware; write a chip and a shape, as 'v5p:8x8x8' or 'h200:8'")
+    kind, shape, slices = found.groups()
+    what = read_chip(Path(kind)) if kind.endswith(".json") else chip(kind.lower())
+    sizes = tuple(int(n) for n in shape.split("x") if n) if shape else what.smallest
+    if not all(sizes) or (shape is not None and not re.fullmatch(r"\d+(x\d+)*", shape)):
+        raise LayoutError(f"'{name}': '{shape}' is no shape; write '{what.name}:{'x'.join(map(str, what.smallest))}'")
+    return Topology(name.strip(), what, _SHAPES[what.platform](name, what, sizes), _slices(name, what, slices))
+
+
+def _tpu_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sizes) != len(what.smallest):
+        like = "x".join(map(str, what.smallest))
+        raise LayoutError(
+            f"'{name}': a slice of {what.name} has {len(what.smallest)} dimensions, as '{what.name}:{like}'"
+        )
+    if what.pod is not None and math.prod(sizes) > what.pod:
+        raise LayoutError(
+            f"'{name}' has {math.prod(sizes)} chips and a {what.name} pod has {what.pod}; take several slices, as "
+            f"'{what.name}:{'x'.join(map(str, sizes))}*2' of smaller ones"
+        )
+    return sizes
+
+
+def _host_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    host = what.links[0].reach
+    if host is None:
+        return (math.prod(sizes),)
+    if len(sizes) == 1 and sizes[0] > host and sizes[0] % host == 0:
+        return (host, sizes[0] // host)
+    if len(sizes) > 2 or sizes[0] > host:
+        raise LayoutError(
+            f"'{name}': give a number of GPUs, up to {host} or a multiple of it, or GPUs per host x hosts, as "
+            f"'{what.name}:{host}x4'"
+        )
+    return sizes
+
+
+_SHAPES = {"tpu": _tpu_shape, "gpu": _host_shape, "cpu": _host_shape}
+
+
+def _slices(name: str, what: Chip, text: str | None) -> int:
+    count = int(text or 1)
+    if count < 1 or (count > 1 and what.platform != "tpu"):
+        raise LayoutError(f"'{name}': slices are of TPUs, and at least 1; more hosts of GPUs are as 'h100:8x4'")
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What JAX has to know of a device to place it in a mesh."""
+
+    id: int
+    platform: str
+    device_kind: str
+    coords: tuple[int, ...]
+    core_on_chip: int
+
+
+@functools.lru_cache(maxsize=256)
+def _places(what: Chip, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    """Where in one slice the devices of a mesh are: coordinates of the chip or host, then which device there.
+
+    Returns:
+      integers, the mesh's sizes x coordinates.
+    """
+    count = math.prod(sizes)
+    if what.platform != "tpu":
+        per_host = shape[0]
+        ids = np.arange(count)
+        return np.stack([ids // per_host, ids % per_host], axis=-1).reshape(*sizes, 2)
+    from jaxscale.layout.mesh import place
+
+    x, y, z = (*shape, *(1,) * (3 - len(shape)))
+    # JAX numbers devices along x first, and the devices of a chip before its neighbour's.
+    cells = enumerate(np.ndindex(z, y, x, what.devices))
+    devices = [_Place(i, "tpu", what.kinds[0], cell[2::-1], cell[3]) for i, cell in cells]
+    mesh = place(sizes, devices)
+    return np.array([[*d.coords, d.core_on_chip] for d in mesh.flat]).reshape(*sizes, 4)

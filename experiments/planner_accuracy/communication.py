@@ -1,0 +1,225 @@
+"""What `jaxscale.plan.communication.predict` says a step sends, beside what the TPU's compiled program sends.
+
+    python experiments/planner_accuracy/communication.py              # compiles cell by cell; goes on where it stopped
+    python experiments/planner_accuracy/communication.py --only ring  # cells whose name has this in it
+    python experiments/planner_accuracy/communication.py --again      # predictions anew, compiled numbers as they are
+    python experiments/planner_accuracy/communication.py --table      # the tables of COMMUNICATION.md
+
+Needs `make install EXTRAS=plot,tpu` and jax 0.12. Each cell is a line of communication.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import subprocess
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxscale as js
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import (
+    GatherAttention,
+    MixtureOfExperts,
+    RingAttention,
+    TokenRingAttention,
+    UlyssesAttention,
+    flash_attention,
+)
+from jaxscale.plan import compile_step
+from jaxscale.plan.collectives import Collective, collectives
+from jaxscale.plan.communication import predict
+
+HERE = Path(__file__).parent
+CELLS = HERE / "communication.jsonl"
+
+DENSE = TransformerConfig(
+    depth=4, width=256, heads=4, kv_heads=4, head_dim=128, hidden=512, vocab=1024, dtype="bfloat16", memory="full",
+    attention=flash_attention,
+)  # fmt: skip
+MODELS = {
+    "dense": DENSE,
+    "moe": dataclasses.replace(DENSE, mlp=MixtureOfExperts(experts=8, top_k=2, hidden=256)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A layout, and what of the run goes with it.
+
+    Args:
+      layout: it.
+      topology: what it is compiled for.
+      model: changes to the model.
+      run: changes to the run.
+      only: models it is for; all by default.
+    """
+
+    layout: js.Layout
+    topology: str = "v5p:2x2x1"
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    only: tuple[str, ...] = tuple(MODELS)
+
+
+_L = js.Layout
+_LONG = {"seq_len": 1024, "batch_size": 8}
+CASES: dict[str, Cell] = {
+    "data": Cell(_L("data=4", "replicated")),
+    "zero2": Cell(_L("data=4", "zero2")),
+    "fsdp": Cell(_L("fsdp=4")),
+    "hybrid": Cell(_L("data=2,fsdp=2")),
+    "hierarchical": Cell(_L("data=2,fsdp=2", "hierarchical")),
+    "tensor": Cell(_L("tensor=4")),
+    "sequence": Cell(_L("tensor=4", sequence_sharded=True)),
+    "overlap": Cell(_L("tensor=4", sequence_sharded=True), model={"overlap": ("attention", "mlp")}, only=("dense",)),
+    "fsdp-tensor": Cell(_L("fsdp=2,tensor=2")),
+    "fsdp-sequence": Cell(_L("fsdp=2,tensor=2", sequence_sharded=True)),
+    "zero2-tensor": Cell(_L("data=2,tensor=2", "zero2")),
+    "accumulate": Cell(_L("fsdp=4"), run={"accumulate": 2}),
+    "keep": Cell(_L("fsdp=2,tensor=2", sequence_sharded=True), model={"memory": "none"}),
+    "attention-only": Cell(_L("fsdp=2,tensor=2"), model={"memory": "attention_only"}),
+    "dots": Cell(_L("fsdp=2,tensor=2"), model={"memory": "dots"}),
+    "cut": Cell(_L("fsdp=2,tensor=2"), model={"vocab": 32768}, only=("dense",)),
+    "tied": Cell(_L("fsdp=2,tensor=2"), model={"tied": True}, only=("dense",)),
+    "parallel": Cell(_L("tensor=4"), model={"parallel": True, "qkv_bias": True}, only=("dense",)),
+    "reversible": Cell(_L("tensor=4"), model={"stack": js.nn.ReversibleRun, "memory": "none"}, only=("dense",)),
+    "ring": Cell(_L("context=4"), model={"attention": RingAttention()}, run=_LONG),
+    "ring-window": Cell(
+        _L("context=4"), model={"attention": RingAttention(zigzag=False), "windows": (256,)}, run=_LONG, only=("dense",)
+    ),
+    "token-ring": Cell(_L("context=4"), model={"attention": TokenRingAttention()}, run=_LONG, only=("dense",)),
+    "ulysses": Cell(_L("context=4"), model={"attention": UlyssesAttention()}, run=_LONG, only=("dense",)),
+    "gather": Cell(_L("context=4"), model={"attention": GatherAttention()}, run=_LONG, only=("dense",)),
+    "fsdp-ring": Cell(_L("fsdp=2,context=2"), model={"attention": RingAttention()}, run=_LONG),
+    "expert": Cell(_L("expert=4"), only=("moe",)),
+    "fsdp-expert": Cell(_L("fsdp=2,expert=2"), only=("moe",)),
+    "expert-tensor": Cell(_L("expert=2,tensor=2"), only=("moe",)),
+    "folded": Cell(_L("expert=2,tensor=2", "folded"), only=("moe",)),
+    "capacity": Cell(_L("fsdp=2,expert=2"), model={"mlp": MixtureOfExperts(8, 2, 256, capacity=1.25)}, only=("moe",)),
+    "pipeline": Cell(_L("pipeline=4", pipeline="gpipe:4")),
+    "pipeline-fsdp": Cell(_L("pipeline=2,fsdp=2", pipeline="1f1b:4")),
+    "pipeline-tensor": Cell(_L("pipeline=2,tensor=2", pipeline="lockstep:4")),
+    "interleaved": Cell(_L("pipeline=2,fsdp=2", pipeline="interleaved:4:2"), only=("dense",)),
+}
+
+
+def cells() -> list[tuple[str, str]]:
+    """Model and case of each, dense ones first."""
+    return [(model, name) for model in MODELS for name, cell in CASES.items() if model in cell.only]
+
+
+def config_of(model: str, case: str) -> js.TrainConfig:
+    """The run of a cell."""
+    cell = CASES[case]
+    run = {"batch_size": 16, "seq_len": 256, "segments": False, "prompt": None} | cell.run
+    return js.TrainConfig(model=dataclasses.replace(MODELS[model], **cell.model), layout=cell.layout, **run)
+
+
+def summed(found: list[Collective]) -> list[dict[str, Any]]:
+    """By kind and axes: bytes of the wholes times how often, and what a device sends."""
+    rows: dict[tuple[Any, ...], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "sent": 0, "times": 0})
+    for c in found:
+        row = rows[c.kind, c.axes]
+        row["bytes"] += c.payload * c.times
+        row["sent"] += c.sent
+        row["times"] += c.times
+    return [{"kind": k, "axes": list(a), **row} for (k, a), row in sorted(rows.items())]
+
+
+def predicted(model: str, case: str) -> dict[str, Any]:
+    """What arithmetic says, with a pipeline's branches counted as the compiled text has them, and as they are taken."""
+    config, topology = config_of(model, case), CASES[case].topology
+    start = time.perf_counter()
+    found = predict(config, topology, every_branch=True)
+    seconds = time.perf_counter() - start
+    row: dict[str, Any] = {"predicted": summed(found), "predict_seconds": round(seconds, 3)}
+    if config.layout is not None and config.layout.stages > 1:
+        row["predicted_taken"] = summed(predict(config, topology))
+    return row
+
+
+def measure(model: str, case: str, keep: Path | None) -> dict[str, Any]:
+    """A cell: predicted, and compiled."""
+    config, topology, start = config_of(model, case), CASES[case].topology, time.perf_counter()
+    assert config.layout is not None
+    compiled = compile_step(config, topology)
+    if keep is not None:
+        (keep / f"{model}.{case}.hlo").write_text(compiled.as_text())
+    about = {"model": model, "case": case, "layout": str(config.layout), "topology": topology}
+    found = collectives(compiled, config.layout.sizes)
+    seconds = round(time.perf_counter() - start, 1)
+    return about | predicted(model, case) | {"compiled": summed(found), "compile_seconds": seconds}
+
+
+def read() -> dict[tuple[str, str], dict[str, Any]]:
+    """The cells so far."""
+    if not CELLS.exists():
+        return {}
+    return {(r["model"], r["case"]): r for r in map(json.loads, CELLS.read_text().splitlines())}
+
+
+def write(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """All cells, in order."""
+    order = [c for c in cells() if c in rows]
+    CELLS.write_text("".join(json.dumps(rows[c]) + "\n" for c in order))
+
+
+def by_axes(rows: list[dict[str, Any]], what: str = "sent") -> dict[str, int]:
+    """Bytes by the mesh axes they travel along."""
+    total: dict[str, int] = defaultdict(int)
+    for row in rows:
+        total["·".join(row["axes"])] += row[what]
+    return dict(total)
+
+
+def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """Bytes a device sends, by axes, predicted and compiled; then the kinds that differ."""
+    lines = ["| model | case | layout | axes | predicted | compiled | difference |", "|---|---|---|---|---|---|---|"]
+    for cell in (c for c in cells() if c in rows):
+        row = rows[cell]
+        a, b = by_axes(row["predicted"]), by_axes(row["compiled"])
+        for axes in sorted(a | b, key=lambda x: -b.get(x, 0)):
+            more = b.get(axes, 0) - a.get(axes, 0)
+            share = f" ({more / b[axes]:+.1%})" if b.get(axes) else ""
+            where = f"| {row['model']} | {row['case']} | {row['layout']} | {axes} |"
+            lines.append(f"{where} {a.get(axes, 0):,} | {b.get(axes, 0):,} | {more:+,}{share} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=len(cells()), help="at most so many")
+    parser.add_argument("--only", default="", help="cells whose case has this in its name")
+    parser.add_argument("--hlo", type=Path, help="a folder for the programs' text")
+    parser.add_argument("--again", action="store_true", help="predict anew")
+    parser.add_argument("--table", action="store_true", help="the tables")
+    args = parser.parse_args()
+    rows = read()
+    if args.table:
+        print(table(rows))
+        return
+    if args.again:
+        write({cell: row | predicted(*cell) for cell, row in rows.items()})
+        return
+    here = Path(js.__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
+    left = args.cells
+    for cell in cells():
+        if cell in rows or not left or args.only not in cell[1]:
+            continue
+        left -= 1
+        about = {"commit": commit, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
+        rows[cell] = measure(*cell, args.hlo) | about
+        write(rows)
+        print(*cell, rows[cell]["compile_seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

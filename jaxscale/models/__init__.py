@@ -1,7 +1,16 @@
 """Whole models, each made from a frozen dataclass."""
 
 from jaxscale.models.base import Model, ModelConfig
-from jaxscale.models.presets import deepseek_moe_16b, gemma3, gpt2, llama3_8b, llama3_70b, mixtral_8x7b, qwen3
+from jaxscale.models.presets import (
+    deepseek_moe_16b,
+    gemma3,
+    gpt2,
+    llama3_8b,
+    llama3_70b,
+    llama3_405b,
+    mixtral_8x7b,
+    qwen3,
+)
 from jaxscale.models.transformer import Transformer
 from jaxscale.models.transformer_config import Learned, TransformerConfig
 
@@ -16,6 +25,7 @@ __all__ = [
     "gpt2",
     "llama3_8b",
     "llama3_70b",
+    "llama3_405b",
     "mixtral_8x7b",
     "qwen3",
 ]

@@ -67,6 +67,12 @@ def llama3_70b(**changes: Any) -> TransformerConfig:
 
 
 @register
+def llama3_405b(**changes: Any) -> TransformerConfig:
+    """Llama 3.1 405B (Grattafiori et al. 2024)."""
+    return _changed(_llama3(126, 16384, 128, 53248), "llama3_405b", changes)
+
+
+@register
 def mixtral_8x7b(**changes: Any) -> TransformerConfig:
     """Mixtral 8x7B (Jiang et al. 2024): eight experts in every layer, two of them for each token."""
     config = TransformerConfig(

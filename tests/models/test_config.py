@@ -17,6 +17,7 @@ from jaxscale.models import (
     gpt2,
     llama3_8b,
     llama3_70b,
+    llama3_405b,
     mixtral_8x7b,
     qwen3,
 )
@@ -33,11 +34,12 @@ SMALL = dict(vocab=61, width=32, heads=4, head_dim=8, hidden=48)
         (gpt2(), 124_439_808),
         (llama3_8b(), 8_030_261_248),
         (llama3_70b(), 70_553_706_496),
+        (llama3_405b(), 405_853_388_800),
         (mixtral_8x7b(), 46_702_792_704),
         (qwen3(), 8_190_735_360),
         (gemma3(), 3_880_263_168),
     ],
-    ids=["gpt2", "llama3_8b", "llama3_70b", "mixtral_8x7b", "qwen3", "gemma3"],
+    ids=["gpt2", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "qwen3", "gemma3"],
 )
 def test_a_preset_has_the_published_number_of_parameters(config, published):
     assert config.param_count() == published

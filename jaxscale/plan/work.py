@@ -1,0 +1,260 @@
+"""What one device does in a step of a Transformer: its FLOPs, and the bytes of its memory that they touch.
+
+A product of matrices is cut over the mesh axes that its dimensions lie on, and made in so many passes: one forward, two
+backward, and those that the memory policy and the kernels make again. It reads two operands and writes a third,
+whichever way round, so that every pass touches the same bytes. What stands between products (norms, rotations, gates,
+residual sums, the loss, the update) is bounded by memory alone, and counted as one fused pass over what it reads and
+writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+
+from jaxscale.layout import Layout, simulate
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MemoryPolicy, MixtureOfExperts, dot_product_attention
+from jaxscale.parallel.pipeline import assign
+from jaxscale.plan.collectives import Collective
+from jaxscale.plan.memory import Estimate, _extra_flops
+from jaxscale.plan.roofline import Op, Work
+from jaxscale.train import AutoLoss, MaterialisedLoss, TrainConfig
+
+FLOAT32 = 4
+"""Bytes of an element of logits, scores and gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product (rows x inner) @ (inner x outer) of the forward pass, in every layer that has it.
+
+    Args:
+      name: what it makes, as memory policies and `Transformer.products` name it.
+      rows: of its left operand for each token: of routed experts, those that a token is given to.
+      inner, outer: widths.
+      cut: the logical axis of the width that tensor parallelism cuts, "inner" or "outer", and its name.
+      layers: how many there are.
+      weights: right operands in each: one, or one for each expert.
+    """
+
+    name: str
+    rows: float
+    inner: int
+    outer: int
+    cut: tuple[str, str]
+    layers: int
+    weights: int = 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs for each token, forward, all layers."""
+        return 2 * self.rows * self.inner * self.outer * self.layers
+
+
+def products(model: TransformerConfig, seq: int) -> list[Product]:
+    """Every product with weights of one forward pass; `Transformer.products`, with the sizes that make them."""
+    z, depth = model.sizes, model.depth
+    wide = z.heads * z.head_dim
+    found = [
+        Product("qkv", 1, z.width, wide + 2 * z.kv_heads * z.head_dim, ("outer", "heads"), depth),
+        Product("residual_mid", 1, wide, z.width, ("inner", "heads"), depth),
+    ]
+    mlps = model.layer_mlps()
+    for mlp in dict.fromkeys(mlps):
+        layers = mlps.count(mlp)
+        gates = 1 + getattr(mlp, "gated", False)
+        fed = [(1.0, z.hidden, "mlp", 1)]
+        if isinstance(mlp, MixtureOfExperts):
+            one, shared = mlp.widths(z.hidden)
+            slots = mlp.slots(seq)
+            rows = mlp.top_k if slots is None else slots.slots * mlp.experts / slots.group
+            fed = [(rows, one, "expert_mlp", mlp.experts), *([(1.0, shared, "mlp", 1)] if shared else [])]
+            found.append(Product("router", 1, z.width, mlp.experts, ("outer", "router"), layers))
+        for rows, hidden, axis, weights in fed:
+            found.append(Product("mlp_up", rows, z.width, gates * hidden, ("outer", axis), layers, weights))
+            found.append(Product("mlp_down", rows, hidden, z.width, ("inner", axis), layers, weights))
+    return [*found, Product("logits", 1, z.width, model.vocab, ("outer", "vocab"), 1)]
+
+
+def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: Sequence[Collective]) -> Work:
+    """A run's step, as `step_time` wants it.
+
+    Args:
+      config: the run's settings, of a `Transformer`.
+      layout: where it runs, every size of its mesh known.
+      memory: `jaxscale.plan.estimate` of the same.
+      collectives: what it sends.
+
+    Raises:
+      LayoutError: more stages than layers, or a batch that the pipeline's schedule cannot cut.
+    """
+    model = config.model
+    assert isinstance(model, TransformerConfig)
+    at = _Place.of(config, layout)
+    ops = [*_multiplied(config, at), *_attended(config, at), *_between(config, at), _update(config, memory)]
+    return Work(
+        tuple(op for op in ops if op.flops or op.bytes),
+        tuple(collectives),
+        layout.sizes,
+        model.flops(config.batch_size, config.seq_len),
+        config.batch_size * config.seq_len,
+        model.dtype,
+        at.bubble,
+        2.0 * memory.host,
+        ("tensor",) if model.overlap and layout.sizes["tensor"] > 1 else (),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What a layout makes of a step.
+
+    Args:
+      layout: the layout.
+      again: how often the backward pass makes each product once more.
+      parts: micro-batches of a step, each of which reads every weight.
+      padding: layers that stages compute, over layers that there are.
+      bubble: of the pipeline's schedule.
+    """
+
+    layout: Layout
+    again: Mapping[str, int]
+    parts: int
+    padding: float
+    bubble: float
+
+    @classmethod
+    def of(cls, config: TrainConfig, layout: Layout) -> _Place:
+        model: TransformerConfig = config.model  # type: ignore[assignment]
+        dense = model.attention is dot_product_attention
+        names, policy = tuple(model.products(1, 2)), MemoryPolicy.of(model.memory)
+        counts = {
+            name: _extra_flops(policy, {other: int(other == name) for other in names}, None if dense else "lse")
+            for name in names
+        }
+        loss = config.loss.of(model.vocab) if isinstance(config.loss, AutoLoss) else config.loss
+        counts["logits"] = int(not isinstance(loss, MaterialisedLoss))  # a cut loss makes them once more
+        counts["scores"] += not dense  # flash attention's backward pass makes its scores again (Dao et al. 2022)
+        if layout.stages == 1:
+            return cls(layout, counts, config.accumulate, 1.0, 0.0)
+        schedule = layout.schedule
+        groups = [(repeats, len(windows)) for windows, repeats in model.runs]
+        held = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)  # type: ignore[call-arg]
+        copies = sum(index.size * weight for index, (_, weight) in zip(held.index, groups, strict=True))
+        parts = schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
+        table = schedule.table(layout.stages, parts)
+        counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase runs its stage again
+        forward = model.products(config.batch_size, config.seq_len)
+        layers = sum(forward.values()) - forward["logits"]
+        made = sum(forward[name] * n for name, n in counts.items() if name != "logits")
+        found = simulate(table, (1.0, 1.0 + made / layers, 1.0))
+        alone = layout.devices == layout.stages  # else layers hold collectives, and stages keep step
+        bubble = found.bubble if alone else found.lockstep_bubble
+        return cls(layout, counts, config.accumulate * parts, copies / model.depth, bubble)
+
+    def passes(self, name: str) -> int:
+        """How often a product is made: forward, for two gradients, and again."""
+        return 3 + self.again[name]
+
+    def share(self, *axes: str) -> float:
+        """The part of something with these dimensions that is on one device, a stage's padding with it."""
+        rules, sizes = self.layout.resolved_rules, self.layout.sizes
+        over = {m for axis in axes for m in rules.target("activations", axis)}
+        over |= {m for m in rules.target("params", "layers") if "layers" in axes}
+        return (self.padding if "layers" in axes else 1.0) / math.prod(sizes[m] for m in over)
+
+
+def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
+    model: TransformerConfig = config.model  # type: ignore[assignment]
+    size, tokens = jnp.dtype(model.dtype).itemsize, config.batch_size * config.seq_len
+    ops = []
+    for p in products(model, config.seq_len):
+        side, axis = p.cut
+        depth = () if p.name == "logits" else ("layers",)
+        spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
+        rows = tokens * p.rows
+        whole = {"inner": rows * p.inner, "outer": rows * p.outer}
+        cut = at.share(*spread, axis, *depth)
+        plain = at.share(*spread, *depth)
+        moved = sum(n * (cut if name == side else plain) for name, n in whole.items())
+        held = ("experts",) if p.weights > 1 else ()
+        moved += at.parts * p.weights * p.inner * p.outer * at.share(axis, *held, *depth)
+        ops.append(
+            Op(
+                p.name,
+                "matmul",
+                tokens * p.flops * cut * at.passes(p.name),
+                p.layers * moved * size * at.passes(p.name),
+                model.dtype,
+                p.name != "logits",
+            )
+        )
+    return ops
+
+
+def _attended(config: TrainConfig, at: _Place) -> list[Op]:
+    """Attention's own products. Only dense attention makes the pairs that a causal mask hides, and holds them."""
+    model: TransformerConfig = config.model  # type: ignore[assignment]
+    z, size = model.sizes, jnp.dtype(model.dtype).itemsize
+    batch, seq = config.batch_size, config.seq_len
+    share = at.share("batch", "seq", "heads", "layers")
+    pairs = model.depth * batch * z.heads * seq * seq
+    made = {name: float(n) for name, n in model.products(batch, seq).items()}
+    queries = batch * seq * z.heads * z.head_dim * model.depth
+    keys = batch * seq * z.kv_heads * z.head_dim * model.depth
+    streamed = (queries + keys) * size
+    if model.attention is not dot_product_attention:
+        return [
+            Op(name, "attention", made[name] * share * at.passes(name), streamed * share * at.passes(name), model.dtype)
+            for name in ("scores", "attn_out")
+        ]
+    full = 2 * pairs * z.head_dim
+    kept = {"scores": FLOAT32 * pairs, "attn_out": size * pairs}
+    ops = [
+        Op(name, "attention", full * share * at.passes(name), (streamed + held) * share * at.passes(name), model.dtype)
+        for name, held in kept.items()
+    ]
+    softmax = (FLOAT32 + size) * pairs * share * at.passes("scores")
+    return [*ops, Op("softmax", "memory", 0, softmax, model.dtype)]
+
+
+def _between(config: TrainConfig, at: _Place) -> list[Op]:
+    """What stands between products: elements read and written by a fused pass, forward and (for cotangents) twice."""
+    model: TransformerConfig = config.model  # type: ignore[assignment]
+    z, size = model.sizes, jnp.dtype(model.dtype).itemsize
+    tokens = config.batch_size * config.seq_len
+    stream = tokens * z.width * model.depth * at.share("batch", "residual_seq", "layers")
+    heads = tokens * (z.heads + z.kv_heads) * z.head_dim * model.depth * at.share("batch", "seq", "heads", "layers")
+    norms = (1 if model.parallel else 2) + 2 * model.post_norm
+    again = at.again["mlp_up"]  # what makes the hidden layer again makes what leads to it
+    elements = {
+        "norms": 4 * norms * stream,  # a branch and the stream come in, their sum and its norm go out
+        "rotary": 2 * heads if model.positions is not None else 0.0,
+        "gates": 0.0,
+        "dispatch": 0.0,
+    }
+    for p in products(model, config.seq_len):
+        if p.name == "mlp_down":
+            spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
+            rows = tokens * p.rows * p.layers * at.share(*spread, "layers")
+            gates = 1 + getattr(model.mlp, "gated", False)
+            elements["gates"] += (gates + 1) * rows * p.inner * at.share(*spread, p.cut[1]) / at.share(*spread)
+            elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # to experts and back
+    ops = [Op(name, "memory", 0, n * size * (3 + again), model.dtype) for name, n in elements.items()]
+    logits = tokens * model.vocab * at.share("batch", "seq", "vocab")
+    # read by the softmax, read again for its gradient, which is written and read
+    return [*ops, Op("loss", "memory", 0, 4 * FLOAT32 * logits, model.dtype, False)]
+
+
+def _update(config: TrainConfig, memory: Estimate) -> Op:
+    """The optimizer's: all state read and written, gradients written, read for their norm, and read.
+
+    With it, sums of gradients over micro-batches, and copies of weights in the type of the arithmetic.
+    """
+    sums = 3 * (config.accumulate - 1) * memory.gradients // 2 if config.accumulate > 1 else 0
+    moved = 2 * memory.state + 3 * memory.gradients + sums + 3 * memory.copies
+    return Op("update", "memory", 0, moved, config.model.dtype, False)  # type: ignore[attr-defined]

@@ -1,0 +1,170 @@
+"""The roofline: what a step computes, touches and sends over what hardware does in a second, by hand arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+import jaxscale as js
+from jaxscale.hardware import Link, Topology, topology
+from jaxscale.models.presets import deepseek_moe_16b, gemma3, gpt2, llama3_8b, mixtral_8x7b, qwen3
+from jaxscale.nn import flash_attention
+from jaxscale.plan.collectives import Collective
+from jaxscale.plan.memory import Estimate
+from jaxscale.plan.roofline import Op, Work, collective_time, hides_behind, step_time
+from jaxscale.plan.work import products, work_of
+from jaxscale.train import TrainConfig
+
+NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
+GB = 10**9
+CHIP = dataclasses.replace(
+    topology("h100:8").chip,
+    flops={"bfloat16": 100e12, "float32": 50e12},
+    bandwidth=1e12,
+    host_bandwidth=10e9,
+    links=(Link("wire", "switch", 100e9, 1e-6, None),),
+    efficiency={},
+)
+HERE = Topology("made up", CHIP, (32,))
+
+
+def _work(ops=(), collectives=(), **more) -> Work:
+    return Work(tuple(ops), tuple(collectives), {"data": 2, "fsdp": 4, "tensor": 4}, 1600e12, 1000, **more)
+
+
+@pytest.mark.parametrize("preset", [gpt2, llama3_8b, qwen3, gemma3, mixtral_8x7b, deepseek_moe_16b])
+def test_products_have_the_sizes_that_make_the_models_flops(preset):
+    model, found = preset(), {}
+    for p in products(model, 4096):
+        found[p.name] = found.get(p.name, 0) + p.flops * 4096
+    known = model.products(1, 4096)
+    assert {n: known[n] for n in found} == found
+    assert set(known) - set(found) <= {"scores", "attn_out", "router"}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["data=8", "fsdp=2,tensor=4", "fsdp=4,context=2", "pipeline=4,tensor=2", "data=2,pipeline=2,tensor=2"],
+)
+def test_devices_together_compute_what_the_model_does(mesh):
+    model = llama3_8b(attention=flash_attention, memory="none")
+    config = TrainConfig(model=model, layout=js.Layout(mesh), batch_size=16, seq_len=4096)
+    work = work_of(config, config.layout, NOTHING, ())
+    forward = model.products(16, 4096)
+    whole = 3 * sum(forward.values()) + forward["scores"] + forward["logits"]  # kernels make those once more
+    if config.layout.stages > 1:  # a backward phase runs its stage again
+        whole += sum(forward.values()) - forward["logits"]
+    assert math.isclose(sum(op.flops for op in work.ops) * 8, whole, rel_tol=1e-12)
+    assert work.flops == 3 * sum(forward.values())
+
+
+def test_experts_are_computed_where_they_are():
+    model = mixtral_8x7b(attention=flash_attention)
+    on = lambda mesh: {  # noqa: E731
+        op.name: op
+        for op in work_of(TrainConfig(model=model, batch_size=16, seq_len=4096), js.Layout(mesh), NOTHING, ()).ops
+        if op.name == "router" or op.flops > 1e15
+    }
+    spread, whole = on("fsdp=2,expert=4"), on("fsdp=8")
+    assert {n: op.flops for n, op in spread.items()} == {n: op.flops for n, op in whole.items()}
+
+
+def test_dense_attention_computes_what_its_mask_hides():
+    flops = {}
+    for attention in (flash_attention, js.nn.dot_product_attention):
+        model = llama3_8b(attention=attention, memory="none")
+        config = TrainConfig(model=model, layout=js.Layout("data=1"), batch_size=1, seq_len=1024)
+        ops = {op.name: op.flops for op in work_of(config, config.layout, NOTHING, ()).ops}
+        flops[attention.__name__] = ops["attn_out"]
+    assert math.isclose(flops["dot_product_attention"], flops["flash_attention"] * 2 * 1024 / 1025)
+
+
+def test_an_operation_takes_the_longer_of_its_arithmetic_and_its_bytes():
+    ops = [Op("a", "matmul", 10e12, 1, "bfloat16"), Op("b", "matmul", 1e12, 50 * GB, "bfloat16")]
+    found = step_time(_work([*ops, Op("c", "memory", 0, 20 * GB, "bfloat16")]), HERE)
+    assert math.isclose(found.compute, 0.11) and math.isclose(found.memory, 0.04 + 0.02)
+    assert math.isclose(found.total, 0.17)
+    assert math.isclose(found.mfu, 1600e12 / 0.17 / 3200e12) and math.isclose(found.tokens_per_second, 1000 / 0.17)
+
+
+def test_efficiencies_are_shares_of_the_data_sheet():
+    chip = dataclasses.replace(CHIP, efficiency={"matmul": 0.5, "attention": 0.25, "memory": 0.8})
+    ops = [
+        Op(kind, kind, 10e12 * (kind != "memory"), 8 * GB * (kind == "memory"), "bfloat16")
+        for kind in ("matmul", "attention", "memory")
+    ]
+    found = step_time(_work(ops), Topology("", chip, (32,)))
+    assert math.isclose(found.compute, 0.2 + 0.4) and math.isclose(found.memory, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("all-gather", 0.75 / 100 + 3e-6),
+        ("reduce-scatter", 0.75 / 100 + 3e-6),
+        ("all-reduce", 1.5 / 100 + 6e-6),
+        ("all-to-all", 0.75 / 100 + 1e-6),
+        ("collective-permute", 1.0 / 100 + 1e-6),
+    ],
+)
+def test_a_collective_takes_its_latency_and_its_bytes(kind, seconds):
+    c = Collective(kind, ("fsdp",), 4, GB, times=3)
+    assert math.isclose(collective_time(c, HERE, {"data": 2, "fsdp": 4}), 3 * seconds)
+
+
+def test_a_torus_adds_the_bandwidth_of_its_dimensions():
+    """Of the scaling book: V / (dimensions * W) for gathers, a quarter of one dimension's for all-to-alls."""
+    v5p = topology("v5p:4x4x4")
+    ici, sizes = v5p.chip.links[0].bandwidth, {"fsdp": 16, "tensor": 4}
+    time = lambda kind, axes, n, payload: collective_time(Collective(kind, axes, n, payload), v5p, sizes)  # noqa: E731
+    assert math.isclose(time("all-gather", ("tensor",), 4, 64 * GB), 64 * GB * 3 / 4 / ici, rel_tol=1e-3)
+    assert math.isclose(time("all-gather", ("fsdp",), 16, 64 * GB), 64 * GB * 15 / 16 / (2 * ici), rel_tol=1e-3)
+    assert math.isclose(time("all-to-all", ("tensor",), 4, 16 * GB), 64 * GB / ici / 4, rel_tol=1e-3)
+    assert math.isclose(time("collective-permute", ("tensor",), 4, GB), GB / (ici / 2), rel_tol=1e-3)
+
+
+def test_what_may_run_beside_arithmetic_is_exposed_only_where_it_lasts_longer():
+    gather = Collective("all-gather", ("fsdp",), 4, 4 * GB)  # 30 ms
+    wait = dataclasses.replace(gather, axes=("tensor",))
+    for arithmetic, exposed in ((0.04, 0.0), (0.02, 0.01), (0.0, 0.03)):
+        ops = [Op("a", "matmul", 100e12 * arithmetic, 0, "bfloat16")]
+        found = step_time(_work(ops, [gather]), HERE)
+        assert math.isclose(found.exposed, exposed, abs_tol=1e-5)
+        assert math.isclose(step_time(_work(ops, [wait]), HERE).exposed, 0.03, abs_tol=1e-5)
+    assert hides_behind(wait) is None and hides_behind(wait, ("tensor",)) == hides_behind(gather) == "layers"
+    assert hides_behind(dataclasses.replace(wait, ring="all-gather")) == "layers"
+
+
+def test_axes_through_one_switch_wait_for_each_other():
+    gather = Collective("all-gather", ("fsdp",), 4, 4 * GB)
+    both = [gather, dataclasses.replace(gather, axes=("tensor",), ring="all-gather")]  # 30 ms each, beside 40
+    found = step_time(_work([Op("a", "matmul", 4e12, 0, "bfloat16")], both), HERE)
+    assert math.isclose(found.exposed, 0.02, abs_tol=1e-5)
+
+
+def test_a_pipeline_idles_as_its_schedule_says():
+    config = TrainConfig(
+        model=llama3_8b(attention=flash_attention, memory="none"),
+        layout=js.Layout("pipeline=4", pipeline="gpipe:8"),
+        batch_size=8,
+        seq_len=1024,
+    )
+    work = work_of(config, config.layout, NOTHING, ())
+    assert math.isclose(work.bubble, 3 / 11, rel_tol=0.01)  # (K - 1) / (M + K - 1), Huang et al. 2019
+    found = step_time(work, HERE)
+    staged = sum(op.flops for op in work.ops if op.staged) / 100e12
+    assert found.bubble > 3 / 8 * staged * 0.99
+
+
+def test_host_transfers_hide_behind_layers():
+    ops = [Op("a", "matmul", 10e12, 0, "bfloat16")]
+    assert step_time(_work(ops, host=0.9 * GB), HERE).host == 0
+    assert math.isclose(step_time(_work(ops, host=3 * GB), HERE).host, 0.2)
+
+
+def test_stages_without_layers_are_refused():
+    config = TrainConfig(model=llama3_8b(depth=2), layout=js.Layout("pipeline=4"), batch_size=8, seq_len=64)
+    with pytest.raises(js.errors.LayoutError, match="use at most pipeline=2"):
+        work_of(config, config.layout, NOTHING, ())

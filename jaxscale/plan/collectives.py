@@ -17,6 +17,9 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 """The collectives, by their names in HLO; a `ragged-all-to-all` counts as an all-to-all."""
 
 _OPCODE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(-start)?\(")
+_BETWEEN_SLICES = re.compile(
+    r" send\(%?([\w.-]+).*_xla_megascale_target=\"\{([^}]*)\}.*_xla_megascale_transfer_type=\"(\w+)\""
+)
 _BITS = {"pred": 8, "f8": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 # An element is held by one of these, or by whatever number its name ends with.
 _ARRAY = re.compile(r"\b(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]")
@@ -58,7 +61,7 @@ class Collective:
         return round(self.payload * self.times * share.get(self.kind, (self.devices - 1) / self.devices))
 
 
-def collectives(compiled: Any, sizes: Mapping[str, int]) -> list[Collective]:
+def collectives(compiled: Any, sizes: Mapping[str, int], across: str | None = None) -> list[Collective]:
     """Every collective of a compiled program, in the program's order.
 
     Compile for a TPU to see what runs there (`compile_for`): a CPU's compiler widens bfloat16 to float32, and turns
@@ -67,14 +70,16 @@ def collectives(compiled: Any, sizes: Mapping[str, int]) -> list[Collective]:
     Args:
       compiled: a `jax.stages.Compiled`, or its `as_text()`.
       sizes: size by mesh axis, in mesh order, of the mesh it was compiled for (`Layout.sizes`).
+      across: the axis that goes over several TPU slices (`Layout.across`): what travels between slices is a collective
+        along it, of the piece that each device has left after the slice's own.
 
     Returns:
       a `Collective` for each instruction that moves anything.
 
     Raises:
-      LayoutError: the program's groups of devices are of another mesh.
+      LayoutError: the program's groups of devices are of another mesh, or it goes over slices and `across` is missing.
     """
-    program = _Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes)
+    program = _Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes, across)
     return list(program.walk(program.entry, 1, True, "", ""))
 
 
@@ -98,7 +103,8 @@ def array_bytes(text: str) -> int:
 class _Program:
     """An HLO module's text, its computations by name."""
 
-    def __init__(self, text: str, sizes: Mapping[str, int]):
+    def __init__(self, text: str, sizes: Mapping[str, int], across: str | None = None):
+        self.across = across
         self.names, self.shape = tuple(sizes), tuple(sizes.values())
         self.computations: dict[str, list[str]] = {}
         self.made: dict[str, str] = {}
@@ -125,6 +131,8 @@ class _Program:
         for line in self.computations.get(computation, ()):
             if op := _OPCODE.search(line):
                 yield self._collective(line, op, times, certain, ring, computation, caller)
+            elif transfer := _BETWEEN_SLICES.search(line):
+                yield self._between_slices(line, transfer, times, certain, caller)
             elif loop := re.search(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
                 trips = self._trips(line, loop[1], loop[2])
                 yield from self.walk(loop[2], times * (trips or 1), certain and trips is not None, _ring(loop[2]), line)
@@ -166,6 +174,25 @@ class _Program:
             name[1] if name else "",
             self._source(line) or self._source(caller),
             tuple((a, b) for a, b in pairs),
+        )
+
+    def _between_slices(self, line: str, transfer: re.Match[str], times: int, certain: bool, caller: str) -> Collective:
+        """What a TPU sends to other slices, which its compiler gives to the hosts as a pair of send and receive."""
+        if self.across is None:
+            raise LayoutError("the program goes over several slices; say which axis does, as across=layout.across")
+        kind, slices = transfer[3].lower().replace("_", "-"), len(transfer[2].split(","))
+        kind = "collective-permute" if kind == "one-to-one" else kind
+        given = array_bytes(_type(self.made[transfer[1]]))
+        name = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', caller)
+        return Collective(
+            kind,
+            (self.across,),
+            slices,
+            given * slices if kind == "all-gather" else given,
+            times,
+            certain,
+            name=name[1] if name else "",
+            source=self._source(line) or self._source(caller),
         )
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:

@@ -6,6 +6,7 @@ import functools
 import logging
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jaxscale.layout.layout import Layout, current
 
@@ -20,6 +21,8 @@ def why_no_host_memory(layout: Layout | None = None) -> str | None:
       layout: whose devices are asked; by default those of the layout in force, or this machine's.
     """
     layout = current() if layout is None else layout
+    if layout is not None and isinstance(layout.device_mesh, AbstractMesh):
+        return None  # what is traced for accelerators that are not here: they have
     device = jax.devices()[0] if layout is None else layout.device_mesh.devices.flat[0]
     try:
         kinds = [m.kind for m in device.addressable_memories()]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
@@ -98,7 +98,7 @@ class Layout:
 
     @functools.cached_property
     def device_mesh(self) -> Mesh:
-        """The mesh of real devices, made when first used."""
+        """The mesh of devices, made when first used."""
         return make_mesh(self.mesh, across=self.across)
 
     def on(self, devices: Sequence[Any]) -> Layout:
@@ -117,6 +117,25 @@ class Layout:
         there.__dict__["device_mesh"] = make_mesh(self.mesh, devices, across=self.across)
         return there
 
+    def abstract(self, devices: int | None = None, *, kind: str | None = None) -> Layout:
+        """The same layout on devices that are not there: programs can be traced under it, and nothing can be placed.
+
+        Args:
+          devices: how many there would be, for a mesh with a -1; else the mesh says.
+          kind: their device kind, as "TPU v5" or "NVIDIA H200", by which kernels are chosen.
+
+        Raises:
+          LayoutError: as `on`.
+        """
+        there, sizes = dataclasses.replace(self), parse_mesh(self.mesh)
+        there.__dict__["sizes"] = self.sizes if devices is None else resolve_sizes(sizes, devices, self.mesh)
+        device = None if kind is None else AbstractDevice(kind, None, "tpu" if kind.startswith("TPU") else "gpu")
+        types = (AxisType.Auto,) * len(there.sizes)
+        there.__dict__["device_mesh"] = AbstractMesh(
+            tuple(there.sizes.values()), tuple(there.sizes), axis_types=types, abstract_device=device
+        )
+        return there
+
     @property
     def devices(self) -> int:
         """How many devices the layout spans."""
@@ -124,7 +143,9 @@ class Layout:
 
     def __enter__(self) -> Layout:
         with contextlib.ExitStack() as stack:  # what fails half-way leaves nothing in force
-            stack.enter_context(jax.set_mesh(self.device_mesh))
+            mesh: Any = self.device_mesh
+            there = isinstance(mesh, AbstractMesh)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh) if there else jax.set_mesh(mesh))
             stack.enter_context(_active(self))
             _stacks.__dict__.setdefault("entered", []).append(stack.pop_all())
         return self

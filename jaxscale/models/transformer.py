@@ -104,13 +104,14 @@ class Transformer(nnx.Module):
     ) -> Any:
         """What the first layer is given; columns stand in the order of `order`."""
         c = self.config
-        x = self.embed(tokens)
-        if c.embed_scale is not None:
-            x = x * jnp.asarray(c.embed_scale, x.dtype)
-        if self.positions is not None:
-            _check_length(c, tokens.shape[1])
-            x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions, order), tokens.shape))
-        return c.stack.enter(x)
+        with jax.named_scope("embed"):
+            x = self.embed(tokens)
+            if c.embed_scale is not None:
+                x = x * jnp.asarray(c.embed_scale, x.dtype)
+            if self.positions is not None:
+                _check_length(c, tokens.shape[1])
+                x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions, order), tokens.shape))
+            return c.stack.enter(x)
 
     def context(
         self,
@@ -135,15 +136,17 @@ class Transformer(nnx.Module):
     def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
         """All runs, or of each the part that these parameters are; and what their layers report."""
         found = []
-        for run, part in zip(self.runs, parts or [None] * len(self.runs), strict=True):
-            x, stats = run(x, context, part)
+        for n, (run, part) in enumerate(zip(self.runs, parts or [None] * len(self.runs), strict=True)):
+            with jax.named_scope(f"runs/{n}"):
+                x, stats = run(x, context, part)
             found.append(stats)
         return x, total(found)
 
     def finish(self, x: Any) -> Float[Array, "b s e"]:
         """The final hidden states, normalised, from what the last layer returns."""
-        x = self.config.stack.leave(x, jnp.dtype(self.config.dtype))
-        return constrain(self.norm(x), "batch", "seq", "embed")
+        with jax.named_scope("norm"):
+            x = self.config.stack.leave(x, jnp.dtype(self.config.dtype))
+            return constrain(self.norm(x), "batch", "seq", "embed")
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """The natural place of each column, in the order in which layers want them under the layout in force.

@@ -164,25 +164,28 @@ class Attention(nnx.Module):
         self.window, self.softcap, self.scale = window, softcap, scale
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        q, k, v = into(x, self.q, self.k, self.v, overlap=self.overlap)
-        q = constrain(q, "batch", "seq", "heads", "head_dim")
-        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
-        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary is not None:
-            cos, sin = context.rotary[self.rotary]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = (checkpoint_name(x, "qkv") for x in (q, k, v))
-        out = self.kernel(
-            q,
-            k,
-            v,
-            causal=True,
-            segment_ids=context.segment_ids,
-            positions=context.positions,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-        )
-        return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)
+        with jax.named_scope("qkv"):
+            q, k, v = into(x, self.q, self.k, self.v, overlap=self.overlap)
+            q = constrain(q, "batch", "seq", "heads", "head_dim")
+            k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
+            v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if self.rotary is not None:
+                cos, sin = context.rotary[self.rotary]
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k, v = (checkpoint_name(x, "qkv") for x in (q, k, v))
+        with jax.named_scope("mix"):
+            out = self.kernel(
+                q,
+                k,
+                v,
+                causal=True,
+                segment_ids=context.segment_ids,
+                positions=context.positions,
+                window=self.window,
+                softcap=self.softcap,
+                scale=self.scale,
+            )
+        with jax.named_scope("out"):
+            return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)

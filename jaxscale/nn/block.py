@@ -68,17 +68,21 @@ class Block(nnx.Module):
         return self._drop(y, context, 1), stats
 
     def _attend(self, h: Array, context: Context) -> Array:
-        return self._post(self.attn_post_norm, self.attn(_for(self.attn, h), context))
+        with jax.named_scope("attn"):
+            y = self.attn(_for(self.attn, h), context)
+        return self._post(self.attn_post_norm, y)
 
     def _feed(self, h: Array) -> tuple[Array, Stats]:
-        if getattr(self.mlp, "reports", False):
-            y, stats = self.mlp(h)
-        else:
-            y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
+        with jax.named_scope("mlp"):
+            if getattr(self.mlp, "reports", False):
+                y, stats = self.mlp(h)
+            else:
+                y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
         return self._post(self.mlp_post_norm, y), stats
 
     def _norm(self, norm: nnx.Module, x: Array) -> Array:
-        return checkpoint_name(self.memory.tiled("norm", norm)(x), "norm")
+        with jax.named_scope("norm"):
+            return checkpoint_name(self.memory.tiled("norm", norm)(x), "norm")
 
     def _post(self, norm: nnx.Module | None, y: Array) -> Array:
         return y if norm is None else self._norm(norm, _cut(y))

@@ -53,13 +53,15 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         act = type(self).activation
-        if self.gate is None:
-            (up,) = into(x, self.up, overlap=self.overlap)
-            h = act(_named(up))
-        else:
-            gate, up = into(x, self.gate, self.up, overlap=self.overlap)
-            h = act(_named(gate)) * _named(up)
-        return out_of(checkpoint_name(h, "mlp_hidden"), self.down, overlap=self.overlap)
+        with jax.named_scope("up"):
+            if self.gate is None:
+                (up,) = into(x, self.up, overlap=self.overlap)
+                h = act(_named(up))
+            else:
+                gate, up = into(x, self.gate, self.up, overlap=self.overlap)
+                h = act(_named(gate)) * _named(up)
+        with jax.named_scope("down"):
+            return out_of(checkpoint_name(h, "mlp_hidden"), self.down, overlap=self.overlap)
 
 
 def _named(h: Array) -> Array:

@@ -169,16 +169,20 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "b s e"]) -> tuple[Float[Array, "b s e"], Stats]:
         c = self.config
         capacity = c.slots(x.shape[1])
-        scores = self.scores(x)
-        bias = None if self.load_bias is None else self.load_bias.get_value()
-        routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity)
+        with jax.named_scope("router"):
+            scores = self.scores(x)
+            bias = None if self.load_bias is None else self.load_bias.get_value()
+            routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity)
         gate = None if self.gate is None else self.gate.get_value()
         weights = Weights(gate, self.up.get_value(), self.down.get_value())
         act = c.expert.activation
-        y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
+        with jax.named_scope("experts"):
+            y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
         if self.shared is not None:
-            y = y + self.shared(constrain(x, "batch", "seq", "embed"))
-        return y, self._stats(scores, routed, bias, capacity)
+            with jax.named_scope("shared"):
+                y = y + self.shared(constrain(x, "batch", "seq", "embed"))
+        with jax.named_scope("router"):
+            return y, self._stats(scores, routed, bias, capacity)
 
     def scores(self, x: Float[Array, "b s e"]) -> Float[Array, "b s x"]:
         """The router's scores, float32 all the way."""

@@ -67,8 +67,9 @@ class ReversibleRun(Run):
                 (params, (i, real)), found = layer, []
                 before = x
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
-                    a = x[0] + block.attend(x[1], told(arrays, i, j))
-                    y, stats = block.feed(a, told(arrays, i, j))
+                    with jax.named_scope(f"blocks/{j}"):
+                        a = x[0] + block.attend(x[1], told(arrays, i, j))
+                        y, stats = block.feed(a, told(arrays, i, j))
                     x = a, x[1] + y
                     found.append(stats)
                 return chosen(real, (x, total(found)), (before, none_of(total(found))))
@@ -88,7 +89,8 @@ class ReversibleRun(Run):
                 grads: list[Any] = []
                 after = carry
                 for j in reversed(range(len(graphs))):
-                    carry, dparams = _undo(graphs[j], params[j], *carry, dstats, told(arrays, i, j))
+                    with jax.named_scope(f"blocks/{j}"):
+                        carry, dparams = _undo(graphs[j], params[j], *carry, dstats, told(arrays, i, j))
                     grads.insert(0, dparams)
                 none = jax.tree.map(jnp.zeros_like, tuple(grads))
                 return chosen(real, carry, after), chosen(real, tuple(grads), none)

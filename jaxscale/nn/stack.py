@@ -84,7 +84,8 @@ class Run(nnx.Module):
             (blocks, (i, real)), found = slice_, []
             before = x
             for j, block in enumerate(blocks):
-                x, stats = block(x, context.at(self.first + i * len(blocks) + j))
+                with jax.named_scope(f"blocks/{j}"):
+                    x, stats = block(x, context.at(self.first + i * len(blocks) + j))
                 found.append(stats)
             return chosen(real, (x, total(found)), (before, none_of(total(found))))
 

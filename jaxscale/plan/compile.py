@@ -94,12 +94,8 @@ def compile_step(config: TrainConfig, topology: str) -> Any:
     config = dataclasses.replace(config, layout=config.layout.on(devices))
     assert config.layout is not None
     blueprint, schedule = blueprint_of(config)
-    shape = (config.batch_size, config.seq_len)
-    sharding = batch_sharding(config.layout, *shape)
-    keys = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if config.segments:
-        keys |= {"segment_ids": jnp.int32, "positions": jnp.int32}
-    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for k, d in keys.items()}
+    sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
+    batch = abstract_batch(config)
     loss_and_grads = make_loss_and_grads(
         blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
     )
@@ -111,3 +107,13 @@ def compile_step(config: TrainConfig, topology: str) -> Any:
             blueprint.shardings(),
         )
         return compile_lowered(step.lower(state, batch), devices)
+
+
+def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of what a step is given, laid out as the run says."""
+    shape = (config.batch_size, config.seq_len)
+    keys = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if config.segments:
+        keys |= {"segment_ids": jnp.int32, "positions": jnp.int32}
+    sharding = batch_sharding(config.layout, *shape)
+    return {k: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for k, d in keys.items()}

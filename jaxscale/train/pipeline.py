@@ -213,8 +213,9 @@ class Pipelined:
         def end(ends: Tree, x: Tree, micro: Tree) -> tuple[jax.Array, Tree]:
             (x, stats), model = x, whole(ends, structure)
             hidden = model.finish(x)
-            nats, z = loss(hidden, model.head_weight(), micro["targets"], softcap=model.logit_softcap)
-            nats, z = jnp.sum(nats * micro["weights"]), jnp.sum(z * micro["weights"])
+            with jax.named_scope("loss"):
+                nats, z = loss(hidden, model.head_weight(), micro["targets"], softcap=model.logit_softcap)
+                nats, z = jnp.sum(nats * micro["weights"]), jnp.sum(z * micro["weights"])
             # what layers add is a mean over a micro-batch's tokens
             added = auxiliary_loss(stats) / (microbatches * accumulate)
             return (nats + z_loss * z) / micro["total"] + added, (nats, z, stats)

@@ -90,8 +90,9 @@ def weighted_sums(
     forward: Any = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
     told: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
     hidden, stats = forward(batch["tokens"], key=key, **told, **({} if order is None else {"arranged": True}))
-    nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
-    return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"]), stats
+    with jax.named_scope("loss"):
+        nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
+        return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"]), stats
 
 
 def make_step(
@@ -110,8 +111,10 @@ def make_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step))
-        norm = gradient_norm(grads)
-        params, opt_state = apply_gradients(tx, grads, state.opt_state, state.params)
+        with jax.named_scope("gradient_norm"):
+            norm = gradient_norm(grads)
+        with jax.named_scope("optimizer"):
+            params, opt_state = apply_gradients(tx, grads, state.opt_state, state.params)
         metrics = {**metrics, "grad_norm": norm}
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)

@@ -1,6 +1,6 @@
 """Draws the README's picture: where two tensors and a batch live, and the loss of a run.
 
-    python experiments/picture.py runs/demo-1 experiments/demo.png
+python experiments/picture.py runs/demo-1 experiments/demo.png
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def arithmetic(layout: str, policy: str, seq_len: int) -> dict[str, Any]:
     found = estimate(config, topology)
     if policy == REVERSIBLE:
         stream = found.kept // config.model.depth
-        found = dataclasses.replace(found, kept=4 * stream, working=found.working + 3 * stream)
+        found = dataclasses.replace(found, peak=found.peak - found.kept + 7 * stream)
     return {"bytes": found.device, "host": found.host, "extra_flops": round(found.extra_flops, 4)}
 
 

@@ -2,10 +2,12 @@
 
 from jaxscale.plan.compile import compile_for, compile_step, topology_devices
 from jaxscale.plan.explain import Explanation, explain
-from jaxscale.plan.memory import Choice, choose, compiled_bytes, estimate
+from jaxscale.plan.memory import Estimate, estimate
+from jaxscale.plan.policies import Choice, choose, compiled_bytes
 
 __all__ = [
     "Choice",
+    "Estimate",
     "Explanation",
     "choose",
     "compile_for",

@@ -1,0 +1,233 @@
+"""Bytes per device of training steps: `jaxscale.plan.estimate` beside the TPU's compiler, over models and layouts.
+
+    python experiments/planner_accuracy/memory.py             # compiles cell by cell; goes on where it was stopped
+    python experiments/planner_accuracy/memory.py --cells 1   # one more; --only NAME that one
+    python experiments/planner_accuracy/memory.py --predict   # does the arithmetic of all compiled cells again
+    python experiments/planner_accuracy/memory.py --table     # the table of MEMORY.md; --why NAME
+
+Needs `make install EXTRAS=tpu` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU is given. Each compiled
+cell is a line of memory.jsonl, written as soon as it is known. Cells that are held out were chosen before any of them
+was compiled, and no arithmetic was changed for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxscale as js
+from jaxscale.models import presets
+from jaxscale.nn import GatherAttention, RingAttention, UlyssesAttention, flash_attention
+from jaxscale.plan import compiled_bytes, estimate
+
+HERE = Path(__file__).parent
+ROWS = HERE / "memory.jsonl"
+BEFORE = HERE.parent / "memory_policies" / "cells.jsonl"
+"""Cells that were compiled before, all of them Llama 3 8B on a v5p of eight chips."""
+
+ATTENTION = {
+    "flash": flash_attention,
+    "ring": RingAttention(),
+    "ulysses": UlyssesAttention(),
+    "gather": GatherAttention(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A step.
+
+    Args:
+      model, depth: a preset, and its layers.
+      mesh: as of `Layout`.
+      topology: what it is compiled for.
+      rows, seq: of the batch.
+      policy: of memory.
+      rules: "fsdp_tensor" or another preset; ending in "+seq", the residual stream is cut along its sequence.
+      pipeline: the schedule.
+      attention: a key of `ATTENTION`.
+      held_out: not looked at while the arithmetic was worked on.
+    """
+
+    model: str
+    depth: int
+    mesh: str
+    topology: str
+    rows: int
+    seq: int
+    policy: str = "full"
+    rules: str = "fsdp_tensor"
+    pipeline: str | None = None
+    attention: str = "flash"
+    held_out: bool = False
+
+    @property
+    def name(self) -> str:
+        """Everything that tells it from others."""
+        more = [self.rules] if self.rules != "fsdp_tensor" else []
+        more += [self.pipeline] if self.pipeline else []
+        more += [self.attention] if self.attention != "flash" else []
+        size = f"{self.rows}x{self.seq}"
+        return " ".join([f"{self.model}:{self.depth}", self.topology, self.mesh, *more, size, self.policy])
+
+    @property
+    def config(self) -> js.TrainConfig:
+        """The run."""
+        make = getattr(presets, self.model)
+        model = make(depth=self.depth, attention=ATTENTION[self.attention], memory=self.policy)
+        rules, cut, _ = self.rules.partition("+")
+        layout = js.Layout(self.mesh, rules=rules, sequence_sharded=bool(cut), pipeline=self.pipeline)
+        return js.TrainConfig(model=model, layout=layout, batch_size=self.rows, seq_len=self.seq, segments=False)
+
+
+def _held(*args: Any, **more: Any) -> Cell:
+    return Cell(*args, **more, held_out=True)
+
+
+CELLS = (
+    Cell("llama3_8b", 8, "fsdp=16", "v5e:4x4", 16, 4096),
+    Cell("llama3_8b", 8, "pipeline=4,fsdp=4", "v5p:2x2x4", 32, 4096, pipeline="1f1b:8"),
+    Cell("mixtral_8x7b", 4, "fsdp=4,expert=4", "v5p:2x2x4", 16, 4096),
+    Cell("llama3_8b", 4, "fsdp=4,context=4", "v5e:4x4", 4, 32768, attention="ring"),
+    Cell("llama3_8b", 8, "fsdp=8,tensor=2", "v5e:4x4", 8, 8192, rules="fsdp_tensor+seq"),
+    _held("qwen3", 8, "fsdp=4,tensor=4", "v5p:2x2x4", 16, 4096),
+    _held("gemma3", 12, "fsdp=16", "v6e:4x4", 16, 8192),
+    Cell("llama3_8b", 4, "data=4", "v5p:2x2x1", 8, 4096, "dots", rules="replicated"),
+    Cell("deepseek_moe_16b", 6, "fsdp=4,expert=4", "v6e:4x4", 16, 4096),
+    _held("llama3_70b", 8, "pipeline=4,fsdp=4,tensor=4", "v5p:4x4x4", 64, 4096, pipeline="lockstep:8"),
+    _held("mixtral_8x7b", 4, "fsdp=16", "v5p:2x2x4", 16, 4096),
+    Cell("llama3_70b", 4, "fsdp=64", "v5p:4x4x4", 64, 8192),
+    Cell("llama3_8b", 8, "fsdp=4,context=4", "v5p:2x2x4", 4, 65536, "minimal", attention="ulysses"),
+    Cell("llama3_8b", 4, "data=4", "v5p:2x2x1", 8, 4096, rules="zero2"),
+    _held("llama3_8b", 4, "fsdp=2,context=8", "v6e:4x4", 2, 131072, "minimal", attention="gather"),
+    Cell("gemma3", 12, "fsdp=4,tensor=4", "v5e:4x4", 8, 8192, "attention_only"),
+    _held("deepseek_moe_16b", 8, "pipeline=2,fsdp=8", "v5p:2x2x4", 32, 4096, pipeline="1f1b:4"),
+    Cell("llama3_8b", 6, "pipeline=4,fsdp=4", "v5p:2x2x4", 32, 4096, pipeline="zb-h1:8"),
+    _held("qwen3", 4, "data=4", "v5p:2x2x1", 8, 4096, rules="zero1"),
+    Cell("mixtral_8x7b", 4, "fsdp=16,tensor=4", "v5p:4x4x4", 64, 4096, "attention_only", rules="fsdp_tensor+seq"),
+    _held("llama3_8b", 16, "fsdp=16", "v6e:4x4", 16, 16384, "none"),
+)
+"""What is compiled, most telling first."""
+
+
+def before() -> dict[Cell, int]:
+    """Cells that were compiled before, and what they take."""
+    layouts = {"fsdp=8": ("fsdp=8", "fsdp_tensor", 8)}
+    layouts["tensor=8, sequence split between blocks"] = ("tensor=8", "fsdp_tensor+seq", 1)
+    found = {}
+    for line in BEFORE.read_text().splitlines():
+        r = json.loads(line)
+        if r["hardware"] == "v5p" and r["policy"] != "reversible":
+            mesh, rules, rows = layouts[r["layout"]]
+            found[Cell("llama3_8b", 32, mesh, "v5p:2x2x2", rows, r["seq_len"], r["policy"], rules)] = r["bytes"]
+    return found
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The cells so far, by name."""
+    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
+    return {r["cell"]: r for r in map(json.loads, lines)}
+
+
+def about() -> dict[str, Any]:
+    """When, with what."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    return {"date": datetime.date.today().isoformat(), "commit": commit, "jax": jax.__version__}
+
+
+def predicted(cell: Cell) -> dict[str, Any]:
+    """By arithmetic."""
+    found = estimate(cell.config, cell.topology)
+    parts = ("state", "gradients", "copies", "kept", "working", "host")
+    return {"predicted": found.device, "parts": {p: getattr(found, p) for p in parts}}
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """A cell as the compiler sees it, beside the arithmetic."""
+    start = time.perf_counter()
+    size = compiled_bytes(cell.config, cell.topology)
+    seconds = round(time.perf_counter() - start)
+    row = {"cell": cell.name, "held_out": cell.held_out, "compiled": size, "compile_seconds": seconds, **about()}
+    row |= predicted(cell)
+    return row | {"ratio": round(row["predicted"] / size, 4)}
+
+
+def write(rows: Iterable[dict[str, Any]]) -> None:
+    """All cells anew."""
+    ROWS.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def again() -> None:
+    """The arithmetic of every compiled cell, and of those that were compiled before."""
+    rows, found = read(), []
+    for cell, size in before().items():
+        row = rows.get(cell.name) or {"cell": cell.name, "held_out": False, "compiled": size, "from": "memory_policies"}
+        found.append((cell, row))
+    found += [(cell, rows[cell.name]) for cell in CELLS if cell.name in rows]
+    now = []
+    for cell, row in found:
+        row = row | predicted(cell) | {"predicted_at": about()["commit"]}
+        now.append(row | {"ratio": round(row["predicted"] / row["compiled"], 4)})
+    write(now)
+
+
+def table(held_out: bool | None = None) -> str:
+    """A line per cell, and the medians."""
+    rows = [r for r in read().values() if held_out is None or r["held_out"] == held_out]
+    out = ["| cell | compiled, GiB | arithmetic, GiB | ratio | |", "|---|---|---|---|---|"]
+    for r in rows:
+        sizes = f"{r['compiled'] / 2**30:.2f} | {r['predicted'] / 2**30:.2f} | {r['ratio']:.3f}"
+        out += [f"| {r['cell']} | {sizes} | {'held out' if r['held_out'] else ''} |"]
+    for name, of in (("looked at", False), ("held out", True)):
+        errors = [abs(r["ratio"] - 1) for r in rows if r["held_out"] == of]
+        if errors:
+            within = sum(e <= 0.05 for e in errors)
+            median, worst = 100 * statistics.median(errors), 100 * max(errors)
+            out += [f"\n{name}: {within} of {len(errors)} within 5%, median {median:.1f}%, worst {worst:.1f}%"]
+    return "\n".join(out)
+
+
+def why(name: str) -> str:
+    """What a cell holds at its worst moment, by arithmetic, in GiB."""
+    cell = next(c for c in (*CELLS, *before()) if c.name == name)
+    found = estimate(cell.config, cell.topology)
+    lines = [f"{b.size / 2**30:8.3f} at {b.start / 2**30:8.3f}  {b.what}" for b in found.at_peak if b.size > 2**20]
+    return "\n".join([f"{found.state / 2**30:8.3f} state", *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=len(CELLS), help="compile at most so many")
+    parser.add_argument("--only", help="the cell of this name")
+    parser.add_argument("--predict", action="store_true", help="do the arithmetic again, and compile nothing")
+    parser.add_argument("--table", action="store_true", help="print the table, and compile nothing")
+    parser.add_argument("--seen", action="store_true", help="with --table, only what is not held out")
+    parser.add_argument("--why", help="what the cell of this name holds at its peak, by arithmetic")
+    args = parser.parse_args()
+    if args.why:
+        print(why(args.why))
+    elif args.predict:
+        again()
+    elif args.table:
+        print(table(False if args.seen else None))
+    else:
+        missing = [c for c in CELLS if c.name not in read() and args.only in (None, c.name)]
+        for cell in missing[: args.cells]:
+            row = measure(cell)
+            with ROWS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(cell.name, row["compile_seconds"], "s", "" if cell.held_out else row["ratio"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

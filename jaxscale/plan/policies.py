@@ -1,0 +1,175 @@
+"""Choosing a memory policy: the cheapest that fits a budget, by arithmetic where that settles it, else by compiling."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxscale.errors import ConfigError
+from jaxscale.nn import POLICIES, MemoryPolicy
+from jaxscale.plan.compile import compile_step
+from jaxscale.plan.memory import Estimate, estimate, model_of
+from jaxscale.train import TrainConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+COMPILES = 4
+"""At most so many programs are compiled for one choice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyRow:
+    """A line of the table a choice was made from.
+
+    Args:
+      policy: its name.
+      estimate: by arithmetic.
+      compiled_bytes: per device, of the compiled step; `None` where none was compiled.
+      verdict: "chosen", or why not.
+    """
+
+    policy: str
+    estimate: Estimate
+    compiled_bytes: int | None
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The cheapest policy that fits, and the table it was chosen from; prints as that table.
+
+    Args:
+      policy: its name.
+      config: the run's settings with that policy.
+      topology, budget: what it was chosen for, bytes per device.
+      rows: a line per policy, cheapest first.
+    """
+
+    policy: str
+    config: TrainConfig
+    topology: str
+    budget: int
+    rows: tuple[PolicyRow, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield policy_table(self.rows, self.topology, self.budget)
+
+    def __str__(self) -> str:
+        return _text(policy_table(self.rows, self.topology, self.budget))
+
+
+def choose(
+    config: TrainConfig,
+    topology: str,
+    budget: int,
+    *,
+    policies: Mapping[str, MemoryPolicy] = POLICIES,
+    compiles: int = COMPILES,
+) -> Choice:
+    """The memory policy that costs the least arithmetic among those that fit.
+
+    Policies that the model refuses are left out. The rest are tried from the cheapest on. One is passed over without
+    compiling when its estimate is over the budget by itself or with the least that the compiler added to another. An
+    estimate may be a few per cent too high, so one that only just fits may be passed over; what is chosen was compiled.
+
+    Args:
+      config: the run's settings; its model's own policy does not matter.
+      topology: as for `topology_devices`.
+      budget: bytes per device for arguments, outputs and temporaries together.
+      policies: to choose from, by name.
+      compiles: how many programs may be compiled.
+
+    Raises:
+      ConfigError: none of them fits, or `estimate`'s reasons.
+      LayoutError: as for `compile_step`.
+    """
+    model, configs = model_of(config), {}
+    for name, policy in policies.items():
+        with contextlib.suppress(ConfigError):  # experts are not tiled
+            configs[name] = dataclasses.replace(config, model=dataclasses.replace(model, memory=policy))
+    if not configs:
+        raise ConfigError(f"the model takes none of the memory policies {', '.join(policies)}; give others")
+    found = {n: estimate(c, topology) for n, c in configs.items()}
+    order = sorted(found, key=lambda n: (found[n].extra_flops, found[n].host, -found[n].device))
+    last = min(order, key=lambda n: found[n].device)
+    rows: dict[str, PolicyRow] = {}
+    added: list[int] = []  # by the compiler, to what arithmetic knows of
+    chosen = None
+    for name in order:
+        row = lambda verdict, size=None, name=name: PolicyRow(name, found[name], size, verdict)  # noqa: E731
+        expected = found[name].device + min(added, default=0)
+        if chosen is not None:
+            rows[name] = row(f"not needed: dearer than {chosen}")
+        elif expected > budget:
+            rows[name] = row("passed over: over the budget by arithmetic")
+        elif len(added) >= compiles - 1 and name != last:
+            rows[name] = row("passed over: the last compilation is for the smallest estimate")
+        else:
+            size = compiled_bytes(configs[name], topology)
+            added.append(max(0, size - found[name].device))
+            chosen = name if size <= budget else None
+            rows[name] = row("chosen" if chosen else "over the budget", size)
+    table = tuple(rows[name] for name in order)
+    if chosen is None:
+        least = min(table, key=lambda r: r.compiled_bytes or r.estimate.device)
+        how = "by arithmetic" if least.compiled_bytes is None else "compiled"
+        raise ConfigError(
+            f"no memory policy fits {budget:,} bytes per device of {topology}: the smallest, '{least.policy}', takes "
+            f"{least.compiled_bytes or least.estimate.device:,} {how}; give more devices, a smaller batch or a shorter "
+            "sequence"
+        )
+    return Choice(chosen, configs[chosen], topology, budget, table)
+
+
+def compiled_bytes(config: TrainConfig, topology: str) -> int:
+    """Bytes per device of a run's compiled training step: arguments, outputs that are not theirs, temporaries.
+
+    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up. Of a
+    TPU, jax 0.10.2 reports more temporaries than it allocates (10.9 GiB for 7.4 in one case), and jax 0.12 what it
+    allocates.
+
+    Raises:
+      jax.errors.JaxRuntimeError: it fails for another reason.
+    """
+    try:
+        m = compile_step(config, topology).memory_analysis()
+    except jax.errors.JaxRuntimeError as e:
+        size = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", str(e))
+        if size is None:
+            raise
+        return int(float(size[1]) * 1024 ** (1 + "KMGT".index(size[2])))
+    return m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+
+
+def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any:
+    """A rich table: policy, estimated and compiled bytes per device, bytes in host memory, extra FLOPs, verdict."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from jaxscale.train.report import human_bytes
+
+    title = f"memory policies on {topology}, {human_bytes(budget)} per device"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("policy", "estimated", "compiled", "on the host", "extra FLOPs", "verdict"):
+        table.add_column(name, justify="left" if name in ("policy", "verdict") else "right", no_wrap=name == "policy")
+    for r in rows:
+        compiled = "-" if r.compiled_bytes is None else human_bytes(r.compiled_bytes)
+        host = human_bytes(r.estimate.host) if r.estimate.host else "-"
+        share = f"{100 * r.estimate.extra_flops:.1f}%"
+        table.add_row(r.policy, human_bytes(r.estimate.device), compiled, host, share, r.verdict)
+    return table
+
+
+def _text(table: Any) -> str:
+    from rich.console import Console
+
+    console = Console(record=True, file=io.StringIO(), width=120, force_jupyter=False)
+    console.print(table)
+    return console.export_text()

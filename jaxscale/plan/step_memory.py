@@ -1,0 +1,249 @@
+"""The buffers of a training step, in the order in which a compiled one makes them and gives them back.
+
+What is walked through here is what programs for TPUs were seen to hold (`experiments/planner_accuracy/MEMORY.md`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.layout import Layout, TensorInfo
+from jaxscale.layout.rules import Kind
+from jaxscale.nn import MemoryPolicy
+from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.train import AutoLoss, MaterialisedLoss
+
+_FEED = ("mlp_up", "mlp_hidden")
+
+
+def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: Any = None) -> int:
+    """A tensor's bytes on one device; `kv_seq` of scores stays whole."""
+    pieces = math.prod(layout.split(a, kind) for a in info.axes if a is not None and a != "kv_seq")
+    return info.size // pieces * np.dtype(info.dtype if dtype is None else dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A matrix of one layer, or a table; bytes on one device.
+
+    Args:
+      name: what it is.
+      used: while it is used, in the type of the arithmetic; 0 where what is used is a piece of what is kept.
+      made: its gradient as a product makes it, before devices sum it and cut it up.
+      kept: its gradient thereafter.
+    """
+
+    name: str
+    used: int
+    made: int
+    kept: int
+
+    @classmethod
+    def of(cls, info: TensorInfo, layout: Layout, dtype: str) -> Weight:
+        """Of a parameter, or of one layer of a stacked one."""
+        if info.axes and info.axes[0] == "layers":
+            info = dataclasses.replace(info, shape=info.shape[1:], axes=info.axes[1:])
+        gathered = local_bytes(info, layout) != local_bytes(info, layout, "params")
+        return cls(
+            info.path,
+            local_bytes(info, layout, dtype=dtype) if gathered else 0,
+            local_bytes(info, layout),
+            local_bytes(info, layout, "grads"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBytes:
+    """One layer on one device, for so many rows.
+
+    Args:
+      tensors: its activations, by the names that memory policies use.
+      gathered: what a sub-layer takes where the stream is split along its sequence, the whole of it; else 0.
+      attention, feed: weights of the two sub-layers.
+      tile: the share of the sequence that the feed-forward layer works at.
+    """
+
+    tensors: Mapping[str, int]
+    gathered: int
+    attention: tuple[Weight, ...]
+    feed: tuple[Weight, ...]
+    tile: float
+
+    @classmethod
+    def of(cls, model: Any, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int) -> LayerBytes:
+        """Of the model's last layer, whose parameters are `infos`."""
+        policy = MemoryPolicy.of(model.memory)
+        tensors = model.activations(rows, seq)
+        found = {name: sum(local_bytes(i, layout) for i in held) for name, held in tensors.items()}
+        whole = local_bytes(dataclasses.replace(tensors["residual"][0], axes=("batch", "seq", "embed")), layout)
+        gathered = whole if whole > found["residual"] else 0
+        found["unnamed"] += 2 * gathered  # each sub-layer's input
+        matrices = [i for i in infos if len(i.axes) > 2]
+        weights = [Weight.of(i, layout, model.dtype) for i in matrices]
+        feed = ["mlp" in w.name.split("/") for w in weights]
+        return cls(
+            found,
+            gathered,
+            tuple(w for w, f in zip(weights, feed, strict=True) if not f),
+            tuple(w for w, f in zip(weights, feed, strict=True) if f),
+            min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0,
+        )
+
+    @property
+    def stream(self) -> int:
+        """The residual stream's."""
+        return self.tensors["residual"]
+
+
+def found_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]:
+    """What of a layer's tensors its backward pass finds on the device; of a group's layers, but for their inputs."""
+    if policy.rest == "keep":
+        tiled = {*_FEED, "unnamed"} if "mlp_hidden" in policy.tile else set()
+        return set(layers) - {*policy.offload} - tiled
+    products = {"qkv", "residual_mid", "mlp_up"} if policy.rest == "dots" else set()
+    return ({"residual", *policy.keep} | products) - {*policy.offload}
+
+
+def kept_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, groups: int) -> tuple[int, int]:
+    """Bytes from forward to backward pass, on the device and in host memory."""
+    every = policy.rest == "keep" or "residual" in policy.keep  # else each group's, which recomputing starts from
+    count = {t: depth if every or t != "residual" else groups for t in found_on_device(policy, layers)}
+    return sum(layers[t] * n for t, n in count.items()), sum(layers[t] for t in policy.offload) * depth
+
+
+def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
+    """A stacked weight in another type than its own: XLA casts the whole stack before it walks it."""
+    if "layers" not in info.axes or "norm" in info.axes or jnp.dtype(dtype) == info.dtype:
+        return 0
+    return local_bytes(info, layout, "params", dtype=dtype)
+
+
+def backward(heap: Heap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int = 1) -> None:
+    """A group of `blocks` layers on its way back, until nothing of it is left but gradients."""
+    t, found = layer.tensors, found_on_device(policy, layer.tensors)
+    again = lambda name: 0 if name in found else t[name]  # noqa: E731
+    held = [heap.take("the stream's cotangent", layer.stream)]
+    if "residual" not in found:
+        held.append(heap.take("residual, fetched", layer.stream))
+    if policy.rest != "keep":
+        others = sum(n for name, n in t.items() if name != "unnamed" and name not in found) + layer.stream
+        held += [heap.take("other layers of the group", others) for _ in range(blocks - 1)]
+    attention = [heap.take("norm", again("norm") // 2), heap.take("gathered", layer.gathered)]
+    weights = [heap.take(w.name, w.used) for w in layer.attention]
+    attention += [heap.take(n, again(n)) for n in ("qkv", "scores", "attn_out", "lse")]
+    mid = [heap.take("residual_mid", again("residual_mid")), heap.take("norm", again("norm") // 2)]
+    _feed_backward(heap, layer, again)
+    heap.drop(*mid)
+    attention += [
+        heap.take("cotangent of residual_mid", layer.stream),
+        heap.take("cotangent of attn_out", t["attn_out"]),
+    ]
+    attention.append(heap.take("attention's float32 sums", 2 * t["attn_out"]))
+    attention.append(heap.take("cotangents of qkv and scores", t["qkv"] + t["scores"]))
+    attention.append(heap.take("gathered cotangent", layer.gathered))
+    heap.drop(heap.take("a weight's gradient", max((w.made for w in layer.attention), default=0)))
+    heap.drop(*attention, *weights, *held)
+
+
+def _feed_backward(heap: Heap, layer: LayerBytes, again: Any) -> None:
+    """The feed-forward half."""
+    t, tile = layer.tensors, layer.tile
+    held = [heap.take("gathered", int(tile * layer.gathered))]
+    held += [heap.take(w.name, w.used) for w in layer.feed]
+    held.append(heap.take("mlp_up", int(tile * again("mlp_up"))))
+    held.append(heap.take("mlp_hidden", int(tile * t["mlp_hidden"])))
+    held.append(heap.take("cotangent of mlp_hidden", int(tile * t["mlp_hidden"])))
+    held.append(heap.take("gathered cotangent", int(tile * layer.gathered)))
+    held.append(heap.take("a weight's gradient", max((w.made for w in layer.feed), default=0)))
+    heap.drop(*held)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """A model's two ends on one device.
+
+    A table that devices split and a batch that they split as well make a gradient of the whole table on each of them,
+    which is summed, and then cut.
+
+    Args:
+      embedding, head: the tables; one and the same where they are tied.
+      tied: whether they are.
+      cast: of a table, its own piece in the type of the arithmetic, before it is gathered.
+      stream: what the loss is given.
+      logits: float32, where they are held.
+      whole: the sum over devices is a whole table as well, of which each then cuts its own piece.
+    """
+
+    embedding: Weight
+    head: Weight
+    tied: bool
+    cast: int
+    stream: int
+    logits: int
+    whole: bool
+
+    @classmethod
+    def of(
+        cls, model: Any, tables: list[TensorInfo], layout: Layout, loss: Any, rows: int, seq: int, whole: bool
+    ) -> Ends:
+        """Of a model whose tables over the vocabulary are `tables`, for so many rows."""
+        weights = [Weight.of(i, layout, model.dtype) for i in tables]
+        shape = (rows, seq, model.vocab)
+        logits = TensorInfo("logits", shape, jnp.dtype("float32"), ("batch", "seq", "vocab"))
+        stream = TensorInfo("hidden", (rows, seq, model.sizes.width), jnp.dtype(model.dtype), ("batch", "seq", "embed"))
+        chosen = loss.of(model.vocab) if isinstance(loss, AutoLoss) else loss
+        return cls(
+            weights[0],
+            weights[-1],
+            len(tables) == 1,
+            local_bytes(tables[0], layout, "params", dtype=model.dtype) if weights[0].used else 0,
+            local_bytes(stream, layout),
+            local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
+            whole,
+        )
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the tables' gradients once they are cut."""
+        return self.head.kept + (0 if self.tied else self.embedding.kept)
+
+    def look_up(self, heap: Heap) -> None:
+        """Tokens to vectors."""
+        cast = heap.take("embedding, cast", self.cast)
+        table = heap.take("embedding, gathered", self.embedding.used)
+        heap.drop(cast)
+        heap.drop(heap.take("looked up", self.stream))
+        heap.drop(table)
+
+    def lose(self, heap: Heap) -> Buffer:
+        """The loss, forward and backward; returns the head's gradient, not yet summed."""
+        held = [heap.take("hidden", self.stream)]
+        cast = heap.take("head, cast", self.cast)
+        held.append(heap.take("head, gathered", self.head.used))
+        heap.drop(cast)
+        held.append(heap.take("logits", self.logits))
+        gradient = heap.take("head's gradient", self.head.made)
+        held.append(heap.take("hidden's gradient, float32", 0 if self.logits else 2 * self.stream))
+        heap.drop(*held)
+        return gradient
+
+    def look_up_backward(self, heap: Heap, head: Buffer) -> None:
+        """The embedding's gradient, and the sums of both tables' over devices."""
+        stream = heap.take("the stream's cotangent, float32", 2 * self.stream)
+        made = heap.take("embedding's gradient", self.embedding.made)
+        sums = lambda w: w.made if self.whole or w.made == w.kept else w.kept  # noqa: E731
+        summed = heap.take(
+            "embedding's gradient, summed", 0 if self.embedding.made == self.embedding.kept else sums(self.embedding)
+        )
+        heap.drop(stream)
+        if summed.size:
+            heap.drop(made)
+        other = heap.take("head's gradient, summed", 0 if self.head.made == self.head.kept else sums(self.head))
+        heap.drop(head)
+        heap.drop(*([summed] if summed.size else [made]), other)

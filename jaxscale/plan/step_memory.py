@@ -67,6 +67,8 @@ class LayerBytes:
       gathered: what a sub-layer takes where the stream is split along its sequence, the whole of it; else 0.
       attention, feed: weights of the two sub-layers.
       tile: the share of the sequence that the feed-forward layer works at.
+      rows: of a layer of experts, tokens as they are sorted by expert, once for each expert they are given to.
+      sent: the same where the experts are, with room for all that might come; 0 where nothing is sent.
     """
 
     tensors: Mapping[str, int]
@@ -74,12 +76,15 @@ class LayerBytes:
     attention: tuple[Weight, ...]
     feed: tuple[Weight, ...]
     tile: float
+    rows: int = 0
+    sent: int = 0
 
     @classmethod
     def of(cls, model: Any, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int) -> LayerBytes:
         """Of the model's last layer, whose parameters are `infos`."""
         policy = MemoryPolicy.of(model.memory)
         tensors = model.activations(rows, seq)
+        tensors, sorted_rows, sent = _dispatched(model, tensors, layout)
         found = {name: sum(local_bytes(i, layout) for i in held) for name, held in tensors.items()}
         whole = local_bytes(dataclasses.replace(tensors["residual"][0], axes=("batch", "seq", "embed")), layout)
         gathered = whole if whole > found["residual"] else 0
@@ -93,12 +98,38 @@ class LayerBytes:
             tuple(w for w, f in zip(weights, feed, strict=True) if not f),
             tuple(w for w, f in zip(weights, feed, strict=True) if f),
             min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0,
+            sorted_rows,
+            sent,
         )
 
     @property
     def stream(self) -> int:
         """The residual stream's."""
         return self.tensors["residual"]
+
+
+def _dispatched(model: Any, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:
+    """A layer's tensors with experts' rows as many as there is room for; bytes of rows, and of those that are sent.
+
+    Experts that drop nothing have room for the worst case: every token of every device that sends to them.
+    """
+    of_experts = [i for i in tensors["mlp_hidden"] if "expert_mlp" in i.axes]
+    if not of_experts:
+        return dict(tensors), 0, 0
+    hidden = of_experts[0]
+    moe = model.layer_mlps()[-1]
+    dropless = moe.capacity is None
+    tokens = {m for a in ("expert_batch", "expert_seq") for m in layout.resolved_rules.target("activations", a)}
+    sent = math.prod(layout.sizes[m] for m in layout.resolved_rules.target("activations", "experts") if m in tokens)
+    here = moe.experts // layout.split("experts")
+    room = sent * min(moe.top_k, here) / moe.top_k if dropless and sent > 1 else 1
+    wide = lambda i: (  # noqa: E731
+        dataclasses.replace(i, shape=(i.shape[0], int(i.shape[1] * room), i.shape[2])) if "expert_mlp" in i.axes else i
+    )
+    grown = {name: tuple(map(wide, held)) for name, held in tensors.items()}
+    one = TensorInfo("rows", (*hidden.shape[:2], model.sizes.width), hidden.dtype, (*hidden.axes[:2], "embed"))
+    rows = local_bytes(one, layout)
+    return grown, rows, int(rows * room) if sent > 1 else 0
 
 
 def found_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]:
@@ -155,11 +186,13 @@ def _feed_backward(heap: Heap, layer: LayerBytes, again: Any) -> None:
     """The feed-forward half."""
     t, tile = layer.tensors, layer.tile
     held = [heap.take("gathered", int(tile * layer.gathered))]
+    held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
     held += [heap.take(w.name, w.used) for w in layer.feed]
     held.append(heap.take("mlp_up", int(tile * again("mlp_up"))))
     held.append(heap.take("mlp_hidden", int(tile * t["mlp_hidden"])))
     held.append(heap.take("cotangent of mlp_hidden", int(tile * t["mlp_hidden"])))
     held.append(heap.take("gathered cotangent", int(tile * layer.gathered)))
+    held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
     held.append(heap.take("a weight's gradient", max((w.made for w in layer.feed), default=0)))
     heap.drop(*held)
 

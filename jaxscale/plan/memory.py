@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.errors import ConfigError
+from jaxscale.hardware import Topology
+from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState, state_infos
+from jaxscale.plan.communication import sized
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.pipeline_memory import walk_pipeline
 from jaxscale.plan.step_memory import Ends, LayerBytes, backward, copied_bytes, kept_bytes, local_bytes
@@ -56,7 +57,7 @@ class Estimate:
         return max(0, self.peak - self.gradients - self.copies - self.kept)
 
 
-def estimate(config: TrainConfig, topology: str) -> Estimate:
+def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     """What a run's step takes of each device, by arithmetic.
 
     The step's buffers are dealt out in the order in which a compiled one makes them (`jaxscale.plan.step_memory`), as
@@ -64,7 +65,7 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
 
     Args:
       config: the run's settings, with a layout.
-      topology: named hardware, as "v5p:4x4x4" or "h200:8".
+      topology: hardware or its name, as "v5p:4x4x4" or "h200:8".
 
     Raises:
       ConfigError: a model without memory policies, or a run without a layout.
@@ -73,8 +74,8 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
     model = model_of(config)
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
-    shape = slice_of(topology)
-    layout = config.layout.on(math.prod(shape))
+    there = hardware(topology) if isinstance(topology, str) else topology
+    layout = sized(config.layout, there.devices)
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731
@@ -85,7 +86,7 @@ def estimate(config: TrainConfig, topology: str) -> Estimate:
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
-    heap, kept, copies, host = walk(config, blueprint, layout, whole=sums_whole(shape, layout))
+    heap, kept, copies, host = walk(config, blueprint, layout, whole=sums_whole(there, layout))
     per_layer = LayerBytes.of(model, _last_block(blueprint), layout, config.micro_batch, config.seq_len)
     return Estimate(
         state + batch,
@@ -116,22 +117,13 @@ def model_of(config: TrainConfig) -> Any:
     return config.model
 
 
-def slice_of(topology: str) -> tuple[int, ...]:
-    """How many devices named hardware has along each dimension."""
-    name, _, shape = topology.partition(":")
-    sizes = [int(n) for n in re.findall(r"\d+", shape)]
-    if not sizes:
-        raise LayoutError(f"'{topology}' does not say how many devices there are; write it as 'v5p:4x4x4' or 'h200:8'")
-    return (*sizes, 2) if name == "tpu7x" else tuple(sizes)
-
-
-def sums_whole(shape: tuple[int, ...], layout: Layout) -> bool:
+def sums_whole(topology: Topology, layout: Layout) -> bool:
     """Whether sums over the devices that hold other rows leave all of the sum on each of them.
 
     XLA for TPUs makes an all-reduce of a reduce-scatter over all of a three-dimensional torus.
     """
     over = layout.split("batch") * layout.split("seq")
-    return over == math.prod(shape) and sum(n > 1 for n in shape) > 2
+    return over == topology.devices and topology.chip.platform == "tpu" and sum(n > 1 for n in topology.shape) > 2
 
 
 def walk_layers(

@@ -22,7 +22,8 @@ class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`; or both of one norm side by side (`parallel`).
 
     Args:
-      attn, mlp: the two sub-layers; an mlp that `reports` returns statistics beside its output, and so does the block.
+      attn, mlp: the two sub-layers; an mlp that `reports` is told which tokens are no padding
+        and returns statistics beside its output, and so does the block.
       attn_norm, mlp_norm: before them; a parallel block has no `mlp_norm` (Wang & Komatsuzaki 2021).
       attn_post_norm, mlp_post_norm: after them, before the addition (Gemma 2), or `None`.
       memory: what is made in tiles; the rest of a policy is `Run`'s to follow.
@@ -50,7 +51,7 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "residual")
         if self.mlp_norm is None:
             h = self._norm(self.attn_norm, x)
-            y, stats = self._feed(h)
+            y, stats = self._feed(h, context)
             # one reduction for both sub-layers
             return x + self._drop(self._attend(h, context) + y, context, 0), stats
         x = checkpoint_name(x + self.attend(x, context), "residual_mid")
@@ -64,7 +65,7 @@ class Block(nnx.Module):
     def feed(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         """What the feed-forward layer adds, of a block whose sub-layers follow each other, and what it reports."""
         assert self.mlp_norm is not None
-        y, stats = self._feed(self._norm(self.mlp_norm, x))
+        y, stats = self._feed(self._norm(self.mlp_norm, x), context)
         return self._drop(y, context, 1), stats
 
     def _attend(self, h: Array, context: Context) -> Array:
@@ -72,10 +73,10 @@ class Block(nnx.Module):
             y = self.attn(_for(self.attn, h), context)
         return self._post(self.attn_post_norm, y)
 
-    def _feed(self, h: Array) -> tuple[Array, Stats]:
+    def _feed(self, h: Array, context: Context) -> tuple[Array, Stats]:
         with jax.named_scope("mlp"):
             if getattr(self.mlp, "reports", False):
-                y, stats = self.mlp(h)
+                y, stats = self.mlp(h, None if context.segment_ids is None else context.segment_ids != 0)
             else:
                 y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
         return self._post(self.mlp_post_norm, y), stats

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
@@ -132,7 +132,8 @@ class MixtureOfExperts:
 class Experts(nnx.Module):
     """A router and its experts, made by `MixtureOfExperts`; arguments as there and as `FeedForward`.
 
-    Returns what the layer adds, and statistics (see `jaxscale.nn.stats`).
+    Returns what the layer adds, and statistics (see `jaxscale.nn.stats`). Where not all tokens are `real`, padding is
+    given to no expert, takes no slot and is in no statistic.
     """
 
     reports = True
@@ -166,13 +167,16 @@ class Experts(nnx.Module):
         self.shared = c.expert(width, shared, out_scale=out_scale, rngs=rngs, **types) if shared else None
         self.dtype = dtype
 
-    def __call__(self, x: Float[Array, "b s e"]) -> tuple[Float[Array, "b s e"], Stats]:
+    def __call__(
+        self, x: Float[Array, "b s e"], real: Bool[Array, "b s"] | None = None
+    ) -> tuple[Float[Array, "b s e"], Stats]:
         c = self.config
         capacity = c.slots(x.shape[1])
         with jax.named_scope("router"):
             scores = self.scores(x)
             bias = None if self.load_bias is None else self.load_bias.get_value()
-            routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity)
+            real = constrain(jnp.ones(x.shape[:2], bool) if real is None else real, "expert_batch", "expert_seq")
+            routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity, real=real)
         gate = None if self.gate is None else self.gate.get_value()
         weights = Weights(gate, self.up.get_value(), self.down.get_value())
         act = c.expert.activation
@@ -182,7 +186,7 @@ class Experts(nnx.Module):
             with jax.named_scope("shared"):
                 y = y + self.shared(constrain(x, "batch", "seq", "embed"))
         with jax.named_scope("router"):
-            return y, self._stats(scores, routed, bias, capacity)
+            return y, self._stats(scores, routed, bias, capacity, real)
 
     def scores(self, x: Float[Array, "b s e"]) -> Float[Array, "b s x"]:
         """The router's scores, float32 all the way."""
@@ -191,15 +195,19 @@ class Experts(nnx.Module):
         scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
         return constrain(scores, "expert_batch", "expert_seq", None)
 
-    def _stats(self, scores: Array, routed: Any, bias: Array | None, capacity: Capacity | None) -> Stats:
-        """Over all tokens of the batch that the layer was given, wherever they are."""
+    def _stats(self, scores: Array, routed: Any, bias: Array | None, capacity: Capacity | None, real: Array) -> Stats:
+        """Over all real tokens of the batch that the layer was given, wherever they are."""
         c = self.config
-        b, s, x = scores.shape
-        dropped, load = _slots_load(routed, s) if isinstance(routed, Slots) else _choices_load(routed.ids, x, capacity)
+        x = scores.shape[-1]
+        tokens = jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
+        if isinstance(routed, Slots):
+            dropped, load = _slots_load(routed, real)
+        else:
+            dropped, load = _choices_load(routed.ids, x, capacity)
         share = load / jnp.maximum(jnp.sum(load), 1.0)
-        mean = jnp.mean(c.router.probabilities(scores), axis=(0, 1))
+        mean = jnp.sum(jnp.where(real[..., None], c.router.probabilities(scores), 0.0), axis=(0, 1)) / tokens
         balance = x * jnp.sum(share * mean)
-        z = jnp.mean(jnp.square(jax.nn.logsumexp(scores, axis=-1)))
+        z = jnp.sum(jnp.where(real, jnp.square(jax.nn.logsumexp(scores, axis=-1)), 0.0)) / tokens
         loss = c.balance_loss * balance + c.z_loss * z
         if bias is not None:  # worth nothing; its derivative is each expert's load above the mean
             loss = loss + jnp.sum((bias - lax.stop_gradient(bias)) * (share - 1 / x))
@@ -220,12 +228,14 @@ def _choices_load(ids: Int[Array, "b s k"], experts: int, capacity: Capacity | N
     chosen = jax.nn.one_hot(ids, experts, dtype=jnp.float32).reshape(b, s // group, group * k, experts)
     asked = jnp.sum(chosen, axis=2)
     lost = jnp.zeros([]) if capacity is None else jnp.sum(jnp.maximum(asked - capacity.slots, 0.0))
-    return lost / (b * s * k), jnp.sum(asked, axis=(0, 1))
+    return lost / jnp.maximum(jnp.sum(asked), 1.0), jnp.sum(asked, axis=(0, 1))
 
 
-def _slots_load(slots: Slots, seq: int) -> tuple[Array, Array]:
-    """The share of tokens that no expert took, and how many each took."""
+def _slots_load(slots: Slots, real: Bool[Array, "b s"]) -> tuple[Array, Array]:
+    """The share of real tokens that no expert took, and how many each took."""
     b, n, x, c = slots.token.shape
-    taken = jax.nn.one_hot(slots.token, seq // n, dtype=jnp.float32)
-    none = jnp.mean((jnp.sum(taken, axis=(2, 3)) == 0).astype(jnp.float32))
-    return none, jnp.sum(taken, axis=(0, 1, 3, 4))
+    group = real.shape[1] // n
+    taken = jax.nn.one_hot(slots.token, group, dtype=jnp.float32)
+    none = (jnp.sum(taken, axis=(2, 3)) == 0) & real.reshape(b, n, group)
+    share = jnp.sum(none, dtype=jnp.float32) / jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
+    return share, jnp.sum(taken, axis=(0, 1, 3, 4))

@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
@@ -36,7 +36,13 @@ class Router(Protocol):
         ...
 
     def __call__(
-        self, scores: Float[Array, "b s x"], bias: Float[Array, " x"] | None, *, top_k: int, capacity: Capacity | None
+        self,
+        scores: Float[Array, "b s x"],
+        bias: Float[Array, " x"] | None,
+        *,
+        top_k: int,
+        capacity: Capacity | None,
+        real: Bool[Array, "b s"],
     ) -> Choices | Slots:
         """Routes tokens.
 
@@ -45,6 +51,8 @@ class Router(Protocol):
           bias: added to what is chosen by and to nothing else, when `balanced`.
           top_k: experts of a token.
           capacity: of an expert, for those that `needs_capacity`.
+          real: tokens that are no padding; the others are given to no expert, which `Choices` write as one past the
+            last, and `Slots` as an empty slot.
         """
         ...
 
@@ -68,9 +76,11 @@ class SoftmaxRouter:
         """Their softmax."""
         return jax.nn.softmax(scores, axis=-1)
 
-    def __call__(self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None) -> Choices:
+    def __call__(
+        self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
+    ) -> Choices:
         """The choice, of every token."""
-        return _choose(self.probabilities(scores), bias, top_k, self.normalized, 1.0)
+        return _choose(self.probabilities(scores), bias, real, top_k, self.normalized, 1.0)
 
 
 @register
@@ -98,9 +108,11 @@ class SigmoidRouter:
         s = jax.nn.sigmoid(scores)
         return s / jnp.sum(s, axis=-1, keepdims=True)
 
-    def __call__(self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None) -> Choices:
+    def __call__(
+        self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
+    ) -> Choices:
         """The choice, of every token."""
-        return _choose(jax.nn.sigmoid(scores), bias, top_k, self.normalized, self.scale)
+        return _choose(jax.nn.sigmoid(scores), bias, real, top_k, self.normalized, self.scale)
 
 
 @register
@@ -119,12 +131,15 @@ class ExpertChoiceRouter:
         """Their softmax."""
         return jax.nn.softmax(scores, axis=-1)
 
-    def __call__(self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None) -> Slots:
+    def __call__(
+        self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
+    ) -> Slots:
         """The choice, of every expert."""
         assert capacity is not None
         b, s, x = scores.shape
         groups = (b, s // capacity.group, capacity.group, x)
-        probabilities = jnp.swapaxes(self.probabilities(scores).reshape(groups), 2, 3)
+        probabilities = jnp.where(real[..., None], self.probabilities(scores), 0.0)
+        probabilities = jnp.swapaxes(probabilities.reshape(groups), 2, 3)
         names = (*_SCORES, None)
         token: Int[Array, "b n x c"] = sharded_op(
             lambda p: lax.top_k(p, capacity.slots)[1],
@@ -133,10 +148,11 @@ class ExpertChoiceRouter:
             out_axes=names,
             name="the routers' scores",
         )
-        return Slots(token, _picked(probabilities, token))
+        weight = _picked(probabilities, token)
+        return Slots(jnp.where(weight > 0, token, capacity.group), weight)
 
 
-def _choose(values: Array, bias: Array | None, top_k: int, normalized: bool, scale: float) -> Choices:
+def _choose(values: Array, bias: Array | None, real: Array, top_k: int, normalized: bool, scale: float) -> Choices:
     by = lax.stop_gradient(values if bias is None else values + bias)
     # by hand, since a partitioner may bring all tokens to one place to sort them
     ids = sharded_op(
@@ -145,6 +161,7 @@ def _choose(values: Array, bias: Array | None, top_k: int, normalized: bool, sca
     weights = _picked(values, ids)
     if normalized:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    ids = jnp.where(real[..., None], ids, values.shape[-1])
     return Choices(ids, constrain(scale * weights, *_SCORES))
 
 

@@ -30,7 +30,10 @@ DOWN = ("experts", "expert_mlp", "expert_embed")
 
 
 class Choices(NamedTuple):
-    """Each token's experts (`ids`, int32) and what their answers are multiplied by (`weights`, float32)."""
+    """Each token's experts (`ids`, int32) and what their answers are multiplied by (`weights`, float32).
+
+    The id that is the number of experts is none of them.
+    """
 
     ids: Int[Array, "b s k"]
     weights: Float[Array, "b s k"]
@@ -242,7 +245,7 @@ def fill(choices: Choices, experts: int, capacity: Capacity) -> Slots:
         wanted, weights = ids.T.reshape(-1), weights.T.reshape(-1)  # all first choices before any second
         turn = jnp.cumsum(jax.nn.one_hot(wanted, experts, dtype=jnp.int32), axis=0) - 1
         at = jnp.take_along_axis(turn, wanted[:, None], axis=1)[:, 0]
-        slot = jnp.where(at < c, wanted * c + at, experts * c)  # out of range: dropped
+        slot = jnp.where((at < c) & (wanted < experts), wanted * c + at, experts * c)  # out of range: dropped
         of = jnp.full(experts * c, g * k, jnp.int32).at[slot].set(jnp.arange(g * k, dtype=jnp.int32), mode="drop")
         token = jnp.where(of < g * k, of % g, g)
         weight = jnp.take(weights, of, mode="fill", fill_value=0)
@@ -318,8 +321,8 @@ def _dropless(x: Array, choices: Choices, here: int, answers: Callable[..., Arra
 
 def _place(ids: Array, here: int, how: _How) -> Array:
     """Experts numbered as rows are sorted: by the device they are sent to, then as they lie there; others last."""
-    place, mine = jnp.zeros_like(ids), jnp.ones(ids.shape, bool)
     left = _size(how.experts)
+    place, mine = jnp.zeros_like(ids), ids < left * here
     for m in how.experts:
         left //= _size((m,))
         at = ids // (here * left) % _size((m,))

@@ -63,7 +63,9 @@ def _run(name, layout, memory="none"):
         grads, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x, d)
         module = nnx.merge(graphdef, params)
         c, bias = module.config, params.get("load_bias")
-        routed = c.router(module.scores(x), bias, top_k=c.top_k, capacity=c.slots(SEQ))
+        routed = c.router(
+            module.scores(x), bias, top_k=c.top_k, capacity=c.slots(SEQ), real=jnp.ones(x.shape[:2], bool)
+        )
         return *out, grads, routed[0]
 
     with in_force(layout):
@@ -79,6 +81,30 @@ def test_a_layer_is_that_of_the_papers(name):
     assert_leaves_agree(stats, reports, what=name)
     if LAYERS[name].capacity is not None and LAYERS[name].capacity < 1.25:
         assert reports["dropped"] > 0.01, "a test of dropping drops something"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_padding_is_given_to_no_expert_takes_no_slot_and_is_in_no_statistic(name):
+    graphdef, params, x, d = _made(name)
+    real = np.random.default_rng(2).random((ROWS, SEQ)) < 0.6
+    d = d * real[..., None]
+
+    @jax.jit
+    def run(params, x):
+        def loss(params, x):
+            y, stats = nnx.merge(graphdef, params)(x, jnp.asarray(real))
+            return jnp.sum(y * d) + stats["loss"], (y * real[..., None], stats)
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+    garbage = 9 * np.random.default_rng(3).normal(size=x.shape).astype(np.float32)
+    once, other = (to_numpy(run(params, np.where(real[..., None], x, w))) for w in (x, garbage))
+    assert_leaves_agree(other, once, what=name)
+    assert not np.any(once[0][1][~real])
+    if LAYERS[name].capacity is None:  # then the others are as if they had been given alone
+        rows = [truth.layer(LAYERS[name], _float64(params), x[i : i + 1, real[i]].astype(np.float64)) for i in range(2)]
+        for i, (y, _) in enumerate(rows):
+            assert_leaves_agree(once[1][0][i, real[i]], y[0], what=f"{name}, row {i}")
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -9,17 +9,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxscale.commands import explain, sample, schedule, train
+from jaxscale.commands import explain, plan, sample, schedule, train
 from jaxscale.commands.shared import TEXT, import_module, join
 from jaxscale.errors import ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
-COMMANDS = (train, explain, sample, schedule)
+COMMANDS = (train, explain, plan, sample, schedule)
 """In the order in which the help lists them."""
 
 _DESCRIPTION = """\
-Train, sample and explain sharded models.
+Train, sample, explain and plan sharded models.
 
 A configuration is a gin file; any binding in it can be changed from here:
 
@@ -27,6 +27,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale train experiments/demo.gin --gin.train.steps=50 --mesh "data=2,tensor=4" --devices 8
   jaxscale train --resume runs/demo-1
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
+  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
   jaxscale sample runs/demo-1 --prompt "def "
   jaxscale schedule 1f1b --stages 4 --microbatches 8
 """

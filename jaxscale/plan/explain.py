@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.layout import TensorRow, describe
 from jaxscale.optim import check_state, state_infos
+from jaxscale.plan.shown import Shown
 from jaxscale.train import Blueprint, Run, TrainConfig, blueprint_of, is_pipelined, pipelined
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """Where every tensor of a run lives and why; prints as tables, in a terminal or a notebook.
 
     Args:
@@ -48,19 +48,6 @@ class Explanation:
         if self.attention:
             yield f"attention: {self.attention}"
         yield from self.notes
-
-    def __str__(self) -> str:
-        return self._repr_mimebundle_()["text/plain"]
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        from rich.console import Console
-
-        from jaxscale.train.report import WIDTH
-
-        # into a string even in a notebook, where it would print on the way
-        console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
-        console.print(self)
-        return {"text/plain": console.export_text(clear=False), "text/html": console.export_html(inline_styles=True)}
 
 
 def explain(run: Run | TrainConfig) -> Explanation:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +11,9 @@ import jax
 
 from jaxscale.errors import ConfigError
 from jaxscale.nn import POLICIES, MemoryPolicy
-from jaxscale.plan.compile import compile_step
+from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.memory import Estimate, estimate, model_of
+from jaxscale.plan.shown import Shown
 from jaxscale.train import TrainConfig
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class PolicyRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Shown):
     """The cheapest policy that fits, and the table it was chosen from; prints as that table.
 
     Args:
@@ -60,9 +59,6 @@ class Choice:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield policy_table(self.rows, self.topology, self.budget)
-
-    def __str__(self) -> str:
-        return _text(policy_table(self.rows, self.topology, self.budget))
 
 
 def choose(
@@ -131,21 +127,15 @@ def choose(
 def compiled_bytes(config: TrainConfig, topology: str) -> int:
     """Bytes per device of a run's compiled training step: arguments, outputs that are not theirs, temporaries.
 
-    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up. Of a
-    TPU, jax 0.10.2 reports more temporaries than it allocates (10.9 GiB for 7.4 in one case), and jax 0.12 what it
-    allocates.
+    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up.
 
     Raises:
       jax.errors.JaxRuntimeError: it fails for another reason.
     """
     try:
-        m = compile_step(config, topology).memory_analysis()
+        return bytes_of(compile_step(config, topology))
     except jax.errors.JaxRuntimeError as e:
-        size = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", str(e))
-        if size is None:
-            raise
-        return int(float(size[1]) * 1024 ** (1 + "KMGT".index(size[2])))
-    return m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+        return bytes_wanted(e)
 
 
 def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any:
@@ -165,11 +155,3 @@ def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any
         share = f"{100 * r.estimate.extra_flops:.1f}%"
         table.add_row(r.policy, human_bytes(r.estimate.device), compiled, host, share, r.verdict)
     return table
-
-
-def _text(table: Any) -> str:
-    from rich.console import Console
-
-    console = Console(record=True, file=io.StringIO(), width=120, force_jupyter=False)
-    console.print(table)
-    return console.export_text()

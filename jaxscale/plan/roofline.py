@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from jaxscale.hardware import Chip, Topology
+from jaxscale.hardware import Chip, Link, Topology
 from jaxscale.plan.collectives import Collective
 
 EFFICIENCIES: dict[str, str] = {
@@ -183,16 +183,18 @@ def step_time(work: Work, topology: Topology) -> StepTime:
 def hides_behind(c: Collective, hidden: tuple[str, ...] = ()) -> str | None:
     """What a collective can run beside: "layers", "attention", or `None` where what comes next waits for it.
 
-    Weights are gathered a layer ahead and gradients summed a layer behind; a ring's next part, and a stage's next
-    micro-batch, travel while this one is worked on. Sums over `tensor` and tokens on their way to experts and back are
-    waited for, unless the program makes rings of them.
+    Weights are gathered a layer ahead and gradients summed a layer behind: they go over the axes that split a batch. A
+    ring's next part, and a stage's next micro-batch, travel while this one is worked on. Sums over `tensor`, gathered
+    sequences, and tokens on their way to experts and back are waited for, unless the program makes rings of them.
 
     Args:
       c: the collective.
       hidden: further mesh axes of which it may be assumed.
     """
-    if c.ring or (c.axes and set(c.axes) <= {"data", "fsdp", *hidden}):
+    if c.ring or set(c.axes) & {"data", "fsdp"} and c.kind != "all-to-all" or set(c.axes) & {*hidden}:
         return "layers"
+    if c.kind == "all-reduce" and set(c.axes) <= {"context", "expert"}:
+        return "layers"  # gradients of what holds a part of the sequence
     if c.kind == "collective-permute":
         return {"context": "attention", "pipeline": "layers"}.get("+".join(c.axes))
     return None
@@ -211,10 +213,13 @@ def collective_time(c: Collective, topology: Topology, sizes: Mapping[str, int],
       c: the collective.
       topology, sizes, crosses: as for `Topology.link`.
     """
-    link, speed = topology.link(sizes, c.axes, crosses)
+    return _seconds(c, topology.chip, *topology.link(sizes, c.axes, crosses))
+
+
+def _seconds(c: Collective, chip: Chip, link: Link, speed: float) -> float:
     ways = speed / link.bandwidth  # dimensions of a torus, halves where they do not close; or devices that help
     torus = link.shape == "torus"
-    share = _share(topology.chip, link.name, "link")
+    share = _share(chip, link.name, "link")
     dims = max(1, round(ways)) if torus else 1
     side = c.devices ** (1 / dims)
     own = link.bandwidth * share
@@ -232,15 +237,16 @@ def _traffic(work: Work, topology: Topology, beside: Mapping[str, float]) -> tup
     """Time by axes. Axes along dimensions of their own of a torus do not share links; through a switch all do."""
     seconds: dict[tuple[tuple[str, ...], str | None], float] = defaultdict(float)
     sent: dict[tuple[str, ...], int] = defaultdict(int)
+    links = {axes: topology.link(work.sizes, axes, work.crosses) for axes in {c.axes for c in work.collectives}}
     for c in work.collectives:
         if c.devices > 1 or c.kind == "collective-permute":
-            seconds[c.axes, hides_behind(c, work.hidden)] += collective_time(c, topology, work.sizes, work.crosses)
+            seconds[c.axes, hides_behind(c, work.hidden)] += _seconds(c, topology.chip, *links[c.axes])
             sent[c.axes] += c.sent
     left = {name: time * _share(topology.chip, "overlap") for name, time in beside.items()}
     on_link: dict[str, float] = defaultdict(float)  # of links that all axes share, seconds that are hidden already
     rows = []
     for axes in sorted(sent, key=lambda axes: -sum(seconds[axes, h] for h in (None, "attention", "layers"))):
-        link, bandwidth = topology.link(work.sizes, axes, work.crosses)
+        link, bandwidth = links[axes]
         shown = seconds[axes, None]
         for name in ("attention", "layers"):
             taken = on_link[link.name] if link.shape == "switch" else 0.0

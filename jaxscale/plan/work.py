@@ -106,6 +106,7 @@ def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: 
         at.bubble,
         2.0 * memory.host,
         ("tensor",) if model.overlap and layout.sizes["tensor"] > 1 else (),
+        layout.across,
     )
 
 

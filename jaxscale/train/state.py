@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -88,5 +89,19 @@ def make_params(model: ModelConfig, seed: int) -> Tree:
 
 
 def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
-    """The model's structure and a `TensorInfo` per parameter; makes no array."""
+    """The model's structure and a `TensorInfo` per parameter; makes no array.
+
+    Of the last few models it is remembered: planning asks for one on a thousand layouts.
+    """
+    try:
+        graphdef, infos = _remembered(model)  # type: ignore[arg-type]  # where a field of it is a list
+    except TypeError:
+        return _describe(model)
+    return graphdef, jax.tree.map(lambda i: i, infos)  # a tree of the caller's own
+
+
+def _describe(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
     return abstract(lambda: model.make(nnx.Rngs(params=0)))
+
+
+_remembered = functools.lru_cache(16)(_describe)

@@ -1,0 +1,120 @@
+"""A plan as rich tables: memory against capacity, the step's time, traffic against links, the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.plan.roofline import StepTime
+from jaxscale.train.report import human_bytes
+
+if TYPE_CHECKING:
+    from jaxscale.plan.planner import Plan
+
+SPENT = {
+    "compute": "arithmetic",
+    "memory": "memory, beyond arithmetic",
+    "exposed": "communication, exposed",
+    "host": "host memory, exposed",
+    "bubble": "pipeline, idle",
+    "total": "a step",
+}
+"""Parts of `StepTime`, in words."""
+
+LARGEST = 10
+"""Of what is in memory at the worst moment, so many are shown by name."""
+
+
+def plan_tables(plan: Plan) -> Iterator[Any]:
+    """Everything a plan says, top to bottom."""
+    devices = plan.config.layout.devices  # type: ignore[union-attr]
+    yield f"{plan.hardware.name}, {devices} devices: {plan.config.layout}; {plan.how}\n"
+    yield memory_table(plan)
+    yield step_table(plan)
+    if plan.step.traffic:
+        yield traffic_table(plan)
+    step = plan.best
+    yield (
+        f"{step.tokens:,} tokens and {step.flops:.4g} FLOPs a step; {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tokens_per_second / devices:,.0f} on each device; MFU {step.mfu:.1%}"
+    )
+    if plan.budget is not None:
+        b = plan.budget
+        line = f"{b.tokens:.4g} tokens: {b.days:,.1f} days, {b.device_hours:,.0f} device-hours"
+        line += "" if b.kilowatt_hours is None else f", {b.kilowatt_hours:,.0f} kWh of the devices alone"
+        yield line + ("" if b.cost is None else f", costing {b.cost:,.0f}")
+    if not plan.fits:
+        over = human_bytes(plan.bytes - plan.hardware.chip.capacity)
+        yield f"this does not fit: it is {over} over what a device has; --search finds what does"
+    yield from plan.notes
+
+
+def table_of(title: str, *columns: str) -> Any:
+    """An empty table in our style; the first column is of words, the others of numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=not i)
+    return table
+
+
+def memory_table(plan: Plan) -> Any:
+    """Bytes on a device by what they are, against what it has."""
+    from jaxscale.plan.planner import groups
+
+    capacity = plan.hardware.chip.capacity
+    table = table_of(f"memory of a device, of {human_bytes(capacity)}", "", "bytes", "share")
+    found = list(groups(plan.memory).items())
+    rest = found[LARGEST:]
+    for name, size in [*found[:LARGEST], *([(f"{len(rest)} others", sum(n for _, n in rest))] if rest else [])]:
+        table.add_row(name, human_bytes(size), f"{size / capacity:.1%}")
+    table.add_section()
+    table.add_row("by arithmetic", human_bytes(plan.memory.device), f"{plan.memory.device / capacity:.1%}")
+    if plan.compiled is not None:
+        table.add_row("compiled", human_bytes(plan.compiled.bytes), f"{plan.compiled.bytes / capacity:.1%}")
+    if plan.memory.host:
+        table.add_row("in host memory", human_bytes(plan.memory.host), "")
+    return table
+
+
+def step_table(plan: Plan) -> Any:
+    """Seconds of a step by what they are spent on, by arithmetic and with the compiled program's traffic."""
+    found: dict[str, StepTime] = {"by arithmetic": plan.step}
+    if plan.compiled is not None and plan.compiled.step is not None:
+        found["compiled"] = plan.compiled.step
+    table = table_of("a step's time", "", *(name for n in found for name in (n, "share")))
+    for part, words in SPENT.items():
+        if part == "total":
+            table.add_section()
+        cells = [
+            cell for s in found.values() for cell in (seconds(getattr(s, part)), f"{getattr(s, part) / s.total:.1%}")
+        ]
+        table.add_row(words, *cells)
+    return table
+
+
+def traffic_table(plan: Plan) -> Any:
+    """What a device sends along each mesh axis in a step, and the link it takes."""
+    table = table_of(
+        "sent by a device in a step", "axes", "link", "GB/s", "bytes", "takes", "exposed", "compiled bytes"
+    )
+    compiled = plan.compiled and plan.compiled.step
+    real = {t.axes: t for t in compiled.traffic} if compiled else {}
+    ours = {t.axes: t for t in plan.step.traffic}
+    for axes in (*ours, *(a for a in real if a not in ours)):
+        t = ours.get(axes, real.get(axes))
+        assert t is not None
+        sent = human_bytes(ours[axes].sent) if axes in ours else "-"
+        cells = (t.link, f"{t.bandwidth / 1e9:,.0f}", sent, seconds(t.seconds), seconds(t.exposed))
+        table.add_row(" × ".join(axes), *cells, human_bytes(real[axes].sent) if axes in real else "-")
+    return table
+
+
+def seconds(t: float) -> str:
+    """A time in the largest unit that leaves a number above 1."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if t >= size:
+            return f"{t / size:.3g} {unit}"
+    return "0" if t == 0 else f"{t * 1e9:.3g} ns"

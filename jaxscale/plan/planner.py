@@ -1,0 +1,285 @@
+"""A plan: what a run takes of named hardware, before anybody switches it on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.hardware import Topology, topology
+from jaxscale.layout import Layout
+from jaxscale.layout.mesh import parse_mesh
+from jaxscale.plan.collectives import collectives
+from jaxscale.plan.communication import predict, sized
+from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
+from jaxscale.plan.memory import Estimate, estimate
+from jaxscale.plan.roofline import StepTime, Work, step_time
+from jaxscale.plan.shown import Shown
+from jaxscale.plan.work import work_of
+from jaxscale.train import TrainConfig
+from pallas_kernels.aot import why_no_gpu, why_no_tpu
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+COMPILE = ("auto", "never", "always")
+"""Whether to compile: where a compiler is installed, not at all, or else not to plan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What training on so many tokens takes.
+
+    Args:
+      tokens: of the training run.
+      days: of wall-clock time, without restarts.
+      device_hours: of all devices.
+      kilowatt_hours: at the devices' full power, without hosts, network and cooling; `None` where that is not known.
+      cost: device-hours times their price, `None` without one.
+    """
+
+    tokens: float
+    days: float
+    device_hours: float
+    kilowatt_hours: float | None
+    cost: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the hardware's own compiler made of the step.
+
+    Args:
+      bytes: on each device.
+      step: its time, by the same roofline, with the collectives of the compiled program; `None` where the program did
+        not fit, and there is none.
+      seconds: that compiling took.
+    """
+
+    bytes: int
+    step: StepTime | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Shown):
+    """What a run takes of named hardware; prints as tables.
+
+    Args:
+      config: the run's settings, every size of its mesh known.
+      hardware: what it is planned for.
+      memory: bytes on each device, by arithmetic.
+      work: what a step computes and sends, by arithmetic.
+      step: how long it takes, by arithmetic.
+      compiled: the same of the compiled step, `None` where it was not compiled.
+      how: "compiled", or why not.
+      budget: of a number of tokens, where one was given.
+      notes: what else to know, a sentence each.
+    """
+
+    config: TrainConfig
+    hardware: Topology
+    memory: Estimate
+    work: Work
+    step: StepTime
+    compiled: Compiled | None
+    how: str
+    budget: Budget | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on each device: the compiler's, else by arithmetic."""
+        return self.memory.device if self.compiled is None else self.compiled.bytes
+
+    @property
+    def best(self) -> StepTime:
+        """The step's time: with the compiled program's collectives, else by arithmetic."""
+        return self.step if self.compiled is None or self.compiled.step is None else self.compiled.step
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the devices' memory."""
+        return self.bytes <= self.hardware.chip.capacity
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        layout = _layout(self.config)
+        compiled = None
+        if self.compiled is not None:
+            step = self.compiled.step
+            compiled = dataclasses.asdict(self.compiled) | {"step": None if step is None else step.to_json()}
+        return {
+            "topology": self.hardware.name,
+            "devices": layout.devices,
+            "mesh": layout.mesh,
+            "layout": str(layout),
+            "how": self.how,
+            "fits": self.fits,
+            "capacity": self.hardware.chip.capacity,
+            "bytes": self.bytes,
+            "memory": groups(self.memory) | {"host": self.memory.host},
+            "flops": {"model": self.work.flops, "device": sum(op.flops for op in self.work.ops)},
+            "step": self.step.to_json(),
+            "compiled": compiled,
+            "efficiency": dict(self.hardware.chip.efficiency),
+            "budget": None if self.budget is None else dataclasses.asdict(self.budget),
+            "notes": list(self.notes),
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from jaxscale.plan.plan_tables import plan_tables
+
+        yield from plan_tables(self)
+
+
+def plan_for(
+    config: TrainConfig,
+    hardware: str | Topology,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    watts: float | None = None,
+    compile: str = "auto",
+) -> Plan:
+    """Plans a run: bytes, FLOPs, traffic and time of a step, and what a number of tokens takes.
+
+    By arithmetic always, from names, rules and data sheets; and from the step itself, compiled for the hardware by its
+    own compiler, where that is installed. Nothing is allocated.
+
+    Args:
+      config: the run's settings; its data is not opened. A mesh of fewer devices than there are uses the first ones.
+      hardware: a topology or its name, as "v5p:8x8x8", "h100:8x4", or "my_chip.json:8" of a file of your own.
+      tokens: to train on; adds days, device-hours, energy and cost.
+      price: of one device for an hour, in whatever currency.
+      watts: of one device; by default what its data sheet says.
+      compile: "auto", "never" or "always".
+
+    Raises:
+      ConfigError: a run without a layout, a model that nothing is known of, or an argument out of its range.
+      LayoutError: an unknown topology, what cannot be laid out, or `compile="always"` without a compiler.
+    """
+    if compile not in COMPILE:
+        raise ConfigError(f"compile='{compile}': give one of {', '.join(COMPILE)}")
+    for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} = {value:g}: must be above 0")
+    there = topology(hardware) if isinstance(hardware, str) else hardware
+    config = on_hardware(config, there)
+    why = why_not_compiled(there)
+    if compile == "always" and why is not None:
+        raise LayoutError(f"{there.name} cannot be compiled for: {why}")
+    memory = estimate(config, there)
+    work = work_of(config, _layout(config), memory, predict(config, there))
+    compiled, how = None, "analytic, as was asked"
+    if compile != "never":
+        compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
+    plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, _notes(config, there))
+    if tokens is None:
+        return plan
+    return dataclasses.replace(plan, budget=_budget(plan, tokens, price, watts))
+
+
+def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
+    """A run's settings with a mesh whose every size is known, and checked to fit batch and model.
+
+    Raises:
+      ConfigError: a run without a layout.
+      LayoutError: too few devices, a -1 that they do not fill, or a batch that does not divide.
+    """
+    if config.layout is None:
+        raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
+    asked = math.prod(parse_mesh(config.layout.mesh).values())
+    if asked > there.devices:
+        raise LayoutError(
+            f"mesh '{config.layout.mesh}' needs {asked} devices and {there.name} has {there.devices}; give one of at "
+            "most as many, as --mesh 'fsdp=-1'"
+        )
+    sizes = sized(config.layout, there.devices).sizes
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
+    layout = dataclasses.replace(config.layout, mesh=mesh)
+    for rows, name in ((config.batch_size, "a batch"), (config.micro_batch, "a micro-batch")):
+        layout.spec(("batch", "seq"), (rows, config.seq_len), kind="activations", name=name)
+    return dataclasses.replace(config, layout=layout)
+
+
+def why_not_compiled(there: Topology) -> str | None:
+    """Why the step cannot be compiled for some hardware on this machine, or `None` where it can."""
+    if there.chip.platform == "cpu":
+        return "a CPU's compiler says nothing of accelerators"
+    if there.name.partition(":")[0].endswith(".json"):
+        return "hardware of a file is known by its figures alone"
+    return {"tpu": why_no_tpu, "gpu": why_no_gpu}[there.chip.platform]()
+
+
+def groups(memory: Estimate) -> dict[str, int]:
+    """Bytes on a device at the worst moment by what they are, together `memory.device`; the largest first."""
+    parts: dict[str, int] = defaultdict(int)
+    parts["parameters and optimizer state"] = memory.state
+    for buffer in memory.at_peak:
+        parts[buffer.what] += buffer.size
+    parts["gaps between buffers"] = memory.device - sum(parts.values())
+    return {what: size for what, size in sorted(parts.items(), key=lambda part: -part[1]) if size}
+
+
+def _layout(config: TrainConfig) -> Layout:
+    assert config.layout is not None
+    return config.layout
+
+
+def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:
+    began = time.perf_counter()
+    try:
+        program = compile_step(config, there.name)
+    except jax.errors.JaxRuntimeError as e:
+        return Compiled(bytes_wanted(e), None, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    found = tuple(collectives(program, work.sizes))
+    return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=found), there), seconds)
+
+
+def _notes(config: TrainConfig, there: Topology) -> tuple[str, ...]:
+    layout, notes = _layout(config), []
+    if layout.devices < there.devices:
+        notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {there.devices} devices")
+    if there.chip.efficiency:
+        shares = ", ".join(f"{name} {value:.0%}" for name, value in sorted(there.chip.efficiency.items()))
+        notes.append(f"shares of the data sheet's rates that are reached: {shares}")
+    else:
+        notes.append(
+            f"nothing was measured on {there.chip.name}: times are by its data sheet, and no program beats them"
+        )
+    return tuple(notes)
+
+
+def _budget(plan: Plan, tokens: float, price: float | None, watts: float | None) -> Budget:
+    seconds = tokens / plan.best.tokens_per_second
+    hours = seconds / 3600 * _layout(plan.config).devices
+    power = watts or plan.hardware.chip.watts
+    return Budget(
+        tokens,
+        seconds / 86400,
+        hours,
+        None if power is None else hours * power / 1000,
+        None if price is None else hours * price,
+    )
+
+
+def count_of(text: str) -> float:
+    """A number as people write it: "1T", "15.6T", "300B", "2e12".
+
+    Raises:
+      ConfigError: it is none.
+    """
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    with contextlib.suppress(ValueError):
+        if found is not None:
+            return float(found[1]) * 1000 ** " KMBT".index(found[2].upper() or " ")
+    raise ConfigError(f"'{text}' is no number of tokens; write it as 300B, 1.5T or 2e12")

@@ -1,0 +1,149 @@
+"""`jaxscale plan`: one settings file on hardware that is not here, by arithmetic, and compiled where that can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.hardware import topology
+from jaxscale.nn import flash_attention
+from jaxscale.plan import estimate, plan_for
+from jaxscale.plan.planner import count_of, groups
+from tests.truth.errors import raises_saying
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TINY = js.TrainConfig(
+    model=js.models.TransformerConfig(depth=4, width=32, heads=2, vocab=64, attention=flash_attention),
+    layout=js.Layout("fsdp=4,tensor=2"),
+    batch_size=16,
+    seq_len=32,
+)
+
+
+def plan(config=TINY, hardware="h100:8", **more):
+    return plan_for(config, hardware, compile="never", **more)
+
+
+def test_bytes_are_the_estimates_and_their_groups_add_up_to_it():
+    found = plan()
+    memory = estimate(TINY, "h100:8")
+    assert found.bytes == memory.device == sum(groups(found.memory).values())
+    assert found.fits and found.hardware.chip.capacity == topology("h100:8").chip.capacity
+
+
+def test_a_number_of_tokens_takes_days_energy_and_money():
+    found = plan(tokens=3e9, price=2.0, watts=500)
+    seconds = 3e9 / found.step.tokens_per_second
+    assert math.isclose(found.budget.days, seconds / 86400)
+    assert math.isclose(found.budget.device_hours, seconds / 3600 * 8)
+    assert math.isclose(found.budget.kilowatt_hours, found.budget.device_hours / 2)
+    assert math.isclose(found.budget.cost, found.budget.device_hours * 2)
+    own = plan(tokens=3e9).budget
+    assert own.cost is None and math.isclose(own.kilowatt_hours, own.device_hours * 0.7)
+    assert plan(hardware="v5p:2x2x2", tokens=3e9).budget.kilowatt_hours is None  # nobody says what one takes
+
+
+@pytest.mark.parametrize("text, count", [("300B", 3e11), ("1.5T", 1.5e12), ("2e12", 2e12), ("512", 512), ("10m", 1e7)])
+def test_tokens_are_counted_as_people_write_them(text, count):
+    assert count_of(text) == count
+
+
+def test_a_mesh_need_not_take_all_devices():
+    rest = plan(dataclasses.replace(TINY, layout=js.Layout("fsdp=-1,tensor=2")), "h100:8x4")
+    assert rest.config.layout.mesh == "fsdp=16,tensor=2" and rest.config.layout.devices == 32
+    less = plan(TINY, "h100:8x4")
+    assert less.step.total == plan().step.total and "uses 8 of the 32 devices" in " ".join(less.notes)
+
+
+def test_more_devices_take_less_time_and_the_slower_network_shows():
+    config = dataclasses.replace(TINY, batch_size=1024, layout=js.Layout("fsdp=-1"))
+    one, many = plan(config, "h100:8"), plan(config, "h100:8x4")
+    assert math.isclose(many.step.compute * 4, one.step.compute)
+    assert [t.link for t in one.step.traffic] == ["nvlink"] and many.step.traffic[0].link == "infiniband"
+
+
+def test_slices_are_crossed_by_the_axis_that_the_layout_names():
+    layout = js.Layout("data=2,fsdp=8", across="data")
+    found = plan(dataclasses.replace(TINY, layout=layout, batch_size=32), "v5p:2x2x2*2")
+    assert {t.axes: t.link for t in found.step.traffic}[("data",)] == "dcn"
+    assert {t.axes: t.link for t in found.step.traffic}[("fsdp",)] == "ici"
+
+
+def test_a_hardware_file_of_ones_own_plans(tmp_path):
+    fields = topology("h100:8").chip.to_json() | {"name": "mine", "memory": 1000, "usable": None}
+    (tmp_path / "mine.json").write_text(json.dumps(fields))
+    found = plan(hardware=f"{tmp_path / 'mine.json'}:8")
+    assert not found.fits and "does not fit" in str(found)
+    assert plan_for(TINY, f"{tmp_path / 'mine.json'}:8").how.startswith("analytic: ")
+
+
+def test_a_plan_prints_as_tables_html_and_json():
+    found = plan(tokens=1e9, price=1.0)
+    words = ("memory of a device", "a step's time", "sent by a device", "fsdp", "tensor", "MFU", "device-hours")
+    assert not [w for w in words if w not in str(found)]
+    assert "<pre" in found._repr_mimebundle_()["text/html"]
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["how"].startswith("analytic") and data["step"]["total"] == found.step.total
+    assert sum(data["memory"].values()) - data["memory"]["host"] == data["bytes"]
+
+
+def test_the_command_prints_json(capfd):
+    gin = EXPERIMENTS / "llama3_8b.gin"
+    assert main(["plan", str(gin), "--topology", "v5p:4x4x4", "--analytic", "--json", "--tokens", "1T"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    assert data["devices"] == 64 and data["fits"] and data["budget"]["tokens"] == 1e12
+
+
+@pytest.mark.parametrize(
+    "name, hardware", [("llama3_8b", "v5p:4x4x4"), ("llama3_70b", "v5p:8x8x8"), ("llama3_405b", "v5p:8x8x16")]
+)
+def test_the_flagships_fit_the_pods_they_are_written_for(name, hardware, capfd):
+    assert main(["plan", str(EXPERIMENTS / f"{name}.gin"), "--topology", hardware, "--analytic", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize(
+    "change, hardware, words",
+    [
+        ({}, "h1000:8", ("h1000", "h100")),
+        ({"layout": js.Layout("pipeline=8")}, "h100:8", ("8 stages", "4 layers", "pipeline=4")),
+        ({"layout": js.Layout("fsdp=16")}, "h100:8", ("fsdp=16", "h100:8 has 8")),
+        ({"layout": js.Layout("fsdp=8"), "batch_size": 12}, "h100:8", ("batch", "12", "8")),
+        ({"layout": js.Layout("tensor=8")}, "h100:8", ("heads", "tensor")),
+    ],
+    ids=[
+        "unknown hardware",
+        "more stages than layers",
+        "too few devices",
+        "a batch too small",
+        "heads that do not divide",
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(change, hardware, words):
+    with raises_saying(LayoutError, *words):
+        plan(dataclasses.replace(TINY, **change), hardware)
+
+
+def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("jaxscale.plan.planner.why_no_tpu", lambda: "needs libtpu: make install EXTRAS=plot,tpu")
+    assert "make install EXTRAS=plot,tpu" in plan_for(TINY, "v5p:2x2x2").how
+    with raises_saying(LayoutError, "v5p:2x2x2", "make install EXTRAS=plot,tpu"):
+        plan_for(TINY, "v5p:2x2x2", compile="always")
+
+
+def test_odd_arguments_are_refused():
+    with raises_saying(ConfigError, "sometimes", "auto"):
+        plan_for(TINY, "h100:8", compile="sometimes")
+    with raises_saying(ConfigError, "price", "-1"):
+        plan(tokens=1, price=-1)
+    with raises_saying(ConfigError, "many", "300B"):
+        count_of("many")
+    with raises_saying(ConfigError, "layout=None"):
+        plan(dataclasses.replace(TINY, layout=None))

@@ -57,6 +57,8 @@ class Chip:
       pod: chips that one slice can have at most; `None` without such a bound.
       sources: field -> where its figure is from.
       efficiency: fitted shares of peak, as "matmul", "memory", "link"; `sources["efficiency"]` says on what.
+      tile: rows, columns and depth of a product that the hardware works on at once.
+      measured: fits and curves that `jaxscale microbench` wrote, by name; empty for a data sheet.
     """
 
     name: str
@@ -74,11 +76,18 @@ class Chip:
     pod: int | None
     sources: Mapping[str, str] = dataclasses.field(hash=False)
     efficiency: Mapping[str, float] = dataclasses.field(hash=False)
+    tile: tuple[int, int, int] = (1, 1, 1)
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def capacity(self) -> int:
         """Bytes that a program may take on one device: `usable`, else all of `memory`."""
         return self.memory if self.usable is None else self.usable
+
+    @property
+    def torus(self) -> bool:
+        """Whether devices are joined to their neighbours, in a shape that counts."""
+        return any(link.shape == "torus" for link in self.links)
 
     def rate(self, dtype: str) -> float:
         """Dense FLOP/s for products of a dtype; a float8 or other variant by its family's name.
@@ -94,7 +103,7 @@ class Chip:
     def to_json(self) -> dict[str, Any]:
         """What its file holds."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("flops", "sources", "efficiency"):
+        for name in ("flops", "sources", "efficiency", "measured"):
             plain[name] = dict(plain[name])
         return plain | {"links": [_link_json(link) for link in self.links]}
 
@@ -137,6 +146,8 @@ def read_chip(path: Path) -> Chip:
     except (OSError, ValueError) as e:
         raise LayoutError(f"the hardware file '{path}' cannot be read: {e}") from e
     known = {f.name for f in dataclasses.fields(Chip)}
+    if isinstance(fields, dict):
+        fields = {"measured": {}, **fields}
     if not isinstance(fields, dict) or (wrong := known ^ set(fields)):
         odd = ", ".join(sorted(wrong)) if isinstance(fields, dict) else "all of them"
         raise LayoutError(
@@ -148,6 +159,6 @@ def read_chip(path: Path) -> Chip:
         raise LayoutError(f"the hardware file '{path}': a link of it is wrong ({e})") from e
     for name in ("flops", "sources", "efficiency"):
         fields[name] = dict(fields[name])
-    for name in ("kinds", "smallest"):
+    for name in ("kinds", "smallest", "tile"):
         fields[name] = tuple(fields[name])
     return Chip(**(fields | {"links": links}))

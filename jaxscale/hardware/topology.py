@@ -15,6 +15,7 @@ import numpy as np
 from jaxscale.errors import LayoutError
 from jaxscale.hardware.chip import Chip, Link, chip, read_chip
 
+_NONE = Link("none", "switch", math.inf, 0.0, None)
 _NAME = re.compile(r"(.+?)(?::([\dx]+))?(?:\*(\d+))?")
 
 
@@ -72,9 +73,13 @@ class Topology:
         places = _places(self.chip, self.shape, tuple(inner.values()))
         index = tuple(slice(None) if a in axes else 0 for a in inner)
         group = places[index].reshape(-1, places.shape[-1])
+        if not self.chip.links and len(group) > 1:
+            raise LayoutError(
+                f"the hardware file of {self.name} has no links between devices; measure them on several, or add them"
+            )
         # outermost first: of two equally slow levels, the outer one has the longer way
         found = [s for level in self.chip.links[::-1] if (s := self._speed(level, group, crossing)) is not None]
-        return min(found, key=lambda level: level[1], default=(self.chip.links[0], math.inf))
+        return min(found, key=lambda level: level[1], default=((*self.chip.links, _NONE)[0], math.inf))
 
     def _speed(self, level: Link, group: np.ndarray, crossing: bool) -> tuple[Link, float] | None:
         """How fast each device of a group (rows of coordinates, the device on its chip or host last) uses a level."""
@@ -90,8 +95,7 @@ class Topology:
             return (level, ways * level.bandwidth * together) if ways else None
         if level.reach is not None:
             return (level, level.bandwidth) if together > 1 else None
-        torus = any(other.shape == "torus" for other in self.chip.links)
-        if torus:
+        if self.chip.torus:
             return (level, level.bandwidth * len(group)) if crossing else None
         alone = all(other is level for other in self.chip.links)
         if alone:
@@ -117,10 +121,15 @@ def topology(name: str) -> Topology:
     sizes = tuple(int(n) for n in shape.split("x") if n) if shape else what.smallest
     if not all(sizes) or (shape is not None and not re.fullmatch(r"\d+(x\d+)*", shape)):
         raise LayoutError(f"'{name}': '{shape}' is no shape; write '{what.name}:{'x'.join(map(str, what.smallest))}'")
-    return Topology(name.strip(), what, _SHAPES[what.platform](name, what, sizes), _slices(name, what, slices))
+    return Topology(
+        name.strip(),
+        what,
+        (_torus_shape if what.torus else _host_shape)(name, what, sizes),
+        _slices(name, what, slices),
+    )
 
 
-def _tpu_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _torus_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(sizes) != len(what.smallest):
         like = "x".join(map(str, what.smallest))
         raise LayoutError(
@@ -135,7 +144,7 @@ def _tpu_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _host_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    host = what.links[0].reach
+    host = what.links[0].reach if what.links else None
     if host is None:
         return (math.prod(sizes),)
     if len(sizes) == 1 and sizes[0] > host and sizes[0] % host == 0:
@@ -148,12 +157,9 @@ def _host_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...
     return sizes
 
 
-_SHAPES = {"tpu": _tpu_shape, "gpu": _host_shape, "cpu": _host_shape}
-
-
 def _slices(name: str, what: Chip, text: str | None) -> int:
     count = int(text or 1)
-    if count < 1 or (count > 1 and what.platform != "tpu"):
+    if count < 1 or (count > 1 and not what.torus):
         raise LayoutError(f"'{name}': slices are of TPUs, and at least 1; more hosts of GPUs are as 'h100:8x4'")
     return count
 
@@ -177,7 +183,7 @@ def _places(what: Chip, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
       integers, the mesh's sizes x coordinates.
     """
     count = math.prod(sizes)
-    if what.platform != "tpu":
+    if not what.torus:
         per_host = shape[0]
         ids = np.arange(count)
         return np.stack([ids // per_host, ids % per_host], axis=-1).reshape(*sizes, 2)

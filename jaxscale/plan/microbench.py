@@ -1,0 +1,297 @@
+"""`jaxscale microbench`: what the machine at hand does in a second, written as a hardware file that `plan` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxscale.hardware import Chip, Link, chip_of
+from jaxscale.plan import collective_bench, gemm
+from jaxscale.plan.clock import STEADY, clock
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Args:
+      products: sizes of the square products that rates are read from.
+      dtypes: of them.
+      shapes: how many products of unlike sizes the model of products is fitted on; 0 fits none.
+      largest: of their sizes.
+      copies: bytes on each device.
+      host: bytes to and from the host.
+      messages: payloads of collectives, bytes.
+      rounds: repeats of each.
+    """
+
+    products: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    shapes: int
+    largest: int
+    copies: tuple[int, ...]
+    host: int
+    messages: tuple[int, ...]
+    rounds: int
+
+
+_KIB, _MIB = 2**10, 2**20
+EFFORTS = {
+    ("cpu", False): Effort(
+        (256, 512, 768), ("float32", "bfloat16"), 60, 512, (4 * _MIB, 16 * _MIB, 64 * _MIB), 32 * _MIB,
+        (4 * _KIB, 32 * _KIB, 256 * _KIB, 2 * _MIB, 8 * _MIB), 7,
+    ),
+    ("cpu", True): Effort(
+        (128, 256), ("float32", "bfloat16"), 0, 0, (_MIB, 8 * _MIB), 8 * _MIB, (4 * _KIB, 64 * _KIB, _MIB), 3
+    ),
+    ("gpu", False): Effort(
+        (1024, 2048, 4096, 8192, 16384), ("float32", "bfloat16", "float8_e4m3fn", "int8"), 90, 8192,
+        (16 * _MIB, 256 * _MIB, 1024 * _MIB), 256 * _MIB,
+        (32 * _KIB, 256 * _KIB, 2 * _MIB, 16 * _MIB, 128 * _MIB, 512 * _MIB), 15,
+    ),
+    ("gpu", True): Effort(
+        (2048, 8192), ("float32", "bfloat16", "float8_e4m3fn"), 0, 0, (256 * _MIB,), 64 * _MIB,
+        (256 * _KIB, 4 * _MIB, 64 * _MIB), 7,
+    ),
+}  # fmt: skip
+"""What is measured on a platform, and with --quick; a TPU's is a GPU's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured rate.
+
+    Args:
+      what: it is of.
+      size: how large it was.
+      seconds: the median of its repeats.
+      rate: per second and device, in `unit`.
+      unit: "FLOP/s" or "B/s".
+      spread: of the repeats.
+    """
+
+    what: str
+    size: str
+    seconds: float
+    rate: float
+    unit: str
+    spread: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbench:
+    """What was measured; prints as a table.
+
+    Args:
+      chip: the hardware file.
+      rows: a line per measurement.
+      fits: how well models of products predict those that they were not fitted on, by dtype.
+    """
+
+    chip: Chip
+    rows: tuple[Row, ...]
+    fits: dict[str, gemm.Score]
+
+    @property
+    def unsteady(self) -> tuple[Row, ...]:
+        """Measurements whose repeats spread by more than `STEADY`."""
+        return tuple(row for row in self.rows if row.spread > STEADY)
+
+    def write(self, path: str | Path) -> Path:
+        """Writes the hardware file, which `topology("my.json:8")` reads."""
+        path = Path(path)
+        path.write_text(json.dumps(self.chip.to_json(), indent=2) + "\n")
+        return path
+
+    def to_json(self) -> dict[str, Any]:
+        """The hardware file, every measurement and the fits' scores."""
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return {"hardware": self.chip.to_json(), "rows": rows, "fits": {k: v.to_json() for k, v in self.fits.items()}}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(title=f"{self.chip.name}, each of its devices", title_justify="left", box=SIMPLE_HEAD)
+        for name in ("measured", "size", "time", "rate", "spread"):
+            table.add_column(name, justify="left" if name in ("measured", "size") else "right")
+        for r in self.rows:
+            table.add_row(
+                r.what, r.size, f"{1e3 * r.seconds:.3g} ms", f"{r.rate / 1e9:,.3g} G{r.unit}", f"{r.spread:.1%}"
+            )
+        yield table
+        for dtype, found in self.fits.items():
+            yield (
+                f"products of {dtype}: the fitted model explains {found.r2:.3f} of the variance of {found.count} that "
+                f"it was not fitted on; mean error {found.mean_error:.1%}"
+            )
+        if self.unsteady:
+            yield (
+                f"{len(self.unsteady)} of {len(self.rows)} measurements spread by more than {STEADY:.0%}: "
+                "other work on the machine, or clocks that change; measure again when it is idle"
+            )
+
+
+def microbench(
+    *, quick: bool = False, effort: Effort | None = None, say: Callable[[str], None] = lambda _: None
+) -> Microbench:
+    """Measures products, copies, transfers to the host and collectives on all devices here, all at work at once.
+
+    Args:
+      quick: fewer sizes and repeats, and no model of products.
+      effort: what to measure, in place of the platform's own.
+      say: told what is being measured.
+
+    Returns:
+      the measurements and a hardware file whose rates are those of one device.
+    """
+    platform = jax.default_backend()
+    effort = effort or EFFORTS["cpu" if platform == "cpu" else "gpu", quick]
+    rows: list[Row] = []
+    flops, fitted, fits = _products(effort, rows, say)
+    copies = _copies(effort, rows, say)
+    host = _host(effort, rows, say)
+    links = _links(effort, rows, say)
+    device = jax.devices()[0]
+    known = chip_of(device.device_kind)
+    count = jax.device_count()
+    how = (
+        f"jaxscale microbench, {datetime.date.today()}, jax {jax.__version__}, {count} {device.device_kind} device(s) "
+        "at work together"
+    )
+    usable = (device.memory_stats() or {}).get("bytes_limit")
+    memory = known.memory if known else usable or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+    sources = {
+        name: how for name in ("flops", "bandwidth", "host_bandwidth", "links", "latency", "memory", "efficiency")
+    }
+    if known is not None:
+        sources |= {name: known.sources[name] for name in ("memory", "watts") if name in known.sources}
+    if not links and known is not None:
+        sources |= {name: known.sources[name] for name in ("links", "latency")}
+    chip = Chip(
+        name=device.device_kind,
+        kinds=(device.device_kind,),
+        platform=platform,
+        flops=flops,
+        memory=memory,
+        usable=usable,
+        bandwidth=copies[-1][1],
+        host_bandwidth=host,
+        links=_levels(links) if links else known.links if known is not None else (),
+        watts=known.watts if known is not None else None,
+        devices=1,
+        smallest=(count,),
+        pod=None,
+        sources=sources,
+        efficiency={"matmul": 1.0, "memory": 1.0, "link": 1.0},  # measured rates are whole
+        tile=known.tile if known is not None else (1, 1, 1),
+        measured={"gemm": fitted, "copy": copies, "collectives": [link.to_json() for link in links]},
+    )
+    return Microbench(chip, tuple(rows), fits)
+
+
+def _products(
+    effort: Effort, rows: list[Row], say: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, Any], dict[str, gemm.Score]]:
+    """FLOP/s by dtype, fitted models by dtype, and how good those are."""
+    flops: dict[str, float] = {}
+    fitted: dict[str, Any] = {}
+    fits: dict[str, gemm.Score] = {}
+    cores = (1, *([n] if (n := getattr(jax.devices()[0], "core_count", None)) else []))
+    for dtype in effort.dtypes:
+        say(f"products of {dtype}")
+        name = "float8" if dtype.startswith("float8") else dtype
+        for size in effort.products:
+            timing = gemm.time_product(size, size, size, dtype, effort.rounds)
+            rate = 2 * size**3 / timing.seconds
+            rows.append(Row(f"{dtype} product", f"{size}³", timing.seconds, rate, "FLOP/s", timing.spread))
+            flops[name] = max(rate, flops.get(name, 0.0))
+        if effort.shapes:
+            measured = gemm.measure(gemm.shapes(effort.shapes, effort.largest), dtype, rounds=effort.rounds)
+            seen, unseen = gemm.split(measured)
+            model = gemm.fit(seen, cores=cores)
+            fits[name], fitted[name] = gemm.score(model, unseen), model.to_json()
+    return flops, fitted, fits
+
+
+def _copies(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list[list[float]]:
+    """Bytes/s of device memory, reads and writes together, by the bytes that are copied on a device."""
+    say("copies")
+    found: list[list[float]] = []
+    count = jax.device_count()
+    mesh = jax.make_mesh((count,), ("device",), axis_types=(AxisType.Auto,))
+    each = NamedSharding(mesh, PartitionSpec("device"))
+    for size in effort.copies:
+        x = jax.jit(lambda size=size: jnp.ones((count, size // 4), jnp.float32), out_shardings=each)()
+        timing = clock(jax.jit(jnp.negative, out_shardings=each), x, rounds=effort.rounds)
+        rate = 2 * size / timing.seconds
+        rows.append(Row("copy", f"{size / _MIB:g} MiB", timing.seconds, rate, "B/s", timing.spread))
+        found.append([size, rate])
+    return found
+
+
+def _host(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> float:
+    """Bytes/s between the host's memory and one device's, in the slower direction."""
+    say("transfers to and from the host")
+    device = jax.local_devices()[0]
+    there = np.ones(effort.host // 4, np.float32)
+    # A CPU's device would take the host's own array without a copy, and give its own; an array read once is kept.
+    put = clock(lambda: jax.device_put(there, device, may_alias=False), rounds=effort.rounds, least=0)
+    most = 2 * effort.rounds
+    arrays = iter([jax.device_put(there, device, may_alias=False) for _ in range(most + 2)])
+    pull = np.array if device.platform == "cpu" else np.asarray
+    got = clock(lambda: pull(next(arrays)), rounds=effort.rounds, least=0, most=most)
+    rates = []
+    for what, timing in (("host to device", put), ("device to host", got)):
+        rates.append(effort.host / timing.seconds)
+        rows.append(Row(what, f"{effort.host / _MIB:g} MiB", timing.seconds, rates[-1], "B/s", timing.spread))
+    return min(rates)
+
+
+def _links(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list[collective_bench.LinkFit]:
+    if jax.device_count() == 1:
+        return []
+    found = collective_bench.sweep(effort.messages, rounds=effort.rounds, say=say)
+    rows += [Row(s.kind, f"{s.payload / _KIB:g} KiB", s.seconds, s.rate, "B/s", s.spread) for s in found]
+    return collective_bench.fit(found)
+
+
+def _levels(fits: list[collective_bench.LinkFit]) -> tuple[Link, ...]:
+    """One level that joins all devices, as fast as the middle one of the collectives says."""
+    return (
+        Link(
+            "measured",
+            "switch",
+            statistics.median(f.bandwidth for f in fits),
+            statistics.median(f.latency for f in fits),
+            None,
+        ),
+    )
+
+
+def bandwidth_at(chip: Chip, size: float) -> float:
+    """Bytes/s of a chip's memory for a copy of so many bytes: measured where it was, between sizes by logarithm.
+
+    Args:
+      chip: the hardware.
+      size: bytes that are copied.
+    """
+    curve = chip.measured.get("copy")
+    if not curve:
+        return chip.bandwidth * chip.efficiency.get("memory", 1.0)
+    sizes, rates = zip(*curve, strict=True)
+    return float(np.interp(np.log(size), np.log(sizes), rates))

@@ -126,7 +126,7 @@ class Transformer(nnx.Module):
         """What every layer is told: the arguments of `hidden`, for rows of `seq` tokens in the order of `order`."""
         c = self.config
         if positions is not None and segment_ids is not None:
-            # Experts count padding too, so that all attentions have to see it alike: in the order it stands in.
+            # so that all attentions see padding alike: in the order it stands in
             positions = jnp.where(segment_ids == 0, _place(seq, None, order), positions)
         kinds = (rotary_of(c.positions), c.local_positions)
         place = _place(seq, positions, order)

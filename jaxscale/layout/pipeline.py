@@ -141,10 +141,10 @@ class Pipeline:
         Raises:
           LayoutError: it is not, or is for other sizes.
         """
-        return _table(self, stages, microbatches)
+        # a file may have been written anew since another layout read it
+        return (_table if self._file else _made)(self, stages, microbatches)
 
 
-@functools.lru_cache(64)
 def _table(p: Pipeline, stages: int, microbatches: int) -> Table:
     if p._file:
         table = p._file
@@ -164,3 +164,6 @@ def _table(p: Pipeline, stages: int, microbatches: int) -> Table:
     if table.phases < 2:
         raise LayoutError(f"schedule '{p.name}' has no backward phase, so nothing can be trained with it; add B's")
     return table
+
+
+_made = functools.lru_cache(64)(_table)

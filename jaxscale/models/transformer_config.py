@@ -294,6 +294,10 @@ def _check(c: TransformerConfig) -> None:
             raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
+    if overlap and isinstance(c.mlp, MixtureOfExperts):
+        raise ConfigError(
+            "Transformer.overlap names 'mlp', and experts exchange tokens in a way of their own; use ('attention',)"
+        )
     _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
     _check_call("dense_mlp", c.dense_mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
     if not isinstance(c.mlp_every, int) or c.mlp_every < 1:

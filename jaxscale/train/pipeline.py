@@ -42,10 +42,11 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
     """
     assert blueprint.layout is not None
     model = type(nnx.merge(blueprint.graphdef, blueprint.infos))
-    for method in ("begin", "context", "layers", "finish"):
-        if not hasattr(model, method):
+    parts = {m: hasattr(model, m) for m in ("begin", "context", "layers", "finish")}
+    for part, there in {**parts, "runs": "runs" in blueprint.infos}.items():
+        if not there:
             raise ConfigError(
-                f"{model.__name__} has no method '{method}', so a pipeline cannot take it apart; see "
+                f"{model.__name__} has no '{part}', so a pipeline cannot take it apart; see "
                 "jaxscale.models.Transformer, or use a mesh without pipeline"
             )
     if not getattr(loss, "of_cut_vocabulary", False):

@@ -235,6 +235,12 @@ def test_a_table_for_other_sizes_is_refused(tmp_path):
         Pipeline(lambda stages, micro: np.zeros((stages, micro))).table(2, 4)
 
 
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+    for table in (gpipe(2, 4), one_f_one_b(2, 4)):
+        (tmp_path / "t.csv").write_text(to_csv(table))
+        assert draw_text(Pipeline(str(tmp_path / "t.csv")).table(2, 4)) == draw_text(table)
+
+
 def test_a_stack_that_stages_do_not_divide_is_kept_cut_along_its_width():
     names = ("layers", "embed", "mlp")
     spec = lambda pipeline, layers: tuple(  # noqa: E731

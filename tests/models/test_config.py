@@ -148,6 +148,7 @@ def test_flops_are_those_counted_by_hand(config, batch, seq):
         (dict(mlp_every=0), ["mlp_every = 0", "at least 1"]),
         (dict(mlp=MixtureOfExperts(), bias=True), ["Transformer.bias", "experts have none"]),
         (dict(mlp=MixtureOfExperts(), memory="minimal"), ["Transformer.memory", "'mlp_hidden'", "MemoryPolicy.tile"]),
+        (dict(mlp=MixtureOfExperts(), overlap=("mlp",)), ["Transformer.overlap", "'mlp'", "('attention',)"]),
         (dict(windows=()), ["windows", "empty", "(None,)"]),
         (dict(windows=(4, 0)), ["windows has 0", "at least 1"]),
         (dict(dropout=1.0), ["dropout = 1.0", "below 1"]),

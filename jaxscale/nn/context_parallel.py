@@ -83,8 +83,8 @@ class _ContextParallel:
         """What `dot_product_attention` computes, of tokens in the order of `order`.
 
         With `segment_ids`, the tokens of a segment stand in the order of their positions, as packing leaves them, and
-        so does padding, whose positions are its places in the row. With `positions` alone nothing is known of the order,
-        and no product of chunks is passed over.
+        so does padding, whose positions are its places in the row. With `positions` alone nothing is known of the
+        order, and no product of chunks is passed over.
 
         Raises:
           LayoutError: a sequence or heads that do not divide, or other keys than queries.

@@ -111,6 +111,11 @@ def attention_moves(
     return find(kernel, heads, over, window, tokens, Runs(forward, around, backward))
 
 
+def deals_out(kernel: Any, devices: int) -> bool:
+    """Whether an attention over so many devices wants a sequence in another order than its own."""
+    return devices > 1 and getattr(kernel, "zigzag", False) and getattr(kernel, "ring", devices) > 1
+
+
 def _ring(
     kernel: Any, h: Heads, over: Sequence[str], window: int | None, tokens: int, runs: Runs, inner: int = 1
 ) -> list[Collective]:
@@ -179,8 +184,7 @@ _MOVES: dict[Any, Moves] = {
 def _hops(kernel: Any, h: Heads, over: Sequence[str], window: int | None, inner: int) -> int:
     """How often something is passed on until everybody who needs it has seen it."""
     devices = h.mover.devices(over)
-    ring = devices // inner
-    each = 2 if kernel.zigzag and ring > 1 else 1
+    ring, each = devices // inner, 2 if deals_out(kernel, devices) else 1
     chunks = Chunks(ring, each, h.seq // ring // each)
     return len(visits(chunks, causal=True, window=window, in_order=True)) - 1
 

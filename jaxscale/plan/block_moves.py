@@ -169,10 +169,10 @@ class Blocks:
         """
         used = dataclasses.replace(kernel, dtype=jnp.dtype(dtype or self.model.dtype))
         kept, there = self.mover.boxes(kernel, "params"), self.mover.boxes(kernel)
-        found = self.mover.change(used, kept, there, self.forward, f"gather of {what}'s weights, forward")
+        found = self.mover.change(used, kept, there, self.forward, f"gather of {what} weights, forward")
         if not once:
-            found += self.mover.change(used, kept, there, self.backward, f"gather of {what}'s weights, backward")
-        return found + self.gradient(kernel, gradient, f"{what}'s weights")
+            found += self.mover.change(used, kept, there, self.backward, f"gather of {what} weights, backward")
+        return found + self.gradient(kernel, gradient, f"{what} weights")
 
     def gradient(self, info: TensorInfo, before: Boxes, what: str) -> list[Collective]:
         """A parameter's gradient, to where the rules for gradients say, in the parameter's own type."""
@@ -207,12 +207,15 @@ class Blocks:
                 left = Boxes(used.split, frozenset(m for m in apart if m not in experts))
                 found += self.kernel(params[name], left, "experts")
         router = dataclasses.replace(params["router"], dtype=jnp.dtype("float32"))
-        left = Boxes(mover.boxes(router).split, frozenset(apart))
-        found += self.kernel(router, left, "routers", "float32")
+        kept, used = mover.boxes(router, "params"), mover.boxes(router)
+        for times, when in ((self.forward, "forward"), (self.backward, "backward")):
+            found += mover.change(router, kept, used, times, f"gather of routers' weights, {when}")
+        # no product of ours: the partitioner sums it to where the weight is used, and each device keeps its piece
+        found += mover.change(router, Boxes(used.split, frozenset(apart)), used, self.backward, "gradient of routers")
         found += self._exchange(c, [m for m in experts if m in apart], [m for m in experts if m not in apart])
         # how often each expert was chosen, its mean probability, and what was dropped and the scores' size
         statistics = 4 * (2 * c.experts + 2)
-        return found + mover.send("all-reduce", apart, statistics, twice, "routers' statistics")
+        return found + mover.send("all-reduce", apart, statistics, self.forward, "routers' statistics")
 
     def _exchange(self, c: MixtureOfExperts, sent: list[str], alike: list[str]) -> list[Collective]:
         """Tokens to their experts and answers back, both ways; and what they are weighed by."""

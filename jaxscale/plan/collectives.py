@@ -150,9 +150,9 @@ class _Program:
     ) -> Collective:
         kind = op[1].removeprefix("ragged-")
         operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
-        if op[1].startswith("ragged"):
-            operands = operands[:1]  # then where to put what comes, and sizes
         given = sum(array_bytes(_type(self.made[o])) for o in operands)
+        if op[1].startswith("ragged"):  # what there is, where to put what comes, and sizes: no more than either has
+            given = min(array_bytes(_type(self.made[o])) for o in operands[:2])
         pairs: list[list[int]] = []
         if listed := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
             pairs = [[int(i) for i in re.findall(r"\d+", p)] for p in listed[1].split("},")]

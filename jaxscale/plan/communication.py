@@ -20,6 +20,7 @@ from jaxscale.layout.mesh import parse_mesh, resolve_sizes
 from jaxscale.layout.table import B, F, Table
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.parallel.pipeline import assign
+from jaxscale.plan.attention_moves import deals_out
 from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.moves import Mover
@@ -59,7 +60,8 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
     layout = sized(config.layout, there.devices)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     step = _Step(config, layout, blueprint.infos, there.chip.platform == "tpu", every_branch)
-    return [*step.layers(), *step.embeddings(), *step.head(), *step.stages(), *step.update(), *step.scalars()]
+    parts = step.arranged, step.layers, step.embeddings, step.head, step.stages, step.update, step.scalars
+    return [c for part in parts for c in part()]
 
 
 def sized(layout: Layout, devices: int) -> Layout:
@@ -123,6 +125,20 @@ class _Step:
         )  # fmt: skip
 
     # --- layers ---
+
+    def arranged(self) -> list[Collective]:
+        """Tokens and what goes with them, in the order in which an attention wants a sequence that is cut.
+
+        The partitioner takes columns out of whole rows.
+        """
+        mover, config = Mover(self.layout), self.config
+        over = mover.over("seq")
+        if not deals_out(config.model.attention, mover.devices(over)):  # type: ignore[attr-defined]
+            return []
+        rows = TensorInfo("rows", (config.micro_batch, config.seq_len), jnp.dtype("int32"), ("batch", None))
+        given = 5 if config.segments else 3  # tokens, targets, weights, and documents and positions
+        size, times = mover.local_bytes(rows), config.accumulate
+        return given * mover.send("all-gather", over, size, times, "rows gathered, to be dealt out anew")
 
     def layers(self) -> list[Collective]:
         """Every block of every run, its gradients' sums included."""

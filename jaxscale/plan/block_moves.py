@@ -126,7 +126,8 @@ class Blocks:
         cut, whole, mover = self.stream(), self.stream("seq"), self.mover
         between, inside = mover.boxes(cut), mover.boxes(whole)
         rings = overlap in self.model.overlap
-        found, gathers = [], self.forward + self.again + (self.backward if rings else 0)
+        # a ring's pieces go round once more for the weights' gradients, which serves what is made again
+        found, gathers = [], self.forward + (self.backward if rings else self.again)
         summed: set[str] = set()
         for kernel in into:
             product = self._product(kernel, given=1)

@@ -226,8 +226,12 @@ class _Step:
         terms = Boxes(inside.split, frozenset(vocab))
         found += mover.change(cut, terms, between, self._ends, "the head's input, its cotangent summed")
         if stages:
-            pairs = 2 * every * mover.devices(stages)
-            found += mover.send("all-gather", stages, pairs, self._ends, "the loss's parts over stages")
+            # the partitioner makes what stages gather whole along all that is not theirs
+            pairs, tokens = 2 * numbers.nbytes, mover.over("batch", "seq")
+            found += mover.send("all-gather", tokens, pairs, self._ends, "the loss's parts, for all stages")
+            found += mover.send(
+                "all-gather", stages, pairs * mover.devices(stages), self._ends, "the loss's parts over stages"
+            )
             found += mover.send("all-reduce", stages, every, self._ends, "the target's logit over stages")
             found += self._over_stages(whole, "the head's input, its cotangent over stages")
         return found

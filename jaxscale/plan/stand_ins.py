@@ -1,0 +1,52 @@
+"""What the TPU's compiler sends in place of what the rules demand: all-reduces, of twice the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from jaxscale.hardware import Topology, topology
+from jaxscale.plan.collectives import Collective
+
+SMALL_SCATTER = 64 * 1024
+"""A smaller sum is made whole on every chip, and each then takes its own piece."""
+MANY = 64
+"""From so many chips on, a gather over a whole slice is a sum of pieces padded with zeros."""
+LARGE_GATHER = 16 * 1024**2
+"""A larger one is a gather even so, in a slice of two dimensions."""
+
+
+def as_compiled(found: Iterable[Collective], hardware: str | Topology) -> list[Collective]:
+    """The same as jax 0.12's compiler for TPUs has it, where that is known.
+
+    | collective | of a group that is | becomes an all-reduce |
+    |---|---|---|
+    | reduce-scatter | any | below `SMALL_SCATTER` bytes |
+    | reduce-scatter | a whole slice of three dimensions, or of two equal ones from 4 on | always |
+    | all-gather | a whole slice of three dimensions, `MANY` chips or more | always |
+    | all-gather | a whole slice of two dimensions, `MANY` chips or more | up to `LARGE_GATHER` bytes |
+
+    Found by compiling single collectives for v4, v5e, v5p and v6e slices of 4 to 256 chips
+    (`experiments/planner_accuracy/COMMUNICATION.md`); no document of the compiler's says so. Other hardware's are
+    returned as they are.
+
+    Args:
+      found: as `jaxscale.plan.communication.predict` gives them.
+      hardware: the topology or its name.
+    """
+    there = topology(hardware) if isinstance(hardware, str) else hardware
+    if there.chip.platform != "tpu":
+        return list(found)
+    return [dataclasses.replace(c, kind="all-reduce") if _stands_in(c, there) else c for c in found]
+
+
+def _stands_in(c: Collective, there: Topology) -> bool:
+    dims = [n for n in there.shape if n > 1]
+    whole = c.devices == math.prod(there.shape) * there.chip.devices
+    if c.kind == "reduce-scatter":
+        square = len(dims) == 2 and dims[0] == dims[1] >= 4
+        return c.payload < SMALL_SCATTER or (whole and (len(dims) == 3 or square))
+    if c.kind == "all-gather":
+        return whole and c.devices >= MANY and (len(dims) == 3 or c.payload <= LARGE_GATHER)
+    return False

@@ -30,6 +30,7 @@ from jaxscale.nn import (
     RingAttention,
     TokenRingAttention,
     UlyssesAttention,
+    dot_product_attention,
     flash_attention,
 )
 from jaxscale.plan import compile_step
@@ -48,7 +49,9 @@ DENSE = TransformerConfig(
 )  # fmt: skip
 MODELS = {
     "dense": DENSE,
-    "moe": dataclasses.replace(DENSE, mlp=MixtureOfExperts(experts=8, top_k=2, hidden=256)),
+    "moe": dataclasses.replace(
+        DENSE, attention=dot_product_attention, mlp=MixtureOfExperts(experts=8, top_k=2, hidden=256)
+    ),
 }
 
 
@@ -105,7 +108,7 @@ CASES: dict[str, Cell] = {
     "tied": Cell(_L("fsdp=2,tensor=2"), model={"tied": True}, only=("dense",)),
     "parallel": Cell(_L("tensor=4"), model={"parallel": True, "qkv_bias": True}, only=("dense",)),
     "reversible": Cell(_L("tensor=4"), model={"stack": js.nn.ReversibleRun, "memory": "none"}, only=("dense",)),
-    "ring": Cell(_L("context=4"), model={"attention": RingAttention()}, run=_LONG),
+    "ring": Cell(_L("context=4"), model={"attention": RingAttention()}, run=_LONG, only=("dense",)),
     "ring-window": Cell(
         _L("context=4"), model={"attention": RingAttention(zigzag=False), "windows": (256,)}, run=_LONG, only=("dense",)
     ),

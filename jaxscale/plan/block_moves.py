@@ -142,7 +142,10 @@ class Blocks:
             made |= product.forward().partial
             found += self.kernel(kernel, product.kernel_gradient(), what)
         out = Boxes(inside.split, frozenset(made))
-        streams += mover.change(cut, out, between, self.forward + output_again, f"{what}'s output summed")
+        # float32 streams add a float32 sum: the compiler widens the terms first
+        wide = dataclasses.replace(cut, dtype=jnp.dtype("float32")) if self._reversible else cut
+        streams += mover.change(wide, out, between, self.forward, f"{what}'s output summed")
+        streams += mover.change(cut, out, between, output_again, f"{what}'s output summed again")
         streams += mover.change(cut, between, inside, self.backward, f"{what}'s output, its cotangent gathered")
         return found + ([_as_ring(c) for c in streams] if rings else streams)
 

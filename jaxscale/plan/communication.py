@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Boxes, Layout, TensorInfo
-from jaxscale.layout.mesh import parse_mesh, resolve_sizes
 from jaxscale.layout.table import B, F, Table
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.parallel.pipeline import assign
@@ -70,9 +69,7 @@ def sized(layout: Layout, devices: int) -> Layout:
     Raises:
       LayoutError: a mesh that needs more, or a -1 that they do not fill.
     """
-    there = dataclasses.replace(layout)
-    there.__dict__["sizes"] = resolve_sizes(parse_mesh(layout.mesh), devices, layout.mesh)
-    return there
+    return layout.abstract(devices)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the hardware file, as my.json")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of a CPU that is busy with other work, count this process's own"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.plan.microbench import microbench
     from jaxscale.train.report import WIDTH
 
-    found = microbench(quick=args.quick, say=lambda what: print(what, file=sys.stderr))
+    found = microbench(quick=args.quick, cpu_time=args.cpu_time, say=lambda what: print(what, file=sys.stderr))
     if args.json:
         print(json.dumps(found.to_json(), indent=2))
     else:

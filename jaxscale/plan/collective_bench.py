@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -92,6 +93,7 @@ def sweep(
     kinds: Sequence[str] = KINDS,
     counts: Sequence[int] | None = None,
     rounds: int = 7,
+    timer: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Sample]:
     """Times collectives on the devices here.
@@ -100,7 +102,7 @@ def sweep(
       payloads: bytes of each message; rounded up to what divides into the devices.
       kinds: of `KINDS`.
       counts: numbers of devices, of which the first so many take part; all of them by default.
-      rounds: as `clock`.
+      rounds, timer: as `clock`.
       say: told what is being timed.
 
     Raises:
@@ -116,18 +118,18 @@ def sweep(
         mesh = Mesh(np.array(jax.devices()[:count]), (_AXIS,), axis_types=(AxisType.Auto,))
         for kind in kinds:
             say(f"{kind} of {count} devices")
-            found += [_sample(kind, mesh, payload, rounds) for payload in payloads]
+            found += [_sample(kind, mesh, payload, rounds, timer) for payload in payloads]
     return found
 
 
-def _sample(kind: str, mesh: Mesh, payload: int, rounds: int) -> Sample:
+def _sample(kind: str, mesh: Mesh, payload: int, rounds: int, timer: Callable[[], float]) -> Sample:
     count = mesh.size
     each = 4 * count * math.ceil(payload / (4 * count))  # floats that every device cuts into as many pieces
     given = each // count if kind == "all-gather" else each
     spec = PartitionSpec(_AXIS)
     x = jax.jit(lambda: jnp.ones((count, given // 4), jnp.float32), out_shardings=NamedSharding(mesh, spec))()
     fn = jax.jit(jax.shard_map(_run(kind, count), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    timing = clock(fn, x, rounds=rounds)
+    timing = clock(fn, x, rounds=rounds, timer=timer)
     return Sample(kind, count, each, timing.seconds, timing.spread)
 
 

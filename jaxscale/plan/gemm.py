@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -141,18 +142,27 @@ def shapes(count: int, largest: int, *, smallest: int = 16, seed: int = 0) -> li
     return [(int(m), int(n), int(k)) for m, n, k in np.maximum(np.round(drawn / step), 1) * step]
 
 
-def measure(sizes: Iterable[tuple[int, int, int]], dtype: str, *, rounds: int = 7) -> list[Gemm]:
+def measure(
+    sizes: Iterable[tuple[int, int, int]],
+    dtype: str,
+    *,
+    rounds: int = 7,
+    timer: Callable[[], float] = time.perf_counter,
+) -> list[Gemm]:
     """Times products, each of the devices here at work on one of its own.
 
     Args:
       sizes: m, n, k of each.
       dtype: of both matrices; products are accumulated and given in float32 for "float8_*", int32 for "int8".
-      rounds: as `clock`.
+      rounds, timer: as `clock`.
     """
-    return [Gemm(*size, dtype, t.fastest, t.spread) for size in sizes for t in [time_product(*size, dtype, rounds)]]
+    times = ((size, time_product(*size, dtype, rounds, timer)) for size in sizes)
+    return [Gemm(*size, dtype, t.fastest, t.spread) for size, t in times]
 
 
-def time_product(m: int, n: int, k: int, dtype: str, rounds: int = 7) -> Timing:
+def time_product(
+    m: int, n: int, k: int, dtype: str, rounds: int = 7, timer: Callable[[], float] = time.perf_counter
+) -> Timing:
     """Times one size of product on every device here at once."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("device",), axis_types=(AxisType.Auto,))
@@ -166,7 +176,7 @@ def time_product(m: int, n: int, k: int, dtype: str, rounds: int = 7) -> Timing:
     fill = jax.jit(
         lambda a, b: (jnp.full((count, m, k), a, kind), jnp.full((count, k, n), b, kind)), out_shardings=each
     )
-    return clock(jax.jit(product, out_shardings=each), *fill(1, 2), rounds=rounds)
+    return clock(jax.jit(product, out_shardings=each), *fill(1, 2), rounds=rounds, timer=timer)
 
 
 def split(gemms: Sequence[Gemm], *, held_out: float = 1 / 3, seed: int = 0) -> tuple[list[Gemm], list[Gemm]]:

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxscale.errors import ConfigError
 from jaxscale.hardware import Chip, Link, chip_of
 from jaxscale.plan import collective_bench, gemm
-from jaxscale.plan.clock import STEADY, clock
+from jaxscale.plan.clock import STEADY, clock, own_time
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -37,6 +39,7 @@ class Effort:
       host: bytes to and from the host.
       messages: payloads of collectives, bytes.
       rounds: repeats of each.
+      timer: what tells the seconds: of the wall, or `own_time`.
     """
 
     products: tuple[int, ...]
@@ -47,6 +50,7 @@ class Effort:
     host: int
     messages: tuple[int, ...]
     rounds: int
+    timer: Callable[[], float] = time.perf_counter
 
 
 _KIB, _MIB = 2**10, 2**20
@@ -147,20 +151,31 @@ class Microbench:
 
 
 def microbench(
-    *, quick: bool = False, effort: Effort | None = None, say: Callable[[str], None] = lambda _: None
+    *,
+    quick: bool = False,
+    cpu_time: bool = False,
+    effort: Effort | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Microbench:
     """Measures products, copies, transfers to the host and collectives on all devices here, all at work at once.
 
     Args:
       quick: fewer sizes and repeats, and no model of products.
+      cpu_time: count this process's own work instead of the wall's seconds, on a CPU that other work keeps busy.
       effort: what to measure, in place of the platform's own.
       say: told what is being measured.
 
     Returns:
       the measurements and a hardware file whose rates are those of one device.
+
+    Raises:
+      ConfigError: `cpu_time` of an accelerator.
     """
     platform = jax.default_backend()
+    if cpu_time and platform != "cpu":
+        raise ConfigError(f"--cpu-time counts the work of a CPU, and this is a {platform}; leave it out")
     effort = effort or EFFORTS["cpu" if platform == "cpu" else "gpu", quick]
+    effort = dataclasses.replace(effort, timer=own_time) if cpu_time else effort
     rows: list[Row] = []
     flops, fitted, fits = _products(effort, rows, say)
     copies = _copies(effort, rows, say)
@@ -171,7 +186,7 @@ def microbench(
     count = jax.device_count()
     how = (
         f"jaxscale microbench, {datetime.date.today()}, jax {jax.__version__}, {count} {device.device_kind} device(s) "
-        "at work together"
+        f"at work together{', seconds of its own work' if cpu_time else ''}"
     )
     usable = (device.memory_stats() or {}).get("bytes_limit")
     memory = known.memory if known else usable or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
@@ -216,12 +231,13 @@ def _products(
         say(f"products of {dtype}")
         name = "float8" if dtype.startswith("float8") else dtype
         for size in effort.products:
-            timing = gemm.time_product(size, size, size, dtype, effort.rounds)
+            timing = gemm.time_product(size, size, size, dtype, effort.rounds, effort.timer)
             rate = 2 * size**3 / timing.seconds
             rows.append(Row(f"{dtype} product", f"{size}³", timing.seconds, rate, "FLOP/s", timing.spread))
             flops[name] = max(rate, flops.get(name, 0.0))
         if effort.shapes:
-            measured = gemm.measure(gemm.shapes(effort.shapes, effort.largest), dtype, rounds=effort.rounds)
+            sizes = gemm.shapes(effort.shapes, effort.largest)
+            measured = gemm.measure(sizes, dtype, rounds=effort.rounds, timer=effort.timer)
             seen, unseen = gemm.split(measured)
             model = gemm.fit(seen, cores=cores)
             fits[name], fitted[name] = gemm.score(model, unseen), model.to_json()
@@ -237,7 +253,7 @@ def _copies(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list
     each = NamedSharding(mesh, PartitionSpec("device"))
     for size in effort.copies:
         x = jax.jit(lambda size=size: jnp.ones((count, size // 4), jnp.float32), out_shardings=each)()
-        timing = clock(jax.jit(jnp.negative, out_shardings=each), x, rounds=effort.rounds)
+        timing = clock(jax.jit(jnp.negative, out_shardings=each), x, rounds=effort.rounds, timer=effort.timer)
         rate = 2 * size / timing.seconds
         rows.append(Row("copy", f"{size / _MIB:g} MiB", timing.seconds, rate, "B/s", timing.spread))
         found.append([size, rate])
@@ -250,11 +266,13 @@ def _host(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> float:
     device = jax.local_devices()[0]
     there = np.ones(effort.host // 4, np.float32)
     # A CPU's device would take the host's own array without a copy, and give its own; an array read once is kept.
-    put = clock(lambda: jax.device_put(there, device, may_alias=False), rounds=effort.rounds, least=0)
+    timer = time.process_time if effort.timer is own_time else effort.timer  # one thread copies
+    options: dict[str, Any] = {"rounds": effort.rounds, "least": 0, "timer": timer}
+    put = clock(lambda: jax.device_put(there, device, may_alias=False), **options)
     most = 2 * effort.rounds
     arrays = iter([jax.device_put(there, device, may_alias=False) for _ in range(most + 2)])
     pull = np.array if device.platform == "cpu" else np.asarray
-    got = clock(lambda: pull(next(arrays)), rounds=effort.rounds, least=0, most=most)
+    got = clock(lambda: pull(next(arrays)), most=most, **options)
     rates = []
     for what, timing in (("host to device", put), ("device to host", got)):
         rates.append(effort.host / timing.seconds)
@@ -265,7 +283,7 @@ def _host(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> float:
 def _links(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list[collective_bench.LinkFit]:
     if jax.device_count() == 1:
         return []
-    found = collective_bench.sweep(effort.messages, rounds=effort.rounds, say=say)
+    found = collective_bench.sweep(effort.messages, rounds=effort.rounds, timer=effort.timer, say=say)
     rows += [Row(s.kind, f"{s.payload / _KIB:g} KiB", s.seconds, s.rate, "B/s", s.spread) for s in found]
     return collective_bench.fit(found)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,11 +16,12 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import chip, topology
 from jaxscale.layout import MESH_AXES
 from jaxscale.plan import collective_bench, gemm, microbench
-from jaxscale.plan.clock import clock
+from jaxscale.plan.clock import clock, own_time
 from jaxscale.plan.collectives import KINDS, collectives
 from jaxscale.plan.microbench import Effort, bandwidth_at
 from tests.truth.errors import raises_saying
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = Effort((64,), ("float32", "bfloat16"), 0, 0, (2**16, 2**18), 2**16, (2**10, 2**12, 2**14), 2)
 TRUE = gemm.GemmModel(100e12, 0.3e12, 5e-6, 8.0, (128, 128, 32), 132, 2)
 
@@ -164,3 +167,25 @@ def test_the_command_writes_a_hardware_file(measured, monkeypatch, tmp_path, cap
     assert json.loads(capsys.readouterr().out)["hardware"] == json.loads(path.read_text())
     assert main(["microbench", "--out", "my.txt"]) == 2
     assert "ends in .json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype, error", [("float32", 0.097), ("bfloat16", 0.137)])
+def test_measured_products_are_predicted_as_the_experiment_says(dtype, error):
+    found = json.loads((ROOT / "experiments/gemm_model/cpu.json").read_text())["dtypes"][dtype]["products"]
+    seen, unseen = gemm.split([gemm.Gemm(**g) for g in found])
+    scored = gemm.score(gemm.fit(seen), unseen)
+    assert scored.mean_error == pytest.approx(error, abs=0.002) and scored.r2 > 0.975
+
+
+def test_the_time_of_ones_own_work_is_a_cpus():
+    assert microbench.EFFORTS["gpu", False].timer is time.perf_counter
+    before = own_time()
+    time.sleep(0.05)
+    assert own_time() - before < 0.04  # sleeping is no work
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_an_accelerators_work_is_not_counted_in_cpu_time(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with raises_saying(ConfigError, "--cpu-time", backend):
+        microbench.microbench(cpu_time=True)

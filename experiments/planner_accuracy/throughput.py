@@ -18,16 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import megatron
+
 import jaxscale.hardware
 from jaxscale.hardware import Topology, read_chip, topology
 from jaxscale.layout import Layout
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.nn import GELU, LayerNorm, MemoryPolicy, RingAttention, RMSNorm, Rotary, SwiGLU, flash_attention
-from jaxscale.plan.collectives import Collective
-from jaxscale.plan.communication import predict, sized
-from jaxscale.plan.memory import estimate
 from jaxscale.plan.roofline import StepTime, Work, step_time
-from jaxscale.plan.work import work_of
 from jaxscale.train import TrainConfig
 
 HERE = Path(__file__).parent
@@ -102,54 +100,12 @@ def runs() -> Iterator[Run]:
 def run_of(fields: dict[str, Any], sizes: dict[str, Any]) -> Run:
     """A published run as a step of ours."""
     config, there = config_of(fields, sizes), topology(fields["topology"])
-    ours = _work(config, there)
+    ours = megatron.work(config, there)
     system = SYSTEMS.get(fields["name"].split("-")[0])
     return Run(fields, config, ours if system is None else system(config, there), ours, there)
 
 
-def _work(config: TrainConfig, there: Topology) -> Work:
-    assert config.layout is not None
-    layout = sized(config.layout, there.devices)
-    work = work_of(config, layout, estimate(config, there), predict(config, there))
-    return dataclasses.replace(work, crosses=layout.across)
-
-
-def _megatron(config: TrainConfig, there: Topology) -> Work:
-    """A step as Megatron Core goes about it: the work of its fullest stage, the one with the head.
-
-    Unlike ours, a stage keeps what its forward pass made, takes its turns without waiting for the others', has one end
-    of the vocabulary to itself, sums gradients over replicas once a step, and runs products beside the sums over
-    `tensor` (Narayanan et al. 2021; Megatron-LM's README: --overlap-grad-reduce, --tp-comm-overlap).
-    """
-    layout = sized(config.layout, there.devices)
-    stages, chunks = layout.stages, layout.schedule.chunks_per_stage
-    parts = layout.schedule.microbatches if stages > 1 else config.accumulate
-    model = dataclasses.replace(config.model, depth=config.model.depth // stages)
-    mesh = ",".join(part for part in layout.mesh.split(",") if not part.startswith("pipeline"))
-    alone = dataclasses.replace(layout, mesh=mesh, pipeline=None)
-    one = dataclasses.replace(config, model=model, layout=alone, accumulate=parts)
-    work = _work(one, dataclasses.replace(there, shape=(there.shape[0], there.shape[1] // stages or 1)))
-    once = [
-        dataclasses.replace(c, times=c.times // parts)
-        if c.name.startswith("gradient of") and set(c.axes) <= {"data", "context"}
-        else c
-        for c in work.collectives
-    ]
-    sizes, z = layout.sizes, model.sizes
-    rows = config.batch_size // parts // sizes["data"]
-    stream = 2 * rows * config.seq_len * z.width // (sizes["context"] * sizes["tensor"])
-    sent = Collective("collective-permute", ("pipeline",), stages, stream, 2 * parts * chunks)
-    idle = (stages - 1) / (chunks * parts)
-    return dataclasses.replace(
-        work,
-        collectives=(*once, *([sent] if stages > 1 else [])),
-        sizes=sizes,
-        bubble=idle / (1 + idle),
-        hidden=("tensor",),
-    )
-
-
-SYSTEMS: dict[str, Callable[[TrainConfig, Topology], Work]] = {"nemo": _megatron}
+SYSTEMS: dict[str, Callable[[TrainConfig, Topology], Work]] = {"nemo": megatron.work_of_stage}
 """Systems that go about a step otherwise than ours, by the first word of their runs' names."""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from jaxscale.hardware import chip, chips, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.nn import MemoryPolicy
@@ -36,3 +39,22 @@ def test_a_run_names_its_source_its_model_and_a_layout_of_ours(name):
     rows = math.prod(sizes.get(a, 1) for a in ("data", "fsdp")) * ours["accumulate"]
     microbatches = layout.schedule.microbatches if ours["pipeline"] else 1
     assert run["global_batch"] == run["micro_batch"] * rows * microbatches
+    assert math.prod(sizes.values()) == topology(run["topology"]).devices
+
+
+@pytest.mark.parametrize("name", chips())
+def test_constants_are_fitted_on_runs_for_fitting_alone(name):
+    said = chip(name).sources.get("efficiency", "")
+    assert bool(said) == bool(chip(name).efficiency)
+    runs = re.findall(r"[a-z]+(?:-[a-z0-9]+){3,}", said)
+    assert set(runs) <= set(FILES["split"]["fit"])
+    assert all(RUNS[run][1]["topology"].startswith(name + ":") for run in runs)
+
+
+@pytest.mark.parametrize("name", ["maxtext-v5p-64b-1x128", "nemo-h100-llama3-8b-64", "torchtitan-a100-llama3-70b-64"])
+def test_a_held_out_run_is_predicted_from_its_configuration(name, monkeypatch):
+    """Within a quarter: the experiment's tables say how closely; here, that nothing between is broken."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    file, run = RUNS[name]
+    assert name in FILES["split"]["held_out"]
+    assert 0.75 < importlib.import_module("throughput").run_of(run, file["models"][run["model"]]).ratio() < 1.25

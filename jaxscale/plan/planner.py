@@ -241,7 +241,7 @@ def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:
     except jax.errors.JaxRuntimeError as e:
         return Compiled(bytes_wanted(e), None, time.perf_counter() - began)
     seconds = time.perf_counter() - began
-    found = tuple(collectives(program, work.sizes))
+    found = tuple(collectives(program, work.sizes, work.crosses))
     return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=found), there), seconds)
 
 

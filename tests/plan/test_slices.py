@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import jaxscale as js
 from jaxscale.errors import LayoutError
-from jaxscale.plan import compile_for, topology_devices
+from jaxscale.plan import compile_for, plan_for, topology_devices
 from jaxscale.plan.collectives import collectives
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
@@ -80,3 +80,18 @@ def test_the_axis_over_slices_is_a_mesh_axis():
 def test_slices_are_of_tpus(name, words):
     with raises_saying(LayoutError, *words):
         topology_devices(name)
+
+
+def test_a_plan_over_slices_says_what_its_compiled_step_sends_between_them():
+    config = js.TrainConfig(
+        model=js.models.Transformer.Config(depth=1, width=128, heads=1, vocab=128, dtype="bfloat16"),
+        layout=js.Layout("data=2,fsdp=4", across="data"), batch_size=8, seq_len=32, prompt=None,
+    )  # fmt: skip
+    plan = plan_for(config, TWO, compile="always")
+    between = {t.axes: t for t in plan.step.traffic if "data" in t.axes}
+    compiled = {t.axes: t for t in plan.compiled.step.traffic if "data" in t.axes}
+    assert {t.link for t in (*between.values(), *compiled.values())} == {"dcn"}
+    # a quarter of the gradients each, summed over two slices; the compiler sends some scalars besides
+    weights = sum(i.nbytes for i in jax.tree.leaves(js.train.describe_model(config.model)[1])) / 4
+    assert between["data",].sent == pytest.approx(weights, rel=0.05)
+    assert compiled["data",].sent == pytest.approx(weights, rel=0.1)

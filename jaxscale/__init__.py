@@ -15,13 +15,26 @@ from typing import TYPE_CHECKING, Any
 from jaxscale.version import __version__
 
 if TYPE_CHECKING:
-    from jaxscale import config, data, errors, infer, layout, models, nn, optim, parallel, plan, train
+    from jaxscale import config, data, errors, hardware, infer, layout, models, nn, optim, parallel, plan, train
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
     from jaxscale.train import Run, TrainConfig
     from jaxscale.train.loop import fit
 
-_ROOMS = ("config", "data", "errors", "infer", "layout", "models", "nn", "optim", "parallel", "plan", "train")
+_ROOMS = (
+    "config",
+    "data",
+    "errors",
+    "hardware",
+    "infer",
+    "layout",
+    "models",
+    "nn",
+    "optim",
+    "parallel",
+    "plan",
+    "train",
+)
 _NAMES = {
     "Layout": "layout",
     "Rules": "layout",
@@ -47,6 +60,7 @@ __all__ = [
     "errors",
     "explain",
     "fit",
+    "hardware",
     "infer",
     "init_distributed",
     "layout",

@@ -44,5 +44,18 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 def test_no_function_hides_a_room():
     import types
 
-    rooms = ("config", "data", "errors", "infer", "layout", "models", "nn", "optim", "parallel", "plan", "train")
+    rooms = (
+        "config",
+        "data",
+        "errors",
+        "hardware",
+        "infer",
+        "layout",
+        "models",
+        "nn",
+        "optim",
+        "parallel",
+        "plan",
+        "train",
+    )
     assert all(isinstance(getattr(js, room), types.ModuleType) for room in rooms)

@@ -79,7 +79,7 @@ def collectives(compiled: Any, sizes: Mapping[str, int], across: str | None = No
     Raises:
       LayoutError: the program's groups of devices are of another mesh, or it goes over slices and `across` is missing.
     """
-    program = _Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes, across)
+    program = Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes, across)
     return list(program.walk(program.entry, 1, True, "", ""))
 
 
@@ -100,27 +100,31 @@ def array_bytes(text: str) -> int:
     return -(-bits // 8)
 
 
-class _Program:
-    """An HLO module's text, its computations by name."""
+class Program:
+    """An HLO module's text: its computations by name, the instructions of each in order, and which is the root."""
 
     def __init__(self, text: str, sizes: Mapping[str, int], across: str | None = None):
         self.across = across
         self.names, self.shape = tuple(sizes), tuple(sizes.values())
         self.computations: dict[str, list[str]] = {}
         self.made: dict[str, str] = {}
-        self.entry = ""
+        self.order: dict[str, list[str]] = {}
+        self.roots: dict[str, str] = {}
+        self.header, self.entry = text.partition("\n")[0], ""
         self.tables: dict[str, dict[int, str]] = defaultdict(dict)
         body: list[str] | None = None
-        table = ""
+        inside = table = ""
         for line in text.splitlines():
             if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([^\s(]+) ?\(.*->", line)):
-                body = self.computations.setdefault(head[2], [])
+                inside, body = head[2], self.computations.setdefault(head[2], [])
                 self.entry = head[2] if head[1] else self.entry
             elif line.startswith("}"):
                 body = None
-            elif body is not None and (op := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)):
-                body.append(op[2])
-                self.made[op[1]] = op[2]
+            elif body is not None and (op := re.match(r"\s+(ROOT )?%?([\w.-]+) = (.*)", line)):
+                body.append(op[3])
+                self.made[op[2]] = op[3]
+                self.order.setdefault(inside, []).append(op[2])
+                self.roots.update({inside: op[2]} if op[1] else {})
             elif body is None and re.fullmatch(r"[A-Z]\w+", line):
                 table = line
             elif body is None and (row := re.match(r"(\d+) (.*)", line)):
@@ -150,9 +154,9 @@ class _Program:
     ) -> Collective:
         kind = op[1].removeprefix("ragged-")
         operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
-        given = sum(array_bytes(_type(self.made[o])) for o in operands)
+        given = sum(array_bytes(type_of(self.made[o])) for o in operands)
         if op[1].startswith("ragged"):  # what there is, where to put what comes, and sizes: no more than either has
-            given = min(array_bytes(_type(self.made[o])) for o in operands[:2])
+            given = min(array_bytes(type_of(self.made[o])) for o in operands[:2])
         pairs: list[list[int]] = []
         if listed := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
             pairs = [[int(i) for i in re.findall(r"\d+", p)] for p in listed[1].split("},")]
@@ -172,7 +176,7 @@ class _Program:
             certain,
             ring,
             name[1] if name else "",
-            self._source(line) or self._source(caller),
+            self.source(line) or self.source(caller),
             tuple((a, b) for a, b in pairs),
         )
 
@@ -182,7 +186,7 @@ class _Program:
             raise LayoutError("the program goes over several slices; say which axis does, as across=layout.across")
         kind, slices = transfer[3].lower().replace("_", "-"), len(transfer[2].split(","))
         kind = "collective-permute" if kind == "one-to-one" else kind
-        given = array_bytes(_type(self.made[transfer[1]]))
+        given = array_bytes(type_of(self.made[transfer[1]]))
         name = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', caller)
         return Collective(
             kind,
@@ -192,7 +196,7 @@ class _Program:
             times,
             certain,
             name=name[1] if name else "",
-            source=self._source(line) or self._source(caller),
+            source=self.source(line) or self.source(caller),
         )
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:
@@ -255,7 +259,7 @@ class _Program:
         differs = np.any([p.min(0) != p.max(0) for p in places], axis=0)
         return tuple(n for n, d in zip(self.names, differs, strict=True) if d), max(map(len, groups))
 
-    def _source(self, line: str) -> str:
+    def source(self, line: str) -> str:
         """The innermost line of a person's code: not of an installed package, nor of ours below the models."""
         if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
             return f"{plain[1]}:{plain[2]}"
@@ -278,7 +282,7 @@ _PLUMBING = ("site-packages", "jaxscale/layout/", "jaxscale/parallel/", "jaxscal
 """What multiplies and lays things out for everybody: its caller is who asked."""
 
 
-def _type(instruction: str) -> str:
+def type_of(instruction: str) -> str:
     """The type that an instruction's text begins with."""
     if not instruction.startswith("("):
         return instruction.split(" ", 1)[0]

@@ -188,15 +188,17 @@ class _Place:
 
 
 def scopes_of(name: str) -> str:
-    """The named scopes in what JAX calls an operation, without the transformations that stand around them.
+    """The named scopes in what JAX calls an operation, without transformations and control flow around them.
 
     `jnp.einsum` names its own after its formula, which is no module.
     """
-    return "/".join(p for p in _WRAPPED.sub("", name).split("/") if p and "->" not in p)
+    parts = _WRAPPED.sub("", re.sub(r"\bjit\([^()]*\)", "", name)).split("/")
+    return "/".join(p for p in parts if p and "->" not in p and not _CONTROL.fullmatch(p))
 
 
 _AGAIN = "rematted_computation"
 _WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
+_CONTROL = re.compile(r"while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|eval_jaxpr")
 _ORDER = ("other", "forward", "backward", "recomputed")
 
 

@@ -30,6 +30,10 @@ class RunError(JaxscaleError, RuntimeError):
     """A run folder or a training run that cannot go on."""
 
 
+class OutOfMemory(JaxscaleError, MemoryError):
+    """A step that does not fit the devices' memory; its message tells what takes it, and what would help."""
+
+
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Ends an error message: `; did you mean 'fsdp'?`, or the list of known words when none is near."""
     known = sorted(set(known))

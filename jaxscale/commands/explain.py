@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +13,37 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "explain",
-        help="show where every tensor lives, and why",
+        help="show where every tensor lives, and why; what a step computes, holds and sends",
         description="Prints the tensor table of a gin file or a run: shape, logical axes, spec, bytes per device and "
-        "the rules that fired; then which loss and which attention kernel run. Nothing is compiled and no device is "
-        "needed.",
+        "the rules that fired; which loss and which kernels run; FLOPs by module. Nothing is compiled and no device is "
+        "needed.\nWith --topology or --compile the step is compiled, and its memory is told by tensor and its "
+        "collectives by source line.\n\n"
+        '  jaxscale explain experiments/demo.gin --mesh "fsdp=8"\n'
+        "  jaxscale explain experiments/demo.gin --devices 8 --compile\n"
+        '  jaxscale explain experiments/demo.gin --mesh "fsdp=4" --topology v5e:2x2 --json',
         formatter_class=TEXT,
     )
     config_arguments(parser)
+    parser.add_argument(
+        "--topology", metavar="NAME", help="compile for hardware that need not be here, as v5p:8x8x8 or h200:8"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile for the devices of this machine")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    from rich.console import Console
-
+    from jaxscale.commands.plan import show
     from jaxscale.plan import explain
-    from jaxscale.train.report import WIDTH
+
+    if args.topology is not None:
+        import jax
+
+        # what is not here is compiled for without asking for what is
+        jax.config.update("jax_platforms", "cpu")
 
     path = Path(args.config) if args.config else None
     own = path / "config.gin" if path is not None and path.is_dir() else None
-    found = explain(load(own, args, bindings))
-    if args.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(found)
+    show(explain(load(own, args, bindings), args.topology, compile=args.compile), args.json)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -74,40 +75,40 @@ def compile_for(
         return compile_lowered(jitted.lower(*jax.tree.map(place, args)), used)
 
 
-def compile_step(config: TrainConfig, topology: str) -> Any:
+def compile_step(config: TrainConfig, topology: str | None) -> Any:
     """Compiles the training step of a run for hardware that is not here, exactly as `fit` would there.
 
     Args:
       config: the run's settings; its layout is laid over the topology. Its data is not opened.
-      topology: as for `topology_devices`.
+      topology: as for `topology_devices`; `None` is this machine.
 
     Returns:
       a `jax.stages.Compiled` of `(state, batch) -> (state, metrics)`.
 
     Raises:
-      ConfigError: the run has no layout.
+      ConfigError: the run has no layout, and hardware that is not here.
       LayoutError: as `compile_for`, or naming a tensor that cannot be laid out.
       jax.errors.JaxRuntimeError: the step does not fit the hardware's memory.
     """
-    if config.layout is None:
-        raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
-    devices = topology_devices(topology)
-    config = dataclasses.replace(config, layout=config.layout.on(devices))
-    assert config.layout is not None
+    devices = None if topology is None else topology_devices(topology)
+    if devices is not None:
+        if config.layout is None:
+            raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
+        config = dataclasses.replace(config, layout=config.layout.on(devices))
     blueprint, schedule = blueprint_of(config)
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
-    batch = abstract_batch(config)
     loss_and_grads = make_loss_and_grads(
         blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
     )
     step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule), blueprint, sharding)
-    with config.layout:
-        state = jax.tree.map(
-            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-            blueprint.abstract_state(),
-            blueprint.shardings(),
-        )
-        return compile_lowered(step.lower(state, batch), devices)
+    with config.layout if config.layout is not None else contextlib.nullcontext():
+        state: Any = blueprint.abstract_state()
+        if config.layout is not None:
+            state = jax.tree.map(
+                lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, blueprint.shardings()
+            )
+        lowered = step.lower(state, abstract_batch(config))
+        return lowered.compile() if devices is None else compile_lowered(lowered, devices)
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:

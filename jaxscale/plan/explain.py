@@ -1,14 +1,26 @@
-"""What a run will do, before it does it: where its tensors live, which loss and which attention it takes."""
+"""What a run will do, before it does it: its tensors, FLOPs and kernels, and what its compiled step holds and sends."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.layout import TensorRow, describe
+import jax
+
+import pallas_kernels
+from jaxscale.hardware import topology as hardware
+from jaxscale.layout import Layout, TensorInfo, TensorRow, describe
 from jaxscale.optim import check_state, state_infos
+from jaxscale.plan.collectives import collectives
+from jaxscale.plan.communication import sized
+from jaxscale.plan.compile import compile_step
+from jaxscale.plan.flops import Flops, of_step
+from jaxscale.plan.program_memory import ProgramBuffer, ProgramMemory, dims_key, program_memory, weight_shapes
+from jaxscale.plan.remedies import out_of_memory_said
 from jaxscale.plan.shown import Shown
+from jaxscale.plan.traffic import Traffic, traffic
 from jaxscale.train import Blueprint, Run, TrainConfig, blueprint_of, is_pipelined, pipelined
 
 if TYPE_CHECKING:
@@ -16,62 +28,162 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiled step holds and sends.
+
+    Args:
+      where: what it was compiled for.
+      traffic: its collectives, what sends most first.
+      memory: what a device holds at its fullest.
+      activations: bytes of the activations there, by the names that memory policies have for them; "other" has none.
+    """
+
+    where: str
+    traffic: tuple[Traffic, ...]
+    memory: ProgramMemory
+    activations: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation(Shown):
-    """Where every tensor of a run lives and why; prints as tables, in a terminal or a notebook.
+    """Where every tensor of a run lives and why, and what its step does; prints as tables, here or in a notebook.
 
     Args:
       layout: the layout, in words.
       params: a row per parameter.
-      state_bytes_per_device: of the optimizer's state, by the rules for it.
+      gradients: a row per gradient, by the rules for them.
+      state: a row per array of the optimizer's state, by the rules for it.
+      state_bytes_per_device: of all of those.
       loss: which one runs, in words.
       attention: the attention kernel, by name; "" for a model that has none to choose.
+      kernels: which implementation of each op is chosen for this hardware and why, a sentence each.
+      flops: of a step, whole machine.
+      compiled: what the compiled step holds and sends, if it was compiled.
       notes: what else to know, such as which state keeps 32 bits and why, or what stages cost, a sentence each.
     """
 
     layout: str
     params: tuple[TensorRow, ...]
+    gradients: tuple[TensorRow, ...]
+    state: tuple[TensorRow, ...]
     state_bytes_per_device: int
     loss: str
     attention: str
+    kernels: tuple[str, ...]
+    flops: Flops
+    compiled: Compiled | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self) | {"flops": self.flops.to_json()}
+        if self.compiled is not None:
+            found["compiled"]["memory"]["groups"] = self.compiled.memory.groups
+        return found
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from jaxscale.train.report import human_bytes, tensor_table
+        from jaxscale.plan.explain_tables import explanation_tables
 
-        yield tensor_table(f"parameters, laid out {self.layout}", self.params, why=True)
-        yield f"optimizer state: {human_bytes(self.state_bytes_per_device)} per device"
-        yield f"loss: {self.loss}"
-        if self.attention:
-            yield f"attention: {self.attention}"
-        yield from self.notes
+        yield from explanation_tables(self)
 
 
-def explain(run: Run | TrainConfig) -> Explanation:
-    """Explains a run, or the settings of one that has not started; needs no devices.
+def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: bool = False) -> Explanation:
+    """Explains a run, or the settings of one that has not started; needs no devices unless it compiles for them.
 
     Args:
       run: a run or its settings.
+      topology: hardware that need not be here, as "v5p:8x8x8": the step is compiled for it, and read.
+      compile: without a topology, compile for the devices of this machine.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out.
+      LayoutError: naming the tensor that cannot be laid out, or unknown hardware.
+      OutOfMemory: the step does not fit; says what takes how much, and what would help.
     """
     config = run if isinstance(run, TrainConfig) else run.config
-    blueprint, _ = blueprint_of(config)
-    if config.layout is not None:
-        check_state(blueprint.tx, blueprint.infos, config.layout)
-    state = describe(state_infos(blueprint.tx, blueprint.infos), config.layout, "opt_state")
+    there = None if topology is None else hardware(topology)
+    if there is not None and config.layout is not None:
+        layout: Layout | None = sized(config.layout, there.devices)
+    else:
+        layout = config.layout
+    blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
+    if layout is not None:
+        check_state(blueprint.tx, blueprint.infos, layout)
+    state = tuple(describe(state_infos(blueprint.tx, blueprint.infos), layout, "opt_state"))
+    before = set(pallas_kernels.chosen())
+    flops = of_step(config, there.devices if there else None, kind=there.chip.kinds[0] if there else None)
+    compiled = _compiled(config, topology, blueprint, layout) if topology is not None or compile else None
     return Explanation(
-        "on one device" if config.layout is None else str(config.layout),
-        tuple(describe(blueprint.infos, config.layout)),
+        "on one device" if layout is None else str(layout),
+        tuple(describe(blueprint.infos, layout)),
+        tuple(describe(blueprint.infos, layout, "grads")),
+        state,
         sum(r.bytes_per_device for r in state),
         config.loss.describe(config.model.vocab),
         _called(getattr(config.model, "attention", None)),
+        tuple(dict.fromkeys(str(c) for c in pallas_kernels.chosen() if c not in before)),
+        flops,
+        compiled,
         (*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)),
     )
+
+
+def _compiled(config: TrainConfig, topology: str | None, blueprint: Blueprint, layout: Layout | None) -> Compiled:
+    with out_of_memory_said(config, topology):
+        program = compile_step(config, topology)
+    where = topology or f"{jax.device_count()} device(s) of this machine ({jax.devices()[0].device_kind})"
+    sizes = {} if layout is None else layout.sizes
+    found = traffic(collectives(program, sizes)) if sizes else ()
+    memory = program_memory(program, weight_shapes(blueprint.infos, layout))
+    return Compiled(where, found, memory, _by_tensor(memory, config, layout))
+
+
+_WHERE = {
+    "norm": ("norm",),
+    "qkv": ("attn/qkv",),
+    "scores": ("attn/mix",),
+    "attn_out": ("attn/mix",),
+    "lse": ("attn/mix",),
+    "residual_mid": ("attn/out", ""),
+    "mlp_up": ("mlp/up", "mlp/experts", "mlp/shared/up"),
+    "mlp_hidden": ("mlp/up", "mlp/experts", "mlp/shared/up"),
+}
+"""A layer's tensors -> the modules that make them, within a block."""
+
+
+def _by_tensor(memory: ProgramMemory, config: TrainConfig, layout: Layout | None) -> dict[str, int]:
+    """Activations by name. Told by shape, and by the module that made them where shapes are alike."""
+    named = getattr(config.model, "activations", None)
+    tensors = {} if named is None else named(config.micro_batch, config.seq_len)
+    shapes: dict[str, set[tuple[int, ...]]] = {
+        name: {dims_key(_local(i, layout)) for i in infos} for name, infos in tensors.items() if name != "unnamed"
+    }
+    found: dict[str, int] = defaultdict(int)
+    for b in memory.buffers:
+        if b.group == "activations":
+            found[_tensor(b, shapes)] += b.bytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _tensor(b: ProgramBuffer, shapes: dict[str, set[tuple[int, ...]]]) -> str:
+    dims = dims_key(int(n) for n in b.shape.partition("[")[2].rstrip("]").split(",") if n)
+    alike = [t for t, known in shapes.items() if any(not _missing(k, dims) for k in known)]
+    placed = [t for t in alike if any(b.name.endswith(where) for where in _WHERE.get(t, ()) if where)]
+    return ", ".join(placed or alike[:1]) or b.name
+
+
+def _missing(known: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    """Whether an array is not one of this shape, nor a stack of such."""
+    rest = list(dims)
+    for n in known:
+        if n not in rest:
+            return True
+        rest.remove(n)
+    return len(rest) > 1
+
+
+def _local(info: TensorInfo, layout: Layout | None) -> tuple[int, ...]:
+    pieces = [1 if layout is None or a is None else layout.split(a) for a in info.axes]
+    return tuple(-(-n // p) for n, p in zip(info.shape, pieces, strict=True))
 
 
 def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:

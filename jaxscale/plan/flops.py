@@ -180,11 +180,13 @@ class _Place:
         """That of an equation here."""
         text = str(eqn.source_info.name_stack)
         scopes = "/".join(filter(None, [self.scopes, scopes_of(text)]))
-        # a derivative's derivative is one; what is made again within it is neither first nor last
-        inner = "recomputed" if _AGAIN in text else "backward" if "transpose(" in text else None
-        inner = inner or ("forward" if "jvp(" in text else None)
-        order = max((self.stage, inner or "other"), key=_ORDER.index)
-        return _Place(scopes, order)
+        return _Place(scopes, max((self.stage, stage_of(text)), key=_ORDER.index))
+
+
+def stage_of(name: str) -> str:
+    """Which of `PASSES` an operation is of, by its name: what is made again within a derivative is that first."""
+    marks = ((_AGAIN, "recomputed"), ("transpose(", "backward"), ("jvp(", "forward"))
+    return next((stage for mark, stage in marks if mark in name), "other")
 
 
 def scopes_of(name: str) -> str:

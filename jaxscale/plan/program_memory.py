@@ -13,14 +13,15 @@ import jax
 from jaxscale.layout import Layout
 from jaxscale.layout.rules import Kind
 from jaxscale.plan.collectives import Program, type_of
-from jaxscale.plan.flops import scopes_of
+from jaxscale.plan.flops import scopes_of, stage_of
+from jaxscale.plan.traffic import module_of, shown_source
 
 GROUPS = ("parameters", "optimizer", "other arguments", "gradients", "activations", "weight copies", "temporaries")
 """Who a buffer belongs to; `temporaries` are cotangents, what is made again, and the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
+class ProgramBuffer:
     """An array in the device's memory.
 
     Args:
@@ -49,7 +50,7 @@ class ProgramMemory:
       host: bytes of arguments, outputs and temporaries in host memory.
     """
 
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[ProgramBuffer, ...]
     moment: str
     total: int
     host: int = 0
@@ -116,7 +117,7 @@ class _Walk:
     def __init__(self, program: Program, weights: Mapping[tuple[int, ...], str]):
         self.program, self.weights = program, weights
 
-    def entry(self) -> tuple[list[Buffer], str]:
+    def entry(self) -> tuple[list[ProgramBuffer], str]:
         """The fullest moment of the whole program, its arguments included."""
         entry = self.program.entry
         given: dict[int, _Value] = {}
@@ -305,27 +306,26 @@ class _Walk:
     def _source(self, text: str) -> str:
         return self.program.source(text)
 
-    def _buffer(self, a: _Array) -> Buffer:
+    def _buffer(self, a: _Array) -> ProgramBuffer:
         shape = re.match(r"\w+\[[\d,]*\]", a.type)
         shown = shape[0] if shape else a.type
         if a.group == "argument":
             path = _path(a.name)
             group = {"params": "parameters", "opt_state": "optimizer"}.get(path.partition("/")[0], "other arguments")
-            return Buffer(group, path, shown, a.bytes)
-        where = scopes_of(a.name.rpartition("/")[0])
+            return ProgramBuffer(group, path, shown, a.bytes)
+        where = module_of(a.name)
         dims = dims_key(int(n) for n in re.findall(r"\d+", shown.partition("[")[2]))
         weight = self.weights.get(dims, "")
-        derived = "transpose(" in a.name or "gradient_norm" in a.name or "optimizer" in a.name
-        made_again = "rematted_computation" in a.name
-        if weight and derived and not made_again:
+        stage, update = stage_of(a.name), re.search(r"\b(gradient_norm|optimizer)\b", a.name)
+        if weight and (stage == "backward" or update):
             group, label = "gradients", weight
         elif weight and re.search(r"(convert_element_type|sharding_constraint|copy|all_gather|^$)[^/]*$", a.name):
             group, label = "weight copies", weight
-        elif "jvp(" in a.name and not derived:
+        elif stage == "forward":
             group, label = "activations", where
         else:
             group, label = "temporaries", where
-        return Buffer(group, label or a.name or "unnamed", shown, a.bytes, a.source)
+        return ProgramBuffer(group, label or a.name or "unnamed", shown, a.bytes, shown_source(a.source))
 
 
 def device_bytes(kind: str) -> int:

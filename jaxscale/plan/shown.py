@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Shown:
@@ -12,11 +16,26 @@ class Shown:
         return self._repr_mimebundle_()["text/plain"]
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        from rich.console import Console
+        console = _recorded(self)
+        html = console.export_html(inline_styles=True, code_format=_HTML, clear=False)
+        return {"text/plain": console.export_text(), "text/html": html}
 
-        from jaxscale.train.report import WIDTH
 
-        # into a string even in a notebook, where it would print on the way
-        console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
-        console.print(self)
-        return {"text/plain": console.export_text(clear=False), "text/html": console.export_html(inline_styles=True)}
+_HTML = '<pre style="line-height: normal; overflow-x: auto; font-family: monospace">{code}</pre>'
+"""Without colours of its own, so that it is as readable on a dark page as on a light one."""
+
+
+def text_of(table: Any) -> str:
+    """A rich table as text."""
+    return _recorded(table).export_text()
+
+
+def _recorded(what: Any) -> Console:
+    from rich.console import Console
+
+    from jaxscale.train.report import WIDTH
+
+    # into a string even in a notebook, where it would print on the way
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
+    console.print(what)
+    return console

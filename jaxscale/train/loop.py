@@ -170,7 +170,7 @@ class _Loop:
         self.spent, self.timed = 0.0, 0
         for done in range(first, config.steps):
             now = done + 1
-            with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now):
+            with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._memory_said():
                 state, metrics = self.step(state, self._place(done))
             pending.append((now, metrics))
             stopping = self._stopping(now)
@@ -190,6 +190,18 @@ class _Loop:
             if stopping:
                 break
         return state
+
+    @contextlib.contextmanager
+    def _memory_said(self) -> Iterator[None]:
+        """A step that does not fit the devices is told of as `explain` does."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as e:
+            from jaxscale.plan.remedies import is_out_of_memory, out_of_memory  # the same floor: only when asked
+
+            if not is_out_of_memory(e):
+                raise
+            raise out_of_memory(e, self.config) from None
 
     def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
         """Fetches a step's numbers, waiting for it."""

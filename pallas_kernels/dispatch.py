@@ -27,6 +27,7 @@ __all__ = [
     "Implementation",
     "KernelError",
     "Target",
+    "choosing",
     "chosen",
     "device",
     "dispatch",
@@ -45,6 +46,7 @@ _THREADS = 4  # three warp groups at most, and the program around the kernel
 _STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # what an interpreted kernel believes it runs on
 _interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
 _chosen: dict[tuple[Any, ...], Choice] = {}
+_listening: list[dict[Any, Choice]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +138,17 @@ class Choice:
 def chosen(op: str | None = None) -> tuple[Choice, ...]:
     """What this process has chosen so far, in order; of one op, or of all. Cached traces choose nothing anew."""
     return tuple(c for c in _chosen.values() if op in (None, c.op))
+
+
+@contextlib.contextmanager
+def choosing() -> Iterator[dict[Any, Choice]]:
+    """Collects what is chosen within it, whether or not it had been chosen before."""
+    mine: dict[Any, Choice] = {}
+    _listening.append(mine)
+    try:
+        yield mine
+    finally:
+        _listening.remove(mine)
 
 
 def forget() -> None:
@@ -257,7 +270,8 @@ def _record(
     op: str, target: Target, one: Implementation, why_not: tuple[tuple[str, str], ...], case: dict[str, Any]
 ) -> None:
     choice = Choice(op, target.platform, target.kind, one.name, why_not, tuple(case.items()))
-    _chosen[choice.op, choice.platform, choice.kind, choice.implementation, choice.case] = choice
+    for record in (_chosen, *_listening):
+        record[choice.op, choice.platform, choice.kind, choice.implementation, choice.case] = choice
 
 
 def hopper(target: Target) -> str | None:

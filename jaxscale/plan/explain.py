@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-import pallas_kernels
+from jaxscale.errors import LayoutError
 from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, TensorRow, describe
 from jaxscale.optim import check_state, state_infos
 from jaxscale.plan.collectives import collectives
-from jaxscale.plan.communication import sized
+from jaxscale.plan.communication import predict, sized
 from jaxscale.plan.compile import compile_step
 from jaxscale.plan.flops import Flops, of_step
+from jaxscale.plan.memory import Estimate, estimate
+from jaxscale.plan.planner import why_not_compiled
 from jaxscale.plan.program_memory import ProgramBuffer, ProgramMemory, dims_key, program_memory, weight_shapes
 from jaxscale.plan.remedies import out_of_memory_said
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.traffic import Traffic, traffic
 from jaxscale.train import Blueprint, Run, TrainConfig, blueprint_of, is_pipelined, pipelined
+from pallas_kernels.dispatch import choosing
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -45,6 +48,21 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Estimated:
+    """What a step holds and sends by arithmetic.
+
+    Args:
+      where: the hardware, and why nothing was compiled for it.
+      memory: what a device holds.
+      traffic: collectives, as `jaxscale.plan.communication.predict` has them.
+    """
+
+    where: str
+    memory: Estimate
+    traffic: tuple[Traffic, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation(Shown):
     """Where every tensor of a run lives and why, and what its step does; prints as tables, here or in a notebook.
 
@@ -57,8 +75,9 @@ class Explanation(Shown):
       loss: which one runs, in words.
       attention: the attention kernel, by name; "" for a model that has none to choose.
       kernels: which implementation of each op is chosen for this hardware and why, a sentence each.
-      flops: of a step, whole machine.
+      flops: of a step, whole machine; `None` where a batch of this size cannot be laid out, and a note says so.
       compiled: what the compiled step holds and sends, if it was compiled.
+      estimated: the same by arithmetic, for hardware whose compiler is not here.
       notes: what else to know, such as which state keeps 32 bits and why, or what stages cost, a sentence each.
     """
 
@@ -70,13 +89,14 @@ class Explanation(Shown):
     loss: str
     attention: str
     kernels: tuple[str, ...]
-    flops: Flops
+    flops: Flops | None
     compiled: Compiled | None = None
+    estimated: Estimated | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
-        found = dataclasses.asdict(self) | {"flops": self.flops.to_json()}
+        found = dataclasses.asdict(self) | {"flops": None if self.flops is None else self.flops.to_json()}
         if self.compiled is not None:
             found["compiled"]["memory"]["groups"] = self.compiled.memory.groups
         return found
@@ -92,7 +112,8 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
 
     Args:
       run: a run or its settings.
-      topology: hardware that need not be here, as "v5p:8x8x8": the step is compiled for it, and read.
+      topology: hardware that need not be here, as "v5p:8x8x8": the step is compiled for it, and read; where its
+        compiler is not installed, its memory and traffic are by arithmetic, and said to be.
       compile: without a topology, compile for the devices of this machine.
 
     Raises:
@@ -109,9 +130,21 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
     if layout is not None:
         check_state(blueprint.tx, blueprint.infos, layout)
     state = tuple(describe(state_infos(blueprint.tx, blueprint.infos), layout, "opt_state"))
-    before = set(pallas_kernels.chosen())
-    flops = of_step(config, there.devices if there else None, kind=there.chip.kinds[0] if there else None)
-    compiled = _compiled(config, topology, blueprint, layout) if topology is not None or compile else None
+    kind = there.chip.kinds[0] if there is not None and there.chip.kinds else None
+    compiled = estimated = flops = None
+    notes = [*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)]
+    with choosing() as kernels:
+        try:
+            flops = of_step(config, there.devices if there else None, kind=kind)
+        except LayoutError as e:  # of the batch, say; tensors are told all the same
+            if there is not None or compile:
+                raise
+            notes.append(f"a step is not counted, since it cannot be laid out: {e}")
+        if there is not None and (why := why_not_compiled(there)):
+            found = traffic(predict(config, there)) if layout is not None else ()
+            estimated = Estimated(f"{there.name}: {why}", estimate(config, there), found)
+        elif topology is not None or compile:
+            compiled = _compiled(config, topology, blueprint, layout)
     return Explanation(
         "on one device" if layout is None else str(layout),
         tuple(describe(blueprint.infos, layout)),
@@ -120,10 +153,11 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
         sum(r.bytes_per_device for r in state),
         config.loss.describe(config.model.vocab),
         _called(getattr(config.model, "attention", None)),
-        tuple(dict.fromkeys(str(c) for c in pallas_kernels.chosen() if c not in before)),
+        tuple(dict.fromkeys(str(c) for c in kernels.values())),
         flops,
         compiled,
-        (*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)),
+        estimated,
+        tuple(notes),
     )
 
 

@@ -9,6 +9,7 @@ from jaxscale.layout import TensorRow
 from jaxscale.plan.flops import flops_table
 from jaxscale.plan.plan_tables import table_of
 from jaxscale.plan.program_memory import ProgramMemory
+from jaxscale.plan.remedies import estimate_table
 from jaxscale.plan.traffic import Traffic
 from jaxscale.train.report import human_bytes, tensor_table
 
@@ -35,10 +36,15 @@ def explanation_tables(found: Explanation) -> Iterator[Any]:
     for sentence in found.kernels:
         yield f"kernel: {sentence}"
     yield from found.notes
-    yield ""
-    yield flops_table(found.flops)
+    if found.flops is not None:
+        yield ""
+        yield flops_table(found.flops)
     if found.compiled is not None:
         yield from compiled_tables(found.compiled)
+    if found.estimated is not None:
+        yield f"for {found.estimated.where}"
+        yield estimate_table(found.estimated.memory)
+        yield traffic_table(found.estimated.traffic)
 
 
 def compiled_tables(found: Compiled) -> Iterator[Any]:
@@ -69,7 +75,7 @@ def _otherwise(what: str, rows: Sequence[TensorRow], params: Sequence[TensorRow]
 
 def memory_table(found: ProgramMemory, activations: dict[str, int]) -> Any:
     """Bytes by group at the fullest moment, activations by tensor."""
-    table = table_of("what a device holds at its fullest, read off the program", "group", "bytes", "share")
+    table = table_of("memory at its fullest, read off the program", "group", "bytes", "share")
     for group, n in found.groups.items():
         table.add_row(group, human_bytes(n) if n >= 0 else f"-{human_bytes(-n)}", f"{n / max(1, found.total):.1%}")
         if group == "activations":

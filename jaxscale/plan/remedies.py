@@ -21,8 +21,11 @@ from jaxscale.plan.shown import text_of
 from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, TrainConfig
 from jaxscale.train.report import human_bytes
 
-SHOWN = 10
-"""So many remedies are listed."""
+SHOWN, LARGEST = 16, 10
+"""So many remedies are listed, and buffers."""
+
+MARGIN = 0.05
+"""What arithmetic may be off by: a remedy that fits with less to spare comes after those with more."""
 
 Changes = Iterator[tuple[str, TrainConfig]]
 
@@ -69,7 +72,8 @@ def remedies(config: TrainConfig, there: Topology, budget: int) -> list[Remedy]:
     found = _tried(config, there, budget, base)
     if not any(r.fits for r in found) and found:
         found.append(_together(config, there, budget, base))
-    return sorted(found, key=lambda r: (not r.fits, r.extra_flops if r.fits else 0, -r.saves))
+    tight = lambda r: r.device > (1 - MARGIN) * budget  # noqa: E731
+    return sorted(found, key=lambda r: (False, tight(r), r.extra_flops) if r.fits else (True, False, -r.saves))
 
 
 def _tried(config: TrainConfig, there: Topology, budget: int, base: Estimate) -> list[Remedy]:
@@ -210,15 +214,14 @@ def out_of_memory(error: BaseException, config: TrainConfig, hardware: str | Non
     """
     there = topology(hardware) if hardware is not None else this_machine()
     said = str(error)
-    wanted = _bytes_in(r"(?:Used |temporaries \(|allocating )([\d.]+)([KMGT]?)", said)
+    wanted = _bytes_in(r"(?:Used |temporaries \(|allocat(?:e|ing) )([\d.]+)([KMGT]?)", said)
     limit = _bytes_in(r"(?:available HBM \(|of )([\d.]+)([KMGT])", said)
     what = "this machine" if hardware is None else hardware
     first = f"the step does not fit {what}"
-    if wanted is not None:
-        kind = "temporaries of" if "temporaries" in said else "one allocation of" if "allocating" in said else ""
-        first += f": its compiler asks for {kind} {human_bytes(wanted)}".replace("  ", " ")
-        if kind == "one allocation of":
-            first = f"the step does not fit {what}: {kind} {human_bytes(wanted)} failed"
+    if wanted is not None and "allocat" in said:
+        first += f": one allocation of {human_bytes(wanted)} failed"
+    elif wanted is not None:
+        first += f": its compiler asks for {'temporaries of ' * ('temporaries' in said)}{human_bytes(wanted)}"
     if there is None or config.layout is None:
         return OutOfMemory(f"{first}; try memory='full', or a smaller batch (with train.accumulate for the same steps)")
     budget = limit or there.chip.capacity
@@ -229,7 +232,7 @@ def out_of_memory(error: BaseException, config: TrainConfig, hardware: str | Non
         return OutOfMemory(f"{first}; no remedies are known, since {e}")
     best = next((r for r in found if r.fits), None)
     first += f"; the cheapest remedy: {best.change}" if best else "; no change that is known here makes it fit"
-    tables = [memory_table(base, budget), remedy_table(found[:SHOWN])]
+    tables = [estimate_table(base, budget), remedy_table(found[:SHOWN])]
     return OutOfMemory("\n".join([first, "", *(text_of(t) for t in tables)]).rstrip())
 
 
@@ -253,11 +256,13 @@ def _bytes_in(pattern: str, text: str) -> int | None:
     return None if found is None else int(float(found[1]) * 1024 ** (" KMGT".index(found[2] or " ")))
 
 
-def memory_table(found: Estimate, budget: int) -> Any:
-    """A rich table of an estimate: bytes by group, the largest buffers of the worst moment."""
+def estimate_table(found: Estimate, budget: int | None = None) -> Any:
+    """A rich table of an estimate: bytes by group, the largest buffers of the worst moment, as shares of the budget."""
     from jaxscale.plan.plan_tables import table_of
 
-    table = table_of("what it holds at its fullest, by arithmetic", "group", "per device", "share of the device")
+    whole = budget or found.device
+    share = "of the device" if budget else "share"
+    table = table_of("memory at its fullest, by arithmetic", "group", "per device", share)
     groups = {
         "parameters and optimizer states": found.state,
         "gradients": found.gradients,
@@ -266,11 +271,13 @@ def memory_table(found: Estimate, budget: int) -> Any:
         "temporaries": found.working,
     }
     for name, n in groups.items():
-        table.add_row(name, human_bytes(n), f"{n / budget:.0%}")
+        table.add_row(name, human_bytes(n), f"{n / whole:.0%}")
     table.add_section()
-    table.add_row("at once", human_bytes(found.device), f"{found.device / budget:.0%}")
-    for b in found.at_peak[:5]:
-        table.add_row(f"  largest: {b.what}", human_bytes(b.size), f"{b.size / budget:.0%}")
+    table.add_row("at once", human_bytes(found.device), f"{found.device / whole:.0%}")
+    for b in found.at_peak[:LARGEST]:
+        table.add_row(f"  of it: {b.what}", human_bytes(b.size), f"{b.size / whole:.0%}")
+    if found.host:
+        table.add_row("in host memory besides", human_bytes(found.host), "")
     return table
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,6 +14,10 @@ from rich.console import Console
 
 import jaxscale as js
 from jaxscale.errors import LayoutError
+from jaxscale.plan import compile_step
+from jaxscale.plan.collectives import collectives
+from pallas_kernels.aot import why_no_tpu
+from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 MODEL = js.models.Transformer.Config(depth=2, width=64, heads=8, hidden=128)
@@ -92,7 +97,7 @@ def test_the_loss_and_the_attention_that_run_are_named():
 
 def test_an_explanation_is_json():
     found = json.loads(json.dumps(explained().to_json()))
-    assert {"layout", "params", "state_bytes_per_device", "loss", "attention", "notes"} == found.keys()
+    assert found.keys() == {f.name for f in dataclasses.fields(js.plan.Explanation)}
     assert found["params"][0].keys() >= {"path", "shape", "axes", "spec", "rules", "bytes_per_device"}
 
 
@@ -113,3 +118,94 @@ def test_a_notebook_shows_text_and_html():
 def test_an_explanation_printed_is_its_table(finished_run):
     text = str(js.explain(finished_run))
     assert "embed/weight" in text and "optimizer state" in text
+
+
+def test_gradients_and_states_have_rows_of_their_own():
+    """ZeRO-1: parameters are whole where gradients and the optimizer's state are split."""
+    found = js.explain(js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8", rules="zero1"), batch_size=8))
+    path = "embed/weight"
+    (state,) = {r.spec for r in found.state if r.path == path}
+    (gradient,) = [r for r in found.gradients if r.path == path]
+    assert row(found, path).rules == "replicated: no rule splits these names"
+    assert state == gradient.spec == (None, "fsdp") and gradient.rules == "embed→fsdp"
+    assert "optimizer state that lie otherwise than their parameters" in str(found)
+
+
+def test_a_batch_that_does_not_divide_has_its_tensors_told_all_the_same():
+    found = explained("data=64,fsdp=8,tensor=8")
+    assert found.flops is None and "cuts 16 into 512 pieces" in found.notes[-1]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A step of two layers, compiled for this machine's eight devices."""
+    config = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=4,tensor=2"), batch_size=8, seq_len=32, prompt=None)
+    return js.explain(config, compile=True)
+
+
+def test_collectives_are_told_by_module_loop_and_source_line(compiled):
+    gathers = [t for t in compiled.compiled.traffic if t.module.endswith("mlp/up") and t.kind == "all-gather"]
+    assert {t.axes for t in gathers} == {("fsdp",)} and {t.loop for t in gathers} == {"runs/0"}
+    assert {t.stage for t in gathers} >= {"forward"}
+    file, line = gathers[0].source.split(":")
+    assert file == "jaxscale/nn/mlp.py"
+    assert "into(x, self.gate, self.up" in Path(file).read_text().splitlines()[int(line) - 1]
+    assert all(t.times == 2 * t.instructions for t in gathers), "once for each layer"
+    loss = [t for t in compiled.compiled.traffic if t.module == "loss"]
+    assert loss and {t.loop for t in loss} == {""}
+
+
+def test_collectives_in_groups_are_all_there_are(compiled):
+    config = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=4,tensor=2"), batch_size=8, seq_len=32, prompt=None)
+    found = collectives(compile_step(config, None), config.layout.sizes)
+    assert sum(t.sent for t in compiled.compiled.traffic) == sum(c.sent for c in found)
+    assert sum(t.instructions for t in compiled.compiled.traffic) == len(found)
+
+
+def test_memory_of_a_compiled_step_is_told_by_group(compiled):
+    groups = compiled.compiled.memory.groups
+    assert groups["parameters"] == sum(r.bytes_per_device for r in compiled.params)
+    assert abs(groups["optimizer"] - compiled.state_bytes_per_device) < 64  # counters
+    assert sum(groups.values()) == compiled.compiled.memory.total
+    assert abs(groups["between buffers"]) < 0.2 * compiled.compiled.memory.total
+    assert sum(compiled.compiled.activations.values()) == groups["activations"]
+
+
+def test_flops_are_those_of_the_whole_machine(compiled):
+    one = js.explain(js.TrainConfig(model=MODEL, layout=None, batch_size=8, seq_len=32, prompt=None))
+    assert compiled.flops.matmul == one.flops.matmul > 0
+
+
+def test_a_compiled_explanation_prints_and_is_json(compiled):
+    text = str(compiled)
+    assert "collectives of a step" in text and "read off the program" in text and "jaxscale/nn/mlp.py:" in text
+    assert json.loads(json.dumps(compiled.to_json()))["compiled"]["memory"]["groups"]["parameters"] > 0
+    html = compiled._repr_mimebundle_()["text/html"]
+    assert "background" not in html and "<body" not in html  # a page's own colours, dark or light
+
+
+def test_kernels_that_are_chosen_are_told():
+    model = dataclasses.replace(MODEL, attention=js.nn.flash_attention)
+    config = js.TrainConfig(model=model, layout=js.Layout("fsdp=8"), batch_size=8, seq_len=32, prompt=None)
+    first, again = js.explain(config).kernels, js.explain(config).kernels
+    assert any("flash_attention on cpu: xla" in k for k in first) and first == again
+
+
+def test_hardware_without_a_compiler_is_estimated_and_says_so():
+    config = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=8, seq_len=32, prompt=None)
+    found = js.explain(config, "a100:8")
+    assert found.compiled is None and found.estimated.where.startswith("a100:8: ")
+    assert found.estimated.memory.device > found.state_bytes_per_device
+    assert any("fsdp" in t.axes for t in found.estimated.traffic)
+    assert "by arithmetic" in str(found)
+
+
+@needs(why_no_tpu())
+def test_what_a_chip_would_hold_is_told_by_tensor():
+    """The scores of dense attention are the most of it, and known by name."""
+    model = js.models.Transformer.Config(depth=2, width=128, heads=4, vocab=256, dtype="bfloat16")
+    config = js.TrainConfig(model=model, layout=js.Layout("fsdp=4"), batch_size=32, seq_len=1024, prompt=None)
+    found = js.explain(config, "v5e:2x2").compiled
+    scores = 2 * 8 * 4 * 1024**2 * 2  # bytes: layers, rows of a device, heads, the square, bfloat16
+    assert found.activations["scores"] >= scores
+    assert abs(found.memory.groups["between buffers"]) < 0.05 * found.memory.total or jax.__version_info__ < (0, 11)

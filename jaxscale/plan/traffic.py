@@ -58,8 +58,12 @@ def traffic(found: Iterable[Collective]) -> tuple[Traffic, ...]:
 
 
 def module_of(name: str) -> str:
-    """The module of an operation's name as a program has it: its scopes, the primitive left out."""
-    return scopes_of(name.rpartition("/")[0])
+    """The module of an operation's name as a program has it: its scopes, the primitive left out.
+
+    Of one that does the work of several, "block/(attn/dot|mlp/dot)", what they have in common.
+    """
+    one, several, _ = name.partition("/(")
+    return scopes_of(one if several else name.rpartition("/")[0])
 
 
 def loop_of(name: str) -> str:

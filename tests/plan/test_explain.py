@@ -193,8 +193,8 @@ def test_kernels_that_are_chosen_are_told():
 
 def test_hardware_without_a_compiler_is_estimated_and_says_so():
     config = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=8, seq_len=32, prompt=None)
-    found = js.explain(config, "a100:8")
-    assert found.compiled is None and found.estimated.where.startswith("a100:8: ")
+    found = js.explain(config, "cpu:8")
+    assert found.compiled is None and found.estimated.where.startswith("cpu:8: ")
     assert found.estimated.memory.device > found.state_bytes_per_device
     assert any("fsdp" in t.axes for t in found.estimated.traffic)
     assert "by arithmetic" in str(found)

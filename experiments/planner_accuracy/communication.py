@@ -140,6 +140,16 @@ CASES: dict[str, Cell] = {
 }
 
 
+EXPLAINED: dict[str, tuple[tuple[str, ...], str]] = {}
+"""By case: along which axes the compiled program differs from the prediction, and why."""
+
+
+def explained(case: str, axes: str) -> str | None:
+    """Why a case differs along some axes, `None` where nothing has to be explained."""
+    which, why = EXPLAINED.get(case, ((), ""))
+    return why if axes in which else None
+
+
 def cells() -> list[tuple[str, str]]:
     """Model and case of each, dense ones first."""
     return [(model, name) for model in MODELS for name, cell in CASES.items() if model in cell.only]

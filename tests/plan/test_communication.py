@@ -1,19 +1,30 @@
-"""predict: what the rules say a step sends, against the literature's sums, written out by hand."""
+"""predict: what the rules say a step sends, against the literature's sums and against what the TPU's compiler made."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+import experiments.planner_accuracy.communication as measured
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.nn import flash_attention
+from jaxscale.plan import compile_for
+from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import predict
+from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.train import TrainConfig
+from pallas_kernels.aot import why_no_tpu
+from tests.plan.test_compile import needs
 from tests.train.test_step_collectives import CASES, MODEL, SCALARS
 from tests.truth.errors import raises_saying
+
+ROWS = measured.read()
 
 
 def config_of(layout, model=MODEL, **run):
@@ -37,6 +48,55 @@ def test_a_step_has_to_send_what_its_compiled_program_sends(layout):
     assert dict(gathered) == want_gathered
     extra = {axes: n - want_summed.get(axes, 0) for axes, n in summed.items()}
     assert set(want_summed) <= set(extra) and all(0 <= n <= SCALARS for n in extra.values()), extra
+
+
+@pytest.mark.parametrize("cell", [c for c in measured.cells() if c in ROWS], ids="-".join)
+def test_what_was_compiled_sends_what_is_predicted(cell):
+    row = ROWS[cell]
+    config, topology = measured.config_of(*cell), row["topology"]
+    found = as_compiled(predict(config, topology, every_branch=True), topology)
+    ours, theirs = (measured.by_axes(rows) for rows in (measured.summed(found), row["compiled"]))
+    for axes in ours.keys() | theirs.keys():
+        more = theirs.get(axes, 0) - ours.get(axes, 0)
+        known = measured.explained(cell[1], axes)
+        assert known is not None or abs(more) <= max(measured.SCALARS, theirs.get(axes, 0) // 1000), (axes, more)
+
+
+def test_branches_of_a_pipeline_are_counted_when_they_are_taken():
+    config = config_of(js.Layout("pipeline=4", pipeline="gpipe:4"), dataclasses.replace(MODEL, depth=4))
+    taken, every = (predict(config, "v5p:2x2x1", every_branch=b) for b in (False, True))
+    # four micro-batches, seven ticks each way; what goes to a neighbour does so at every tick
+    assert {c.times for c in taken if c.kind == "all-reduce" and c.payload > SCALARS} == {4}
+    assert {c.times for c in every if c.payload > SCALARS} == {14}
+    assert {c.times for c in taken if c.kind == "collective-permute"} == {14}
+
+
+def one(kind, size, topology, devices):
+    """The kind that a compiler makes of a single gather or scatter over a whole slice."""
+    layout = js.Layout(f"fsdp={devices}")
+    cut, whole = PartitionSpec("fsdp", None), PartitionSpec()
+    like = lambda shape, dtype, spec: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, dtype, sharding=NamedSharding(layout.abstract(devices).device_mesh, spec)
+    )
+    if kind == "all-gather":
+        fn = lambda x: jax.lax.with_sharding_constraint(x, whole) * 2  # noqa: E731
+        args = (like((size // 512, 256), jnp.bfloat16, cut),)
+    else:
+        dims = ((0,), (0,)), ((), ())
+        fn = lambda a, b: jax.lax.with_sharding_constraint(  # noqa: E731
+            jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32), cut
+        )
+        args = tuple(like((64 * devices, n), jnp.bfloat16, cut) for n in (size // 1024, 256))
+    return collectives(compile_for(fn, topology, *args, layout=layout), layout.sizes)
+
+
+@needs(why_no_tpu())
+@pytest.mark.parametrize("topology, devices", [("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v5p:2x2x2", 8), ("v5p:4x4x4", 64)])
+@pytest.mark.parametrize("kind, size", [("all-gather", 2**20), ("reduce-scatter", 2**15), ("reduce-scatter", 2**20)])
+def test_a_compiler_puts_sums_in_the_place_of_gathers_and_scatters(topology, devices, kind, size):
+    size *= 2 if size < 2**16 and devices == 64 else 1  # a row for each chip
+    expected = as_compiled([Collective(kind, ("fsdp",), devices, size)], topology)
+    assert [(c.kind, c.payload) for c in one(kind, size, topology, devices)] == [(c.kind, c.payload) for c in expected]
 
 
 def test_one_device_sends_nothing():

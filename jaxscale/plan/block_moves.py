@@ -217,6 +217,10 @@ class Blocks:
         # no product of ours: the partitioner sums it to where the weight is used, and each device keeps its piece
         found += mover.change(router, Boxes(used.split, frozenset(apart)), used, self.backward, "gradient of routers")
         found += self._exchange(c, [m for m in experts if m in apart], [m for m in experts if m not in apart])
+        # a shard_map's derivative sums over every axis along which its argument is whole
+        rest = [m for m, n in mover.layout.sizes.items() if n > 1 and m not in (*apart, *mover.manual)]
+        weights = 4 * c.top_k * (self.rows * self.seq // mover.devices(apart))
+        found += mover.send("all-reduce", rest, weights, self.backward, "routers' weights, their cotangent summed")
         # how often each expert was chosen, its mean probability, and what was dropped and the scores' size
         statistics = 4 * (2 * c.experts + 2)
         return found + mover.send("all-reduce", apart, statistics, self.forward, "routers' statistics")

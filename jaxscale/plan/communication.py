@@ -186,7 +186,7 @@ class _Step:
         found = mover.change(whole, rows, between, self._ends, "looked-up rows summed")
         found += mover.change(cut, between, inside, self._ends, "looked-up rows, their cotangent gathered")
         if self._cut_by_stages(table):
-            found += self._over_stages(cut, "looked-up rows summed over stages")
+            found += self._over_stages(cut, "looked-up rows summed over stages", bool(mover.over("vocab")))
         gradient = dataclasses.replace(local, dtype=jnp.promote_types(local.dtype, jnp.float32))
         left = Boxes(mover.boxes(gradient).split, frozenset(tokens))
         weights = blocks.kernel(gradient, left, "the embedding", once=True)
@@ -230,7 +230,7 @@ class _Step:
                 "all-gather", stages, pairs * mover.devices(stages), self._ends, "the loss's parts over stages"
             )
             found += mover.send("all-reduce", stages, every, self._ends, "the target's logit over stages")
-            found += self._over_stages(whole, "the head's input, its cotangent over stages")
+            found += self._over_stages(whole, "the head's input, its cotangent over stages", bool(vocab))
         return found
 
     def _local(self, table: TensorInfo) -> TensorInfo:
@@ -245,9 +245,9 @@ class _Step:
             "activations", str(table.axes[0])
         )
 
-    def _over_stages(self, stream: TensorInfo, name: str) -> list[Collective]:
-        """A sum over stages, in float32."""
-        wide = dataclasses.replace(stream, dtype=jnp.dtype("float32"))
+    def _over_stages(self, stream: TensorInfo, name: str, summed: bool = False) -> list[Collective]:
+        """A sum over stages, in float32; of what was `summed` over other axes just before, as narrow as that was."""
+        wide = stream if summed else dataclasses.replace(stream, dtype=jnp.dtype("float32"))
         return self._ending.mover.summed(wide, (_STAGES,), self._ends, name)
 
     # --- stages ---

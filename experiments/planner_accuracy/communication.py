@@ -123,6 +123,7 @@ CASES: dict[str, Cell] = {
     "capacity": Cell(_L("fsdp=2,expert=2"), model={"mlp": MixtureOfExperts(8, 2, 256, capacity=1.25)}, only=("moe",)),
     "pipeline": Cell(_L("pipeline=4", pipeline="gpipe:4")),
     "pipeline-fsdp": Cell(_L("pipeline=2,fsdp=2", pipeline="1f1b:4")),
+    "pipeline-cut": Cell(_L("pipeline=2,fsdp=2", pipeline="gpipe:4"), model={"vocab": 32768}, only=("dense",)),
     "pipeline-tensor": Cell(_L("pipeline=2,tensor=2", pipeline="lockstep:4")),
     "pipeline-ring": Cell(
         _L("pipeline=2,context=2", pipeline="gpipe:2"), model={"attention": RingAttention()}, run=_LONG, only=("dense",)

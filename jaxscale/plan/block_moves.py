@@ -31,6 +31,7 @@ class Blocks:
       forward: how often a block's forward pass runs, the backward pass's own aside.
       backward: how often its backward pass runs, which begins with what the memory policy makes again.
       segments: whether tokens have documents.
+      accumulated: in how many micro-batches, one after the other, gradients are made.
       ragged: whether experts' tokens are exchanged by a ragged all-to-all (TPU), not padded.
     """
 
@@ -41,6 +42,7 @@ class Blocks:
     forward: int
     backward: int
     segments: bool
+    accumulated: int
     ragged: bool
 
     def block(self, params: Tree, window: int | None, last: bool) -> list[Collective]:
@@ -106,10 +108,17 @@ class Blocks:
 
     # --- products ---
 
-    def stream(self, axis: str = "residual_seq", dtype: Any = None) -> TensorInfo:
-        """The residual stream, its sequence by one of its names."""
-        shape = (self.rows, self.seq, self.model.sizes.width)
-        return TensorInfo("the residual stream", shape, jnp.dtype(dtype or self.model.dtype), ("batch", axis, "embed"))
+    @property
+    def between(self) -> str:
+        """By which name a stream's sequence is cut between sub-layers: the compiler leaves it as experts have it."""
+        routed = any(isinstance(m, MixtureOfExperts) for m in self.model.layer_mlps())
+        finer = len(self.mover.over("expert_seq")) > len(self.mover.over("residual_seq"))
+        return "expert_seq" if routed and finer else "residual_seq"
+
+    def stream(self, axis: str | None = None) -> TensorInfo:
+        """The residual stream, its sequence by one of its names; by default as it is between sub-layers."""
+        shape, axes = (self.rows, self.seq, self.model.sizes.width), ("batch", axis or self.between, "embed")
+        return TensorInfo("the residual stream", shape, jnp.dtype(self.model.dtype), axes)
 
     def _sub_layer(self, what: str, params: Tree, overlap: str, output_again: int) -> list[Collective]:
         """Products into a hidden width, and out of it.
@@ -176,19 +185,27 @@ class Blocks:
         found = self.mover.change(used, kept, there, self.forward, f"gather of {what} weights, forward")
         if not once:
             found += self.mover.change(used, kept, there, self.backward, f"gather of {what} weights, backward")
-        return found + self.gradient(kernel, gradient, f"{what} weights")
+        return found + self.gradient(kernel, gradient, f"{what} weights", once=once)
 
-    def gradient(self, info: TensorInfo, before: Boxes, what: str) -> list[Collective]:
-        """A parameter's gradient, to where the rules for gradients say, in the parameter's own type."""
-        return self.mover.change(info, before, self.mover.boxes(info, "grads"), self.backward, f"gradient of {what}")
+    def gradient(self, info: TensorInfo, before: Boxes, what: str, *, once: bool = False) -> list[Collective]:
+        """A parameter's gradient, to where the rules for gradients say, in the parameter's own type.
+
+        One that the loop over layers does not hold (`once`), and that is whole after its sum, the compiler sums after
+        the last micro-batch.
+        """
+        found = self.mover.change(info, before, self.mover.boxes(info, "grads"), self.backward, f"gradient of {what}")
+        if once and all(c.kind == "all-reduce" for c in found):
+            return [dataclasses.replace(c, times=c.times // self.accumulated) for c in found]
+        return found
 
     def vector(self, info: TensorInfo) -> list[Collective]:
         """The gradient of a norm's scale or of a bias, float32: summed over all that it was applied to."""
-        tokens = {"norm": ("batch", "residual_seq"), "head_dim": ("batch", "seq", "heads")}
+        tokens = {"norm": ("batch", self.between), "head_dim": ("batch", "seq", "heads")}
         over = set(self.mover.over(*tokens.get(str(info.axes[0]), ("batch", "seq"))))
         used = self.mover.boxes(info)
         before = Boxes(used.split, frozenset(over - {a for s in used.split for a in s}))
-        return self.gradient(dataclasses.replace(info, dtype=jnp.dtype("float32")), before, "norms and biases")
+        wide = dataclasses.replace(info, dtype=jnp.dtype("float32"))
+        return self.gradient(wide, before, "norms and biases", once=True)
 
     # --- experts ---
 

@@ -118,7 +118,7 @@ class _Step:
         config = self.config
         return Blocks(
             Mover(self.layout, manual), config.model, self._rows, config.seq_len, forward, backward, config.segments,
-            self.ragged,
+            config.accumulate if self._table is None else 1, self.ragged,
         )  # fmt: skip
 
     # --- layers ---
@@ -203,7 +203,7 @@ class _Step:
         vocab = mover.over("vocab")
         left = Boxes(mover.boxes(weight).split, frozenset(mover.over("batch", "seq")))
         if tied:
-            found += blocks.gradient(weight, left, "the head")
+            found += blocks.gradient(weight, left, "the head", once=True)
         else:
             found += blocks.kernel(weight, left, "the head", once=True)
         for info in jax.tree.leaves(self.infos["norm"]):
@@ -211,7 +211,7 @@ class _Step:
         stages = (_STAGES,) if self._cut_by_stages(self.infos["embed" if tied else "head"]["weight"]) else ()
         loss = self.config.loss
         if isinstance(loss, AutoLoss):
-            loss = loss.of(self.config.model.vocab)
+            loss = loss.of(weight.shape[0])  # as the loss is called: with a stage's part of the vocabulary
         numbers = TensorInfo("a number a token", (blocks.rows, blocks.seq), jnp.dtype("float32"), ("batch", "seq"))
         every = mover.local_bytes(numbers)
         if isinstance(loss, CutLoss):

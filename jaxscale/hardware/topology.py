@@ -44,9 +44,9 @@ class Topology:
         """The slowest level of the network that a group of devices uses, and how fast each device sends along it.
 
         Devices are placed as `make_mesh` places them, by JAX's own rules. Along a torus, each dimension that the group
-        spans adds its bandwidth, and half of it where the group does not close into a ring. Through a level that joins
-        hosts or slices, what one device sends arrives with the help of the links of all that are in the group on its
-        host or slice.
+        spans adds its bandwidth: half of it where the group does not close into a ring, and a part of it where groups
+        lie between one another and share links. Through a level that joins hosts or slices, what one device sends
+        arrives with the help of the links of all that are in the group on its host or slice.
 
         Args:
           sizes: devices by mesh axis, in mesh order (`Layout.sizes`).
@@ -83,15 +83,14 @@ class Topology:
 
     def _speed(self, level: Link, group: np.ndarray, crossing: bool) -> tuple[Link, float] | None:
         """How fast each device of a group (rows of coordinates, the device on its chip or host last) uses a level."""
-        extent = group.max(0) - group.min(0) + 1
         units = len(np.unique(group[:, :-1], axis=0))  # chips of a torus, or hosts
         together = max(1, len(group) // units)  # of the group, in one of them
         if level.shape == "torus":
-            closed = [s % level.wrap == 0 if level.wrap else False for s in self.shape]
-            if level.whole and not all(closed):
-                closed = [False] * len(closed)
-            dims = zip(extent.tolist(), self.shape, closed, strict=False)
-            ways = sum(1.0 if e == s and ring else 0.5 for e, s, ring in dims if e > 1)
+            rings = [level.wrap > 0 and s % level.wrap == 0 for s in self.shape]
+            rings = rings if all(rings) or not level.whole else [False] * len(rings)
+            ways = sum(
+                _ways(sorted({*at}), s, r) for at, s, r in zip(group.T.tolist(), self.shape, rings, strict=False)
+            )
             return (level, ways * level.bandwidth * together) if ways else None
         if level.reach is not None:
             return (level, level.bandwidth) if together > 1 else None
@@ -101,6 +100,18 @@ class Topology:
         if alone:
             return (level, level.bandwidth) if len(group) > 1 else None
         return (level, level.bandwidth * together) if units > 1 else None
+
+
+def _ways(at: list[int], size: int, ring: bool) -> float:
+    """What a dimension of a torus adds for a group at these places of it, as a share of its bandwidth.
+
+    A line that does not close has half of a ring's; where every second device belongs to another group, which sends at
+    the same time, each link carries two groups.
+    """
+    if len(at) == 1:
+        return 0.0
+    apart = (at[-1] - at[0]) / (len(at) - 1)
+    return (1.0 if ring and len(at) * apart == size else 0.5) / apart
 
 
 def topology(name: str) -> Topology:

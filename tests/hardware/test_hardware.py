@@ -132,6 +132,9 @@ def test_a_hardware_file_of_ones_own_is_a_topology(tmp_path):
         ("v5p:2x2x4", {"fsdp": 4, "tensor": 4}, ("tensor",), "ici", 2e11),
         ("v5e:16x16", {"fsdp": 16, "tensor": 16}, ("tensor",), "ici", 1e11),
         ("v5e:8x16", {"fsdp": 8, "tensor": 16}, ("fsdp",), "ici", 0.5e11),
+        # every fourth or second place of a ring, beside groups that send along the same links
+        ("v5p:8x8x8", {"fsdp": 128, "tensor": 4}, ("fsdp",), "ici", (1 + 1 + 1 / 4) * 2e11),
+        ("v5e:16x16", {"data": 8, "fsdp": 8, "tensor": 4}, ("data",), "ici", 0.5e11),
         # the two devices of a tpu7x chip, and the torus that they share
         ("tpu7x:4x4x4", {"fsdp": 64, "tensor": 2}, ("tensor",), "d2d", 6e11),
         ("tpu7x:4x4x4", {"fsdp": 64, "tensor": 2}, ("fsdp",), "ici", 3e11),

@@ -26,6 +26,10 @@ class CheckpointError(JaxscaleError, RuntimeError):
     """A checkpoint that is missing, incomplete, or of another model."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not, or no longer, what was written; an older one may be whole."""
+
+
 class RunError(JaxscaleError, RuntimeError):
     """A run folder or a training run that cannot go on."""
 

@@ -316,8 +316,8 @@ def test_a_run_of_python_only_values_is_resumed_from_python(refused, finished):
 
 
 def test_a_damaged_run_is_one_sentence(refused, finished):
-    shutil.rmtree(finished.path / "checkpoints" / str(STEPS) / "arrays")
-    refused("sample", finished.path, words=[f"checkpoint {STEPS}", "cannot be read"])
+    shutil.rmtree(finished.path / "checkpoints" / str(STEPS) / "tensors")
+    refused("sample", finished.path, words=[f"checkpoint {STEPS}", "is missing"])
 
 
 def test_a_closed_pipe_is_no_traceback(run, gin, monkeypatch):

@@ -1,6 +1,6 @@
 """Training: state, step, loop, checkpoints, run folders."""
 
-from jaxscale.train.checkpoint import Checkpoints
+from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.loop import fit
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss

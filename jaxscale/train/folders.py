@@ -6,14 +6,14 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
-import numpy as np
 
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
-from jaxscale.train.checkpoint import Checkpoints
+from jaxscale.train import agree
+from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 
 
@@ -40,8 +40,7 @@ def choose_folder(
             choice = [str(folder), "resume" if resuming else "new"]
         except RunError as e:
             choice = [str(e), "error"]  # other processes wait for an answer
-    if jax.process_count() > 1:
-        choice = _broadcast(choice)
+    choice = agree.broadcast(choice)
     if choice[1] == "error":
         raise RunError(choice[0])
     return Path(choice[0]), choice[1] == "resume", lock
@@ -133,12 +132,3 @@ def _numbers(root: Path, stem: str) -> list[int]:
     """The n of every `<stem>-<n>` in `root`; another run's name may begin like this one's."""
     tails = [p.name.removeprefix(f"{stem}-") for p in root.iterdir() if p.name.startswith(f"{stem}-")]
     return [int(tail) for tail in tails if tail.isdecimal()]
-
-
-def _broadcast(choice: list[str]) -> Any:
-    from jax.experimental import multihost_utils
-
-    buffer = np.zeros(8192, np.uint8)
-    text = json.dumps(choice).encode()[: len(buffer)]
-    buffer[: len(text)] = np.frombuffer(text, np.uint8)
-    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).rstrip(b"\0"))

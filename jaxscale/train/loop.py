@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,7 +154,8 @@ class _Loop:
                 with contextlib.suppress(CheckpointError):
                     self.checkpoints.close()
             if self.main:
-                self._write_info(status, self._last_step())
+                with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
+                    self._write_info(status, self._last_step())
         self.run.state = state
         self._picture()
         if status == "stopped":
@@ -173,6 +175,7 @@ class _Loop:
             with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._memory_said():
                 state, metrics = self.step(state, self._place(done))
             pending.append((now, metrics))
+            self.checkpoints.check()
             stopping = self._stopping(now)
             last = stopping or now == config.steps
             evaluate = bool(config.eval_batches) and (now == config.steps or _every(config.eval_every, now))
@@ -245,15 +248,33 @@ class _Loop:
         return None if self.prepared.batch is None else dict.fromkeys(self.prepared.keys, self.prepared.batch)
 
     def _save(self, state: TrainState) -> None:
-        if int(state.step) not in self.checkpoints.steps():
-            layout = None if self.config.layout is None else str(self.config.layout)
-            facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows()}
-            self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
+        layout = None if self.config.layout is None else str(self.config.layout)
+        facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows()}
+        self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
 
     def _restore(self) -> TrainState:
-        blueprint = self.prepared.blueprint
-        step = self.run.last_step()
-        manifest = self.checkpoints.manifest(step)
+        blueprint, manifest = self.prepared.blueprint, {}
+
+        def check(found: dict[str, Any]) -> None:
+            self._check_data(found)
+            manifest.update(found)
+
+        state = self.checkpoints.restore(
+            None, blueprint.abstract_state(), blueprint.shardings(), self.reporter.say, check
+        )
+        step = int(state.step)
+        if self.main:
+            self.checkpoints.set_aside(after=step)
+        self.checkpoints.run = self.checkpoints.run or manifest["run"]
+        if self.prepared.schedule is not None and manifest["steps"] != self.config.steps:
+            rate = float(self.prepared.schedule(step))
+            self.reporter.say(
+                f"train.steps was {manifest['steps']} and is {self.config.steps}: the schedule is made anew, and goes "
+                f"on with a learning rate of {rate:.3g}"
+            )
+        return state
+
+    def _check_data(self, manifest: dict[str, Any]) -> None:
         for key, value in self._rows().items():
             if manifest["rows"][key] != value:
                 raise RunError(
@@ -266,15 +287,6 @@ class _Loop:
                 f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "
                 f"is {self.prepared.fingerprint[:12]}); start a new run, or bring the old files back"
             )
-        if self.prepared.schedule is not None and manifest["steps"] != self.config.steps:
-            rate = float(self.prepared.schedule(step))
-            self.reporter.say(
-                f"train.steps was {manifest['steps']} and is {self.config.steps}: the schedule is made anew, and goes "
-                f"on with a learning rate of {rate:.3g}"
-            )
-        return self.checkpoints.restore(
-            step, blueprint.abstract_state(), blueprint.shardings(), self.reporter.say
-        )  # fmt: skip
 
     def _rows(self) -> dict[str, Any]:
         """The settings that decide what a row of data is."""
@@ -342,7 +354,9 @@ class _Loop:
         before: dict[str, Any] = {}
         with contextlib.suppress(RunError):
             before = self.run.info
+        self.checkpoints.run = before.get("id", self.checkpoints.run) or os.urandom(8).hex()
         info = {
+            "id": self.checkpoints.run,
             **about(self.config, self.prepared.fingerprint),
             "status": status,
             "step": step,

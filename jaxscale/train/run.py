@@ -16,7 +16,7 @@ import jax
 
 from jaxscale import config as gin_config
 from jaxscale.errors import ConfigError, RunError, near
-from jaxscale.train.checkpoint import Checkpoints
+from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
@@ -69,7 +69,11 @@ class Run:
     @property
     def checkpoints(self) -> Checkpoints:
         """The run's checkpoints."""
-        return Checkpoints(self.path / "checkpoints", keep=self.config.keep, keep_every=self.config.keep_every)
+        try:
+            own = self.info.get("id")
+        except RunError:  # not written yet, or lost: then whatever is there counts as its own
+            own = None
+        return Checkpoints(self.path / "checkpoints", keep=self.config.keep, keep_every=self.config.keep_every, run=own)
 
     def metrics(self) -> list[dict[str, Any]]:
         """A dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, now and then `eval_loss`."""
@@ -80,14 +84,15 @@ class Run:
         return plot_loss(self.metrics(), f"{self.path.name}", None if path is None else Path(path))
 
     def params(self, step: int | None = None) -> Any:
-        """The parameters of a checkpoint (the newest by default) on the default device, or the live ones if in memory.
+        """The parameters of a checkpoint on the default device, by default the live ones, or the newest that is whole.
 
         Raises:
           CheckpointError: there is none.
         """
         if self.state is not None and step is None:
             return self.state.params
-        step = self.last_step() if step is None else step
+        if step is None:
+            self.last_step()  # says so where there is none
         return self.checkpoints.restore_params(step, describe_model(self.config.model)[1], None)
 
     def last_step(self) -> int:
@@ -185,7 +190,7 @@ def write_config(path: Path, config: TrainConfig, step: int) -> list[str]:
 
 def about(config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
     """What `run.json` says of the machine, the versions and the data."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     devices = jax.devices()
     layout = config.layout
     return {

@@ -18,7 +18,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.nn import Embedding, head_logits
-from jaxscale.train.checkpoint import flatten
+from jaxscale.train.checkpoints import flatten
 
 ROOT = Path(__file__).resolve().parents[2]
 MESH = "data=2,fsdp=2,tensor=2"

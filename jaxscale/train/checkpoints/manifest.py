@@ -1,0 +1,113 @@
+"""A checkpoint's manifest: what it holds, of which run and step, and the digest of every chunk.
+
+It is the last file of a checkpoint, and carries its own SHA-256. A body is a dict of
+
+  schema, step, run    which version of this text, which step, the id of the run (or null)
+  digest               name of the chunks' digest (`DIGESTS`), null where there is none
+  leaves               by name of array: shape, dtype, logical axes, chunk shape, and digest by file name
+  layout, data, ...    what the loop has to say of the run
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.errors import CheckpointError, DamagedCheckpoint
+from jaxscale.layout.tensors import path_name
+from jaxscale.optim import is_quantized
+from jaxscale.train.checkpoints.chunks import HostArray
+from jaxscale.train.checkpoints.digest import unsealed
+from jaxscale.train.checkpoints.migrate import SCHEMA, migrated
+
+Tree = Any
+Manifest = dict[str, Any]
+FILE = "manifest.json"
+OLD_FILE = "manifest/metadata"
+"""Of schema 1, which Orbax wrote."""
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a folder is a checkpoint: it is named so by the rename that finishes it, and the manifest is part."""
+    return path.name.isdecimal() and ((path / FILE).is_file() or (path / OLD_FILE).parent.is_dir())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a checkpoint's folder, in the terms of the newest schema.
+
+    Raises:
+      DamagedCheckpoint: it is missing, not what was written, or of another step.
+      CheckpointError: its schema is newer than this version.
+    """
+    what = f"checkpoint {path.name} in {path.parent}"
+    old = not (path / FILE).exists() and (path / OLD_FILE).exists()
+    file = path / (OLD_FILE if old else FILE)
+    try:
+        text = file.read_text()
+        manifest = json.loads(text) if old else unsealed(text)
+        schema = int(manifest.get("schema", 0))
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
+    if schema > SCHEMA:
+        raise CheckpointError(f"{what} has schema {schema}, and this version reads up to {SCHEMA}; update jaxscale")
+    manifest = migrated({**manifest, "step": int(path.name)} if old else manifest)
+    if manifest["step"] != int(path.name):
+        raise DamagedCheckpoint(f"{what} is of step {manifest['step']}: {file.relative_to(path.parent)} says so")
+    for name in manifest["leaves"]:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise DamagedCheckpoint(f"{what} names an array '{name}', which would lie outside of it")
+    return manifest
+
+
+def flatten(state: Any) -> dict[str, Any]:
+    """A state (of arrays, shapes or shardings) as a flat dict by name; the random key as its data."""
+    out = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        elif isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        out[path_name(path)] = leaf
+    return out
+
+
+def leaves_of(state: Any, arrays: dict[str, HostArray], infos: Tree) -> dict[str, Any]:
+    """An entry per array: shape, dtype, axes, chunk, and how 8-bit state is coded; digests are not known yet."""
+    axes = {f"params/{i.path}": i.axes for i in jax.tree.leaves(infos)}
+    leaves: dict[str, dict[str, Any]] = {
+        name: {
+            "shape": list(x.shape),
+            "dtype": x.dtype.name,
+            "axes": list(axes.get(name, ())) or None,
+            "chunk": list(x.chunk),
+        }
+        for name, x in arrays.items()
+    }
+    for path, q in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
+        if is_quantized(q):
+            how = {"tile": list(q.tile), "format": q.format, "signed": q.signed}
+            leaves[f"{path_name(path)}/codes"]["quantized"] = how
+    return leaves
+
+
+def check_same(saved: dict[str, Any], want: dict[str, Any], what: str) -> None:
+    """That a manifest's leaves are the arrays that are wanted.
+
+    Raises:
+      CheckpointError: listing those that are missing, extra, or of another shape or dtype.
+    """
+    wrong = [f"{k} is missing" for k in want if k not in saved]
+    wrong += [f"{k} is not in the model" for k in saved if k not in want]
+    for k in want:
+        if k in saved:
+            a, b = (tuple(saved[k]["shape"]), saved[k]["dtype"]), (tuple(want[k].shape), np.dtype(want[k].dtype).name)
+            if a != b:
+                wrong.append(f"{k} is {a[1]}{list(a[0])}, the model has {b[1]}{list(b[0])}")
+    if wrong:
+        more = f", and {len(wrong) - 12} more" if len(wrong) > 12 else ""
+        raise CheckpointError(f"{what} does not fit this model and optimizer: {'; '.join(wrong[:12])}{more}")

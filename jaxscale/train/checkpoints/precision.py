@@ -1,0 +1,55 @@
+"""Optimizer state that was saved in another precision, or in other blocks, than is wanted now."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.layout.tensors import path_name
+from jaxscale.optim import is_quantized
+from jaxscale.train.state import TrainState
+from pallas_kernels.blockwise import Quantized
+
+
+def as_saved(
+    state: TrainState, shardings: TrainState | None, saved: dict[str, Any]
+) -> tuple[TrainState, TrainState | None]:
+    """`state` and `shardings` with the optimizer's leaves in the precision a manifest says they were saved in."""
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state.opt_state, is_leaf=is_quantized)
+    places = structure.flatten_up_to(shardings.opt_state) if shardings else [None] * len(leaves)
+    new_leaves, new_places = [], []
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        name = f"opt_state/{path_name(path)}"
+        home = place.codes if is_quantized(place) else place  # scales are cut as the codes are
+        how = saved.get(f"{name}/codes", {}).get("quantized")
+        if name in saved and (is_quantized(leaf) or _other_float(leaf, saved[name])):
+            leaf, place = jax.ShapeDtypeStruct(leaf.shape, np.dtype(saved[name]["dtype"])), home
+        elif how is not None and (not is_quantized(leaf) or tuple(how["tile"]) != leaf.tile
+                                  or how["format"] != leaf.format):  # fmt: skip
+            parts = (saved[f"{name}/codes"], saved[f"{name}/scales"])
+            shapes: Any = [jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"])) for x in parts]
+            leaf = Quantized(shapes[0], shapes[1], tuple(how["tile"]), how["format"], how["signed"])
+            place = dataclasses.replace(leaf, codes=home, scales=_uncut(home))
+        new_leaves.append(leaf)
+        new_places.append(place)
+    stored = dataclasses.replace(state, opt_state=structure.unflatten(new_leaves))
+    if shardings is None:
+        return stored, None
+    return stored, dataclasses.replace(shardings, opt_state=structure.unflatten(new_places))
+
+
+def _other_float(leaf: Any, saved: dict[str, Any]) -> bool:
+    """Whether an array was saved as another float: moments are of their parameter's dtype, or float32 beside 8 bits."""
+    dtype = np.dtype(saved["dtype"])
+    return leaf.dtype != dtype and all(jnp.issubdtype(d, jnp.floating) for d in (leaf.dtype, dtype))
+
+
+def _uncut(sharding: Any) -> Any:
+    """Whole on every device: blocks of another size need not divide as these do."""
+    return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())

@@ -1,0 +1,279 @@
+"""Checkpoints: global arrays by name, written by the processes that hold them, restored onto any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jaxscale.errors import CheckpointError, DamagedCheckpoint
+from jaxscale.layout import Layout, shardings_of
+from jaxscale.layout.tensors import path_name
+from jaxscale.optim import convert_state
+from jaxscale.train import agree
+from jaxscale.train.checkpoints import digest, places
+from jaxscale.train.checkpoints.chunks import HostArray, to_host
+from jaxscale.train.checkpoints.manifest import Manifest, check_same, flatten, leaves_of, read_manifest
+from jaxscale.train.checkpoints.migrate import SCHEMA
+from jaxscale.train.checkpoints.precision import as_saved
+from jaxscale.train.checkpoints.read import Arrays, open_arrays, place
+from jaxscale.train.checkpoints.write import Save
+from jaxscale.train.state import TrainState
+
+log = logging.getLogger("jaxscale")
+
+Tree = Any
+T = TypeVar("T")
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder/<step>/`, written in the background.
+
+    A checkpoint is a flat dict of global arrays, `params/embed/weight`, `opt_state/...`, `rng`, `step`, and a manifest
+    with each one's shape, dtype, logical axes and the digest of every chunk. Kept are the newest `keep`, and every one
+    whose step is a multiple of `keep_every`. One that was not finished has another name and is never picked up; one
+    whose bytes are not what was written is never loaded.
+
+    Args:
+      folder: made when the first one is saved.
+      keep: how many of the newest stay.
+      keep_every: steps that stay for good, or `None`.
+      run: the run's id; checkpoints of another run are not loaded.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep: int = 3, keep_every: int | None = None, run: str | None = None
+    ):  # fmt: skip
+        self.folder = Path(folder).absolute()
+        self.run = run
+        self._keep, self._keep_every = keep, keep_every
+        self._session: str | None = None
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, ascending."""
+        return places.finished(self.folder)
+
+    def save(self, state: TrainState, infos: Tree, about: dict[str, Any]) -> None:
+        """Starts writing `state`; returns once its arrays may be overwritten.
+
+        Args:
+          state: what to save, under the name of its step.
+          infos: a `TensorInfo` per parameter.
+          about: JSON-able facts that go into the manifest.
+
+        Raises:
+          CheckpointError: an earlier save failed in the background.
+        """
+        self.wait()  # one at a time: two copies of the state may be more than the host has
+        arrays = to_host(flatten(state))
+        self.save_host(int(state.step), arrays, {**about, "leaves": leaves_of(state, arrays, infos)})
+
+    def save_host(self, step: int, arrays: dict[str, HostArray], about: dict[str, Any]) -> None:
+        """`save` for a state that is in host memory already; every process calls it.
+
+        Args:
+          step: whose state it is.
+          arrays: this process's part of every array.
+          about: the manifest's "leaves", and facts.
+        """
+        self.wait()
+        begin = self._session is None
+        if self._session is None:
+            self._session = agree.broadcast(os.urandom(4).hex())
+        facts = {"schema": SCHEMA, "step": step, "run": self.run, "arrays": "chunks", "digest": digest.NEW}
+        saved = {**facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **about}
+        job = Save(
+            self.folder,
+            self._session,
+            saved,
+            arrays,
+            jax.process_index(),
+            jax.process_count(),
+            self._keep,
+            self._keep_every,
+            begin,
+        )
+        # a daemon: a process that ends in despair does not wait for others; a whole end goes through `close`
+        self._writing = threading.Thread(target=self._write, args=[job], name=f"checkpoint {step}", daemon=True)
+        self._writing.start()
+
+    def _write(self, job: Save) -> None:
+        try:
+            job.run()
+        except BaseException as e:  # noqa: BLE001  # raised by the next call on the main thread
+            self._failure = e
+
+    def check(self) -> None:
+        """Raises what a save in the background has met; costs nothing when there is nothing.
+
+        Raises:
+          CheckpointError: a save failed.
+        """
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        if isinstance(failure, CheckpointError):
+            raise failure
+        raise CheckpointError(f"a checkpoint could not be written into {self.folder}: {failure!r}") from failure
+
+    def wait(self) -> None:
+        """Blocks until everything is on disk.
+
+        Raises:
+          CheckpointError: a save failed in the background.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        self.check()
+
+    def close(self) -> None:
+        """The same, at the end."""
+        self.wait()
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+          DamagedCheckpoint: it is missing, unreadable, or of another run.
+          CheckpointError: there is no such checkpoint, or its schema is newer.
+        """
+        have = self.steps()
+        if step not in have:
+            known = ", ".join(map(str, have)) or "none"
+            raise CheckpointError(f"there is no finished checkpoint {step} in {self.folder}; finished are: {known}")
+        manifest = read_manifest(self.folder / str(step))
+        if self.run is not None and manifest["run"] not in (None, self.run):
+            raise DamagedCheckpoint(
+                f"checkpoint {step} in {self.folder} is not of this run: its manifest is of {manifest['run']}, and the "
+                f"run is {self.run}"
+            )
+        return manifest
+
+    def arrays(self, step: int) -> Arrays:
+        """The arrays of a checkpoint, to be read on the host."""
+        return open_arrays(self.folder / str(step), self.manifest(step))
+
+    def restore(
+        self,
+        step: int | None,
+        state: TrainState,
+        shardings: TrainState | None,
+        say: Callable[[str], None] = log.info,
+        check: Callable[[Manifest], None] = lambda _: None,
+    ) -> TrainState:
+        """The state of a step, onto the layout of `shardings`.
+
+        Optimizer state that was saved in 32 bits and is wanted in 8, the other way round, or in other blocks, is
+        converted; `say` is told.
+
+        Args:
+          step: which checkpoint; `None` is the newest that is whole, on all processes the same; those that are not
+            are logged, with the file and the array.
+          state: shapes and dtypes, as `Blueprint.abstract_state()` gives.
+          shardings: a sharding per array, or `None` for the default device.
+          say: takes a sentence for the user.
+          check: raises when the run does not want a checkpoint with this manifest.
+
+        Raises:
+          DamagedCheckpoint: what is on disk is not what was written.
+          CheckpointError: arrays are missing, extra or of another shape or dtype; all are listed, nothing is loaded.
+        """
+
+        def read(manifest: Manifest, arrays: Arrays) -> tuple[TrainState, TrainState, TrainState | None]:
+            check(manifest)
+            stored, places_ = as_saved(state, shardings, manifest["leaves"])
+            want = flatten(stored)
+            where = flatten(places_) if places_ else dict.fromkeys(want, _default_sharding())
+            got = _read(manifest, arrays, want, where, "")
+            got["rng"] = jax.random.wrap_key_data(got["rng"])
+            treedef: Any
+            paths, treedef = jax.tree_util.tree_flatten_with_path(stored)
+            return jax.tree.unflatten(treedef, [got[path_name(path)] for path, _ in paths]), stored, places_
+
+        chosen, (restored, stored, _) = self._first_whole(step, read, say)
+        structures: Any = [jax.tree.structure(s) for s in (stored, state)]
+        dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
+        if dtypes[0] == dtypes[1] and structures[0] == structures[1]:
+            return restored
+        say(f"checkpoint {chosen} keeps its optimizer state in another precision or other blocks; it was converted")
+        there = shardings.opt_state if shardings else None
+        convert = jax.jit(lambda s: convert_state(s, state.opt_state), out_shardings=there)
+        return dataclasses.replace(restored, opt_state=convert(restored.opt_state))
+
+    def restore_params(
+        self, step: int | None, infos: Tree, layout: Layout | None, say: Callable[[str], None] = log.info
+    ) -> Tree:
+        """The parameters alone, onto any layout.
+
+        Raises:
+          CheckpointError: as `restore`.
+        """
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        want = {f"params/{path_name(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+        placed = shardings_of(infos, layout)
+        where = dict.fromkeys(want, _default_sharding())
+        if placed is not None:
+            where = {f"params/{path_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
+        got = self._first_whole(step, lambda m, a: _read(m, a, want, where, "params/"), say)[1]
+        return jax.tree.unflatten(jax.tree.structure(params), [got[name] for name in want])
+
+    def set_aside(self, after: int) -> None:
+        """Renames the checkpoints of steps past `after`, which were found damaged, so that theirs can be taken again.
+
+        Process 0 calls it, of a run that goes on; nothing is deleted.
+        """
+        for step in self.steps():
+            if step > after:
+                word = os.urandom(4).hex()
+                (self.folder / str(step)).rename(places.renamed(self.folder, step, "damaged", word))
+
+    def _first_whole(
+        self, step: int | None, read: Callable[[Manifest, Arrays], T], say: Callable[[str], None]
+    ) -> tuple[int, T]:
+        """The newest step that can be read (or the one given), and what was read; every process takes the same."""
+        steps = [step] if step is not None else agree.broadcast(self.steps())[::-1]
+        fault = ""
+        for one in steps:
+            found: list[T] = []
+            fault = ""
+            try:
+                manifest = self.manifest(one)
+                if manifest["digest"] is None:
+                    say(f"checkpoint {one} in {self.folder} is of schema {manifest['written']}, which has no digests: "
+                        "its values are loaded unchecked")  # fmt: skip
+                found.append(read(manifest, open_arrays(self.folder / str(one), manifest)))
+            except DamagedCheckpoint as e:
+                fault = str(e)
+            # one process may need what the others do not
+            fault = next((f for f in agree.gather(fault) if f), "")
+            if not fault:
+                return one, found[0]
+            if one != steps[-1] and jax.process_index() == 0:
+                log.warning("%s; going back to the checkpoint before it", fault)
+        if not steps:
+            raise CheckpointError(f"there is no finished checkpoint in {self.folder}")
+        if len(steps) > 1:
+            raise DamagedCheckpoint(f"no checkpoint in {self.folder} is whole: {fault}, nor are newer ones")
+        raise DamagedCheckpoint(fault)
+
+
+def _read(
+    manifest: Manifest, arrays: Arrays, want: dict[str, Any], where: dict[str, Any], prefix: str
+) -> dict[str, jax.Array]:
+    saved = {k: v for k, v in manifest["leaves"].items() if k.startswith(prefix)}
+    check_same(saved, want, f"checkpoint {manifest['step']}")
+    return {name: place(arrays, name, x, where[name]) for name, x in want.items()}
+
+
+def _default_sharding() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

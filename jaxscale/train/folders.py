@@ -32,18 +32,18 @@ def choose_folder(
     Raises:
       RunError: the folder is there already, in use, or has nothing to go on from.
     """
-    choice, lock = ["", ""], None
+    choice, held = ["", ""], None
     if jax.process_index() == 0:
         try:
             folder, resuming = _choose(config, path, resume, name, say)
-            lock = _lock(folder)
+            held = lock(folder)
             choice = [str(folder), "resume" if resuming else "new"]
         except RunError as e:
             choice = [str(e), "error"]  # other processes wait for an answer
     choice = agree.broadcast(choice)
     if choice[1] == "error":
         raise RunError(choice[0])
-    return Path(choice[0]), choice[1] == "resume", lock
+    return Path(choice[0]), choice[1] == "resume", held
 
 
 def _choose(
@@ -106,7 +106,7 @@ def unfinished(stem: str, config: TrainConfig) -> Path | None:
         try:
             same = (path / "config.gin").read_text() == settings
             finished = json.loads((path / "run.json").read_text()).get("status") == "finished"
-            _lock(path).close()
+            lock(path).close()
         except (OSError, ValueError, RunError):
             continue
         if same:
@@ -114,7 +114,7 @@ def unfinished(stem: str, config: TrainConfig) -> Path | None:
     return None
 
 
-def _lock(path: Path) -> IO[str]:
+def lock(path: Path) -> IO[str]:
     """Takes the folder until the returned file is closed or the process ends, however it ends."""
     import fcntl
 

@@ -69,11 +69,7 @@ class Run:
     @property
     def checkpoints(self) -> Checkpoints:
         """The run's checkpoints."""
-        try:
-            own = self.info.get("id")
-        except RunError:  # not written yet, or lost: then whatever is there counts as its own
-            own = None
-        return Checkpoints(self.path / "checkpoints", keep=self.config.keep, keep_every=self.config.keep_every, run=own)
+        return checkpoints_in(self.path, keep=self.config.keep, keep_every=self.config.keep_every)
 
     def metrics(self) -> list[dict[str, Any]]:
         """A dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, now and then `eval_loss`."""
@@ -113,6 +109,20 @@ class Run:
         from jaxscale.infer import sample_text  # the same floor: only when asked
 
         return sample_text(self, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+
+def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:
+    """The checkpoints in a run's folder; those of another run are refused.
+
+    Args:
+      path: the folder.
+      **keep: see `Checkpoints`.
+    """
+    try:
+        own = Run(path).info.get("id")
+    except RunError:  # not written yet, or lost: then whatever is there counts as its own
+        own = None
+    return Checkpoints(path / "checkpoints", run=own, **keep)
 
 
 def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[str] = ()) -> TrainConfig:

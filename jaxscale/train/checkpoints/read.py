@@ -58,7 +58,7 @@ class ChunkedArrays:
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
         """See `Arrays`; a chunk is read once, whole, however many regions meet it."""
         leaf = self._leaves[name]
-        dtype, chunk = _dtype(leaf["dtype"]), tuple(leaf["chunk"])
+        dtype, chunk = dtype_named(leaf["dtype"]), tuple(leaf["chunk"])
         out = {region: np.empty(shape_of(region), dtype) for region in regions}
         takers: dict[tuple[str, Region], list[Region]] = {}
         for region in out:
@@ -95,7 +95,7 @@ class ChunkedArrays:
 
     def _chunk(self, name: str, key: str) -> np.ndarray:
         leaf = self._leaves[name]
-        size = math.prod(leaf["chunk"]) * _dtype(leaf["dtype"]).itemsize
+        size = math.prod(leaf["chunk"]) * dtype_named(leaf["dtype"]).itemsize
         try:
             data = np.fromfile(self._path / FOLDER / name / key, np.uint8)
         except OSError as e:
@@ -169,5 +169,6 @@ def place(arrays: Arrays, name: str, like: Any, sharding: jax.sharding.Sharding)
 
 
 @functools.cache
-def _dtype(name: str) -> np.dtype:
+def dtype_named(name: str) -> np.dtype:
+    """NumPy's dtype of a name, bfloat16 and its like included."""
     return np.dtype(jax.numpy.dtype(name))

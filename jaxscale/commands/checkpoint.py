@@ -1,0 +1,129 @@
+"""`jaxscale checkpoint`: looks at a run's checkpoints, checks them, and brings old ones up to date."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.commands.shared import TEXT, no_bindings
+from jaxscale.errors import CheckpointError, JaxscaleError
+
+if TYPE_CHECKING:
+    from jaxscale.train import Checkpoints
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, show, verify or convert a run's checkpoints",
+        description="Looks at the checkpoints of a run: no model is built and no device is used.",
+        formatter_class=TEXT,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, (action, text) in _ACTIONS.items():
+        one = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        one.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
+        one.add_argument(
+            "--step", type=int, help=f"one checkpoint (default: {'the newest' if name == 'show' else 'all'})"
+        )
+        one.set_defaults(run_command=run, action_command=action)
+
+
+def run(args: argparse.Namespace, bindings: list[str]) -> int:
+    """Does it."""
+    no_bindings(args, bindings)
+    from jaxscale.train import checkpoints_in
+
+    found = checkpoints_in(Path(args.run))
+    steps = found.steps()
+    if not steps:
+        raise CheckpointError(f"{args.run} has no finished checkpoint")
+    if args.step is not None:
+        found.manifest(args.step)  # says which there are
+        steps = [args.step]
+    return args.action_command(found, steps)
+
+
+def _list(found: Checkpoints, steps: list[int]) -> int:
+    rows: list[tuple[str, ...]] = [("step", "schema", "arrays", "bytes", "digest", "saved", "layout")]
+    for step in steps:
+        try:
+            about = found.manifest(step)
+        except JaxscaleError as e:
+            print(e)
+            continue
+        size = sum(map(_bytes, about["leaves"].values()))
+        facts = (about["written"], len(about["leaves"]), f"{size:,}", about["digest"] or "none")
+        rows.append(tuple(map(str, (step, *facts, about.get("time", "?"), about["layout"] or "one device"))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    others = sorted(p.name for p in found.folder.iterdir() if p.is_dir() and p.name[0].isdecimal() and "." in p.name)
+    if others:
+        print(f"not finished, or set aside: {', '.join(others)}")
+    return 0
+
+
+def _show(found: Checkpoints, steps: list[int]) -> int:
+    about = found.manifest(steps[-1])
+    for key, value in about.items():
+        if key != "leaves":
+            print(f"{key}: {value}")
+    for name, leaf in about["leaves"].items():
+        axes = f" ({', '.join(str(a) for a in leaf['axes'])})" if leaf["axes"] else ""
+        files = f" in {len(leaf['files'])} files" if "files" in leaf else ""
+        print(f"{name}  {leaf['dtype']}{leaf['shape']}{axes}  {_bytes(leaf):,} bytes{files}")
+    return 0
+
+
+def _verify(found: Checkpoints, steps: list[int]) -> int:
+    """Exit code 1 when anything is not what was written."""
+    bad = 0
+    for step in steps:
+        try:
+            about = found.manifest(step)
+            faults = list(found.arrays(step).faults())
+        except CheckpointError as e:
+            about, faults = {}, [str(e)]
+        for fault in faults:
+            print(fault)
+        if not faults:
+            files = sum(len(leaf.get("files", ())) for leaf in about["leaves"].values())
+            digest = about["digest"]
+            how = f"{files} files agree with their {digest}" if digest else (
+                f"its arrays can be read, and their values cannot be checked: schema {about['written']} has no digests "
+                "(jaxscale checkpoint convert adds them)")  # fmt: skip
+            print(f"checkpoint {step}: {len(about['leaves'])} arrays, {how}")
+        bad += bool(faults)
+    if bad:
+        print(f"{bad} of {len(steps)} checkpoints are damaged; training goes on from the newest that is whole")
+    return 1 if bad else 0
+
+
+def _convert(found: Checkpoints, steps: list[int]) -> int:
+    from jaxscale.train.checkpoints.convert import convert
+    from jaxscale.train.checkpoints.migrate import SCHEMA
+    from jaxscale.train.folders import lock
+
+    with lock(found.folder.parent):
+        for step in steps:
+            done = convert(found.folder / str(step))
+            print(f"checkpoint {step} {'is converted to' if done else 'is already of'} schema {SCHEMA}")
+    return 0
+
+
+def _bytes(leaf: dict[str, Any]) -> int:
+    from jaxscale.train.checkpoints.read import dtype_named
+
+    return math.prod(leaf["shape"]) * dtype_named(leaf["dtype"]).itemsize
+
+
+_ACTIONS = {
+    "list": (_list, "a line per checkpoint"),
+    "show": (_show, "what is in a checkpoint"),
+    "verify": (_verify, "reads every file and compares it with its digest"),
+    "convert": (_convert, "rewrites checkpoints of an older schema, with digests"),
+}

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, config_arguments, load
 from jaxscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxscale.plan.search import Tell
+
+EVERY = 10.0
+"""Seconds between lines of progress in a log."""
 
 
 def add(commands: Any) -> None:
@@ -37,6 +46,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
     parser.add_argument("--watts", type=float, metavar="W", help="of one device (default: its data sheet's)")
     parser.add_argument("--analytic", action="store_true", help="by arithmetic alone: compile nothing")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the layout, memory policy, micro-batches and schedule that train fastest in the memory there is",
+    )
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        help="where --search writes what it found, as a gin file to train (default: <name of CONFIG>-planned.gin)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
@@ -47,7 +66,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     # planning needs no accelerator, and must not wait for one that is busy or is not there
     jax.config.update("jax_platforms", "cpu")
-    from jaxscale.plan import plan_for
+    from jaxscale.plan import as_gin, plan_for, search
     from jaxscale.plan.planner import count_of
 
     path = Path(args.config) if args.config else None
@@ -56,9 +75,52 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
         raise ConfigError("--price is of a number of tokens; give --tokens, as 1T")
+    options = {"tokens": tokens, "price": args.price, "watts": args.watts}
     compile = "never" if args.analytic else "auto"
-    show(plan_for(config, args.topology, tokens=tokens, price=args.price, watts=args.watts, compile=compile), args.json)
+    if not args.search:
+        if args.write is not None:
+            raise ConfigError("--write is for what --search finds; give --search as well")
+        show(plan_for(config, args.topology, compile=compile, **options), args.json)
+        return 0
+    file = Path(args.write or f"{path.stem if path is not None else 'run'}-planned.gin")
+    if path is not None and file.resolve() == path.resolve():
+        raise ConfigError(f"--write {file} is the file that is planned; give another")
+    with told() as tell:
+        found = search(config, args.topology, compile=compile, tell=tell, **options)
+    about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{found.winner.config.layout}"
+    try:
+        file.write_text(as_gin(found.winner.config, about))
+    except OSError as e:
+        raise ConfigError(f"--write {file}: {e.strerror}") from e
+    show(found, args.json)
+    if not args.json:
+        print(f"\nwritten to {file}; train it with:\n  jaxscale train {file}")
     return 0
+
+
+@contextlib.contextmanager
+def told() -> Iterator[Tell]:
+    """Shows on stderr how far a search is: one live line on a terminal, elsewhere a line every few seconds."""
+    from rich.console import Console
+
+    console, last = Console(stderr=True, highlight=False), (0.0, "")
+
+    def line(what: str, done: int, total: int) -> str:
+        return f"{what} {done:,}" + (f" of {total:,}" if total else "")
+
+    if console.is_terminal:
+        with console.status("laying out") as status:
+            yield lambda what, done, total: status.update(line(what, done, total))
+        return
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last[0] > EVERY or what != last[1]:
+            last = now, what
+            print(line(what, done, total), file=sys.stderr, flush=True)
+
+    yield say
 
 
 def show(found: Any, as_json: bool) -> None:

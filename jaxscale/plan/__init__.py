@@ -1,16 +1,22 @@
 """Planning: what a run will do and cost, before it runs."""
 
+from jaxscale.plan.as_gin import as_gin
 from jaxscale.plan.compile import compile_for, compile_step, topology_devices
 from jaxscale.plan.explain import Explanation, explain
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, plan_for
 from jaxscale.plan.policies import Choice, choose, compiled_bytes
+from jaxscale.plan.search import Search, search
+from jaxscale.plan.space import Space
 
 __all__ = [
     "Choice",
     "Estimate",
     "Explanation",
     "Plan",
+    "Search",
+    "Space",
+    "as_gin",
     "choose",
     "compile_for",
     "compile_step",
@@ -18,5 +24,6 @@ __all__ = [
     "estimate",
     "explain",
     "plan_for",
+    "search",
     "topology_devices",
 ]

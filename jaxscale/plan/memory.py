@@ -78,11 +78,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     layout = sized(config.layout, there.devices)
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
-    held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731
-    gradients = held(blueprint.infos, "grads")
-    opt = state_infos(blueprint.tx, blueprint.infos)
-    away = held(_of_host(opt), "opt_state")
-    state = held(blueprint.infos, "params") + held(opt, "opt_state") - away
+    state, gradients, away = held_bytes(blueprint, state_infos(blueprint.tx, blueprint.infos), layout)
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
@@ -100,6 +96,21 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         )
         / model.flops(config.batch_size, config.seq_len),
         heap.at_peak,
+    )
+
+
+def held_bytes(blueprint: Blueprint, opt_state: Any, layout: Layout) -> tuple[int, int, int]:
+    """Bytes of parameters and optimizer state on a device, of gradients, and of optimizer state in host memory.
+
+    Raises:
+      LayoutError: naming what cannot be laid out.
+    """
+    held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731
+    away = held(_of_host(opt_state), "opt_state")
+    return (
+        held(blueprint.infos, "params") + held(opt_state, "opt_state") - away,
+        held(blueprint.infos, "grads"),
+        away,
     )
 
 

@@ -168,9 +168,6 @@ def plan_for(
     """
     if compile not in COMPILE:
         raise ConfigError(f"compile='{compile}': give one of {', '.join(COMPILE)}")
-    for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} = {value:g}: must be above 0")
     there = topology(hardware) if isinstance(hardware, str) else hardware
     config = on_hardware(config, there)
     why = why_not_compiled(there)
@@ -182,9 +179,7 @@ def plan_for(
     if compile != "never":
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, _notes(config, there))
-    if tokens is None:
-        return plan
-    return dataclasses.replace(plan, budget=_budget(plan, tokens, price, watts))
+    return with_budget(plan, tokens, price, watts)
 
 
 def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
@@ -259,17 +254,23 @@ def _notes(config: TrainConfig, there: Topology) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _budget(plan: Plan, tokens: float, price: float | None, watts: float | None) -> Budget:
+def with_budget(plan: Plan, tokens: float | None, price: float | None = None, watts: float | None = None) -> Plan:
+    """A plan and what training on so many tokens takes; arguments as `plan_for`.
+
+    Raises:
+      ConfigError: one is not above 0.
+    """
+    for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} = {value:g}: must be above 0")
+    if tokens is None:
+        return dataclasses.replace(plan, budget=None)
     seconds = tokens / plan.best.tokens_per_second
     hours = seconds / 3600 * _layout(plan.config).devices
-    power = watts or plan.hardware.chip.watts
-    return Budget(
-        tokens,
-        seconds / 86400,
-        hours,
-        None if power is None else hours * power / 1000,
-        None if price is None else hours * price,
-    )
+    power = plan.hardware.chip.watts if watts is None else watts
+    energy = None if power is None else hours * power / 1000
+    cost = None if price is None else hours * price
+    return dataclasses.replace(plan, budget=Budget(tokens, seconds / 86400, hours, energy, cost))
 
 
 def count_of(text: str) -> float:

@@ -10,12 +10,13 @@ writes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
-from jaxscale.layout import Layout, simulate
+from jaxscale.layout import Layout, Pipeline, simulate
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy, MixtureOfExperts, dot_product_attention
 from jaxscale.parallel.pipeline import assign
@@ -147,14 +148,11 @@ class _Place:
         held = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)  # type: ignore[call-arg]
         copies = sum(index.size * weight for index, (_, weight) in zip(held.index, groups, strict=True))
         parts = schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
-        table = schedule.table(layout.stages, parts)
         counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase runs its stage again
         forward = model.products(config.batch_size, config.seq_len)
         layers = sum(forward.values()) - forward["logits"]
         made = sum(forward[name] * n for name, n in counts.items() if name != "logits")
-        found = simulate(table, (1.0, 1.0 + made / layers, 1.0))
-        alone = layout.devices == layout.stages  # else layers hold collectives, and stages keep step
-        bubble = found.bubble if alone else found.lockstep_bubble
+        bubble = _bubble(schedule, layout.stages, parts, made / layers, layout.devices == layout.stages)
         return cls(layout, counts, config.accumulate * parts, copies / model.depth, bubble)
 
     def passes(self, name: str) -> int:
@@ -167,6 +165,13 @@ class _Place:
         over = {m for axis in axes for m in rules.target("activations", axis)}
         over |= {m for m in rules.target("params", "layers") if "layers" in axes}
         return (self.padding if "layers" in axes else 1.0) / math.prod(sizes[m] for m in over)
+
+
+@functools.lru_cache(1024)
+def _bubble(schedule: Pipeline, stages: int, microbatches: int, again: float, alone: bool) -> float:
+    """Share of a stage's time that it idles, where a backward phase makes `again` of its forward products again."""
+    found = simulate(schedule.table(stages, microbatches), (1.0, 1.0 + again, 1.0))
+    return found.bubble if alone else found.lockstep_bubble  # layers that hold collectives make stages keep step
 
 
 def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:

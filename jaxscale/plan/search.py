@@ -1,0 +1,295 @@
+"""Searching for the layout that trains fastest in the memory there is: arithmetic first, then the compiler.
+
+Every candidate has a time that it cannot beat, that of its arithmetic alone, which costs a thousandth of a second to
+work out. They are worked out whole in that order (branch and bound), until what remains cannot come near the fastest
+that fits: nothing better is passed over. The fastest of those that no other beats in both time and memory are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.hardware import Topology, topology
+from jaxscale.layout import Layout
+from jaxscale.plan.communication import predict
+from jaxscale.plan.memory import Estimate, estimate, model_of
+from jaxscale.plan.plan_tables import seconds, table_of
+from jaxscale.plan.planner import Plan, plan_for, why_not_compiled, with_budget
+from jaxscale.plan.roofline import StepTime, step_time
+from jaxscale.plan.shown import Shown
+from jaxscale.plan.space import Candidate, Space, candidates
+from jaxscale.plan.work import work_of
+from jaxscale.train import TrainConfig
+from jaxscale.train.report import human_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+COMPILES = 4
+"""At most so many programs are compiled for one search."""
+
+NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
+
+Tell = Callable[[str, int, int], None]
+"""Is told what is being done, how far it is, and of how many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A candidate that fits, worked out.
+
+    Args:
+      candidate: the settings.
+      bytes: on each device, by arithmetic.
+      host: in host memory, of each device.
+      step: its time, by arithmetic.
+      plan: the whole plan where it was compiled.
+    """
+
+    candidate: Candidate
+    bytes: int
+    host: int
+    step: StepTime
+    plan: Plan | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Search(Shown):
+    """What a search found; prints as the table of what no other candidate beats in both time and memory.
+
+    Args:
+      winner: the plan of the fastest that fits.
+      front: candidates that no other beats in time and memory, the fastest first.
+      hardware: what was searched for.
+      within: how much slower than the fastest the front was looked for, as a factor.
+      considered: how many candidates there are.
+      worked_out: how many of those were worked out whole.
+      fitting: how many of those fit.
+      compiled: how many were compiled.
+      seconds: that all of it took.
+      how: "compiled", or why not.
+    """
+
+    winner: Plan
+    front: tuple[Found, ...]
+    hardware: Topology
+    within: float
+    considered: int
+    worked_out: int
+    fitting: int
+    compiled: int
+    seconds: float
+    how: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        names = ("within", "considered", "worked_out", "fitting", "compiled", "seconds", "how")
+        front = [
+            _words(f) | {"bytes": f.bytes, "host": f.host, "seconds": f.step.total, "mfu": f.step.mfu}
+            | {"compiled": None if f.plan is None or f.plan.compiled is None else {
+                "bytes": f.plan.bytes, "seconds": f.plan.best.total, "fits": f.plan.fits}}
+            for f in self.front
+        ]  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {"front": front, "winner": self.winner.to_json()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield search_table(self)
+        yield (
+            f"{self.considered:,} candidates, {self.worked_out:,} worked out, {self.fitting:,} of them fit, "
+            f"{self.compiled} compiled ({self.how}); {self.seconds:.0f} s\n"
+        )
+        yield self.winner
+
+
+def search(
+    config: TrainConfig,
+    hardware: str | Topology,
+    *,
+    space: Space | None = None,
+    compile: str = "auto",
+    compiles: int = COMPILES,
+    within: float = 1.25,
+    tell: Tell = lambda what, done, total: None,
+    tokens: float | None = None,
+    price: float | None = None,
+    watts: float | None = None,
+) -> Search:
+    """The layout, memory policy, micro-batches and schedule that train fastest in the memory that there is.
+
+    Args:
+      config: the run's settings; model, batch, sequence, optimizer and rules stay as they are.
+      hardware: a topology or its name.
+      space: where to look; everything that the model allows by default.
+      compile: as for `plan_for`.
+      compiles: how many programs may be compiled.
+      within: the table holds what is at most so many times slower than the fastest.
+      tell: is told how far it is.
+      tokens, price, watts: of `plan_for`, for the winner.
+
+    Raises:
+      ConfigError: nothing fits; says what comes closest. Or `plan_for`'s reasons.
+      LayoutError: `plan_for`'s reasons.
+    """
+    began = time.perf_counter()
+    there = topology(hardware) if isinstance(hardware, str) else hardware
+    why = why_not_compiled(there)
+    if compile == "always" and why is not None:
+        raise LayoutError(f"{there.name} cannot be compiled for: {why}")
+    if config.layout is None:
+        config = dataclasses.replace(config, layout=TrainConfig().layout)
+    model_of(config)
+    every = list(_counted(candidates(config, there.devices, space or Space()), tell))
+    found, worked_out = _walk(every, there, within, tell)
+    best = front(found)
+    done: dict[int, Found] = {}
+    if compile != "never" and why is None:
+        done = _compile(best, there, compiles, tell)
+    best = tuple(done.get(i, f) for i, f in enumerate(best))
+    plans = [f.plan for f in best if f.plan is not None]
+    fits = [plan for plan in plans if plan.fits]
+    if plans and not fits:
+        least = min(plans, key=lambda plan: plan.bytes)
+        raise ConfigError(_nothing_fits(there, f"{least.config.layout}, compiled,", least.bytes))
+    if fits:
+        winner = min(fits, key=lambda plan: plan.best.total)
+    else:
+        winner = plan_for(best[0].candidate.config, there, compile="never")
+    how = "compiled" if plans else "analytic, as was asked" if why is None else f"analytic: {why}"
+    winner = with_budget(winner, tokens, price, watts)
+    seconds = time.perf_counter() - began
+    return Search(winner, best, there, within, len(every), worked_out, len(found), len(plans), seconds, how)
+
+
+def front(found: Sequence[Found]) -> tuple[Found, ...]:
+    """What no other beats in both time and memory (Pareto), the fastest first; of equals the first."""
+    best: list[Found] = []
+    for f in sorted(found, key=lambda f: (f.step.total, f.bytes)):
+        if not best or f.bytes < best[-1].bytes:
+            best.append(f)
+    return tuple(best)
+
+
+def _counted(every: Iterator[Candidate], tell: Tell) -> Iterator[Candidate]:
+    for n, candidate in enumerate(every):
+        if n % 100 == 0:
+            tell("laying out", n, 0)
+        yield candidate
+
+
+def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell) -> tuple[list[Found], int]:
+    """Everything that fits and is at most `within` times slower than the fastest; and how many were worked out.
+
+    Raises:
+      ConfigError: nothing fits.
+    """
+    bounds: list[tuple[float, int]] = []
+    for n, c in enumerate(every):
+        if n % 100 == 0:
+            tell("bounding", n, len(every))
+        if c.floor <= there.chip.capacity:
+            with contextlib.suppress(LayoutError):  # stages without layers, micro-batches that do not divide
+                bounds.append((_at_least(c, there), n))
+    found: list[Found] = []
+    sizes = {n: c.floor for n, c in enumerate(every)} if not bounds else {}
+    fastest, worked_out = math.inf, 0
+    for bound, at in sorted(bounds):
+        if bound > within * fastest:
+            break
+        if worked_out % 20 == 0:
+            tell("working out", worked_out, len(bounds))
+        worked_out += 1
+        c = every[at]
+        with contextlib.suppress(LayoutError, ConfigError):  # what a kernel refuses
+            memory = estimate(c.config, there)
+            sizes[at] = memory.device
+            if memory.device <= there.chip.capacity:
+                step = step_time(work_of(c.config, _layout(c), memory, predict(c.config, there)), there)
+                found.append(Found(c, memory.device, memory.host, step))
+                fastest = min(fastest, step.total)
+    if not found and not sizes:
+        raise ConfigError(
+            f"no mesh of {there.devices} devices can be laid out for the model and its batch; try another number of "
+            "devices or another batch"
+        )
+    if not found:
+        closest = min(sizes, key=lambda at: sizes[at])
+        how = f"with memory '{every[closest].policy}', {'takes' if bounds else 'whose state alone takes'}"
+        raise ConfigError(_nothing_fits(there, f"the closest, {_layout(every[closest])} {how}", sizes[closest]))
+    return [f for f in found if f.step.total <= within * fastest], worked_out
+
+
+def _at_least(c: Candidate, there: Topology) -> float:
+    """Seconds that a step of a candidate cannot beat: its arithmetic's, with nothing sent and nothing updated."""
+    return step_time(work_of(c.config, _layout(c), NOTHING, ()), there).total
+
+
+def _compile(best: Sequence[Found], there: Topology, compiles: int, tell: Tell) -> dict[int, Found]:
+    """The fastest of the front, compiled, as long as one of them could still be the fastest."""
+    done: dict[int, Found] = {}
+    fastest = math.inf
+    for n, f in enumerate(best):
+        if len(done) == compiles or f.step.total >= fastest:
+            break
+        tell(f"compiling {_layout(f.candidate)}", len(done), min(compiles, len(best)))
+        plan = plan_for(f.candidate.config, there, compile="always")
+        done[n] = dataclasses.replace(f, plan=plan)
+        if plan.fits:
+            fastest = min(fastest, plan.best.total)
+    return done
+
+
+def _layout(c: Candidate) -> Layout:
+    assert c.config.layout is not None
+    return c.config.layout
+
+
+def _nothing_fits(there: Topology, what: str, size: int) -> str:
+    return (
+        f"nothing fits the {there.chip.capacity:,} bytes of a {there.chip.name}: {what} {size:,}; take more devices, a "
+        "smaller batch or a shorter sequence"
+    )
+
+
+def _words(f: Found) -> dict[str, Any]:
+    """A candidate's choices."""
+    layout, c = _layout(f.candidate), f.candidate
+    return {
+        "mesh": layout.mesh,
+        "sequence_sharded": layout.sequence_sharded,
+        "memory": c.policy,
+        "accumulate": c.config.accumulate,
+        "pipeline": layout.pipeline if layout.stages > 1 else None,
+    }
+
+
+def search_table(found: Search) -> Any:
+    """A rich table: what no other candidate beats in both time and memory."""
+    title = f"time against memory on {found.hardware.name}, at most {found.within:g} times the fastest"
+    columns = (
+        "mesh",
+        "sequence cut",
+        "memory",
+        "micro-batches",
+        "step",
+        "MFU",
+        "bytes",
+        "host",
+        "compiled step",
+        "bytes",
+    )
+    table = table_of(title, *columns)
+    for f in found.front:
+        w = _words(f)
+        parts = w["pipeline"] or str(w["accumulate"])
+        cells = [w["mesh"], "yes" if w["sequence_sharded"] else "", w["memory"], parts, seconds(f.step.total)]
+        cells += [f"{f.step.mfu:.1%}", human_bytes(f.bytes), human_bytes(f.host) if f.host else ""]
+        if f.plan is not None:
+            cells += [seconds(f.plan.best.total) if f.plan.fits else "does not fit", human_bytes(f.plan.bytes)]
+        table.add_row(*cells)
+    return table

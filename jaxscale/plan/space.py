@@ -1,0 +1,128 @@
+"""What a search walks through: every layout of so many devices that a model allows, with every way to save memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout
+from jaxscale.layout.axes import MESH_AXES
+from jaxscale.nn import POLICIES, MixtureOfExperts, dot_product_attention
+from jaxscale.optim import check_state, state_infos
+from jaxscale.plan.memory import held_bytes
+from jaxscale.train import TrainConfig, blueprint_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """Choices for each part of a layout; every combination of them that the model allows is a candidate.
+
+    Args:
+      axes: mesh axes that may have more than one device; `None` are those that the model can be cut along.
+      policies: memory policies, by name.
+      accumulate: micro-batches a step, where there are no stages.
+      schedules: of a mesh with stages.
+      per_stage: micro-batches of a schedule, as multiples of the stages.
+      stages, microbatches: at most so many.
+    """
+
+    axes: tuple[str, ...] | None = None
+    policies: tuple[str, ...] = tuple(POLICIES)
+    accumulate: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    schedules: tuple[str, ...] = ("lockstep", "1f1b", "interleaved", "zb-h1")
+    per_stage: tuple[int, ...] = (1, 2, 4, 8)
+    stages: int = 16
+    microbatches: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run a step.
+
+    Args:
+      config: the run's settings, changed.
+      policy: the name of its memory policy.
+      floor: bytes on a device that it takes at least: state and gradients.
+    """
+
+    config: TrainConfig
+    policy: str
+    floor: int
+
+
+def axes_of(config: TrainConfig) -> tuple[str, ...]:
+    """The mesh axes that a run's model can be cut along."""
+    model: Any = config.model
+    kernel = model.attention
+    able = {
+        "context": kernel is dot_product_attention or hasattr(kernel, "order"),  # flash attention sees whole sequences
+        "expert": isinstance(model.mlp, MixtureOfExperts),
+    }
+    return tuple(axis for axis in MESH_AXES if able.get(axis, True))
+
+
+def meshes(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Every factoring of a number of devices over some axes."""
+    if not axes:
+        if devices == 1:
+            yield {}
+        return
+    for size in (d for d in range(1, devices + 1) if devices % d == 0):
+        for rest in meshes(devices // size, axes[1:]):
+            yield {axes[0]: size, **rest}
+
+
+def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Candidate]:
+    """Everything in a space that can be laid out, of the run's own batch, rules and sequence.
+
+    Args:
+      config: the run's settings.
+      devices: how many its meshes have.
+      space: where to look.
+    """
+    models = {}
+    for name in space.policies:
+        with contextlib.suppress(ConfigError):  # experts are not tiled
+            models[name] = dataclasses.replace(config.model, memory=name)  # type: ignore[type-var]
+    blueprint, _ = blueprint_of(config)
+    opt_state = state_infos(blueprint.tx, blueprint.infos)
+    for sizes in meshes(devices, space.axes or axes_of(config)):
+        for layout in _layouts(config, sizes) if sizes.get("pipeline", 1) <= space.stages else ():
+            try:
+                check_state(blueprint.tx, blueprint.infos, layout)
+                state, gradients, _ = held_bytes(blueprint, opt_state, layout)
+                batches = list(_batches(config, layout, space))
+            except (LayoutError, ConfigError):  # what cannot be laid out is no candidate
+                continue
+            for accumulate, pipeline in batches:
+                there = dataclasses.replace(layout, pipeline=pipeline) if pipeline else layout
+                for name, model in models.items():
+                    changed = dataclasses.replace(config, model=model, layout=there, accumulate=accumulate)
+                    yield Candidate(changed, name, state + gradients)
+
+
+def _layouts(config: TrainConfig, sizes: dict[str, int]) -> Iterator[Layout]:
+    assert config.layout is not None
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
+    layout = dataclasses.replace(config.layout, mesh=mesh, pipeline=None)
+    if sizes.get("tensor", 1) == 1 or not isinstance(layout.rules, str):
+        yield layout
+        return
+    for cut in (False, True):
+        yield dataclasses.replace(layout, sequence_sharded=cut)
+
+
+def _batches(config: TrainConfig, layout: Layout, space: Space) -> Iterator[tuple[int, str | None]]:
+    """Accumulation, and a pipeline's schedule with its micro-batches."""
+    layout.spec(("batch", "seq"), (config.batch_size, config.seq_len), kind="activations", name="a batch")
+    rows = config.batch_size // layout.split("batch")
+    if layout.stages == 1:
+        yield from ((n, None) for n in space.accumulate if rows % n == 0)
+        return
+    for name in space.schedules:
+        for n in space.per_stage:
+            if n * layout.stages <= space.microbatches and rows % (n * layout.stages) == 0:
+                yield 1, f"{name}:{n * layout.stages}"

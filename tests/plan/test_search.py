@@ -1,0 +1,127 @@
+"""`jaxscale plan --search`: what it finds is the best there is, by trying all of it, and trains as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.hardware import Topology, topology
+from jaxscale.nn import MixtureOfExperts, RingAttention, flash_attention
+from jaxscale.plan import Space, plan_for, search
+from jaxscale.plan.planner import Compiled
+from jaxscale.plan.space import axes_of, candidates, meshes
+from tests.truth.errors import raises_saying
+from tests.truth.runs import write_gin
+
+searching = importlib.import_module("jaxscale.plan.search")
+MODEL = js.models.TransformerConfig(depth=4, width=64, heads=4, vocab=256, attention=flash_attention)
+CONFIG = js.TrainConfig(model=MODEL, batch_size=16, seq_len=64)
+SMALL = Space(policies=("none", "full"), accumulate=(1, 2), schedules=("1f1b",), per_stage=(1, 2))
+
+
+def devices_of(memory: int, count: int = 4) -> Topology:
+    """H100s with little memory."""
+    chip = dataclasses.replace(topology("h100:8").chip, memory=memory, usable=None)
+    return Topology(f"h100:{count}", chip, (count,))
+
+
+@pytest.fixture(scope="module")
+def every():
+    """Seconds and bytes of every candidate, worked out one by one."""
+    there, found = devices_of(2**40), []
+    for c in candidates(CONFIG, there.devices, SMALL):
+        with contextlib.suppress(LayoutError):
+            plan = plan_for(c.config, there, compile="never")
+            found.append((plan.step.total, plan.bytes))
+    return sorted(found)
+
+
+def test_meshes_are_all_factorings():
+    found = [tuple(m.values()) for m in meshes(64, ("data", "fsdp", "tensor"))]
+    assert len(found) == len(set(found)) == math.comb(6 + 2, 2) and all(math.prod(m) == 64 for m in found)
+
+
+def test_axes_are_those_that_the_model_can_be_cut_along():
+    of = lambda **changes: set(axes_of(dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, **changes))))  # noqa: E731
+    assert of() == {"pipeline", "data", "fsdp", "tensor"}
+    assert of(attention=RingAttention()) - of() == {"context"}
+    assert of(mlp=MixtureOfExperts()) - of() == {"expert"}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+def test_what_is_found_is_the_best_of_all(every, share):
+    """Where all of them fit, half of them, a few."""
+    sizes = sorted(size for _, size in every)
+    memory = sizes[int(share * (len(sizes) - 1))]
+    fitting = [(t, size) for t, size in every if size <= memory]
+    found = search(CONFIG, devices_of(memory), space=SMALL, compile="never", within=1.5)
+    assert found.winner.step.total == fitting[0][0] and found.winner.fits
+    near = [(t, size) for t, size in fitting if t <= 1.5 * fitting[0][0]]
+    front = [(t, size) for i, (t, size) in enumerate(near) if all(size < other for _, other in near[:i])]
+    assert [(f.step.total, f.bytes) for f in found.front] == front
+    assert share < 1 or found.worked_out < found.considered
+
+
+def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkeypatch):
+    asked = []
+
+    def pretend(config, there, *, compile, **_):
+        """A compiler whose programs take half as long again, the first of which does not fit."""
+        plan = plan_for(config, there, compile="never")
+        if compile == "never":
+            return plan
+        asked.append(plan)
+        slow = dataclasses.replace(plan.step, compute=plan.step.compute * 1.5)
+        size = plan.bytes if len(asked) > 1 else there.chip.memory + 1
+        return dataclasses.replace(plan, compiled=Compiled(size, slow, 0.0), how="compiled")
+
+    monkeypatch.setattr(searching, "plan_for", pretend)
+    monkeypatch.setattr(searching, "why_not_compiled", lambda there: None)
+    found = search(CONFIG, devices_of(2**30), space=SMALL, within=2)
+    assert 1 < found.compiled == len(asked) <= 4
+    assert found.winner.compiled is not None and found.winner.bytes == asked[1].bytes
+    assert "does not fit" in str(found)
+
+
+def test_where_nothing_fits_the_closest_is_named():
+    with raises_saying(ConfigError, "nothing fits", "100,000", "the closest"):
+        search(CONFIG, devices_of(100_000), space=SMALL, compile="never")
+    odd = dataclasses.replace(CONFIG, batch_size=3)
+    with raises_saying(ConfigError, "no mesh of 7 devices"):
+        search(odd, devices_of(2**30, 7), space=SMALL, compile="never")
+
+
+def test_the_winner_is_written_as_a_file_that_trains_as_it_is(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gin = write_gin(tmp_path / "small.gin")
+    bindings = [
+        "--gin.Transformer.depth=2",
+        "--gin.Transformer.vocab=256",
+        "--gin.train.steps=1",
+        "--gin.train.batch_size=4",
+    ]
+    command = ["plan", str(gin), "--topology", "cpu:2", "--search", "--json", "--write", "winner.gin"]
+    assert main([*command, *bindings]) == 0
+    out, err = capfd.readouterr()
+    data = json.loads(out)
+    assert "bounding" in err and "working out" in err
+    assert data["how"].startswith("analytic") and data["front"][0]["mesh"] == data["winner"]["mesh"]
+    assert main(["train", "winner.gin", "--run", "run", "--quiet"]) == 0
+    run = js.Run(tmp_path / "run")
+    assert run.config.layout.mesh == data["winner"]["mesh"] and len(run.metrics()) == 1
+    assert run.config.model.memory == data["front"][0]["memory"]
+
+
+def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
+    gin = write_gin(tmp_path / "small.gin")
+    before = gin.read_text()
+    assert main(["plan", str(gin), "--topology", "cpu:8", "--search", "--write", str(gin)]) == 2
+    assert gin.read_text() == before and "give another" in capfd.readouterr().err

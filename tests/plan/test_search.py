@@ -67,7 +67,11 @@ def test_what_is_found_is_the_best_of_all(every, share):
     near = [(t, size) for t, size in fitting if t <= 1.5 * fitting[0][0]]
     front = [(t, size) for i, (t, size) in enumerate(near) if all(size < other for _, other in near[:i])]
     assert [(f.step.total, f.bytes) for f in found.front] == front
-    assert share < 1 or found.worked_out < found.considered
+
+
+def test_what_cannot_be_the_fastest_is_not_worked_out(every):
+    found = search(CONFIG, devices_of(2**40), space=SMALL, compile="never", within=1)
+    assert found.winner.step.total == every[0][0] and found.worked_out < found.considered == len(every)
 
 
 def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkeypatch):

@@ -145,7 +145,8 @@ def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None
     Attention counts as what runs: `dot_product_attention` multiplies the whole square of scores, masked or not; a flash
     kernel declares the tiles it may visit, about half of it when causal, and all where documents are packed
     (`config.segments`), since then data says which; XLA's form of flash visits the whole square in tiles. Rows that a
-    dropless exchange between devices pads are counted, since they are multiplied.
+    dropless exchange between devices pads are counted, since they are multiplied. A pipeline's stages run their layers
+    again before they go backwards, from inputs they kept, which counts as recomputed; where they idle counts nothing.
 
     Args:
       config: the run's settings.
@@ -156,7 +157,19 @@ def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None
       LayoutError: naming a tensor that cannot be laid out.
     """
     layout = None if config.layout is None else config.layout.abstract(devices, kind=kind)
+    if layout is not None and layout.stages > 1:
+        mesh = ",".join(f"{a}={n}" for a, n in layout.sizes.items() if n > 1 and a != "pipeline") or "data=1"
+        flat = dataclasses.replace(config, layout=dataclasses.replace(layout, mesh=mesh, pipeline=None))
+        rows = of_step(flat, kind=kind).rows
+        again = [r for r in rows if r.stage == "forward" and r.module.startswith("runs/")]
+        return Flops((*rows, *(dataclasses.replace(r, stage="recomputed") for r in again)))
     config = dataclasses.replace(config, layout=layout)
+    return traced_step(config)
+
+
+def traced_step(config: TrainConfig) -> Flops:
+    """As `of_step`, as the step is traced under its own layout; of a pipeline, every phase at every tick."""
+    layout = config.layout
     blueprint, schedule = blueprint_of(config)
     with layout if layout is not None else contextlib.nullcontext():
         grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
@@ -386,7 +399,8 @@ def flops_table(found: Flops, *, rows: int = 24) -> Any:
     from rich.table import Table
 
     products = f"{found.matmul / max(1, found.total):.1%} of it products"
-    title = f"FLOPs of a step, whole machine: {short_flops(found.total)}, {products}"
+    most = "" if found.certain else "at most "
+    title = f"FLOPs of a step, whole machine: {most}{short_flops(found.total)}, {products}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("module", *PASSES[:3], "elementwise", "share"):
         table.add_column(name, justify="left" if name == "module" else "right", no_wrap=name == "module")

@@ -88,6 +88,18 @@ def test_a_layout_changes_where_and_not_how_much(mesh):
     assert found.matmul == 3 * ARCHITECTURES["Llama 3"][1] * rows // B
 
 
+@pytest.mark.parametrize("schedule", ["gpipe:4", "zb-h1:4"])
+def test_a_pipeline_runs_its_layers_again_and_nothing_while_it_idles(schedule):
+    """Against the executor's own trace, which has every phase at every tick."""
+    model = dataclasses.replace(ARCHITECTURES["GPT-2"][0], memory="full")
+    config = run_of(model, js.Layout("pipeline=2", pipeline=schedule), batch_size=4)
+    found = flops.of_step(config)
+    traced = flops.traced_step(dataclasses.replace(config, layout=config.layout.abstract()))
+    ticks = js.layout.simulate(config.layout.schedule.table(2, 4)).ticks
+    assert found.matmul * ticks == traced.matmul * 4
+    assert found.certain and not traced.certain
+
+
 def test_accumulation_changes_when_and_not_how_much():
     model = dataclasses.replace(ARCHITECTURES["GPT-2"][0], memory="none")
     assert flops.of_step(run_of(model, accumulate=4)).matmul == 3 * ARCHITECTURES["GPT-2"][1]

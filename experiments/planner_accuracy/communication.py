@@ -3,7 +3,8 @@
     python experiments/planner_accuracy/communication.py              # compiles cell by cell; goes on where it stopped
     python experiments/planner_accuracy/communication.py --only ring  # cells whose name has this in it
     python experiments/planner_accuracy/communication.py --again      # predictions anew, compiled numbers as they are
-    python experiments/planner_accuracy/communication.py --table      # the tables of COMMUNICATION.md
+    python experiments/planner_accuracy/communication.py --table      # the table of COMMUNICATION.md
+    python experiments/planner_accuracy/communication.py --full       # the same of ../parallelism's 8B and 47B models
 
 Needs `make install EXTRAS=plot,tpu` and jax 0.12. Each cell is a line of communication.jsonl.
 """
@@ -15,6 +16,7 @@ import dataclasses
 import datetime
 import json
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -141,16 +143,6 @@ CASES: dict[str, Cell] = {
 }
 
 
-EXPLAINED: dict[str, tuple[tuple[str, ...], str]] = {}
-"""By case: along which axes the compiled program differs from the prediction, and why."""
-
-
-def explained(case: str, axes: str) -> str | None:
-    """Why a case differs along some axes, `None` where nothing has to be explained."""
-    which, why = EXPLAINED.get(case, ((), ""))
-    return why if axes in which else None
-
-
 def cells() -> list[tuple[str, str]]:
     """Model and case of each, dense ones first."""
     return [(model, name) for model in MODELS for name, cell in CASES.items() if model in cell.only]
@@ -239,17 +231,34 @@ def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def full_table() -> str:
+    """Full-size models on 64 chips, as `experiments/parallelism` compiled them, beside predictions."""
+    sys.path.insert(0, str(HERE.parent / "parallelism"))
+    import measure as parallelism  # a script, found by its folder
+
+    lines = ["| model | mesh | axes | with stand-ins | compiled | difference |", "|---|---|---|---|---|---|"]
+    for (model, case, depth), row in parallelism.read().items():
+        config = parallelism.config_of(model, case, depth)
+        found = as_compiled(predict(config, row["topology"], every_branch=True), row["topology"])
+        a, b = by_axes(summed(found)), by_axes(row["collectives"])
+        for axes in sorted((x for x in a | b if b.get(x, 0) > 2**20), key=lambda x: -b[x]):
+            share = f"{b[axes] / a.get(axes, 1) - 1:+.2%}"
+            lines.append(f"| {model} | {row['mesh']} | {axes} | {a.get(axes, 0):,} | {b[axes]:,} | {share} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=len(cells()), help="at most so many")
     parser.add_argument("--only", default="", help="cells whose case has this in its name")
     parser.add_argument("--hlo", type=Path, help="a folder for the programs' text")
     parser.add_argument("--again", action="store_true", help="predict anew")
-    parser.add_argument("--table", action="store_true", help="the tables")
+    parser.add_argument("--table", action="store_true", help="the table")
+    parser.add_argument("--full", action="store_true", help="the table of full-size models")
     args = parser.parse_args()
     rows = read()
-    if args.table:
-        print(table(rows))
+    if args.table or args.full:
+        print(table(rows) if args.table else full_table())
         return
     if args.again:
         write({cell: row | predicted(*cell) for cell, row in rows.items()})

@@ -32,6 +32,7 @@ class Blocks:
       backward: how often its backward pass runs, which begins with what the memory policy makes again.
       segments: whether tokens have documents.
       accumulated: in how many micro-batches, one after the other, gradients are made.
+      looped: whether they are a loop's body; of a single copy the compiler makes no loop, and gathers weights once.
       ragged: whether experts' tokens are exchanged by a ragged all-to-all (TPU), not padded.
     """
 
@@ -43,6 +44,7 @@ class Blocks:
     backward: int
     segments: bool
     accumulated: int
+    looped: bool
     ragged: bool
 
     def block(self, params: Tree, window: int | None, last: bool) -> list[Collective]:
@@ -178,8 +180,9 @@ class Blocks:
           gradient: its gradient's signature as the product leaves it.
           what: whose it is.
           dtype: in which it is used; the arithmetic's by default.
-          once: the backward pass has it still.
+          once: the backward pass has it still, as of layers in no loop.
         """
+        once = once or not self.looped
         used = dataclasses.replace(kernel, dtype=jnp.dtype(dtype or self.model.dtype))
         kept, there = self.mover.boxes(kernel, "params"), self.mover.boxes(kernel)
         found = self.mover.change(used, kept, there, self.forward, f"gather of {what} weights, forward")
@@ -229,7 +232,7 @@ class Blocks:
                 found += self.kernel(params[name], left, "experts")
         router = dataclasses.replace(params["router"], dtype=jnp.dtype("float32"))
         kept, used = mover.boxes(router, "params"), mover.boxes(router)
-        for times, when in ((self.forward, "forward"), (self.backward, "backward")):
+        for times, when in ((self.forward, "forward"), (self.backward * self.looped, "backward")):
             found += mover.change(router, kept, used, times, f"gather of routers' weights, {when}")
         # no product of ours: the partitioner sums it to where the weight is used, and each device keeps its piece
         found += mover.change(router, Boxes(used.split, frozenset(apart)), used, self.backward, "gradient of routers")

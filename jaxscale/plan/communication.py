@@ -113,12 +113,12 @@ class _Step:
             return self.config.accumulate
         return self.config.accumulate * (len(table.slots) if self.every_branch else table.microbatches)
 
-    def _blocks(self, forward: int, backward: int) -> Blocks:
+    def _blocks(self, forward: int, backward: int, looped: bool = True) -> Blocks:
         manual = frozenset() if self._table is None else frozenset({_STAGES})
         config = self.config
         return Blocks(
             Mover(self.layout, manual), config.model, self._rows, config.seq_len, forward, backward, config.segments,
-            config.accumulate if self._table is None else 1, self.ragged,
+            config.accumulate if self._table is None else 1, looped, self.ragged,
         )  # fmt: skip
 
     # --- layers ---
@@ -139,23 +139,23 @@ class _Step:
 
     def layers(self) -> list[Collective]:
         """Every block of every run, its gradients' sums included."""
+        model: Any = self.config.model
+        forward, backward = self._passes
         found = []
         for n, run in enumerate(self.infos["runs"].values()):
-            forward, backward = self._copies(n)
-            windows = self.config.model.runs[n][0]  # type: ignore[attr-defined]
-            blocks = self._blocks(forward, backward)
+            windows, repeats = model.runs[n]
+            copies = repeats if self._table is None else self._assigned.index[n].shape[-1]
+            blocks = self._blocks(forward * copies, backward * copies, looped=copies > 1 or not model.scan)
             for j, block in enumerate(run["blocks"].values()):
                 found += blocks.block(block, windows[j], last=j == len(windows) - 1)
         return found
 
-    def _copies(self, run: int) -> tuple[int, int]:
-        """How often a device runs the blocks of a run's group forward and backward."""
-        runs = self.config.model.runs  # type: ignore[attr-defined]
+    @property
+    def _passes(self) -> tuple[int, int]:
+        """How often a device runs its layers forward and backward; a pipeline's backward phase runs them forward too."""
         if self._table is None:
-            return self.config.accumulate * runs[run][1], self.config.accumulate * runs[run][1]
-        index = self._assigned.index[run]
-        forward, backward = self._ticks(F) * index.shape[-1], self._ticks(B) * index.shape[-1]
-        return forward + backward, backward  # the backward phase runs its stage again
+            return self.config.accumulate, self.config.accumulate
+        return self._ticks(F) + self._ticks(B), self._ticks(B)
 
     @property
     def _assigned(self) -> Any:

@@ -152,7 +152,7 @@ class _Step:
 
     @property
     def _passes(self) -> tuple[int, int]:
-        """How often a device runs its layers forward and backward; a pipeline's backward phase runs them forward too."""
+        """How often a device runs its layers forward, and backward. A pipeline's backward phase does both."""
         if self._table is None:
             return self.config.accumulate, self.config.accumulate
         return self._ticks(F) + self._ticks(B), self._ticks(B)

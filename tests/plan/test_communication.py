@@ -90,7 +90,7 @@ def one(kind, size, topology, devices):
 
 
 @needs(why_no_tpu())
-@pytest.mark.parametrize("topology, devices", [("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v5p:2x2x2", 8), ("v5p:4x4x4", 64)])
+@pytest.mark.parametrize("topology, devices", [("v5p:2x2x1", 4), ("v5p:4x4x4", 64)])
 @pytest.mark.parametrize("kind, size", [("all-gather", 2**20), ("reduce-scatter", 2**15), ("reduce-scatter", 2**20)])
 def test_a_compiler_puts_sums_in_the_place_of_gathers_and_scatters(topology, devices, kind, size):
     size *= 2 if size < 2**16 and devices == 64 else 1  # a row for each chip

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "checkpoint",
-        help="list, show, verify or convert a run's checkpoints",
+        help="list, show, verify, convert or export a run's checkpoints",
         description="Looks at the checkpoints of a run: no model is built and no device is used.",
         formatter_class=TEXT,
     )
@@ -27,8 +27,12 @@ def add(commands: Any) -> None:
         one = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         one.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
         one.add_argument(
-            "--step", type=int, help=f"one checkpoint (default: {'the newest' if name == 'show' else 'all'})"
+            "--step",
+            type=int,
+            help=f"one checkpoint (default: {'the newest' if name in ('show', 'export') else 'all'})",
         )
+        if action is _export:
+            one.add_argument("--out", metavar="DIR", required=True, help="the folder to write, which is not there yet")
         one.set_defaults(run_command=run, action_command=action)
 
 
@@ -44,10 +48,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if args.step is not None:
         found.manifest(args.step)  # says which there are
         steps = [args.step]
-    return args.action_command(found, steps)
+    return args.action_command(found, steps, args)
 
 
-def _list(found: Checkpoints, steps: list[int]) -> int:
+def _list(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [("step", "schema", "arrays", "bytes", "digest", "saved", "layout")]
     for step in steps:
         try:
@@ -67,7 +71,7 @@ def _list(found: Checkpoints, steps: list[int]) -> int:
     return 0
 
 
-def _show(found: Checkpoints, steps: list[int]) -> int:
+def _show(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     about = found.manifest(steps[-1])
     for key, value in about.items():
         if key != "leaves":
@@ -79,7 +83,7 @@ def _show(found: Checkpoints, steps: list[int]) -> int:
     return 0
 
 
-def _verify(found: Checkpoints, steps: list[int]) -> int:
+def _verify(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     """Exit code 1 when anything is not what was written."""
     bad = 0
     for step in steps:
@@ -103,7 +107,7 @@ def _verify(found: Checkpoints, steps: list[int]) -> int:
     return 1 if bad else 0
 
 
-def _convert(found: Checkpoints, steps: list[int]) -> int:
+def _convert(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     from jaxscale.train.checkpoints.convert import convert
     from jaxscale.train.checkpoints.migrate import SCHEMA
     from jaxscale.train.folders import lock
@@ -112,6 +116,14 @@ def _convert(found: Checkpoints, steps: list[int]) -> int:
         for step in steps:
             done = convert(found.folder / str(step))
             print(f"checkpoint {step} {'is converted to' if done else 'is already of'} schema {SCHEMA}")
+    return 0
+
+
+def _export(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
+    from jaxscale.train.checkpoints.export import to_orbax
+
+    count = to_orbax(found.folder / str(steps[-1]), Path(args.out))
+    print(f"checkpoint {steps[-1]}: {count} arrays are in {args.out}, as Orbax's StandardCheckpointer restores them")
     return 0
 
 
@@ -126,4 +138,5 @@ _ACTIONS = {
     "show": (_show, "what is in a checkpoint"),
     "verify": (_verify, "reads every file and compares it with its digest"),
     "convert": (_convert, "rewrites checkpoints of an older schema, with digests"),
+    "export": (_export, "writes a checkpoint as Orbax does, for other programs"),
 }

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxscale as js
 from experiments.reliability import corruption, elastic
 from jaxscale.cli import main
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
+from jaxscale.train.checkpoints.chunks import whole
 from jaxscale.train.checkpoints.migrate import MIGRATIONS, SCHEMA
 from tests.truth.errors import raises_saying
 from tests.truth.runs import ROOT, bigram, environment, on_host
@@ -84,6 +86,21 @@ def test_a_run_goes_on_from_the_older_checkpoint_and_takes_the_damaged_step_agai
 def test_another_program_reads_the_arrays(runs):
     """TensorStore, to which they are Zarr arrays."""
     assert elastic.on_disk(runs.good / "checkpoints" / "4") == runs.want[4]
+
+
+def test_an_exported_checkpoint_is_restored_by_orbax_bit_for_bit(runs, tmp_path, capsys):
+    export = ["checkpoint", "export", str(runs.good), "--out", str(tmp_path / "out")]
+    assert main(export) == 0
+    with ocp.StandardCheckpointer() as reader:
+        tree = reader.restore(tmp_path / "out")
+    got = {"/".join(str(k.key) for k in path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    want = js.Run(runs.good).checkpoints
+    arrays, leaves = want.arrays(want.steps()[-1]), want.manifest(want.steps()[-1])["leaves"]
+    assert got.keys() == leaves.keys()
+    for name, x in got.items():
+        region = whole(tuple(leaves[name]["shape"]))
+        assert np.asarray(x).tobytes() == arrays.read(name, [region])[region].tobytes(), name
+    assert main(export) == 2 and "is there already" in capsys.readouterr().err
 
 
 def test_no_checkpoint_that_is_whole_is_one_sentence(runs, tmp_path):

@@ -1,0 +1,52 @@
+"""A checkpoint as Orbax writes them, for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import CheckpointError
+from jaxscale.train.checkpoints.chunks import whole
+from jaxscale.train.checkpoints.manifest import read_manifest
+from jaxscale.train.checkpoints.read import open_arrays
+
+
+def to_orbax(path: Path, out: Path) -> int:
+    """Writes a checkpoint as a nested dict of arrays by Orbax's `StandardCheckpointer`, all of it in host memory.
+
+    Every chunk is checked on the way. Names are taken apart at their slashes: `params/embed/weight` becomes
+    `{"params": {"embed": {"weight": ...}}}`.
+
+    Args:
+      path: the checkpoint's folder.
+      out: a folder that is not there yet.
+
+    Returns:
+      how many arrays were written.
+
+    Raises:
+      CheckpointError: `out` is there already, or cannot be written.
+      DamagedCheckpoint: the checkpoint is not what was written.
+    """
+    import orbax.checkpoint as ocp
+
+    if out.exists():
+        raise CheckpointError(f"{out} is there already; name another folder")
+    manifest = read_manifest(path)
+    arrays = open_arrays(path, manifest)
+    tree: dict[str, Any] = {}
+    for name, leaf in manifest["leaves"].items():
+        *folders, last = name.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        region = whole(tuple(leaf["shape"]))
+        place[last] = arrays.read(name, [region])[region]
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(out.absolute(), tree)
+    except (OSError, ValueError, RuntimeError) as e:
+        raise CheckpointError(
+            f"{out} could not be written: {(str(e).strip() or type(e).__name__).splitlines()[0]}"
+        ) from e
+    return len(manifest["leaves"])

@@ -56,6 +56,7 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="where --search writes what it found, as a gin file to train (default: <name of CONFIG>-planned.gin)",
     )
+    parser.add_argument("--compiles", type=int, metavar="N", help="--search compiles at most so many (default 4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     from jaxscale.plan import as_gin, plan_for, search
     from jaxscale.plan.planner import count_of
+    from jaxscale.plan.search import COMPILES
 
     path = Path(args.config) if args.config else None
     own = path / "config.gin" if path is not None and path.is_dir() else None
@@ -78,15 +80,17 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     options = {"tokens": tokens, "price": args.price, "watts": args.watts}
     compile = "never" if args.analytic else "auto"
     if not args.search:
-        if args.write is not None:
-            raise ConfigError("--write is for what --search finds; give --search as well")
+        for name in ("write", "compiles"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name} is for what --search finds; give --search as well")
         show(plan_for(config, args.topology, compile=compile, **options), args.json)
         return 0
     file = Path(args.write or f"{path.stem if path is not None else 'run'}-planned.gin")
     if path is not None and file.resolve() == path.resolve():
         raise ConfigError(f"--write {file} is the file that is planned; give another")
+    compiles = COMPILES if args.compiles is None else args.compiles
     with told() as tell:
-        found = search(config, args.topology, compile=compile, tell=tell, **options)
+        found = search(config, args.topology, compile=compile, compiles=compiles, tell=tell, **options)
     about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{found.winner.config.layout}"
     try:
         file.write_text(as_gin(found.winner.config, about))

@@ -136,6 +136,10 @@ def search(
       ConfigError: nothing fits; says what comes closest. Or `plan_for`'s reasons.
       LayoutError: `plan_for`'s reasons.
     """
+    if compiles < 1:
+        raise ConfigError(
+            f"compiles = {compiles}: must be at least 1; to compile nothing, say compile='never' (--analytic)"
+        )
     began = time.perf_counter()
     there = topology(hardware) if isinstance(hardware, str) else hardware
     why = why_not_compiled(there)
@@ -144,6 +148,10 @@ def search(
     if config.layout is None:
         config = dataclasses.replace(config, layout=TrainConfig().layout)
     model_of(config)
+    if there.slices > 1 and config.layout.across is None:  # type: ignore[union-attr]
+        raise LayoutError(
+            f"{there.name} has {there.slices} slices: name the mesh axis that goes over them, as Layout.across = 'data'"
+        )
     every = list(_counted(candidates(config, there.devices, space or Space()), tell))
     found, worked_out = _walk(every, there, within, tell)
     best = front(found)

@@ -12,6 +12,7 @@ from jaxscale.hardware import Link, Topology, topology
 from jaxscale.models.presets import deepseek_moe_16b, gemma3, gpt2, llama3_8b, mixtral_8x7b, qwen3
 from jaxscale.nn import flash_attention
 from jaxscale.plan.collectives import Collective
+from jaxscale.plan.flops import of_step
 from jaxscale.plan.memory import Estimate
 from jaxscale.plan.roofline import Op, Work, collective_time, hides_behind, step_time
 from jaxscale.plan.work import products, work_of
@@ -58,6 +59,17 @@ def test_devices_together_compute_what_the_model_does(mesh):
         whole += sum(forward.values()) - forward["logits"]
     assert math.isclose(sum(op.flops for op in work.ops) * 8, whole, rel_tol=1e-12)
     assert work.flops == 3 * sum(forward.values())
+
+
+@pytest.mark.parametrize(
+    "memory, mesh", [("none", "fsdp=2,tensor=2"), ("full", "pipeline=2,data=2"), ("dots", "fsdp=2,tensor=2")]
+)
+def test_products_are_those_of_the_steps_own_program(memory, mesh):
+    """Counted from its jaxpr: forward, backward, and what the memory policy or a stage makes again."""
+    model = js.models.TransformerConfig(depth=4, width=64, heads=4, kv_heads=2, vocab=256, memory=memory)
+    config = TrainConfig(model=model, layout=js.Layout(mesh), batch_size=8, seq_len=32)
+    work = work_of(config, config.layout, NOTHING, ())
+    assert sum(op.flops for op in work.ops) * 4 == of_step(config).matmul
 
 
 def test_experts_are_computed_where_they_are():

@@ -19,7 +19,7 @@ from jaxscale.plan import Space, plan_for, search
 from jaxscale.plan.planner import Compiled
 from jaxscale.plan.space import axes_of, candidates, meshes
 from tests.truth.errors import raises_saying
-from tests.truth.runs import write_gin
+from tests.truth.runs import Bigram, write_gin
 
 searching = importlib.import_module("jaxscale.plan.search")
 MODEL = js.models.TransformerConfig(depth=4, width=64, heads=4, vocab=256, attention=flash_attention)
@@ -123,6 +123,15 @@ def test_the_winner_is_written_as_a_file_that_trains_as_it_is(tmp_path, capfd, m
     run = js.Run(tmp_path / "run")
     assert run.config.layout.mesh == data["winner"]["mesh"] and len(run.metrics()) == 1
     assert run.config.model.memory == data["front"][0]["memory"]
+
+
+def test_what_cannot_be_searched_is_one_sentence():
+    with raises_saying(LayoutError, "v5p:2x2x2*2", "2 slices", "across"):
+        search(CONFIG, "v5p:2x2x2*2", compile="never")
+    with raises_saying(ConfigError, "compiles = 0", "--analytic"):
+        search(CONFIG, "h100:8", compiles=0)
+    with raises_saying(ConfigError, "Bigram", "Transformer"):
+        search(dataclasses.replace(CONFIG, model=Bigram()), "h100:8")
 
 
 def test_the_planned_file_is_not_overwritten(tmp_path, capfd):

@@ -13,6 +13,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
+from jaxscale.train.guards import FiniteGuard, Guard
 from jaxscale.train.loss import AutoLoss, Loss
 
 
@@ -46,6 +47,7 @@ class TrainConfig:
       checkpoint_every: steps between checkpoints; 0 writes one at the end only.
       keep: how many of the newest checkpoints stay.
       keep_every: checkpoints of multiples of this step stay for good; `None` keeps none of them.
+      guards: what looks after the run (see `jaxscale.train.guards`): `FiniteGuard()`, `SpikeGuard()`; `()` is nothing.
       prompt: what a sample is continued from at the end; `None` prints none.
       tensorboard: also write TensorBoard events; `None` does when tensorboardX is installed.
 
@@ -76,6 +78,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep: int = 3
     keep_every: int | None = None
+    guards: tuple[Guard, ...] = (FiniteGuard(),)
     prompt: str | None = None
     tensorboard: bool | None = None
 
@@ -87,6 +90,7 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} must be {what}, not {value!r}")
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
+        self._check_guards()
         for name, least in _LEAST.items():
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -106,6 +110,15 @@ class TrainConfig:
                 f"train.accumulate = {self.accumulate} does not divide train.batch_size = {self.batch_size}; the "
                 f"nearest that does is {fit}"
             )
+
+    def _check_guards(self) -> None:
+        if not isinstance(self.guards, tuple | list) or not all(isinstance(g, Guard) for g in self.guards):
+            raise ConfigError(f"train.guards must be a tuple of guards, such as (FiniteGuard(),), not {self.guards!r}")
+        object.__setattr__(self, "guards", tuple(self.guards))
+        names = [g.name for g in self.guards]
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"train.guards has two called '{twice}'; leave one of them")
 
     @property
     def micro_batch(self) -> int:

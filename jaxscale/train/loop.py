@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import optax
 
-from jaxscale.data import to_devices
 from jaxscale.errors import CheckpointError, ConfigError, RunError, near
 from jaxscale.layout import describe
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.folders import choose_folder
+from jaxscale.train.guards import RollBack, Skips, Watched
 from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
 from jaxscale.train.peaks import peak_flops
 from jaxscale.train.prepare import Prepared, prepare
@@ -27,7 +27,11 @@ from jaxscale.train.report import Reporter
 from jaxscale.train.run import Run, about, read_config, write_config, write_text
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.state import TrainState
-from jaxscale.train.step import jit_step, make_eval, make_loss_and_grads, make_step
+from jaxscale.train.step import make_eval
+
+RETURNS = 3
+"""How often a run goes back without a step beyond the one at which it turned, before it gives up."""
+SKIPS = "skipped.jsonl"
 
 
 def fit(
@@ -112,13 +116,12 @@ class _Loop:
         self.profiling = False
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
-        blueprint = prepared.blueprint
-        loss_and_grads = make_loss_and_grads(
-            blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
-        )
-        step = make_step(loss_and_grads, blueprint.tx, prepared.schedule)
-        self.step = jit_step(step, blueprint, self._batch_shardings())
-        self.evaluate = make_eval(blueprint, self._batch_shardings(), config.loss)
+        self.skips = Skips(run.path / SKIPS)
+        watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
+        self.watches = [g.watch(watched) for g in config.guards]
+        self.now = self.furthest = self.returns = 0
+        self.step = prepared.step_of(config)
+        self.evaluate = make_eval(prepared.blueprint, prepared.batch_shardings(), config.loss)
         self.flops = config.model.flops(config.batch_size, config.seq_len)
         devices = 1 if config.layout is None else config.layout.devices
         peak = peak_flops(jax.devices()[0])
@@ -140,16 +143,14 @@ class _Loop:
         status = "failed"
         try:
             files += self._open_files(first)
-            state = self._steps(state, first, files)
-            reporter.stop()
-            self._save(state)
+            state = self._to_the_end(state, files)
             self.checkpoints.close()
             status = "finished" if int(state.step) == config.steps else "stopped"
         finally:
             reporter.stop()
             self._end_profile()
-            for file in files:
-                file.close()
+            for one in (*self.watches, *files):
+                one.close()
             if status == "failed" and jax.process_count() == 1:  # others may never come to this one's barriers
                 with contextlib.suppress(CheckpointError):
                     self.checkpoints.close()
@@ -164,6 +165,32 @@ class _Loop:
             text = self.run.sample(config.prompt, tokens=400)
             reporter.say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
 
+    def _to_the_end(self, state: TrainState, files: list[Any]) -> TrainState:
+        """Every step and the last checkpoint, however often a guard asks for the way back."""
+        while True:
+            try:
+                state = self._steps(state, int(state.step), files)
+                self.reporter.stop()
+                self._save(state)
+                return state
+            except RollBack as back:
+                self.reporter.stop()
+                state = self._roll_back(back)
+
+    def _roll_back(self, back: RollBack) -> TrainState:
+        self.checkpoints.wait()
+        target = self._last_step()
+        if self.returns == RETURNS:
+            raise RunError(
+                f"{back}; the run went back {RETURNS} times, and got no further. Look at a step with jaxscale replay "
+                f"{self.run.path} --step N"
+            )
+        self.returns, self.furthest = self.returns + 1, self.now
+        self.skips.pass_over(back.steps, target, str(back))
+        over = f", and passes over {_spans(back.steps)} from now on" if back.steps else ""
+        self.reporter.warn(f"{back}; the run goes back to step {target}{over}")
+        return self._restore() if target else self.prepared.blueprint.init(self.config.seed)
+
     def _steps(self, state: TrainState, first: int, files: list[Any]) -> TrainState:
         config = self.config
         pending: list[tuple[int, dict[str, jax.Array]]] = []
@@ -171,9 +198,11 @@ class _Loop:
         self.clock = time.perf_counter()
         self.spent, self.timed = 0.0, 0
         for done in range(first, config.steps):
-            now = done + 1
+            now = self.now = done + 1
+            for watch in self.watches:
+                watch.before(now, state)
             with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._memory_said():
-                state, metrics = self.step(state, self._place(done))
+                state, metrics = self._pass_over(state) if now in self.skips.passed else self._take(state, done)
             pending.append((now, metrics))
             self.checkpoints.check()
             stopping = self._stopping(now)
@@ -183,6 +212,10 @@ class _Loop:
             while len(pending) > (0 if evaluate or last or save else self.lag):
                 step, metrics = pending.pop(0)
                 row = self._numbers(step, metrics)
+                for watch in self.watches:
+                    watch.after(step, row)
+                if step > self.furthest and "skipped" not in row:
+                    self.returns = 0
                 if evaluate and step == now:
                     row["eval_loss"] = self._eval(state)
                 self._write(row, files)
@@ -206,8 +239,17 @@ class _Loop:
                 raise
             raise out_of_memory(e, self.config) from None
 
+    def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self.step(state, self._place(done))
+
+    def _pass_over(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """A step that is not taken: the data moves on and nothing else."""
+        nothing = np.float32(np.nan)
+        return dataclasses.replace(state, step=state.step + 1), {"loss": nothing, "grad_norm": nothing}
+
     def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
         """Fetches a step's numbers, waiting for it."""
+        waiting = time.perf_counter()
         numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -216,8 +258,11 @@ class _Loop:
         else:
             self.spent = 1e-9  # the first step compiles: it is left out of the estimate
         row: dict[str, Any] = {"step": step, **numbers}
+        if step in self.skips.passed:
+            row["skipped"] = "passed over"
         row["tokens_per_second"] = self.config.batch_size * self.config.seq_len / seconds
         row["model_flops_per_second"] = self.flops / seconds
+        row["host_seconds"] = max(seconds - (now - waiting), 0.0)  # not spent waiting for devices
         return row
 
     def _write(self, row: dict[str, Any], files: list[Any]) -> None:
@@ -231,23 +276,19 @@ class _Loop:
     def _eval(self, state: TrainState) -> float:
         loss = tokens = 0.0
         for i in range(len(self.prepared.heldout)):
-            batch = to_devices(self.prepared.heldout.__getitem__, i, self.prepared.batch)
-            part, weight = self.evaluate(state.params, self._given(batch))
+            batch = self.prepared.place(self.prepared.heldout.__getitem__, i)
+            part, weight = self.evaluate(state.params, batch)
             loss, tokens = loss + float(part), tokens + float(weight)
         if tokens == 0:
             raise RunError("the held-out batches have no weighted token; raise train.eval_batches or the held-out part")
         return loss / tokens
 
     def _place(self, step: int) -> dict[str, jax.Array]:
-        return self._given(to_devices(self.prepared.loader, step, self.prepared.batch))
-
-    def _given(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {k: batch[k] for k in self.prepared.keys}
-
-    def _batch_shardings(self) -> Any:
-        return None if self.prepared.batch is None else dict.fromkeys(self.prepared.keys, self.prepared.batch)
+        return self.prepared.place(self.prepared.loader, step)
 
     def _save(self, state: TrainState) -> None:
+        for watch in self.watches:
+            watch.before_save(state)
         layout = None if self.config.layout is None else str(self.config.layout)
         facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows()}
         self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
@@ -262,6 +303,7 @@ class _Loop:
         state = self.checkpoints.restore(
             None, blueprint.abstract_state(), blueprint.shardings(), self.reporter.say, check
         )
+        state = blueprint.with_guards(state)
         step = int(state.step)
         if self.main:
             self.checkpoints.set_aside(after=step)
@@ -372,6 +414,11 @@ class _Loop:
             self.run.plot(self.run.path / "loss.png")
         except RunError as e:
             self.reporter.warn(f"{e}")
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """Consecutive steps in words."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _every(period: int, step: int) -> bool:

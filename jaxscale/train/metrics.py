@@ -23,14 +23,13 @@ class MetricsFile:
             self._file.write(b"\n")  # a line torn by a kill stays torn, and alone
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one line; numbers that are not finite are written as strings, since JSON has none.
+        """Appends one line.
 
         Raises:
           RunError: the disk refuses.
         """
-        row = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()}
         try:
-            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.write(json_row(row))
             self._file.flush()
         except OSError as e:
             raise RunError(f"cannot write {self._file.name}: {e.strerror}") from e
@@ -38,6 +37,12 @@ class MetricsFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def json_row(row: dict[str, Any]) -> bytes:
+    """One line of JSON, its end included; numbers that are not finite as strings, since JSON has none."""
+    row = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()}
+    return json.dumps(row).encode() + b"\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -69,7 +74,7 @@ class TensorBoard:
     def write(self, row: dict[str, Any]) -> None:
         """One step's numbers."""
         for key, value in row.items():
-            if key != "step":
+            if key != "step" and not isinstance(value, str):
                 self._writer.add_scalar(key, value, row["step"])
 
     def close(self) -> None:

@@ -16,14 +16,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxscale.data import Batch, Loader, Source, heldout_batches
+from jaxscale.data import Batch, Loader, Source, heldout_batches, to_devices
 from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.optim import balanced, chain, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.pipeline import pipelined
 from jaxscale.train.state import Blueprint, describe_model, make_params
-from jaxscale.train.step import batch_sharding
+from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
 
 log = logging.getLogger("jaxscale")
 
@@ -48,6 +48,23 @@ class Prepared:
     batch: Any
     keys: tuple[str, ...]
 
+    def place(self, batches: Loader | Callable[[int], Batch], step: int) -> dict[str, jax.Array]:
+        """The batch of a step (from 0), or a held-out one, on its devices."""
+        batch = to_devices(batches, step, self.batch)
+        return {k: batch[k] for k in self.keys}
+
+    def batch_shardings(self) -> Any:
+        """As `jit_step` wants them."""
+        return None if self.batch is None else dict.fromkeys(self.keys, self.batch)
+
+    def step_of(self, config: TrainConfig) -> Callable[..., Any]:
+        """The jitted training step."""
+        more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
+        step = make_step(
+            make_loss_and_grads(self.blueprint, **more), self.blueprint.tx, self.schedule, config.guards
+        )  # fmt: skip
+        return jit_step(step, self.blueprint, self.batch_shardings())
+
     @property
     def fingerprint(self) -> str:
         """Of the training data, whatever the batch size."""
@@ -71,7 +88,8 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
         tx = chain(_clip(config.clip_norm), tx)
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
-    return Blueprint(graphdef, infos, tx, config.layout, functools.partial(make_params, config.model)), schedule
+    make = functools.partial(make_params, config.model)
+    return Blueprint(graphdef, infos, tx, config.layout, make, config.guards), schedule
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -117,6 +135,9 @@ def prepare(config: TrainConfig) -> Prepared:
     keys: tuple[str, ...] = ("tokens", "targets", "weights")
     if config.segments:
         keys = (*keys, "segment_ids", "positions")
+    for guard in config.guards:
+        if (why := guard.idle(config.layout)) is not None:
+            log.warning("%s has no effect: %s", type(guard).__name__, why)
     _trace(blueprint, config)
     return Prepared(blueprint, schedule, Loader(source, config.batch_size, config.seed), heldout, sharding, keys)
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxscale.layout import Layout, abstract, shardings_of
 from jaxscale.models import ModelConfig
 from jaxscale.optim import state_shardings
+from jaxscale.train.guards import Guard, memory_of, with_memory
 
 Tree = Any
 
@@ -28,12 +29,14 @@ class TrainState:
       params: nested dict of arrays.
       opt_state: the optimizer's.
       rng: the run's random key; step k folds k into it.
+      guards: what the run's guards remember, by name (see `jaxscale.train.guards`).
     """
 
     step: jax.Array
     params: Tree
     opt_state: Tree
     rng: jax.Array
+    guards: Tree = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Blueprint:
       tx: the optimizer.
       layout: where things live; `None` is one device.
       make_params: builds the parameters (under `jit`).
+      guards: those of the run.
     """
 
     graphdef: nnx.GraphDef
@@ -53,6 +57,7 @@ class Blueprint:
     tx: optax.GradientTransformation
     layout: Layout | None
     make_params: Any
+    guards: tuple[Guard, ...] = ()
 
     def shardings(self) -> TrainState | None:
         """A sharding per array of the state, or `None` without a layout.
@@ -68,6 +73,7 @@ class Blueprint:
             shardings_of(self.infos, self.layout),
             state_shardings(self.tx, self.infos, self.layout),
             whole,  # type: ignore[arg-type]
+            jax.tree.map(lambda _: whole, memory_of(self.guards)),
         )
 
     def abstract_state(self) -> TrainState:
@@ -78,9 +84,14 @@ class Blueprint:
         """The first state. Its values depend on the seed alone, not on the layout."""
         return jax.jit(self._make, static_argnums=0, out_shardings=self.shardings())(seed)
 
+    def with_guards(self, state: TrainState) -> TrainState:
+        """A restored state of which each guard remembers what was saved of it, or begins anew."""
+        return dataclasses.replace(state, guards=with_memory(self.guards, state.guards, state.step.sharding))
+
     def _make(self, seed: int) -> TrainState:
         params = self.make_params(seed)
-        return TrainState(jnp.zeros([], jnp.int32), params, self.tx.init(params), jax.random.key(seed))
+        key, kept = jax.random.key(seed), memory_of(self.guards)
+        return TrainState(jnp.zeros([], jnp.int32), params, self.tx.init(params), key, kept)
 
 
 def make_params(model: ModelConfig, seed: int) -> Tree:

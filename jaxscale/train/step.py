@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.optim import apply_gradients, gradient_norm
+from jaxscale.train.guards import Guard, judge
 from jaxscale.train.loss import AutoLoss, Loss
 from jaxscale.train.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.train.state import Blueprint, TrainState
@@ -96,7 +97,10 @@ def weighted_sums(
 
 
 def make_step(
-    loss_and_grads: LossAndGrads, tx: optax.GradientTransformation, schedule: Callable[[Any], Any] | None = None
+    loss_and_grads: LossAndGrads,
+    tx: optax.GradientTransformation,
+    schedule: Callable[[Any], Any] | None = None,
+    guards: Sequence[Guard] = (),
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step: gradients, their norm, the update.
 
@@ -104,6 +108,7 @@ def make_step(
       loss_and_grads: `f(params, batch, key) -> (metrics, grads)`; a pipeline supplies its own.
       tx: the optimizer.
       schedule: step -> learning rate, reported as the metric `lr`.
+      guards: of which any may refuse the update; the step counts on all the same.
 
     Returns:
       a pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
@@ -113,12 +118,17 @@ def make_step(
         metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step))
         with jax.named_scope("gradient_norm"):
             norm = gradient_norm(grads)
-        with jax.named_scope("optimizer"):
-            params, opt_state = apply_gradients(tx, grads, state.opt_state, state.params)
         metrics = {**metrics, "grad_norm": norm}
+        take = lambda: apply_gradients(tx, grads, state.opt_state, state.params)  # noqa: E731
+        taken, kept, counts = judge(guards, state, metrics)
+        # A branch and no select, which would hold old and new state side by side; all devices go the same way.
+        leave = lambda: (state.params, state.opt_state)  # noqa: E731
+        with jax.named_scope("optimizer"):
+            params, opt_state = take() if taken is None else jax.lax.cond(taken, take, leave)
+        metrics |= counts
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return TrainState(state.step + 1, params, opt_state, state.rng), metrics
+        return TrainState(state.step + 1, params, opt_state, state.rng, kept), metrics
 
     return step
 

@@ -149,7 +149,8 @@ def build(
     The parameters are `random_params`, whose biases are not zero nor scales one, and which take no compiling; that
     the model's own initial values are the same on every layout is a test of its own (tests/train/test_step.py).
     """
-    blueprint, _ = blueprint_of(TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm))
+    config = TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm, guards=())
+    blueprint, _ = blueprint_of(config)
     params = jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=SEED))
     state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(SEED))
     return Setup(blueprint, state if layout is None else jax.tree.map(lay, state, blueprint.shardings()))

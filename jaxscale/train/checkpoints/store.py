@@ -25,6 +25,7 @@ from jaxscale.train.checkpoints.migrate import SCHEMA
 from jaxscale.train.checkpoints.precision import as_saved
 from jaxscale.train.checkpoints.read import Arrays, open_arrays, place
 from jaxscale.train.checkpoints.write import Save
+from jaxscale.train.guards import memory_saved
 from jaxscale.train.state import TrainState
 
 log = logging.getLogger("jaxscale")
@@ -179,7 +180,8 @@ class Checkpoints:
         Args:
           step: which checkpoint; `None` is the newest that is whole, on all processes the same; those that are not
             are logged, with the file and the array.
-          state: shapes and dtypes, as `Blueprint.abstract_state()` gives.
+          state: shapes and dtypes, as `Blueprint.abstract_state()` gives; of the guards' memory whatever was saved is
+            read (see `Blueprint.with_guards`).
           shardings: a sharding per array, or `None` for the default device.
           say: takes a sentence for the user.
           check: raises when the run does not want a checkpoint with this manifest.
@@ -192,6 +194,11 @@ class Checkpoints:
         def read(manifest: Manifest, arrays: Arrays) -> tuple[TrainState, TrainState, TrainState | None]:
             check(manifest)
             stored, places_ = as_saved(state, shardings, manifest["leaves"])
+            kept = memory_saved(manifest["leaves"])  # of the guards that there were; which those are may change
+            stored = dataclasses.replace(stored, guards=kept)
+            if places_:
+                whole = places_.step
+                places_ = dataclasses.replace(places_, guards=jax.tree.map(lambda _: whole, kept))
             want = flatten(stored)
             where = flatten(places_) if places_ else dict.fromkeys(want, _default_sharding())
             got = _read(manifest, arrays, want, where, "")
@@ -201,7 +208,7 @@ class Checkpoints:
             return jax.tree.unflatten(treedef, [got[path_name(path)] for path, _ in paths]), stored, places_
 
         chosen, (restored, stored, _) = self._first_whole(step, read, say)
-        structures: Any = [jax.tree.structure(s) for s in (stored, state)]
+        structures: Any = [jax.tree.structure(s.opt_state) for s in (stored, state)]
         dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
         if dtypes[0] == dtypes[1] and structures[0] == structures[1]:
             return restored

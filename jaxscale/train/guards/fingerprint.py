@@ -1,0 +1,188 @@
+"""Copies that ought to be equal are compared: a flipped bit in one device's memory raises nothing by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, UInt32
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout
+from jaxscale.layout.tensors import path_name
+from jaxscale.train.guards.base import Guard, RollBack, Watch, Watched
+
+if TYPE_CHECKING:
+    from jaxscale.train.state import TrainState
+
+Tree = Any
+
+
+class Difference(NamedTuple):
+    """Copies of one tensor's piece that are not equal.
+
+    Args:
+      tensor: its name in a checkpoint, such as "params/embed/weight".
+      odd: ids of the devices whose copies differ from what most others hold; all of them, where there is no most.
+      processes: the processes of those devices.
+      copies: how many there are.
+    """
+
+    tensor: str
+    odd: tuple[int, ...]
+    processes: tuple[int, ...]
+    copies: int
+
+    def __str__(self) -> str:
+        devices = f"device{'s' * (len(self.odd) > 1)} {', '.join(map(str, self.odd))}"
+        where = f"{devices} of process{'es' * (len(self.processes) > 1)} {', '.join(map(str, self.processes))}"
+        rest = self.copies - len(self.odd)
+        return f"{self.tensor} on {where}" + (f" (of {self.copies} copies, {rest} agree)" if rest else "")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FingerprintGuard(Guard):
+    """Compares the copies that replicas hold of the same numbers, every so many steps and before each checkpoint.
+
+    Each device makes a fingerprint of its own memory; a copy that differs from the others in any bit sends the run
+    back to its newest checkpoint, which was found equal when it was written. What a layout keeps only once (FSDP's
+    shards without `data`) has nothing to be compared with.
+
+    Args:
+      every: steps between comparisons.
+
+    Raises:
+      ConfigError: below 1.
+    """
+
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ConfigError(f"FingerprintGuard.every = {self.every!r}: must be a whole number of at least 1")
+
+    def idle(self, layout: Layout | None) -> str | None:
+        return None if _devices(layout) > 1 else "one device holds no second copy of anything"
+
+    def watch(self, run: Watched) -> Watch:
+        """Sets to work, where there is a layout of several devices."""
+        return Watch() if run.layout is None or self.idle(run.layout) else _FingerprintWatch(self, run.layout)
+
+
+class _FingerprintWatch(Watch):
+    def __init__(self, guard: FingerprintGuard, layout: Layout):
+        self.guard, self.layout = guard, layout
+        self.compare: Callable[[Tree], list[Difference]] | None = None
+
+    def before(self, step: int, state: TrainState) -> None:
+        if (step - 1) % self.guard.every == 0:
+            self._check(state)
+
+    def before_save(self, state: TrainState) -> None:
+        self._check(state)
+
+    def _check(self, state: TrainState) -> None:
+        if self.compare is None:
+            self.compare = comparer(state, self.layout)
+        found = self.compare(state)
+        if found:
+            more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+            raise RollBack(
+                f"after step {int(state.step)} replicas hold different bits: {'; '.join(map(str, found[:3]))}{more}"
+            )
+
+
+def comparer(like: Tree, layout: Layout) -> Callable[[Tree], list[Difference]]:
+    """A function that compares the copies of a tree's arrays; one small program and one transfer a call.
+
+    Args:
+      like: arrays as they lie.
+      layout: of theirs.
+    """
+    mesh = layout.device_mesh
+    leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(like) if _copies(x) > 1]
+    names = [path_name(path) for path, _ in leaves]
+    specs = [x.sharding.spec for _, x in leaves]  # a random key has a dimension more, which nothing cuts
+    axes = mesh.axis_names
+    groups = [list(_groups(x, list(mesh.devices.flat))) for _, x in leaves]
+
+    def own(*shards: Array) -> UInt32[Array, "1 n"]:
+        return jnp.stack([fingerprint(x) for x in shards])[None]
+
+    # Manual over the whole mesh: each device reads its own memory, also where the partitioner holds copies for equal.
+    each = jax.shard_map(own, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(axes), check_vma=False)
+    prints = jax.jit(lambda *xs: each(*map(_bits, xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def compare(tree: Tree) -> list[Difference]:
+        if not leaves:
+            return []
+        arrays = [x for _, x in jax.tree_util.tree_leaves_with_path(tree) if _copies(x) > 1]
+        table = np.asarray(prints(*arrays))
+        return [
+            _difference(name, table[:, i], group, mesh.devices.flat)
+            for i, name in enumerate(names)
+            for group in groups[i]
+            if (table[group, i] != table[group[0], i]).any()
+        ]
+
+    return compare
+
+
+def fingerprint(x: Array) -> UInt32[Array, ""]:
+    """32 bits that change with any single word of an array, and else by chance only, once in 2**32.
+
+    A sum, modulo 2**32, of words each mixed with its place by the finalizer of MurmurHash3 (Appleby, public domain),
+    which takes no two words to one.
+    """
+    words = _words(x).reshape(-1)
+    mixed = words ^ (jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+def _words(x: Array) -> UInt32[Array, "..."]:
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    size = x.dtype.itemsize
+    as_ints = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(size, 4)}"))  # 64 bits are two words
+    return as_ints.astype(jnp.uint32)
+
+
+def _bits(x: Array) -> Array:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _difference(name: str, prints: np.ndarray, group: list[int], devices: Sequence[Any]) -> Difference:
+    values, counts = np.unique(prints[group], return_counts=True)
+    most = values[counts > len(group) / 2]
+    odd = [i for i in group if most.size == 0 or prints[i] != most[0]]
+    processes = sorted({devices[i].process_index for i in odd})
+    return Difference(name, tuple(devices[i].id for i in odd), tuple(processes), len(group))
+
+
+def _groups(x: Array, devices: list[Any]) -> Iterator[list[int]]:
+    """The places in the mesh that hold the same piece."""
+    pieces: dict[Any, list[int]] = {}
+    for device, at in x.sharding.devices_indices_map(x.shape).items():
+        pieces.setdefault(tuple((s.start, s.stop) for s in at), []).append(devices.index(device))
+    yield from map(sorted, pieces.values())
+
+
+def _copies(x: Array) -> int:
+    """How many devices hold the same piece of an array that lies on a mesh's device memory."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or x.size == 0 or jax.typeof(x).memory_space != jax.memory.Space.Device:
+        return 1
+    return int(np.prod(sharding.mesh.devices.shape)) * int(np.prod(sharding.shard_shape(x.shape))) // x.size
+
+
+def _devices(layout: Layout | None) -> int:
+    return 1 if layout is None else layout.devices

@@ -1,0 +1,81 @@
+"""`skipped.jsonl`: which steps of a run were not taken, and why; part of what a resumed run goes by."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.errors import RunError
+from jaxscale.train.metrics import json_row
+
+
+class Skips:
+    """The record of one run: a line per step that a guard refused, and a line per way back.
+
+    A line is on disk before the run goes on, so that a run that is killed and resumed passes over the same steps.
+
+    Args:
+      path: the file; made when there is something to say.
+
+    Raises:
+      RunError: it cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.passed: set[int] = set()
+        """Steps whose batches are passed over."""
+        for row in read_skips(path):
+            self.passed.update(row.get("passed_over", ()))
+
+    def refused(self, step: int, guard: str, numbers: dict[str, Any], rows: np.ndarray) -> None:
+        """Records a step that a guard refused, and which rows of the source its batch was."""
+        kept: dict[str, Any] = {k: numbers[k] for k in ("loss", "grad_norm") if k in numbers}
+        self._write({"step": step, "guard": guard, **kept, "rows": rows.tolist()})
+
+    def pass_over(self, steps: Iterable[int], back_to: int, why: str) -> None:
+        """Records the way back to a checkpoint, and what is passed over from there on."""
+        over = sorted(s for s in steps if s > back_to)
+        self.passed.update(over)
+        self._write({"back_to": back_to, "passed_over": over, "why": why})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            with self.path.open("ab") as file:
+                if file.tell() and self.path.read_bytes()[-1:] != b"\n":
+                    file.write(b"\n")  # a line torn by a kill stays torn, and alone
+                file.write(json_row({**row, "time": time.time()}))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as e:
+            raise RunError(f"cannot write {self.path}: {e.strerror}") from e
+
+
+def read_skips(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `skipped.jsonl`, in the order written; torn ones left out.
+
+    Raises:
+      RunError: it cannot be read.
+    """
+    rows = []
+    try:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    except OSError as e:
+        raise RunError(f"cannot read {path}: {e.strerror}") from e
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

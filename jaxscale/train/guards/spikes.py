@@ -1,0 +1,80 @@
+"""Steps whose loss leaps are not taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError, near
+from jaxscale.train.guards.base import Metrics, StepGuard
+
+if TYPE_CHECKING:
+    from jaxscale.train.state import TrainState
+
+Tree = Any
+METRICS = ("loss", "grad_norm")
+NORMAL = 1.4826
+"""The standard deviation of a normal distribution over its median absolute deviation."""
+LEAST = 1e-3
+"""Of the median, what counts as one deviation at least: numbers that hardly vary make no spike of a rounding."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SpikeGuard(StepGuard):
+    """Refuses a step whose loss lies far above those of the last steps that were taken, by the robust z-score.
+
+    The score is the distance from the median, in median absolute deviations scaled to standard deviations (Iglewicz &
+    Hoaglin 1993); going back and passing over the batches is what PaLM did by hand (Chowdhery et al. 2022, 5.1).
+
+    Args:
+      patience: as of `StepGuard`.
+      z: the largest score that is let pass.
+      window: steps that the median is of; nothing is refused before there are as many.
+      metric: "loss" or "grad_norm".
+
+    Raises:
+      ConfigError: a setting out of its range.
+    """
+
+    z: float = 6.0
+    window: int = 128
+    metric: str = "loss"
+    offence: ClassVar[str] = "is a spike"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 3:
+            raise ConfigError(f"SpikeGuard.window = {self.window!r}: must be a whole number of at least 3")
+        if not self.z > 0:
+            raise ConfigError(f"SpikeGuard.z = {self.z!r}: must be above 0")
+        if self.metric not in METRICS:
+            raise ConfigError(f"SpikeGuard.metric = {self.metric!r} does not exist{near(str(self.metric), METRICS)}")
+
+    @property
+    def name(self) -> str:
+        """Guards of two metrics go together."""
+        return f"spike_{self.metric}"
+
+    def memory(self) -> Tree:
+        """The numbers of the last steps that were taken, round and round."""
+        return {**super().memory(), "last": jnp.zeros(self.window, jnp.float32), "taken": jnp.zeros([], jnp.int32)}
+
+    def refuses(self, memory: Tree, state: TrainState, metrics: Metrics) -> Bool[Array, ""]:
+        median = jnp.median(memory["last"])
+        deviation = NORMAL * jnp.median(jnp.abs(memory["last"] - median))
+        deviation = jnp.maximum(deviation, LEAST * jnp.abs(median))
+        return (memory["taken"] >= self.window) & (metrics[self.metric] > median + self.z * deviation)
+
+    def remember(self, memory: Tree, metrics: Metrics, taken: Bool[Array, ""]) -> Tree:
+        value = metrics[self.metric]
+        counts = taken & jnp.isfinite(value)
+        last = memory["last"].at[memory["taken"] % self.window].set(value)
+        return {
+            "last": jnp.where(counts, last, memory["last"]),
+            "taken": memory["taken"] + counts.astype(jnp.int32),
+        }

@@ -20,6 +20,7 @@ from jaxscale.layout import describe
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.folders import choose_folder
 from jaxscale.train.guards import RollBack, Skips, Watched
+from jaxscale.train.guards.skips import SKIPS
 from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
 from jaxscale.train.peaks import peak_flops
 from jaxscale.train.prepare import Prepared, prepare
@@ -31,7 +32,6 @@ from jaxscale.train.step import make_eval
 
 RETURNS = 3
 """How often a run goes back without a step beyond the one at which it turned, before it gives up."""
-SKIPS = "skipped.jsonl"
 
 
 def fit(

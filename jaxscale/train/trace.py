@@ -1,9 +1,12 @@
-"""The first number that is not finite: a traced function worked out an equation at a time, and down into the guilty."""
+"""The first number that is not finite: every operation of a traced function asked, and the guilty one opened."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +53,8 @@ class Origin:
 def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Origin | None:
     """Where `fn(*args)` first makes a NaN or an infinity of finite numbers, or `None`.
 
-    The operations run one by one on the default device; a loop or a call whose results are sound is not looked into.
-    An infinity below zero counts for nothing until it becomes a NaN: that is how attention masks.
+    A loop or a call whose results are sound is not looked into, a guilty one is opened: a compilation or two for each
+    level of nesting. An infinity below zero counts for nothing until it becomes a NaN: that is how attention masks.
 
     Args:
       fn: of trees of arrays.
@@ -62,33 +65,63 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Origin | None:
 
 
 def _search(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer: tuple[str, ...]) -> Origin | None:
+    def marks(consts: Sequence[Any], args: Sequence[Any]) -> Any:
+        return [(_marks(given), _marks(made)) for _, given, made in _steps(jaxpr, consts, args)]
+
+    seen = jax.device_get(_quickly(marks)(consts, args))
+    guilty = next((i for i, (given, made) in enumerate(seen) if _born(given, made)), None)
+    if guilty is None:
+        return None
+
+    def around(consts: Sequence[Any], args: Sequence[Any]) -> Any:
+        return next(itertools.islice(_steps(jaxpr, consts, args), guilty, None))[1:]
+
+    eqn, (given, made) = jaxpr.eqns[guilty], _quickly(around)(consts, args)
+    here = (*outer, *_scopes(eqn))
+    found = next((o for parts in _inside(eqn, given, here) if (o := _search(*parts)) is not None), None)
+    return found or _origin(eqn, given, made, here)
+
+
+def _quickly(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for one call, on a CPU without the optimizations that would take longer than it."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(fn, compiler_options=options)
+
+
+def _steps(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+) -> Iterator[tuple[core.JaxprEqn, list[Any], list[Any]]]:
+    """Each equation in order, with what goes in and what comes out."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         given = [v.val if isinstance(v, core.Literal) else values[v] for v in eqn.invars]
-        made = _evaluate(eqn, given)
-        if _born(given, made):
-            here = (*outer, *_scopes(eqn))
-            found = next((o for parts in _inside(eqn, given, here) if (o := _search(*parts)) is not None), None)
-            return found or _origin(eqn, given, made, here)
+        made = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
+        made = list(made) if eqn.primitive.multiple_results else [made]
         values.update(zip(eqn.outvars, made, strict=True))
-    return None
+        yield eqn, given, made
 
 
-def _evaluate(eqn: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
-    functions, params = eqn.primitive.get_bind_params(eqn.params)
-    made = eqn.primitive.bind(*functions, *given, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
+NAN, ABOVE, BELOW = 4, 2, 1
+
+
+def _marks(values: Sequence[Any]) -> list[Any]:
+    """What each floating-point array holds that is not finite, as bits; one reduction each."""
+    return [
+        jax.lax.reduce(_mark(jnp.asarray(x)), np.int32(0), jax.lax.bitwise_or, tuple(range(np.ndim(x))))
+        for x in values
+        if _is_float(x)
+    ]
+
+
+def _mark(x: Any) -> Any:
+    infinite = jnp.where(x > 0, ABOVE, BELOW).astype(jnp.int32)
+    return jnp.where(jnp.isnan(x), np.int32(NAN), jnp.where(jnp.isinf(x), infinite, np.int32(0)))
 
 
 def _born(given: Sequence[Any], made: Sequence[Any]) -> bool:
-    """Whether a NaN comes out and none went in, or an infinity above zero of finite numbers alone."""
-    if _any(jnp.isnan, made):
-        return not _any(jnp.isnan, given)
-    return _any(jnp.isposinf, made) and not _any(lambda x: ~jnp.isfinite(x), given)
-
-
-def _any(test: Callable[[Any], Any], values: Sequence[Any]) -> bool:
-    return any(bool(jnp.any(test(x))) for x in values if _is_float(x))
+    """From marks, whether a NaN comes out and none went in, or an infinity above zero of finite numbers alone."""
+    into, out = (functools.reduce(operator.or_, map(int, marks), 0) for marks in (given, made))
+    return bool(out & NAN and not into & NAN or out & ABOVE and not into)
 
 
 def _is_float(x: Any) -> bool:
@@ -108,11 +141,14 @@ def _open_scan(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ..
     consts, carried = params["num_consts"], params["num_carry"]
     fixed, carry, rows = given[:consts], given[consts : consts + carried], given[consts + carried :]
     turns = range(params["length"])
-    body = jax.jit(core.jaxpr_as_fun(params["jaxpr"]))
+    body = _quickly(core.jaxpr_as_fun(params["jaxpr"]))
     for i in reversed(turns) if params["reverse"] else turns:
         args = (*fixed, *carry, *(x[i] for x in rows))
-        yield params["jaxpr"].jaxpr, params["jaxpr"].consts, args, (*here[:-1], f"{here[-1] if here else 'loop'}[{i}]")
-        carry = body(*args)[:carried]
+        made = body(*args)
+        if _born(_marks(args), _marks(made)):
+            place = (*here[:-1], f"{here[-1] if here else 'loop'}[{i}]")
+            yield params["jaxpr"].jaxpr, params["jaxpr"].consts, args, place
+        carry = made[:carried]
 
 
 def _open_cond(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
@@ -144,7 +180,7 @@ def _origin(eqn: core.JaxprEqn, given: Sequence[Any], made: Sequence[Any], here:
     stack = "/".join(here)
     floats = [np.abs(np.asarray(x, np.float64)) for x in given if _is_float(x) and np.size(x)]
     largest = max((float(x[np.isfinite(x)].max(initial=0)) for x in floats), default=math.nan)
-    kind = "NaN" if _any(jnp.isnan, made) else "an infinity"
+    kind = "NaN" if any(int(m) & NAN for m in _marks(made)) else "an infinity"
     return Origin(kind, eqn.primitive.name, _plain(stack), "transpose(" in stack, _source(eqn), largest)
 
 
@@ -158,7 +194,8 @@ def _plain(stack: str) -> str:
 def _source(eqn: core.JaxprEqn) -> str:
     """The innermost line of ours, or of whoever wrote the model."""
     traceback = eqn.source_info.traceback
-    for frame in [] if traceback is None else traceback.frames:
+    frames: Sequence[Any] = () if traceback is None else traceback.frames
+    for frame in frames:
         path = Path(frame.file_name)
         if "site-packages" not in path.parts and path.suffix == ".py" and path != Path(__file__):
             name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -126,7 +126,7 @@ def comparer(like: Tree, layout: Layout) -> Callable[[Tree], list[Difference]]:
         arrays = [x for _, x in jax.tree_util.tree_leaves_with_path(tree) if _copies(x) > 1]
         table = np.asarray(prints(*arrays))
         return [
-            _difference(name, table[:, i], group, mesh.devices.flat)
+            _difference(name, table[:, i], group, list(mesh.devices.flat))
             for i, name in enumerate(names)
             for group in groups[i]
             if (table[group, i] != table[group[0], i]).any()

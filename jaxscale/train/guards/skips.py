@@ -15,6 +15,9 @@ import numpy as np
 from jaxscale.errors import RunError
 from jaxscale.train.metrics import json_row
 
+SKIPS = "skipped.jsonl"
+"""What the file is called."""
+
 
 class Skips:
     """The record of one run: a line per step that a guard refused, and a line per way back.

@@ -1,0 +1,156 @@
+"""A step of a run taken once more: from the checkpoint before it, bit for bit, and where its numbers went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.errors import RunError
+from jaxscale.layout import path_name
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.guards.skips import SKIPS, read_skips
+from jaxscale.train.prepare import Prepared, blueprint_of, prepare
+from jaxscale.train.run import Run
+from jaxscale.train.state import TrainState
+from jaxscale.train.step import make_loss_and_grads
+from jaxscale.train.trace import Origin, first_nonfinite
+
+NUMBERS = ("loss", "grad_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What a replayed step shows.
+
+    Args:
+      step: which, from 1.
+      checkpoint: the step it was replayed from.
+      numbers: its loss and gradient norm.
+      recorded: what the run wrote down for it; empty where it wrote nothing.
+      before: arrays that held a NaN or an infinity before the step, and how many: of the state and of the batch.
+      origin: where the step first made one of finite numbers, or `None`.
+    """
+
+    step: int
+    checkpoint: int
+    numbers: dict[str, float]
+    recorded: dict[str, float]
+    before: dict[str, int]
+    origin: Origin | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the replayed step is."""
+        return all(map(math.isfinite, self.numbers.values()))
+
+    @property
+    def same(self) -> bool:
+        """Whether the numbers are the recorded ones, bit for bit."""
+        pairs = [(self.numbers[k], v) for k, v in self.recorded.items()]
+        return all(a == b or math.isnan(a) and math.isnan(b) for a, b in pairs)
+
+    def __str__(self) -> str:
+        shown = lambda numbers: ", ".join(f"{k} {v!r}" for k, v in numbers.items())  # noqa: E731
+        lines = [f"step {self.step}, replayed from step {self.checkpoint}: {shown(self.numbers)}"]
+        if not self.recorded:
+            lines.append("the run recorded nothing for this step")
+        elif self.same:
+            lines.append("as recorded, to the bit")
+        else:
+            lines.append(
+                f"NOT as recorded: {shown(self.recorded)}; the program and the data do not explain it (another layout, "
+                "other versions, or a fault of the hardware)"
+            )
+        lines += [f"before the step: {name} holds {n} number(s) that are not finite" for name, n in self.before.items()]
+        if self.origin is not None:
+            lines.append(f"first number that is not finite: {self.origin}")
+        elif not self.finite and not self.before:
+            lines.append("on one device and without a mesh, nothing of this step is not finite")
+        elif self.finite:
+            lines.append("every number of this step is finite")
+        return "\n".join(lines)
+
+
+def replay(run: Run, step: int) -> Replayed:
+    """Takes a step of a run again, on the run's own layout.
+
+    Where the step is not finite, it is then worked out on one device without a mesh, where the whole model and its
+    gradient have to fit.
+
+    Args:
+      run: which.
+      step: from 1.
+
+    Raises:
+      RunError: there is no such step.
+      JaxscaleError: the run's settings or data cannot be had again.
+    """
+    config = dataclasses.replace(run.config, eval_batches=0, prompt=None)
+    if not 1 <= step <= config.steps:
+        raise RunError(f"{run.path} has no step {step}; its steps go from 1 to {config.steps}")
+    prepared = prepare(config)
+    skips = read_skips(run.path / SKIPS)
+    passed = {s for row in skips for s in row.get("passed_over", ())}
+    with config.layout or contextlib.nullcontext():
+        checkpoint, state = _before(run, config, prepared, step)
+        take = prepared.step_of(config)
+        for done in range(checkpoint, step - 1):
+            if done + 1 in passed:
+                state = dataclasses.replace(state, step=state.step + 1)
+            else:
+                state, metrics = take(state, prepared.place(prepared.loader, done))
+                jax.block_until_ready(metrics)  # simulated devices deadlock when steps pile up
+        batch = prepared.place(prepared.loader, step - 1)
+        host = _on_host((state.params, state.opt_state, batch))
+        key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(state.rng))))
+        metrics = jax.device_get(take(state, batch)[1])
+    numbers = {k: float(metrics[k]) for k in NUMBERS}
+    params, opt_state, inputs = host
+    rooms = (("params", params), ("opt_state", opt_state), ("batch", inputs))
+    before = {k: n for room, tree in rooms for k, n in _nonfinite(room, tree).items()}
+    finite = all(map(math.isfinite, numbers.values()))
+    origin = None if finite else _origin(config, params, inputs, jax.random.fold_in(key, step - 1))
+    return Replayed(step, checkpoint, numbers, _recorded(run, step, skips), before, origin)
+
+
+def _before(run: Run, config: TrainConfig, prepared: Prepared, step: int) -> tuple[int, TrainState]:
+    """The newest checkpoint before a step, or the run's beginning."""
+    steps = [s for s in run.checkpoints.steps() if s < step]
+    if not steps:
+        return 0, prepared.blueprint.init(config.seed)
+    blueprint = prepared.blueprint
+    state = run.checkpoints.restore(steps[-1], blueprint.abstract_state(), blueprint.shardings())
+    return steps[-1], blueprint.with_guards(state)
+
+
+def _recorded(run: Run, step: int, skips: list[dict[str, Any]]) -> dict[str, float]:
+    """What was written down when the step was taken or refused, not when it was passed over."""
+    rows = [r for r in run.metrics() if r["step"] == step and r.get("skipped") != "passed over"]
+    rows += [r for r in skips if r.get("step") == step]
+    return {k: float(rows[-1][k]) for k in NUMBERS if k in rows[-1]} if rows else {}
+
+
+def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array) -> Origin | None:
+    config = dataclasses.replace(config, layout=None)
+    blueprint, _ = blueprint_of(config)
+    more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
+    return first_nonfinite(make_loss_and_grads(blueprint, **more), params, batch, key)
+
+
+def _on_host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def _nonfinite(room: str, tree: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            bad = int(np.size(x) - np.isfinite(np.asarray(x, np.float32)).sum())
+            found |= {f"{room}/{path_name(path)}": bad} if bad else {}
+    return found

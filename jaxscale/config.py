@@ -356,6 +356,10 @@ def _check() -> None:
             continue
         obj = _configurable(selector).wrapped
         accepted = parameters(obj)
+        if name not in accepted and any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+            made = type_hints(obj).get("return")  # `llama3_8b(**changes)` takes the fields of what it makes
+            if isinstance(made, type) and dataclasses.is_dataclass(made):
+                obj, accepted = made, parameters(made)
         if name in accepted and accepted[name].kind is not inspect.Parameter.VAR_POSITIONAL:
             expected = type_hints(obj).get(name, typing.Any)
             if value is None and accepted[name].default is None:

@@ -292,6 +292,8 @@ def _check(c: TransformerConfig) -> None:
         value = getattr(c, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
+    if not callable(c.attention):
+        raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel such as dot_product_attention")
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
     if overlap and isinstance(c.mlp, MixtureOfExperts):

@@ -74,6 +74,13 @@ def adamw(
     return FusedTransformation(init, update, update_and_apply)
 
 
+def not_negative(optimizer: Any, *names: str) -> None:
+    """Raises `ConfigError` where a field of an optimizer is below 0, or no number."""
+    for name in names:
+        if not getattr(optimizer, name) >= 0:
+            raise ConfigError(f"{type(optimizer).__name__}.{name} = {getattr(optimizer, name)}: must be at least 0")
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW:
@@ -88,6 +95,7 @@ class AdamW:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"AdamW.{name} = {getattr(self, name)}: must be at least 0 and below 1")
+        not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """The transformation, for these parameters."""
@@ -101,6 +109,10 @@ class SGD:
 
     momentum: float | None = None
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ConfigError(f"SGD.momentum = {self.momentum}: must be at least 0 and below 1, or None")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """The transformation; it needs nothing of the parameters."""

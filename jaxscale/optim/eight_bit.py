@@ -12,7 +12,7 @@ import optax
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import STACKED, TensorInfo
-from jaxscale.optim.adamw import AdamWState
+from jaxscale.optim.adamw import AdamWState, not_negative
 from jaxscale.optim.base import FusedTransformation, Schedule, Tree, decay_mask
 from jaxscale.optim.blockwise import Scalars, blockwise
 from jaxscale.optim.storage import EIGHT_BIT, EightBit
@@ -185,6 +185,7 @@ class AdamW8bit:
     def __post_init__(self) -> None:
         _in_unit(self.b1, "AdamW8bit.b1")
         _in_unit(self.b2, "AdamW8bit.b2")
+        not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """The transformation, for these parameters."""
@@ -206,6 +207,7 @@ class LAMB8bit:
     def __post_init__(self) -> None:
         _in_unit(self.b1, "LAMB8bit.b1")
         _in_unit(self.b2, "LAMB8bit.b2")
+        not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """The transformation, for these parameters."""
@@ -226,6 +228,7 @@ class Lion8bit:
     def __post_init__(self) -> None:
         _in_unit(self.b1, "Lion8bit.b1")
         _in_unit(self.b2, "Lion8bit.b2")
+        not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """The transformation, for these parameters."""
@@ -245,6 +248,7 @@ class SGDM8bit:
 
     def __post_init__(self) -> None:
         _in_unit(self.momentum, "SGDM8bit.momentum")
+        not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """The transformation, for these parameters."""

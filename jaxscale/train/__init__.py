@@ -5,7 +5,7 @@ from jaxscale.train.config import TrainConfig
 from jaxscale.train.loop import fit
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
 from jaxscale.train.pipeline import is_pipelined, pipelined
-from jaxscale.train.prepare import blueprint_of, prepare
+from jaxscale.train.prepare import blueprint_of, check, prepare
 from jaxscale.train.run import Run, checkpoints_in, read_config
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
@@ -21,6 +21,7 @@ __all__ = [
     "TrainState",
     "batch_sharding",
     "blueprint_of",
+    "check",
     "checkpoints_in",
     "describe_model",
     "fit",

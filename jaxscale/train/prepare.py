@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.optim import balanced, chain, without_biases
 from jaxscale.train.config import TrainConfig
+from jaxscale.train.effects import without_effect
 from jaxscale.train.pipeline import pipelined
 from jaxscale.train.state import Blueprint, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
@@ -100,7 +102,6 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     if config.layout is not None:
         _ = config.layout.device_mesh  # too few devices: say so first
-        _check_idle(config.layout)
     if jax.process_count() > 1:
         devices: Any = [] if config.layout is None else config.layout.device_mesh.devices.flat
         idle = jax.process_count() - len({d.process_index for d in devices})
@@ -109,12 +110,8 @@ def prepare(config: TrainConfig) -> Prepared:
                 f"the layout {config.layout or 'None'} leaves {idle} of {jax.process_count()} processes without a "
                 f"device; give a mesh of all {jax.device_count()} devices, or start fewer processes"
             )
-    blueprint, schedule = blueprint_of(config)
-    _check_pipeline(blueprint, config)
-    blueprint.shardings()  # raises what cannot be laid out
+    blueprint, schedule = check(config)
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
-    if config.accumulate > 1:
-        batch_sharding(config.layout, config.micro_batch, config.seq_len)
     open_source = functools.partial(
         config.data.source, config.tokenizer, seq_len=config.seq_len, packing=config.packing
     )  # fmt: skip
@@ -135,11 +132,34 @@ def prepare(config: TrainConfig) -> Prepared:
     keys: tuple[str, ...] = ("tokens", "targets", "weights")
     if config.segments:
         keys = (*keys, "segment_ids", "positions")
-    for guard in config.guards:
-        if (why := guard.idle(config.layout)) is not None:
-            log.warning("%s has no effect: %s", type(guard).__name__, why)
-    _trace(blueprint, config)
     return Prepared(blueprint, schedule, Loader(source, config.batch_size, config.seed), heldout, sharding, keys)
+
+
+def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
+    """Everything that can be checked without data, and with `Layout.abstract` without devices.
+
+    Warns of settings without effect.
+
+    Returns:
+      as `blueprint_of`.
+
+    Raises:
+      LayoutError, ConfigError: naming what does not fit.
+    """
+    if config.layout is not None:
+        _check_idle(config.layout)
+    if config.tensorboard and find_spec("tensorboardX") is None:
+        raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
+    blueprint, schedule = blueprint_of(config)
+    _check_pipeline(blueprint, config)
+    blueprint.shardings()  # raises what cannot be laid out
+    batch_sharding(config.layout, config.batch_size, config.seq_len)
+    if config.accumulate > 1:
+        batch_sharding(config.layout, config.micro_batch, config.seq_len)
+    for sentence in without_effect(config, blueprint):
+        log.warning("%s", sentence)
+    _trace(blueprint, config)
+    return blueprint, schedule
 
 
 def _check_idle(layout: Layout) -> None:
@@ -156,11 +176,7 @@ def _check_idle(layout: Layout) -> None:
 
 def _check_pipeline(blueprint: Blueprint, config: TrainConfig) -> None:
     """That the stages have layers, the schedule a batch it divides; says what padding they need."""
-    if config.layout is None:
-        return
-    if config.layout.stages == 1:
-        if config.layout.pipeline is not None:
-            log.warning("Layout.pipeline = %r has no effect on a mesh without pipeline", config.layout.pipeline)
+    if config.layout is None or config.layout.stages == 1:
         return
     found = pipelined(blueprint, config.loss, config.z_loss)
     for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation

@@ -82,9 +82,9 @@ def test_the_module_and_layer_of_the_first_bad_number_are_named():
     block["mlp_norm"]["scale"] = block["mlp_norm"]["scale"].at[1].set(3e38)
     found = first_nonfinite(f, params, batch, jax.random.key(0))
     assert not found.backward
-    assert found.place.startswith("runs/0[1]/mlp")
+    assert found.place.startswith("runs/0[1]/blocks/0/norm")
     assert found.kind in ("NaN", "an infinity")
-    assert found.source.startswith("jaxscale/nn/")
+    assert found.source.startswith("jaxscale/nn/norms.py")
 
 
 @jax.custom_vjp

@@ -16,6 +16,7 @@ from jaxscale.train.guards.skips import Skips
 if TYPE_CHECKING:
     from jaxscale.data import Loader
     from jaxscale.layout import Layout
+    from jaxscale.train.config import TrainConfig
     from jaxscale.train.state import TrainState
 
 Tree = Any
@@ -86,8 +87,8 @@ class Guard:
         """Sets to work."""
         return Watch()
 
-    def idle(self, layout: Layout | None) -> str | None:
-        """Why it would find nothing on this layout and these processes, or `None`."""
+    def idle(self, config: TrainConfig) -> str | None:
+        """Why it would find nothing in this run and on these processes, or `None`."""
         return None
 
 

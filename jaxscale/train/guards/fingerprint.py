@@ -19,6 +19,7 @@ from jaxscale.layout.tensors import path_name
 from jaxscale.train.guards.base import Guard, RollBack, Watch, Watched
 
 if TYPE_CHECKING:
+    from jaxscale.train.config import TrainConfig
     from jaxscale.train.state import TrainState
 
 Tree = Any
@@ -68,12 +69,12 @@ class FingerprintGuard(Guard):
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise ConfigError(f"FingerprintGuard.every = {self.every!r}: must be a whole number of at least 1")
 
-    def idle(self, layout: Layout | None) -> str | None:
-        return None if _devices(layout) > 1 else "one device holds no second copy of anything"
+    def idle(self, config: TrainConfig) -> str | None:
+        return None if _devices(config.layout) > 1 else "one device holds no second copy of anything"
 
     def watch(self, run: Watched) -> Watch:
         """Sets to work, where there is a layout of several devices."""
-        return Watch() if run.layout is None or self.idle(run.layout) else _FingerprintWatch(self, run.layout)
+        return Watch() if run.layout is None or _devices(run.layout) == 1 else _FingerprintWatch(self, run.layout)
 
 
 class _FingerprintWatch(Watch):

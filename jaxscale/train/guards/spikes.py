@@ -13,6 +13,7 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.train.guards.base import Metrics, StepGuard
 
 if TYPE_CHECKING:
+    from jaxscale.train.config import TrainConfig
     from jaxscale.train.state import TrainState
 
 Tree = Any
@@ -59,6 +60,11 @@ class SpikeGuard(StepGuard):
     def name(self) -> str:
         """Guards of two metrics go together."""
         return f"spike_{self.metric}"
+
+    def idle(self, config: TrainConfig) -> str | None:
+        if self.window < config.steps:
+            return None
+        return f"the run ends after {config.steps} steps, before there are SpikeGuard.window = {self.window}"
 
     def memory(self) -> Tree:
         """The numbers of the last steps that were taken, round and round."""

@@ -17,7 +17,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.train.guards.base import Guard, Watch, Watched
 
 if TYPE_CHECKING:
-    from jaxscale.layout import Layout
+    from jaxscale.train.config import TrainConfig
     from jaxscale.train.state import TrainState
 
 KINDS = ("of its own work a step (input, writing)", "for a fixed piece of arithmetic on its slowest device")
@@ -55,7 +55,7 @@ class StragglerGuard(Guard):
         """Sets to work, where there are several processes."""
         return _StragglerWatch(self, run) if jax.process_count() > 1 else Watch()
 
-    def idle(self, layout: Layout | None) -> str | None:
+    def idle(self, config: TrainConfig) -> str | None:
         return "one process has no other to wait for" if jax.process_count() == 1 else None
 
 

@@ -1,0 +1,143 @@
+"""Settings that were given and change nothing: each is said, since whoever gave one believes otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxscale.data.markov import Synthetic
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MemoryPolicy
+from jaxscale.optim import is_quantized, without_biases
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.state import Blueprint
+
+Found = Iterator[tuple[str, Any, str]]
+"""Name, value, and why it changes nothing."""
+
+
+def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
+    """A sentence for each setting that differs from its default and changes nothing in this run.
+
+    Args:
+      config: the run's settings.
+      blueprint: what they make.
+    """
+    found = [one for look in _LOOKS for one in look(config, blueprint)]
+    named = [f"{name} = {_short(value)} has no effect: {why}" for name, value, why in found]
+    idle = ((type(g).__name__, g.idle(config)) for g in config.guards)
+    return named + [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
+
+
+def _short(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def _given(part: Any, *names: str) -> list[str]:
+    """Those of a dataclass's fields that are not at their default."""
+    defaults = {f.name: f.default for f in dataclasses.fields(part)}
+    return [n for n in names if getattr(part, n) != defaults[n]]
+
+
+def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
+    if isinstance(c.data, Synthetic):
+        for name in _given(c, "tokenizer"):
+            yield f"train.{name}", c.tokenizer, "the corpus is of tokens already"
+    ends = f"the run ends after train.steps = {c.steps}"
+    if c.eval_every and not c.eval_batches:
+        yield "train.eval_every", c.eval_every, "train.eval_batches = 0 never evaluates"
+    elif c.eval_every > c.steps:
+        yield "train.eval_every", c.eval_every, ends
+    if c.checkpoint_every > c.steps:
+        yield "train.checkpoint_every", c.checkpoint_every, ends
+    once = not c.checkpoint_every or c.checkpoint_every >= c.steps
+    for name in _given(c, "keep") if once else ():
+        yield f"train.{name}", getattr(c, name), "one checkpoint is written, at the end"
+    if c.keep_every is not None:
+        first = c.keep_every if once else math.lcm(c.keep_every, c.checkpoint_every)
+        if once and c.keep_every != c.steps:
+            yield "train.keep_every", c.keep_every, "one checkpoint is written, at the end"
+        elif first > c.steps:
+            yield "train.keep_every", c.keep_every, f"no checkpoint's step up to {c.steps} is a multiple of it"
+    if len(jax.tree.leaves(without_biases(blueprint.infos))) == len(jax.tree.leaves(blueprint.infos)):
+        for name in _given(c, "balance_rate"):
+            yield f"train.{name}", c.balance_rate, "no router of the model is balanced by biases (SigmoidRouter)"
+
+
+def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Found:
+    layout = c.layout
+    if layout is None:
+        return
+    if layout.pipeline is not None and layout.stages == 1:
+        yield "Layout.pipeline", layout.pipeline, "the mesh has no pipeline axis"
+    if layout.sequence_sharded and layout.sizes["tensor"] == 1:
+        yield "Layout.sequence_sharded", True, "the mesh has no tensor axis, over which it would split the sequence"
+
+
+def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
+    optimizer = c.optimizer
+    name = type(optimizer).__name__
+    if getattr(optimizer, "nesterov", False) and not getattr(optimizer, "momentum", None):
+        yield f"{name}.nesterov", True, "there is no momentum to look ahead along"
+    if hasattr(optimizer, "storage"):
+        state = blueprint.abstract_state().opt_state
+        if not any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
+            yield "train.optimizer", name, "every parameter keeps 32 bits (EightBit.min_size, EightBit.keep)"
+
+
+def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:
+    m = c.model
+    if not isinstance(m, TransformerConfig):
+        return
+    mlps = m.layer_mlps()
+    if m.dense_mlp not in mlps:
+        for name in _given(m, "dense_mlp"):
+            yield f"Transformer.{name}", m.dense_mlp, "no layer is dense (Transformer.dense_layers, .mlp_every)"
+    if m.mlp not in mlps:
+        yield "Transformer.mlp", m.mlp, "every layer is dense (Transformer.dense_layers, .mlp_every)"
+    if m.mlp == m.dense_mlp:
+        for name in _given(m, "dense_layers", "mlp_every"):
+            yield f"Transformer.{name}", getattr(m, name), "Transformer.dense_mlp is Transformer.mlp"
+    windows = [w for w in m.windows if w is not None]
+    if m.local_positions is not None and not windows:
+        yield "Transformer.local_positions", m.local_positions, "no layer has a window"
+    if windows and min(windows) >= c.seq_len:
+        yield (
+            "Transformer.windows",
+            m.windows,
+            f"no window is shorter than a row (train.seq_len = {c.seq_len})",
+        )
+    elif len(m.windows) > m.depth:
+        yield "Transformer.windows", m.windows, f"those after the first {m.depth} have no layer (Transformer.depth)"
+    if m.qkv_bias and m.bias:
+        yield "Transformer.qkv_bias", True, "Transformer.bias = True gives every projection one"
+    if m.overlap and (c.layout is None or "tensor" not in _cut(c, "residual_seq")):
+        yield "Transformer.overlap", m.overlap, "no tensor axis splits the sequence (Layout.sequence_sharded)"
+    yield from _of_memory(MemoryPolicy.of(m.memory), c)
+
+
+def _of_memory(policy: MemoryPolicy, c: TrainConfig) -> Found:
+    if policy.rest == "keep" and policy.keep:
+        yield "MemoryPolicy.keep", policy.keep, "MemoryPolicy.rest = 'keep' keeps everything"
+    if not policy.tile:
+        for name in _given(policy, "tile_size"):
+            yield f"MemoryPolicy.{name}", policy.tile_size, "MemoryPolicy.tile names nothing"
+    elif policy.tile_size >= c.seq_len:
+        yield (
+            "MemoryPolicy.tile",
+            policy.tile,
+            (f"rows have {c.seq_len} tokens (train.seq_len), one tile of MemoryPolicy.tile_size = {policy.tile_size}"),
+        )
+
+
+def _cut(c: TrainConfig, axis: str) -> tuple[str, ...]:
+    """Mesh axes larger than 1 that an activation's dimension is cut over."""
+    assert c.layout is not None
+    return tuple(a for a in c.layout.resolved_rules.target("activations", axis) if c.layout.sizes[a] > 1)
+
+
+_LOOKS: tuple[Callable[[TrainConfig, Blueprint], Found], ...] = (_of_run, _of_layout, _of_optimizer, _of_model)

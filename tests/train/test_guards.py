@@ -234,10 +234,13 @@ def test_after_too_many_in_a_row_the_run_goes_back_and_passes_over_them(bad_batc
 
 
 def test_a_run_that_went_back_is_resumed_bit_for_bit(bad_batches):
+    """What the guards remember, too."""
     bad_batches(2, 3, 4)
-    whole = fit("whole", steps=8)
-    fit("parts", steps=6)
-    assert_same_bits(fit("parts", resume=True, steps=8).state, whole.state)
+    guards = (FiniteGuard(), SpikeGuard(window=3, z=100.0))
+    whole = fit("whole", steps=8, guards=guards)
+    fit("parts", steps=6, guards=guards)
+    assert_same_bits(fit("parts", resume=True, steps=8, guards=guards).state, whole.state)
+    assert int(whole.state.guards["spike_loss"]["taken"]) == 5
 
 
 def test_what_breaks_the_state_itself_is_undone(monkeypatch):

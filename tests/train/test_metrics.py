@@ -15,7 +15,7 @@ from jaxscale.train.peaks import peak_flops
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, bigram
 
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "model_flops_per_second", "time"}
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "model_flops_per_second", "host_seconds", "time"}
 
 
 def fit(**changes):

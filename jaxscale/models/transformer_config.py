@@ -220,8 +220,8 @@ class TransformerConfig:
         """What one layer, the last, leaves for its backward pass, by the tensors that memory policies name.
 
         Two have no such name: "scores", attention's weights, which only `dot_product_attention` holds, and "unnamed",
-        which only a policy that keeps all of it keeps: norms' float32 inputs (where those are not the stream itself)
-        and what they scale, a gate's activation and its slope.
+        which only a policy that keeps all of it keeps: norms' float32 inputs and what they scale, a gate's sigmoid,
+        activation and slope.
         """
         z = self.sizes
 
@@ -256,7 +256,7 @@ class TransformerConfig:
             "mlp_up": up,
             "mlp_hidden": tuple(dataclasses.replace(i, path="mlp_hidden") for i in up[::gates]),
             "unnamed": tensors("norm", stream, norms * inner, "float32")
-            + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * gates,
+            + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * (3 if gates > 1 else 1),
         }
 
 

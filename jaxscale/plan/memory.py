@@ -148,19 +148,20 @@ def walk_layers(
     ends = Ends.of(model, tables, layout, config.loss, rows, seq, whole)
     layer = LayerBytes.of(model, _last_block(blueprint), layout, rows, seq)
     kept, host = kept_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
-    copies = sum(copied_bytes(i, layout, model.dtype) for i in infos)
-    cut = lambda infos: sum(local_bytes(i, layout, "grads") for i in infos)  # noqa: E731
+    gradients = lambda infos, of: [heap.take(f"{of} of {i.path}", local_bytes(i, layout, "grads")) for i in infos]  # noqa: E731
     if config.accumulate > 1:
-        heap.take("gradients, summed", cut(infos))
+        gradients(infos, "gradient so far")
     ends.look_up(heap)
-    cast, stash = heap.take("weights, cast", copies), heap.take("activations", kept)
+    stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos]
+    copies = sum(b.size for b in stash)
+    stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
     head = ends.lose(heap)
-    heap.take("gradients", cut(i for i in infos if "vocab" not in i.axes))
+    gradients([i for i in infos if i not in tables], "gradient")
     backward(heap, layer, policy, blocks=max(len(group) for group, _ in model.runs))
-    heap.drop(cast, stash)
+    heap.drop(*stash)
     ends.look_up_backward(heap, head)
-    heap.take("gradients of tables", cut(tables))
-    return heap, kept, copies, host
+    gradients(tables, "gradient")
+    return heap, sum(kept.values()), copies, host
 
 
 def _last_block(blueprint: Blueprint) -> list[TensorInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import MemoryPolicy
 from jaxscale.parallel.pipeline import lower
-from jaxscale.plan.heap import Heap
+from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.step_memory import Ends, LayerBytes, backward, copied_bytes, kept_bytes, local_bytes
 from jaxscale.train import Blueprint, TrainConfig, pipelined
 
@@ -30,46 +31,42 @@ def walk_pipeline(
     held = [index.shape[2] for index in pipeline.stages.index]  # groups of each run in a chunk
     blocks = [len(run["blocks"]) for run in runs]
     depth = sum(n * b for n, b in zip(held, blocks, strict=True))
-    kept, host = kept_bytes(policy, layer.tensors, depth, sum(held))
+    found, host = kept_bytes(policy, layer.tensors, depth, sum(held))
 
-    def of_chunk(bytes_of: Any) -> int:
-        """Of a chunk's layers, padding included."""
-        return sum(
-            n * bytes_of(i) // i.shape[0] * _cut_of_layers(i, layout)
+    def of_chunk(what: str, bytes_of: Callable[[TensorInfo], int], copies: int = 1) -> list[Buffer]:
+        """Buffers for so many chunks' layers, padding included."""
+        pieces = layout.split("layers", "params")
+        return [
+            heap.take(f"{what} {i.path}", copies * n * bytes_of(i) // i.shape[0] * pieces)
             for run, n in zip(runs, held, strict=True)
             for i in jax.tree.leaves(run)
-        )
+        ]
 
+    kept_as = lambda kind: lambda i: local_bytes(i, layout, kind)  # noqa: E731
     heap, chunks = Heap(), layout.schedule.chunks_per_stage
-    moved = [n for n in range(len(runs)) if not pipeline.stages.in_place(n)]
-    params = of_chunk(lambda i: local_bytes(i, layout, "params"))
-    gradients = of_chunk(lambda i: local_bytes(i, layout, "grads"))
-    copies = of_chunk(lambda i: copied_bytes(i, layout, model.dtype))
+    moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
     if moved:
-        heap.take("layers, dealt out", chunks * params)
-    inputs = heap.take("stashed inputs", (slots["inputs"] + 1) * layer.stream)
-    cotangents = heap.take("stashed cotangents", (slots["cotangents"] + 1) * layer.stream)
-    pairs = heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1) if table.phases > 2 else 0)
-    heap.take("gradients", chunks * gradients)
+        of_chunk("dealt out", kept_as("params"), chunks)
+    stash = [heap.take("stashed inputs", (slots["inputs"] + 1) * layer.stream)]
+    stash.append(heap.take("stashed cotangents", (slots["cotangents"] + 1) * layer.stream))
+    if table.phases > 2:
+        stash.append(heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1)))
+    of_chunk("gradient of", kept_as("grads"), chunks)
     tables = heap.take("gradients of tables", ends.kept)
     ends.look_up(heap)
-    cast = heap.take("weights, cast", copies)
+    cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
     heap.drop(ends.lose(heap))
-    now = [heap.take("activations", kept), heap.take("a micro-batch's gradients", gradients)]
+    now = [heap.take(f"activations, {name}", size) for name, size in found.items()]
+    now += of_chunk("a micro-batch's gradient of", kept_as("grads"))
     backward(heap, layer, policy, blocks=max(blocks))
-    heap.drop(*now, cast)
+    heap.drop(*now, *cast)
     ends.look_up_backward(heap, heap.take("", 0))
     heap.drop(*sent, tables)
     if moved:
-        heap.take("gradients, collected", gradients * chunks)
-    stashed = inputs.size + cotangents.size + pairs.size
-    return heap, kept + stashed, copies, host
-
-
-def _cut_of_layers(info: TensorInfo, layout: Layout) -> int:
-    """Into how many pieces the stack is counted as cut, which `of_chunk` counts layer by layer."""
-    return layout.split("layers", "params")
+        of_chunk("collected gradient of", kept_as("grads"), chunks)
+    kept = sum(found.values()) + sum(b.size for b in stash)
+    return heap, kept, sum(b.size for b in cast), host
 
 
 def _pair_bytes(layer: LayerBytes) -> int:

@@ -89,6 +89,8 @@ class LayerBytes:
         whole = local_bytes(dataclasses.replace(tensors["residual"][0], axes=("batch", "seq", "embed")), layout)
         gathered = whole if whole > found["residual"] else 0
         found["unnamed"] += 2 * gathered  # each sub-layer's input
+        if model.dtype != "float32":  # whoever keeps all of it has the stream in float32, and not in its own type
+            found["unnamed"] -= found["residual"] + found["residual_mid"]
         matrices = [i for i in infos if len(i.axes) > 2]
         weights = [Weight.of(i, layout, model.dtype) for i in matrices]
         feed = ["mlp" in w.name.split("/") for w in weights]
@@ -141,11 +143,11 @@ def found_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]
     return ({"residual", *policy.keep} | products) - {*policy.offload}
 
 
-def kept_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, groups: int) -> tuple[int, int]:
-    """Bytes from forward to backward pass, on the device and in host memory."""
+def kept_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, groups: int) -> tuple[dict[str, int], int]:
+    """Bytes from forward to backward pass, on the device tensor by tensor and in host memory."""
     every = policy.rest == "keep" or "residual" in policy.keep  # else each group's, which recomputing starts from
     count = {t: depth if every or t != "residual" else groups for t in found_on_device(policy, layers)}
-    return sum(layers[t] * n for t, n in count.items()), sum(layers[t] for t in policy.offload) * depth
+    return {t: layers[t] * count[t] for t in layers if t in count}, sum(layers[t] for t in policy.offload) * depth
 
 
 def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
@@ -165,36 +167,50 @@ def backward(heap: Heap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int
     if policy.rest != "keep":
         others = sum(n for name, n in t.items() if name != "unnamed" and name not in found) + layer.stream
         held += [heap.take("other layers of the group", others) for _ in range(blocks - 1)]
-    attention = [heap.take("norm", again("norm") // 2), heap.take("gathered", layer.gathered)]
-    weights = [heap.take(w.name, w.used) for w in layer.attention]
-    attention += [heap.take(n, again(n)) for n in ("qkv", "scores", "attn_out", "lse")]
+    held += [heap.take("norm", again("norm") // 2), heap.take("gathered", layer.gathered)]
+    held += [heap.take(w.name, w.used) for w in layer.attention]
+    asked = [heap.take("qkv", again("qkv")), heap.take("scores", again("scores"))]
+    held += [heap.take("attn_out", again("attn_out")), heap.take("lse", again("lse"))]
     mid = [heap.take("residual_mid", again("residual_mid")), heap.take("norm", again("norm") // 2)]
-    _feed_backward(heap, layer, again)
+    _feed_backward(heap, layer)
     heap.drop(*mid)
-    attention += [
-        heap.take("cotangent of residual_mid", layer.stream),
-        heap.take("cotangent of attn_out", t["attn_out"]),
-    ]
-    attention.append(heap.take("attention's float32 sums", 2 * t["attn_out"]))
-    attention.append(heap.take("cotangents of qkv and scores", t["qkv"] + t["scores"]))
-    attention.append(heap.take("gathered cotangent", layer.gathered))
-    heap.drop(heap.take("a weight's gradient", max((w.made for w in layer.attention), default=0)))
-    heap.drop(*attention, *weights, *held)
+    _attention_backward(heap, layer, asked)
+    heap.drop(*held)
 
 
-def _feed_backward(heap: Heap, layer: LayerBytes, again: Any) -> None:
-    """The feed-forward half."""
-    t, tile = layer.tensors, layer.tile
-    held = [heap.take("gathered", int(tile * layer.gathered))]
+def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
+    """The feed-forward half. What it finds of the forward pass it copies out of a stack, what it does not it makes."""
+    cut = lambda n: int(layer.tile * n)  # noqa: E731
+    up, hidden = cut(layer.tensors["mlp_up"]), cut(layer.tensors["mlp_hidden"])
+    held = [heap.take("gathered", cut(layer.gathered))]
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
     held += [heap.take(w.name, w.used) for w in layer.feed]
-    held.append(heap.take("mlp_up", int(tile * again("mlp_up"))))
-    held.append(heap.take("mlp_hidden", int(tile * t["mlp_hidden"])))
-    held.append(heap.take("cotangent of mlp_hidden", int(tile * t["mlp_hidden"])))
-    held.append(heap.take("gathered cotangent", int(tile * layer.gathered)))
+    held += [heap.take("mlp_up", hidden) for _ in range(round(up / max(1, hidden)))]
+    held += [heap.take("mlp_hidden", hidden), heap.take("cotangent of mlp_hidden", hidden)]
+    held.append(heap.take("gathered cotangent", cut(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
     held.append(heap.take("a weight's gradient", max((w.made for w in layer.feed), default=0)))
     heap.drop(*held)
+
+
+def _attention_backward(heap: Heap, layer: LayerBytes, asked: Iterable[Buffer]) -> None:
+    """The attention half; `asked`, queries, keys and values, are given back once their cotangents are there."""
+    t, taken = layer.tensors, layer.gathered or layer.stream
+    heads = t["attn_out"]
+    keys = (t["qkv"] - heads) // 2
+    held = [heap.take("cotangent of residual_mid", layer.stream), heap.take("gathered cotangent", layer.gathered)]
+    mixed = heap.take("cotangent of attn_out", heads)
+    product = heap.take("attn_out by its cotangent, float32", 2 * heads)
+    by_head = heap.take("the same, by head", 2 * heads)
+    heap.drop(product, by_head)
+    scores = heap.take("cotangent of scores", t["scores"])
+    found = [heap.take("cotangents of keys and values", keys) for _ in range(2)]
+    turned = heap.take("cotangent of queries", heads)
+    heap.drop(mixed, scores, *asked)
+    held += [heap.take("cotangents of what was projected", taken) for _ in range(1 if layer.gathered else 2)]
+    heap.drop(heap.take("cotangent of queries, float32", 2 * heads))
+    held.append(heap.take("a weight's gradient", max((w.made for w in layer.attention), default=0)))
+    heap.drop(turned, *found, *held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +226,8 @@ class Ends:
       cast: of a table, its own piece in the type of the arithmetic, before it is gathered.
       stream: what the loss is given.
       logits: float32, where they are held.
-      whole: the sum over devices is a whole table as well, of which each then cuts its own piece.
+      summed: devices that hold other tokens sum their gradients.
+      whole: the sum is a whole table on each of them as well, of which it then cuts its own piece.
     """
 
     embedding: Weight
@@ -219,6 +236,7 @@ class Ends:
     cast: int
     stream: int
     logits: int
+    summed: bool
     whole: bool
 
     @classmethod
@@ -238,6 +256,7 @@ class Ends:
             local_bytes(tables[0], layout, "params", dtype=model.dtype) if weights[0].used else 0,
             local_bytes(stream, layout),
             local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
+            layout.split("batch") * layout.split("seq") > 1,
             whole,
         )
 
@@ -270,13 +289,17 @@ class Ends:
         """The embedding's gradient, and the sums of both tables' over devices."""
         stream = heap.take("the stream's cotangent, float32", 2 * self.stream)
         made = heap.take("embedding's gradient", self.embedding.made)
-        sums = lambda w: w.made if self.whole or w.made == w.kept else w.kept  # noqa: E731
-        summed = heap.take(
-            "embedding's gradient, summed", 0 if self.embedding.made == self.embedding.kept else sums(self.embedding)
-        )
+        summed = [heap.take("embedding's gradient, summed", self._sum(self.embedding))]
         heap.drop(stream)
-        if summed.size:
+        if summed[0].size:
             heap.drop(made)
-        other = heap.take("head's gradient, summed", 0 if self.head.made == self.head.kept else sums(self.head))
-        heap.drop(head)
-        heap.drop(*([summed] if summed.size else [made]), other)
+        summed.append(heap.take("head's gradient, summed", self._sum(self.head)))
+        heap.drop(head, *summed)
+        if not summed[0].size:
+            heap.drop(made)
+
+    def _sum(self, table: Weight) -> int:
+        """Of the sum over devices, which is no buffer of its own where there is none."""
+        if not self.summed:
+            return 0
+        return table.made if self.whole else table.kept

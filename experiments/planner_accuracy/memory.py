@@ -1,13 +1,14 @@
 """Bytes per device of training steps: `jaxscale.plan.estimate` beside the TPU's compiler, over models and layouts.
 
     python experiments/planner_accuracy/memory.py             # compiles cell by cell; goes on where it was stopped
-    python experiments/planner_accuracy/memory.py --cells 1   # one more; --only NAME that one
+    python experiments/planner_accuracy/memory.py --cells 1   # one more; --only NAME that one; --whole to the end
     python experiments/planner_accuracy/memory.py --predict   # does the arithmetic of all compiled cells again
     python experiments/planner_accuracy/memory.py --table     # the table of MEMORY.md; --why NAME
 
 Needs `make install EXTRAS=tpu` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU is given. Each compiled
-cell is a line of memory.jsonl, written as soon as it is known. Cells that are held out were chosen before any of them
-was compiled, and no arithmetic was changed for one.
+cell is a line of memory.jsonl, written as soon as it is known. A compiler is stopped once it has dealt out memory: the
+code that it goes on to write takes most of its time and changes nothing of that. Cells that are held out were chosen
+before any of them was compiled, and no arithmetic was changed for one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
+import re
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -152,14 +157,45 @@ def predicted(cell: Cell) -> dict[str, Any]:
     return {"predicted": found.device, "parts": {p: getattr(found, p) for p in parts}}
 
 
-def measure(cell: Cell) -> dict[str, Any]:
-    """A cell as the compiler sees it, beside the arithmetic."""
+def assigned(folder: Path) -> int | None:
+    """What a compiler's buffer assignment, written to a folder, takes: arguments and temporaries; `None` if not there.
+
+    The few bytes of outputs that have no argument's place are left out.
+    """
+    files = list(folder.glob("*after_optimizations-buffer-assignment.txt"))
+    if not files or time.time() - files[0].stat().st_mtime < 5:  # it may still be writing
+        return None
+    sizes: dict[str, int] = {"parameter": 0, "preallocated-temp": 0}
+    for line in files[0].read_text().splitlines():
+        found = re.match(r"allocation \d+: size (\d+), (?:color (\d+), )?.*?(parameter|preallocated-temp)", line)
+        if found and found[2] in (None, "0"):
+            sizes[found[3]] += int(found[1])
+    return sum(sizes.values())
+
+
+def compiled(cell: Cell, folder: Path, whole: bool) -> dict[str, Any]:
+    """A cell as the compiler sees it, in a process of its own; what it writes on the way is left in `folder`."""
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_step"
     start = time.perf_counter()
-    size = compiled_bytes(cell.config, cell.topology)
-    seconds = round(time.perf_counter() - start)
-    row = {"cell": cell.name, "held_out": cell.held_out, "compiled": size, "compile_seconds": seconds, **about()}
-    row |= predicted(cell)
-    return row | {"ratio": round(row["predicted"] / size, 4)}
+    command = [sys.executable, __file__, "--compile", cell.name]
+    with subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": flags}, stdout=subprocess.PIPE, text=True) as child:
+        while child.poll() is None:
+            size = assigned(folder)
+            if size is not None and not whole:
+                child.kill()
+                return {"compiled": size, "seconds": round(time.perf_counter() - start), "by": "buffer assignment"}
+            time.sleep(1)
+        size = int(child.communicate()[0])
+    row = {"compiled": size, "seconds": round(time.perf_counter() - start), "by": "memory analysis"}
+    return row | {"assigned": assigned(folder)}
+
+
+def measure(cell: Cell, folder: Path | None, whole: bool) -> dict[str, Any]:
+    """A cell as the compiler sees it, beside the arithmetic."""
+    with tempfile.TemporaryDirectory() as scratch:
+        row = compiled(cell, Path(scratch) if folder is None else folder, whole)
+    row = {"cell": cell.name, "held_out": cell.held_out, **row, **about(), **predicted(cell)}
+    return row | {"ratio": round(row["predicted"] / row["compiled"], 4)}
 
 
 def write(rows: Iterable[dict[str, Any]]) -> None:
@@ -213,8 +249,14 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table, and compile nothing")
     parser.add_argument("--seen", action="store_true", help="with --table, only what is not held out")
     parser.add_argument("--why", help="what the cell of this name holds at its peak, by arithmetic")
+    parser.add_argument("--whole", action="store_true", help="let the compiler finish")
+    parser.add_argument("--dumps", type=Path, help="a folder for what the compiler writes, a folder a cell")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.why:
+    if args.compile:
+        cell = next(c for c in CELLS if c.name == args.compile)
+        print(compiled_bytes(cell.config, cell.topology))
+    elif args.why:
         print(why(args.why))
     elif args.predict:
         again()
@@ -223,10 +265,10 @@ def main() -> None:
     else:
         missing = [c for c in CELLS if c.name not in read() and args.only in (None, c.name)]
         for cell in missing[: args.cells]:
-            row = measure(cell)
+            row = measure(cell, args.dumps and args.dumps / str(CELLS.index(cell)), args.whole)
             with ROWS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(cell.name, row["compile_seconds"], "s", "" if cell.held_out else row["ratio"], flush=True)
+            print(cell.name, row["seconds"], "s", "" if cell.held_out else row["ratio"], flush=True)
 
 
 if __name__ == "__main__":

@@ -131,10 +131,10 @@ def model_of(config: TrainConfig) -> Any:
 def sums_whole(topology: Topology, layout: Layout) -> bool:
     """Whether sums over the devices that hold other rows leave all of the sum on each of them.
 
-    XLA for TPUs makes an all-reduce of a reduce-scatter over all of a three-dimensional torus.
+    XLA for TPUs makes an all-reduce of a reduce-scatter over all of a slice, of more than the four chips of a host.
     """
     over = layout.split("batch") * layout.split("seq")
-    return over == topology.devices and topology.chip.platform == "tpu" and sum(n > 1 for n in topology.shape) > 2
+    return over == topology.devices > 4 and topology.chip.platform == "tpu"
 
 
 def walk_layers(

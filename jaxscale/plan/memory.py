@@ -152,7 +152,7 @@ def walk_layers(
     if config.accumulate > 1:
         gradients(infos, "gradient so far")
     ends.look_up(heap)
-    stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos]
+    stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos if i not in tables]
     copies = sum(b.size for b in stash)
     stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
     head = ends.lose(heap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ def walk_pipeline(
     table = pipeline.table(config.micro_batch)
     rows, slots = config.micro_batch // table.microbatches, lower(table).size
     infos = jax.tree.leaves(blueprint.infos)
-    ends = Ends.of(model, [i for i in infos if "vocab" in i.axes], layout, config.loss, rows, config.seq_len, whole)
+    tables = [i for i in infos if "vocab" in i.axes]
+    ends = Ends.of(model, tables, layout, config.loss, rows, config.seq_len, whole)
     runs = list(blueprint.infos["runs"].values())
     layer = LayerBytes.of(model, jax.tree.leaves(list(runs[-1]["blocks"].values())[-1]), layout, rows, config.seq_len)
     policy = MemoryPolicy.of(model.memory)
@@ -52,17 +54,19 @@ def walk_pipeline(
     if table.phases > 2:
         stash.append(heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1)))
     of_chunk("gradient of", kept_as("grads"), chunks)
-    tables = heap.take("gradients of tables", ends.kept)
-    ends.look_up(heap)
+    heap.take("gradients of tables", ends.kept)
     cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
+    cast += [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in tables]
+    ends = dataclasses.replace(ends, cast=0)  # they last, as the layers' do
+    ends.look_up(heap)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
     heap.drop(ends.lose(heap))
     now = [heap.take(f"activations, {name}", size) for name, size in found.items()]
     now += of_chunk("a micro-batch's gradient of", kept_as("grads"))
     backward(heap, layer, policy, blocks=max(blocks))
-    heap.drop(*now, *cast)
+    heap.drop(*now)
     ends.look_up_backward(heap, heap.take("", 0))
-    heap.drop(*sent, tables)
+    heap.drop(*sent, *cast)
     if moved:
         of_chunk("collected gradient of", kept_as("grads"), chunks)
     kept = sum(found.values()) + sum(b.size for b in stash)

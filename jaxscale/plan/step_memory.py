@@ -151,8 +151,8 @@ def kept_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, grou
 
 
 def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
-    """A stacked weight in another type than its own: XLA casts the whole stack before it walks it."""
-    if "layers" not in info.axes or "norm" in info.axes or jnp.dtype(dtype) == info.dtype:
+    """A weight in another type than its own: of a stack, XLA casts the whole before it walks it."""
+    if "norm" in info.axes or jnp.dtype(dtype) == info.dtype:
         return 0
     return local_bytes(info, layout, "params", dtype=dtype)
 
@@ -186,9 +186,11 @@ def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
     held += [heap.take(w.name, w.used) for w in layer.feed]
     held += [heap.take("mlp_up", hidden) for _ in range(round(up / max(1, hidden)))]
-    held += [heap.take("mlp_hidden", hidden), heap.take("cotangent of mlp_hidden", hidden)]
+    held.append(heap.take("mlp_hidden", hidden))
+    turned = heap.take("cotangent of mlp_hidden", hidden)
     held.append(heap.take("gathered cotangent", cut(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
+    heap.drop(turned)  # into those of what the activation was given
     held.append(heap.take("a weight's gradient", max((w.made for w in layer.feed), default=0)))
     heap.drop(*held)
 
@@ -248,12 +250,12 @@ class Ends:
         shape = (rows, seq, model.vocab)
         logits = TensorInfo("logits", shape, jnp.dtype("float32"), ("batch", "seq", "vocab"))
         stream = TensorInfo("hidden", (rows, seq, model.sizes.width), jnp.dtype(model.dtype), ("batch", "seq", "embed"))
-        chosen = loss.of(model.vocab) if isinstance(loss, AutoLoss) else loss
+        chosen = loss.of(model.vocab // layout.stages) if isinstance(loss, AutoLoss) else loss  # of a stage's rows
         return cls(
             weights[0],
             weights[-1],
             len(tables) == 1,
-            local_bytes(tables[0], layout, "params", dtype=model.dtype) if weights[0].used else 0,
+            copied_bytes(tables[0], layout, model.dtype),
             local_bytes(stream, layout),
             local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
             layout.split("batch") * layout.split("seq") > 1,

@@ -129,12 +129,12 @@ def model_of(config: TrainConfig) -> Any:
 
 
 def sums_whole(topology: Topology, layout: Layout) -> bool:
-    """Whether sums over the devices that hold other rows leave all of the sum on each of them.
+    """Whether sums of gradients that are cut leave all of the sum on each device.
 
     XLA for TPUs makes an all-reduce of a reduce-scatter over all of a slice, of more than the four chips of a host.
     """
-    over = layout.split("batch") * layout.split("seq")
-    return over == topology.devices > 4 and topology.chip.platform == "tpu"
+    scattered = layout.split("embed", "grads")
+    return scattered == topology.devices > 4 and topology.chip.platform == "tpu"
 
 
 def walk_layers(

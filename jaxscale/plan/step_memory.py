@@ -184,15 +184,23 @@ def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
     up, hidden = cut(layer.tensors["mlp_up"]), cut(layer.tensors["mlp_hidden"])
     held = [heap.take("gathered", cut(layer.gathered))]
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
-    held += [heap.take(w.name, w.used) for w in layer.feed]
-    held += [heap.take("mlp_up", hidden) for _ in range(round(up / max(1, hidden)))]
-    held.append(heap.take("mlp_hidden", hidden))
-    turned = heap.take("cotangent of mlp_hidden", hidden)
+    weights = [heap.take(w.name, w.used) for w in layer.feed]
+    # Of gate and up, and of their cotangents, one takes the place of another; which, and whether two do, is up to what
+    # is fused with the products.
+    gates = round(up / max(1, hidden))
+    given = [heap.take("mlp_up", hidden) for _ in range(gates - 1)] + [heap.take("cotangent of mlp_hidden", hidden)]
     held.append(heap.take("gathered cotangent", cut(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
-    heap.drop(turned)  # into those of what the activation was given
-    held.append(heap.take("a weight's gradient", max((w.made for w in layer.feed), default=0)))
-    heap.drop(*held)
+    held += [heap.take("mlp_hidden", hidden)] + [heap.take("cotangent of mlp_up", hidden) for _ in range(gates - 1)]
+    heap.drop(given[0], *weights)
+    held += [heap.take("a weight's gradient", n) for n in _made(layer.feed)]
+    heap.drop(*given[1:], *held)
+
+
+def _made(weights: Iterable[Weight]) -> list[int]:
+    """Gradients that are there at once: one is made while the one before it is sent to where it goes."""
+    largest = max(weights, key=lambda w: w.made, default=Weight("", 0, 0, 0))
+    return [largest.made] * (1 if largest.made == largest.kept else 2)
 
 
 def _attention_backward(heap: Heap, layer: LayerBytes, asked: Iterable[Buffer]) -> None:
@@ -211,7 +219,7 @@ def _attention_backward(heap: Heap, layer: LayerBytes, asked: Iterable[Buffer]) 
     heap.drop(mixed, scores, *asked)
     held += [heap.take("cotangents of what was projected", taken) for _ in range(1 if layer.gathered else 2)]
     heap.drop(heap.take("cotangent of queries, float32", 2 * heads))
-    held.append(heap.take("a weight's gradient", max((w.made for w in layer.attention), default=0)))
+    held += [heap.take("a weight's gradient", n) for n in _made(layer.attention)]
     heap.drop(turned, *found, *held)
 
 
@@ -276,7 +284,10 @@ class Ends:
         heap.drop(table)
 
     def lose(self, heap: Heap) -> Buffer:
-        """The loss, forward and backward; returns the head's gradient, not yet summed."""
+        """The loss, forward and backward; returns the head's gradient.
+
+        It is summed at once where that leaves each device its own piece, and else at the end.
+        """
         held = [heap.take("hidden", self.stream)]
         cast = heap.take("head, cast", self.cast)
         held.append(heap.take("head, gathered", self.head.used))
@@ -285,6 +296,11 @@ class Ends:
         gradient = heap.take("head's gradient", self.head.made)
         held.append(heap.take("hidden's gradient, float32", 0 if self.logits else 2 * self.stream))
         heap.drop(*held)
+        if not self._waits(self.head):
+            piece = heap.take("head's gradient, summed", self._sum(self.head))
+            if piece.size:
+                heap.drop(gradient)
+                return piece
         return gradient
 
     def look_up_backward(self, heap: Heap, head: Buffer) -> None:
@@ -295,10 +311,14 @@ class Ends:
         heap.drop(stream)
         if summed[0].size:
             heap.drop(made)
-        summed.append(heap.take("head's gradient, summed", self._sum(self.head)))
+        if self._waits(self.head):
+            summed.append(heap.take("head's gradient, summed", self._sum(self.head)))
         heap.drop(head, *summed)
         if not summed[0].size:
             heap.drop(made)
+
+    def _waits(self, table: Weight) -> bool:
+        return self.summed and (self.whole or table.made == table.kept)
 
     def _sum(self, table: Weight) -> int:
         """Of the sum over devices, which is no buffer of its own where there is none."""

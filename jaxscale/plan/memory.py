@@ -155,11 +155,11 @@ def walk_layers(
     stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos if i not in tables]
     copies = sum(b.size for b in stash)
     stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
-    head = ends.lose(heap)
+    waiting = ends.lose(heap)
     gradients([i for i in infos if i not in tables], "gradient")
     backward(heap, layer, policy, blocks=max(len(group) for group, _ in model.runs))
     heap.drop(*stash)
-    ends.look_up_backward(heap, head)
+    ends.finish(heap, waiting)
     gradients(tables, "gradient")
     return heap, sum(kept.values()), copies, host
 

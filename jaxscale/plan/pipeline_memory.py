@@ -60,12 +60,12 @@ def walk_pipeline(
     ends = dataclasses.replace(ends, cast=0)  # they last, as the layers' do
     ends.look_up(heap)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
-    heap.drop(ends.lose(heap))
+    heap.drop(*ends.lose(heap, at_once=True))
     now = [heap.take(f"activations, {name}", size) for name, size in found.items()]
     now += of_chunk("a micro-batch's gradient of", kept_as("grads"))
     backward(heap, layer, policy, blocks=max(blocks))
     heap.drop(*now)
-    ends.look_up_backward(heap, heap.take("", 0))
+    ends.finish(heap, [])
     heap.drop(*sent, *cast)
     if moved:
         of_chunk("collected gradient of", kept_as("grads"), chunks)

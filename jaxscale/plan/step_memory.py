@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -184,11 +184,13 @@ def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
     up, hidden = cut(layer.tensors["mlp_up"]), cut(layer.tensors["mlp_hidden"])
     held = [heap.take("gathered", cut(layer.gathered))]
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
+    moved = [heap.take("rows on their way", layer.sent or layer.rows) for _ in range(2)]
     weights = [heap.take(w.name, w.used) for w in layer.feed]
     # Of gate and up, and of their cotangents, one takes the place of another; which, and whether two do, is up to what
     # is fused with the products.
     gates = round(up / max(1, hidden))
     given = [heap.take("mlp_up", hidden) for _ in range(gates - 1)] + [heap.take("cotangent of mlp_hidden", hidden)]
+    heap.drop(*moved)
     held.append(heap.take("gathered cotangent", cut(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
     held += [heap.take("mlp_hidden", hidden)] + [heap.take("cotangent of mlp_up", hidden) for _ in range(gates - 1)]
@@ -236,6 +238,7 @@ class Ends:
       cast: of a table, its own piece in the type of the arithmetic, before it is gathered.
       stream: what the loss is given.
       logits: float32, where they are held.
+      size: bytes of a number in the arithmetic.
       summed: devices that hold other tokens sum their gradients.
       whole: the sum is a whole table on each of them as well, of which it then cuts its own piece.
     """
@@ -246,6 +249,7 @@ class Ends:
     cast: int
     stream: int
     logits: int
+    size: int
     summed: bool
     whole: bool
 
@@ -266,6 +270,7 @@ class Ends:
             copied_bytes(tables[0], layout, model.dtype),
             local_bytes(stream, layout),
             local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
+            jnp.dtype(model.dtype).itemsize,
             layout.split("batch") * layout.split("seq") > 1,
             whole,
         )
@@ -283,45 +288,56 @@ class Ends:
         heap.drop(heap.take("looked up", self.stream))
         heap.drop(table)
 
-    def lose(self, heap: Heap) -> Buffer:
-        """The loss, forward and backward; returns the head's gradient.
+    def lose(self, heap: Heap, *, at_once: bool = False) -> list[Buffer]:
+        """The loss, forward and backward; returns what waits for the end, where the head's gradient is worked out.
 
-        It is summed at once where that leaves each device its own piece, and else at the end.
+        That of held logits is made there, unless `at_once`; another is made here, and waits for its sum if that leaves
+        all of it on each device.
         """
         held = [heap.take("hidden", self.stream)]
         cast = heap.take("head, cast", self.cast)
         held.append(heap.take("head, gathered", self.head.used))
         heap.drop(cast)
         held.append(heap.take("logits", self.logits))
+        if self.logits and not at_once:
+            waiting = [heap.take("logits' cotangent", self.logits * self.size // 4)]
+            waiting.append(heap.take("hidden, float32", self.stream * 4 // self.size))
+            heap.drop(*held)
+            return waiting
         gradient = heap.take("head's gradient", self.head.made)
-        held.append(heap.take("hidden's gradient, float32", 0 if self.logits else 2 * self.stream))
+        held.append(heap.take("hidden's gradient, float32", 0 if self.logits else self.stream * 4 // self.size))
         heap.drop(*held)
-        if not self._waits(self.head):
-            piece = heap.take("head's gradient, summed", self._sum(self.head))
-            if piece.size:
-                heap.drop(gradient)
-                return piece
-        return gradient
+        if self._waits(self.head) or not self.summed:
+            return [gradient]
+        piece = heap.take("head's gradient, summed", self.head.kept)
+        heap.drop(gradient)
+        return [piece]
 
-    def look_up_backward(self, heap: Heap, head: Buffer) -> None:
-        """The embedding's gradient, and the sums of both tables' over devices."""
-        stream = heap.take("the stream's cotangent, float32", 2 * self.stream)
-        made = heap.take("embedding's gradient", self.embedding.made)
-        summed = [heap.take("embedding's gradient, summed", self._sum(self.embedding))]
+    def finish(self, heap: Heap, waiting: Sequence[Buffer]) -> None:
+        """The embedding's gradient, the head's if it is not there, and their sums over devices.
+
+        Args:
+          heap: where they go.
+          waiting: what `lose` returned; empty where the head is done with.
+        """
+        stream = heap.take("the stream's cotangent, float32", self.stream * 4 // self.size)
+        left = [heap.take("embedding's gradient", self.embedding.made)]
         heap.drop(stream)
-        if summed[0].size:
-            heap.drop(made)
-        if self._waits(self.head):
-            summed.append(heap.take("head's gradient, summed", self._sum(self.head)))
-        heap.drop(head, *summed)
-        if not summed[0].size:
-            heap.drop(made)
+        if self.summed:
+            left = [self._sum(heap, self.embedding, left)]
+        if waiting and waiting[0].what == "logits' cotangent":
+            made = heap.take("head's gradient", self.head.made)
+            heap.drop(*waiting)
+            waiting = [self._sum(heap, self.head, [made])] if self.summed else [made]
+        elif waiting and self._waits(self.head):
+            waiting = [self._sum(heap, self.head, waiting)]
+        heap.drop(*left, *waiting)
+
+    def _sum(self, heap: Heap, table: Weight, made: Sequence[Buffer]) -> Buffer:
+        """What is there after the sum over devices of a table's gradient, in place of the gradient itself."""
+        summed = heap.take("a table's gradient, summed", table.made if self.whole else table.kept)
+        heap.drop(*made)
+        return summed
 
     def _waits(self, table: Weight) -> bool:
         return self.summed and (self.whole or table.made == table.kept)
-
-    def _sum(self, table: Weight) -> int:
-        """Of the sum over devices, which is no buffer of its own where there is none."""
-        if not self.summed:
-            return 0
-        return table.made if self.whole else table.kept

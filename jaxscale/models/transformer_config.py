@@ -216,8 +216,8 @@ class TransformerConfig:
             "logits": 2 * batch * seq * z.width * self.vocab,
         }
 
-    def activations(self, batch: int, seq: int) -> dict[str, tuple[TensorInfo, ...]]:
-        """What one layer, the last, leaves for its backward pass, by the tensors that memory policies name.
+    def activations(self, batch: int, seq: int, layer: int = -1) -> dict[str, tuple[TensorInfo, ...]]:
+        """What one layer, by default the last, leaves for its backward pass, by the tensors that memory policies name.
 
         Two have no such name: "scores", attention's weights, which only `dot_product_attention` holds, and "unnamed",
         which only a policy that keeps all of it keeps: norms' float32 inputs and what they scale, a gate's sigmoid,
@@ -230,7 +230,7 @@ class TransformerConfig:
             return (TensorInfo(name, shape, jnp.dtype(dtype), axes),) * count
 
         stream = {"residual_seq": seq, "embed": z.width}
-        last = self.layer_mlps()[-1]
+        last = self.layer_mlps()[layer]
         gates = 1 + _gated(last)
         up: tuple[Any, ...] = tensors("mlp_up", {"seq": seq, "mlp": z.hidden}, gates)
         if isinstance(last, MixtureOfExperts):

@@ -80,11 +80,13 @@ class LayerBytes:
     sent: int = 0
 
     @classmethod
-    def of(cls, model: Any, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int) -> LayerBytes:
-        """Of the model's last layer, whose parameters are `infos`."""
+    def of(
+        cls, model: Any, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int, layer: int = -1
+    ) -> LayerBytes:
+        """Of one of the model's layers, by default the last, whose parameters are `infos`."""
         policy = MemoryPolicy.of(model.memory)
-        tensors = model.activations(rows, seq)
-        tensors, sorted_rows, sent = _dispatched(model, tensors, layout)
+        tensors = model.activations(rows, seq, layer)
+        tensors, sorted_rows, sent = _dispatched(model.layer_mlps()[layer], model.sizes.width, tensors, layout)
         found = {name: sum(local_bytes(i, layout) for i in held) for name, held in tensors.items()}
         whole = local_bytes(dataclasses.replace(tensors["residual"][0], axes=("batch", "seq", "embed")), layout)
         gathered = whole if whole > found["residual"] else 0
@@ -110,7 +112,7 @@ class LayerBytes:
         return self.tensors["residual"]
 
 
-def _dispatched(model: Any, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:
+def _dispatched(moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:
     """A layer's tensors with experts' rows as many as there is room for; bytes of rows, and of those that are sent.
 
     Experts that drop nothing have room for the worst case: every token of every device that sends to them.
@@ -119,7 +121,6 @@ def _dispatched(model: Any, tensors: Mapping[str, Any], layout: Layout) -> tuple
     if not of_experts:
         return dict(tensors), 0, 0
     hidden = of_experts[0]
-    moe = model.layer_mlps()[-1]
     dropless = moe.capacity is None
     tokens = {m for a in ("expert_batch", "expert_seq") for m in layout.resolved_rules.target("activations", a)}
     sent = math.prod(layout.sizes[m] for m in layout.resolved_rules.target("activations", "experts") if m in tokens)
@@ -129,7 +130,7 @@ def _dispatched(model: Any, tensors: Mapping[str, Any], layout: Layout) -> tuple
         dataclasses.replace(i, shape=(i.shape[0], int(i.shape[1] * room), i.shape[2])) if "expert_mlp" in i.axes else i
     )
     grown = {name: tuple(map(wide, held)) for name, held in tensors.items()}
-    one = TensorInfo("rows", (*hidden.shape[:2], model.sizes.width), hidden.dtype, (*hidden.axes[:2], "embed"))
+    one = TensorInfo("rows", (*hidden.shape[:2], width), hidden.dtype, (*hidden.axes[:2], "embed"))
     rows = local_bytes(one, layout)
     return grown, rows, int(rows * room) if sent > 1 else 0
 
@@ -148,6 +149,16 @@ def kept_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, grou
     every = policy.rest == "keep" or "residual" in policy.keep  # else each group's, which recomputing starts from
     count = {t: depth if every or t != "residual" else groups for t in found_on_device(policy, layers)}
     return {t: layers[t] * count[t] for t in layers if t in count}, sum(layers[t] for t in policy.offload) * depth
+
+
+def kept_of_single(layer: LayerBytes, policy: MemoryPolicy) -> int:
+    """What is kept of a layer that is a run by itself besides what the policy says.
+
+    A scan over one layer is no loop, and the compiler finds that what recomputing makes is there already: of all that
+    is dear to make.
+    """
+    dear = {"qkv", "attn_out", "lse", "residual_mid", "mlp_up"} - found_on_device(policy, layer.tensors)
+    return sum(layer.tensors[t] for t in dear - {*policy.offload})
 
 
 def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
@@ -184,7 +195,7 @@ def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
     up, hidden = cut(layer.tensors["mlp_up"]), cut(layer.tensors["mlp_hidden"])
     held = [heap.take("gathered", cut(layer.gathered))]
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
-    moved = [heap.take("rows on their way", layer.sent or layer.rows) for _ in range(2)]
+    moved = [heap.take("rows on their way", layer.sent or layer.rows) for _ in range(3)]
     weights = [heap.take(w.name, w.used) for w in layer.feed]
     # Of gate and up, and of their cotangents, one takes the place of another; which, and whether two do, is up to what
     # is fused with the products.
@@ -194,7 +205,10 @@ def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
     held.append(heap.take("gathered cotangent", cut(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
     held += [heap.take("mlp_hidden", hidden)] + [heap.take("cotangent of mlp_up", hidden) for _ in range(gates - 1)]
-    heap.drop(given[0], *weights)
+    heap.drop(*weights, *([] if layer.rows else given[:1]))  # products over ragged groups are fused with nothing
+    taken = layer.sent or layer.rows or cut(layer.gathered or layer.stream)
+    heap.drop(*[heap.take("cotangent of what was projected", taken) for _ in range(gates)])
+    heap.drop(*(given[:1] if layer.rows else []))
     held += [heap.take("a weight's gradient", n) for n in _made(layer.feed)]
     heap.drop(*given[1:], *held)
 

@@ -17,7 +17,16 @@ from jaxscale.optim import HostState, state_infos
 from jaxscale.plan.communication import sized
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.pipeline_memory import walk_pipeline
-from jaxscale.plan.step_memory import Ends, LayerBytes, backward, copied_bytes, kept_bytes, kept_of_single, local_bytes
+from jaxscale.plan.step_memory import (
+    Ends,
+    LayerBytes,
+    Sums,
+    backward,
+    copied_bytes,
+    kept_bytes,
+    kept_of_single,
+    local_bytes,
+)
 from jaxscale.train import Blueprint, TrainConfig, blueprint_of
 
 
@@ -82,7 +91,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
-    heap, kept, copies, host = walk(config, blueprint, layout, whole=sums_whole(there, layout))
+    heap, kept, copies, host = walk(config, blueprint, layout, Sums.of(there, layout))
     per_layer = LayerBytes.of(model, _last_block(blueprint), layout, config.micro_batch, config.seq_len)
     return Estimate(
         state + batch,
@@ -128,27 +137,20 @@ def model_of(config: TrainConfig) -> Any:
     return config.model
 
 
-def sums_whole(topology: Topology, layout: Layout) -> bool:
-    """Whether sums of gradients that are cut leave all of the sum on each device.
-
-    XLA for TPUs makes an all-reduce of a reduce-scatter over all of a slice, of more than the four chips of a host.
-    """
-    scattered = layout.split("embed", "grads")
-    return scattered == topology.devices > 4 and topology.chip.platform == "tpu"
-
-
-def walk_layers(
-    config: TrainConfig, blueprint: Blueprint, layout: Layout, *, whole: bool
-) -> tuple[Heap, int, int, int]:
+def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
     """The buffers of a step that goes through all layers and back; and bytes kept, copied, and in host memory."""
     model, heap, infos = model_of(config), Heap(), jax.tree.leaves(blueprint.infos)
     policy = MemoryPolicy.of(model.memory)
     rows, seq = config.micro_batch, config.seq_len
     tables = [i for i in infos if "vocab" in i.axes]
-    ends = Ends.of(model, tables, layout, config.loss, rows, seq, whole)
+    ends = Ends.of(model, tables, layout, config.loss, rows, seq, sums)
     layer = LayerBytes.of(model, _last_block(blueprint), layout, rows, seq)
     kept, host = kept_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
     gradients = lambda infos, of: [heap.take(f"{of} of {i.path}", local_bytes(i, layout, "grads")) for i in infos]  # noqa: E731
+    for i in infos:
+        if local_bytes(i, layout, "params") != local_bytes(i, layout, "opt_state"):
+            # new ones are gathered into the place of the old, which are therefore copied first
+            heap.take(f"copy of {i.path}", local_bytes(i, layout, "params"))
     if config.accumulate > 1:
         gradients(infos, "gradient so far")
     ends.look_up(heap)

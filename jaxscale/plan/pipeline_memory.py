@@ -12,13 +12,11 @@ from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import MemoryPolicy
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan.heap import Buffer, Heap
-from jaxscale.plan.step_memory import Ends, LayerBytes, backward, copied_bytes, kept_bytes, local_bytes
+from jaxscale.plan.step_memory import Ends, LayerBytes, Sums, backward, copied_bytes, kept_bytes, local_bytes
 from jaxscale.train import Blueprint, TrainConfig, pipelined
 
 
-def walk_pipeline(
-    config: TrainConfig, blueprint: Blueprint, layout: Layout, *, whole: bool
-) -> tuple[Heap, int, int, int]:
+def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
     """As `walk_layers`, of the executor of `jaxscale.parallel.pipeline`: one tick, with every phase in it."""
     model: Any = config.model
     pipeline = pipelined(blueprint, config.loss, config.z_loss, config.accumulate)
@@ -26,7 +24,7 @@ def walk_pipeline(
     rows, slots = config.micro_batch // table.microbatches, lower(table).size
     infos = jax.tree.leaves(blueprint.infos)
     tables = [i for i in infos if "vocab" in i.axes]
-    ends = Ends.of(model, tables, layout, config.loss, rows, config.seq_len, whole)
+    ends = Ends.of(model, tables, layout, config.loss, rows, config.seq_len, sums)
     runs = list(blueprint.infos["runs"].values())
     layer = LayerBytes.of(model, jax.tree.leaves(list(runs[-1]["blocks"].values())[-1]), layout, rows, config.seq_len)
     policy = MemoryPolicy.of(model.memory)

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.hardware import Topology
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.layout.rules import Kind
 from jaxscale.nn import MemoryPolicy
@@ -240,6 +241,33 @@ def _attention_backward(heap: Heap, layer: LayerBytes, asked: Iterable[Buffer]) 
 
 
 @dataclasses.dataclass(frozen=True)
+class Sums:
+    """How a compiler adds gradients up over devices.
+
+    Args:
+      whole: it leaves all of the sum on each device, which then cuts its own piece out.
+      late: sums of tables wait for the end of the step.
+      padded: it gathers by adding up pieces that are padded with zeros.
+    """
+
+    whole: bool
+    late: bool
+    padded: bool
+
+    @classmethod
+    def of(cls, topology: Topology, layout: Layout) -> Sums:
+        """As XLA for TPUs was seen to, over the devices that cut gradients.
+
+        All of a slice of more than one host make a reduce-scatter an all-reduce, and all of a torus of 4 x 4 x 4 a
+        gather as well. A v5p's tables are summed at the end, a v5e's and a v6e's at once.
+        """
+        tpu = topology.chip.platform == "tpu"
+        all_of_it = tpu and layout.split("embed", "grads") == topology.devices > 4
+        deep = sum(n > 2 for n in topology.shape) > 2
+        return cls(all_of_it, topology.chip.name not in ("v5e", "v6e"), all_of_it and deep)
+
+
+@dataclasses.dataclass(frozen=True)
 class Ends:
     """A model's two ends on one device.
 
@@ -254,7 +282,7 @@ class Ends:
       logits: float32, where they are held.
       size: bytes of a number in the arithmetic.
       summed: devices that hold other tokens sum their gradients.
-      whole: the sum is a whole table on each of them as well, of which it then cuts its own piece.
+      sums: how.
     """
 
     embedding: Weight
@@ -265,11 +293,11 @@ class Ends:
     logits: int
     size: int
     summed: bool
-    whole: bool
+    sums: Sums
 
     @classmethod
     def of(
-        cls, model: Any, tables: list[TensorInfo], layout: Layout, loss: Any, rows: int, seq: int, whole: bool
+        cls, model: Any, tables: list[TensorInfo], layout: Layout, loss: Any, rows: int, seq: int, sums: Sums
     ) -> Ends:
         """Of a model whose tables over the vocabulary are `tables`, for so many rows."""
         weights = [Weight.of(i, layout, model.dtype) for i in tables]
@@ -286,7 +314,7 @@ class Ends:
             local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
             jnp.dtype(model.dtype).itemsize,
             layout.split("batch") * layout.split("seq") > 1,
-            whole,
+            sums,
         )
 
     @property
@@ -296,9 +324,7 @@ class Ends:
 
     def look_up(self, heap: Heap) -> None:
         """Tokens to vectors."""
-        cast = heap.take("embedding, cast", self.cast)
-        table = heap.take("embedding, gathered", self.embedding.used)
-        heap.drop(cast)
+        table = self._gather(heap, "embedding", self.embedding)
         heap.drop(heap.take("looked up", self.stream))
         heap.drop(table)
 
@@ -309,9 +335,7 @@ class Ends:
         all of it on each device.
         """
         held = [heap.take("hidden", self.stream)]
-        cast = heap.take("head, cast", self.cast)
-        held.append(heap.take("head, gathered", self.head.used))
-        heap.drop(cast)
+        held.append(self._gather(heap, "head", self.head))
         held.append(heap.take("logits", self.logits))
         if self.logits and not at_once:
             waiting = [heap.take("logits' cotangent", self.logits * self.size // 4)]
@@ -326,6 +350,14 @@ class Ends:
         piece = heap.take("head's gradient, summed", self.head.kept)
         heap.drop(gradient)
         return [piece]
+
+    def _gather(self, heap: Heap, name: str, table: Weight) -> Buffer:
+        """A table as it is used, from the pieces of it."""
+        pieces = [heap.take(f"{name}, cast", self.cast)]
+        pieces.append(heap.take(f"{name}, padded", table.used if self.sums.padded else 0))
+        gathered = heap.take(f"{name}, gathered", table.used)
+        heap.drop(*pieces)
+        return gathered
 
     def finish(self, heap: Heap, waiting: Sequence[Buffer]) -> None:
         """The embedding's gradient, the head's if it is not there, and their sums over devices.
@@ -349,9 +381,9 @@ class Ends:
 
     def _sum(self, heap: Heap, table: Weight, made: Sequence[Buffer]) -> Buffer:
         """What is there after the sum over devices of a table's gradient, in place of the gradient itself."""
-        summed = heap.take("a table's gradient, summed", table.made if self.whole else table.kept)
+        summed = heap.take("a table's gradient, summed", table.made if self.sums.whole else table.kept)
         heap.drop(*made)
         return summed
 
     def _waits(self, table: Weight) -> bool:
-        return self.summed and (self.whole or table.made == table.kept)
+        return self.summed and (self.sums.late or self.sums.whole or table.made == table.kept)

@@ -334,16 +334,17 @@ class Ends:
         That of held logits is made there, unless `at_once`; another is made here, and waits for its sum if that leaves
         all of it on each device.
         """
-        held = [heap.take("hidden", self.stream)]
+        wide = self.stream * 4 // self.size
+        held = [heap.take("what the last norm is given, float32", wide), heap.take("hidden", self.stream)]
         held.append(self._gather(heap, "head", self.head))
         held.append(heap.take("logits", self.logits))
         if self.logits and not at_once:
             waiting = [heap.take("logits' cotangent", self.logits * self.size // 4)]
-            waiting.append(heap.take("hidden, float32", self.stream * 4 // self.size))
+            waiting.append(heap.take("hidden, float32", wide))
             heap.drop(*held)
             return waiting
         gradient = heap.take("head's gradient", self.head.made)
-        held.append(heap.take("hidden's gradient, float32", 0 if self.logits else self.stream * 4 // self.size))
+        held.append(heap.take("hidden's gradient, float32", 0 if self.logits else wide))
         heap.drop(*held)
         if self._waits(self.head) or not self.summed:
             return [gradient]

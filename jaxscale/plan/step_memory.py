@@ -21,6 +21,8 @@ from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.train import AutoLoss, MaterialisedLoss
 
 _FEED = ("mlp_up", "mlp_hidden")
+_DEAR = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
+"""What products make."""
 
 
 def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: Any = None) -> int:
@@ -158,8 +160,8 @@ def kept_of_single(layer: LayerBytes, policy: MemoryPolicy) -> int:
     A scan over one layer is no loop, and the compiler finds that what recomputing makes is there already: of all that
     is dear to make.
     """
-    dear = {"qkv", "attn_out", "lse", "residual_mid", "mlp_up"} - found_on_device(policy, layer.tensors)
-    return sum(layer.tensors[t] for t in dear - {*policy.offload})
+    dear = _DEAR - found_on_device(policy, layer.tensors) - {*policy.offload}
+    return sum(layer.tensors[t] for t in dear)
 
 
 def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
@@ -177,13 +179,17 @@ def backward(heap: Heap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int
     if "residual" not in found:
         held.append(heap.take("residual, fetched", layer.stream))
     if policy.rest != "keep":
-        others = sum(n for name, n in t.items() if name != "unnamed" and name not in found) + layer.stream
+        # what norms give is made again where it is used; what norms after a sub-layer are given has no other name
+        after = max(0, t["norm"] - 2 * layer.stream)
+        others = layer.stream + after + sum(t[name] for name in _DEAR - found)
         held += [heap.take("other layers of the group", others) for _ in range(blocks - 1)]
-    held += [heap.take("norm", again("norm") // 2), heap.take("gathered", layer.gathered)]
+        held.append(heap.take("what norms after sub-layers are given", after))
+    norm = min(again("norm"), layer.stream)  # of those before a sub-layer
+    held += [heap.take("norm", norm), heap.take("gathered", layer.gathered)]
     held += [heap.take(w.name, w.used) for w in layer.attention]
     asked = [heap.take("qkv", again("qkv")), heap.take("scores", again("scores"))]
     held += [heap.take("attn_out", again("attn_out")), heap.take("lse", again("lse"))]
-    mid = [heap.take("residual_mid", again("residual_mid")), heap.take("norm", again("norm") // 2)]
+    mid = [heap.take("residual_mid", again("residual_mid")), heap.take("norm", norm)]
     _feed_backward(heap, layer)
     heap.drop(*mid)
     _attention_backward(heap, layer, asked)
@@ -279,6 +285,7 @@ class Ends:
       tied: whether they are.
       cast: of a table, its own piece in the type of the arithmetic, before it is gathered.
       stream: what the loss is given.
+      residual: the same as it is cut between layers.
       logits: float32, where they are held.
       size: bytes of a number in the arithmetic.
       summed: devices that hold other tokens sum their gradients.
@@ -290,6 +297,7 @@ class Ends:
     tied: bool
     cast: int
     stream: int
+    residual: int
     logits: int
     size: int
     summed: bool
@@ -311,6 +319,7 @@ class Ends:
             len(tables) == 1,
             copied_bytes(tables[0], layout, model.dtype),
             local_bytes(stream, layout),
+            local_bytes(dataclasses.replace(stream, axes=("batch", "residual_seq", "embed")), layout),
             local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
             jnp.dtype(model.dtype).itemsize,
             layout.split("batch") * layout.split("seq") > 1,
@@ -335,7 +344,8 @@ class Ends:
         all of it on each device.
         """
         wide = self.stream * 4 // self.size
-        held = [heap.take("what the last norm is given, float32", wide), heap.take("hidden", self.stream)]
+        norm = self.residual * 4 // self.size
+        held = [heap.take("what the last norm is given, float32", norm), heap.take("hidden", self.stream)]
         held.append(self._gather(heap, "head", self.head))
         held.append(heap.take("logits", self.logits))
         if self.logits and not at_once:
@@ -370,14 +380,19 @@ class Ends:
         stream = heap.take("the stream's cotangent, float32", self.stream * 4 // self.size)
         left = [heap.take("embedding's gradient", self.embedding.made)]
         heap.drop(stream)
+        if waiting and waiting[0].what == "logits' cotangent":
+            made = [heap.take("head's gradient", self.head.made)]
+            heap.drop(*waiting)
+            waiting = made
+            late = True
+        else:
+            late = bool(waiting) and self._waits(self.head)
+        if self.tied:  # one gradient, of which the second part is added to the first
+            left, waiting = [*left, *waiting], []
         if self.summed:
             left = [self._sum(heap, self.embedding, left)]
-        if waiting and waiting[0].what == "logits' cotangent":
-            made = heap.take("head's gradient", self.head.made)
-            heap.drop(*waiting)
-            waiting = [self._sum(heap, self.head, [made])] if self.summed else [made]
-        elif waiting and self._waits(self.head):
-            waiting = [self._sum(heap, self.head, waiting)]
+            if waiting and late:
+                waiting = [self._sum(heap, self.head, waiting)]
         heap.drop(*left, *waiting)
 
     def _sum(self, heap: Heap, table: Weight, made: Sequence[Buffer]) -> Buffer:
@@ -387,4 +402,4 @@ class Ends:
         return summed
 
     def _waits(self, table: Weight) -> bool:
-        return self.summed and (self.sums.late or self.sums.whole or table.made == table.kept)
+        return self.summed and (self.tied or self.sums.late or self.sums.whole or table.made == table.kept)

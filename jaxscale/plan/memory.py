@@ -15,18 +15,10 @@ from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState, state_infos
 from jaxscale.plan.communication import sized
+from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.plan.layer_memory import LayerBytes, backward, copied_bytes, kept_bytes, kept_of_single, local_bytes
 from jaxscale.plan.pipeline_memory import walk_pipeline
-from jaxscale.plan.step_memory import (
-    Ends,
-    LayerBytes,
-    Sums,
-    backward,
-    copied_bytes,
-    kept_bytes,
-    kept_of_single,
-    local_bytes,
-)
 from jaxscale.train import Blueprint, TrainConfig, blueprint_of
 
 
@@ -69,7 +61,7 @@ class Estimate:
 def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     """What a run's step takes of each device, by arithmetic.
 
-    The step's buffers are dealt out in the order in which a compiled one makes them (`jaxscale.plan.step_memory`), as
+    The step's buffers are dealt out in the order in which a compiled one makes them (`jaxscale.plan.layer_memory`), as
     XLA for TPUs deals them out (`jaxscale.plan.heap`). Needs no compiler and no devices.
 
     Args:

@@ -11,8 +11,9 @@ import jax
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import MemoryPolicy
 from jaxscale.parallel.pipeline import lower
+from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
-from jaxscale.plan.step_memory import Ends, LayerBytes, Sums, backward, copied_bytes, kept_bytes, local_bytes
+from jaxscale.plan.layer_memory import LayerBytes, backward, copied_bytes, kept_bytes, local_bytes
 from jaxscale.train import Blueprint, TrainConfig, pipelined
 
 

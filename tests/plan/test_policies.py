@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import POLICIES, MemoryPolicy, MixtureOfExperts
 from jaxscale.plan import choose, estimate, memory, policies
-from jaxscale.plan.step_memory import local_bytes
+from jaxscale.plan.layer_memory import local_bytes
 from jaxscale.train.state import describe_model
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs

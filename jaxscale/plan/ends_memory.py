@@ -1,4 +1,4 @@
-"""The buffers of a model's two ends, in a step's order: the embedding, the loss, and what becomes of their gradients."""
+"""The buffers of a model's two ends in the order of a step: embedding, loss, and their gradients on the way to sums."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Ends:
         held.append(heap.take("logits", self.logits))
         if self.logits and not at_once:
             waiting = [heap.take("logits' cotangent", self.logits * self.size // 4)]
-            waiting.append(heap.take("hidden, float32", wide))
+            waiting.append(heap.take("hidden, float32", norm))
             heap.drop(*held)
             return waiting
         gradient = heap.take("head's gradient", self.head.made)

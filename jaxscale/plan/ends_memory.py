@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxscale.hardware import Topology
 from jaxscale.layout import Layout, TensorInfo
+from jaxscale.nn import MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import Weight, copied_bytes, local_bytes
 from jaxscale.train import AutoLoss, MaterialisedLoss
@@ -30,16 +31,18 @@ class Sums:
     padded: bool
 
     @classmethod
-    def of(cls, topology: Topology, layout: Layout) -> Sums:
+    def of(cls, model: Any, topology: Topology, layout: Layout) -> Sums:
         """As XLA for TPUs was seen to, over the devices that cut gradients.
 
         All of a slice of more than one host make a reduce-scatter an all-reduce, and all of a torus of 4 x 4 x 4 a
-        gather as well. A v5p's tables are summed at the end, a v5e's and a v6e's at once.
+        gather as well. A v5p's tables are summed at the end, a v5e's and a v6e's at once, unless something is moved to
+        host memory.
         """
+        offloads = bool(MemoryPolicy.of(model.memory).offload)
         tpu = topology.chip.platform == "tpu"
         all_of_it = tpu and layout.split("embed", "grads") == topology.devices > 4
         deep = sum(n > 2 for n in topology.shape) > 2
-        return cls(all_of_it, topology.chip.name not in ("v5e", "v6e"), all_of_it and deep)
+        return cls(all_of_it, offloads or topology.chip.name not in ("v5e", "v6e"), all_of_it and deep)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +103,22 @@ class Ends:
         """Bytes of the tables' gradients once they are cut."""
         return self.head.kept + (0 if self.tied else self.embedding.kept)
 
-    def look_up(self, heap: Heap) -> None:
-        """Tokens to vectors."""
-        table = self._gather(heap, "embedding", self.embedding)
-        heap.drop(heap.take("looked up", self.stream))
-        heap.drop(table)
+    def look_up(self, heap: Heap, *, at_once: bool = False) -> list[Buffer]:
+        """Tokens to vectors; returns what the loss reads as well.
 
-    def lose(self, heap: Heap, *, at_once: bool = False) -> list[Buffer]:
-        """The loss, forward and backward; returns what waits for the end, where the head's gradient is worked out.
+        A tied table is gathered once, and copied as the loss wants it laid out; if each end is `at_once` done with,
+        twice.
+        """
+        table = self._gather(heap, "embedding", self.embedding)
+        kept = self.tied and not at_once and table.size
+        shared = [table, heap.take("head, as the loss reads it", table.size)] if kept else []
+        heap.drop(heap.take("looked up", self.stream))
+        if not shared:
+            heap.drop(table)
+        return shared
+
+    def lose(self, heap: Heap, shared: Sequence[Buffer] = (), *, at_once: bool = False) -> list[Buffer]:
+        """The loss, forward and backward, with what `look_up` left; returns what waits for the end.
 
         That of held logits is made there, unless `at_once`; another is made here, and waits for its sum if that leaves
         all of it on each device.
@@ -115,7 +126,7 @@ class Ends:
         wide = self.stream * 4 // self.size
         norm = self.residual * 4 // self.size
         held = [heap.take("what the last norm is given, float32", norm), heap.take("hidden", self.stream)]
-        held.append(self._gather(heap, "head", self.head))
+        held += shared or [self._gather(heap, "head", self.head)]
         held.append(heap.take("logits", self.logits))
         if self.logits and not at_once:
             waiting = [heap.take("logits' cotangent", self.logits * self.size // 4)]

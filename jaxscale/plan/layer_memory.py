@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.layout.rules import Kind
-from jaxscale.nn import MemoryPolicy
+from jaxscale.nn import GatherAttention, MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
 
 _FEED = ("mlp_up", "mlp_hidden")
@@ -70,6 +70,7 @@ class LayerBytes:
       tile: the share of the sequence that the feed-forward layer works at.
       rows: of a layer of experts, tokens as they are sorted by expert, once for each expert they are given to.
       sent: the same where the experts are, with room for all that might come; 0 where nothing is sent.
+      keys: keys of the whole sequence (values are as many), where each device gathers them; else 0.
     """
 
     tensors: Mapping[str, int]
@@ -79,6 +80,7 @@ class LayerBytes:
     tile: float
     rows: int = 0
     sent: int = 0
+    keys: int = 0
 
     @classmethod
     def of(
@@ -105,12 +107,17 @@ class LayerBytes:
             min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0,
             sorted_rows,
             sent,
+            local_bytes(tensors["qkv"][1], layout) * layout.split("seq") if _gathers_keys(model) else 0,
         )
 
     @property
     def stream(self) -> int:
         """The residual stream's."""
         return self.tensors["residual"]
+
+
+def _gathers_keys(model: Any) -> bool:
+    return isinstance(getattr(model, "attention", None), GatherAttention)
 
 
 def _dispatched(moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:
@@ -189,6 +196,8 @@ def backward(heap: Heap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int
     held += [heap.take("attn_out", again("attn_out")), heap.take("lse", again("lse"))]
     mid = [heap.take("residual_mid", again("residual_mid")), heap.take("norm", norm)]
     _feed_backward(heap, layer)
+    if layer.tile < 1:  # gradients of weights that tiles add to
+        held += [heap.take(f"gradient of {w.name} over tiles", w.kept) for w in layer.feed]
     heap.drop(*mid)
     _attention_backward(heap, layer, asked)
     heap.drop(*held)
@@ -214,7 +223,7 @@ def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
     taken = layer.sent or layer.rows or cut(layer.gathered or layer.stream)
     heap.drop(*[heap.take("cotangent of what was projected", taken) for _ in range(gates)])
     heap.drop(*(given[:1] if layer.rows else []))
-    held += [heap.take("a weight's gradient", n) for n in _made(layer.feed)]
+    held += [heap.take("a weight's gradient", n) for n in _made(layer.feed)[: 1 if layer.rows else 2]]
     heap.drop(*given[1:], *held)
 
 
@@ -231,11 +240,13 @@ def _attention_backward(heap: Heap, layer: LayerBytes, asked: Iterable[Buffer]) 
     keys = (t["qkv"] - heads) // 2
     held = [heap.take("cotangent of residual_mid", layer.stream), heap.take("gathered cotangent", layer.gathered)]
     mixed = heap.take("cotangent of attn_out", heads)
+    held += [heap.take("keys and values of all", layer.keys) for _ in range(2)]
     product = heap.take("attn_out by its cotangent, float32", 2 * heads)
     by_head = heap.take("the same, by head", 2 * heads)
     heap.drop(product, by_head)
     scores = heap.take("cotangent of scores", t["scores"])
-    found = [heap.take("cotangents of keys and values", keys) for _ in range(2)]
+    found = [heap.take("cotangents of keys and values", layer.keys or keys) for _ in range(2)]
+    heap.drop(heap.take("cotangent of keys, float32", 2 * layer.keys))
     turned = heap.take("cotangent of queries", heads)
     heap.drop(mixed, scores, *asked)
     held += [heap.take("cotangents of what was projected", taken) for _ in range(1 if layer.gathered else 2)]

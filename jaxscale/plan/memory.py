@@ -83,7 +83,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
-    heap, kept, copies, host = walk(config, blueprint, layout, Sums.of(there, layout))
+    heap, kept, copies, host = walk(config, blueprint, layout, Sums.of(model, there, layout))
     per_layer = LayerBytes.of(model, _last_block(blueprint), layout, config.micro_batch, config.seq_len)
     return Estimate(
         state + batch,
@@ -145,13 +145,13 @@ def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums:
             heap.take(f"copy of {i.path}", local_bytes(i, layout, "params"))
     if config.accumulate > 1:
         gradients(infos, "gradient so far")
-    ends.look_up(heap)
+    shared = ends.look_up(heap)
     stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos if i not in tables]
     copies = sum(b.size for b in stash)
     stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
     alone = _single_layers(config, blueprint, layout)
     stash += [heap.take("activations of a layer by itself", kept_of_single(one, policy)) for one in alone]
-    waiting = ends.lose(heap)
+    waiting = ends.lose(heap, shared)
     gradients([i for i in infos if i not in tables], "gradient")
     backward(heap, layer, policy, blocks=max(len(group) for group, _ in model.runs))
     heap.drop(*stash)

@@ -57,7 +57,7 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
     cast += [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in tables]
     ends = dataclasses.replace(ends, cast=0)  # they last, as the layers' do
-    ends.look_up(heap)
+    ends.look_up(heap, at_once=True)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
     heap.drop(*ends.lose(heap, at_once=True))
     now = [heap.take(f"activations, {name}", size) for name, size in found.items()]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,7 @@ from jaxscale.layout import Layout, TensorInfo
 from jaxscale.layout.rules import Kind
 from jaxscale.nn import GatherAttention, MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.train import Blueprint, TrainConfig
 
 _FEED = ("mlp_up", "mlp_hidden")
 _DEAR = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
@@ -167,6 +169,19 @@ def kept_of_single(layer: LayerBytes, policy: MemoryPolicy) -> int:
     """
     dear = _DEAR - found_on_device(policy, layer.tensors) - {*policy.offload}
     return sum(layer.tensors[t] for t in dear)
+
+
+def single_layers(
+    config: TrainConfig, blueprint: Blueprint, layout: Layout, repeats: Sequence[int], rows: int
+) -> list[LayerBytes]:
+    """The layers of runs of which one copy is walked at a time, `repeats` being how many of each."""
+    model: Any = config.model
+    found, first = [], 0
+    for (group, whole), n, run in zip(model.runs, repeats, blueprint.infos["runs"].values(), strict=True):
+        for at, block in enumerate(run["blocks"].values()) if n == 1 else ():
+            found.append(LayerBytes.of(model, jax.tree.leaves(block), layout, rows, config.seq_len, first + at))
+        first += whole * len(group)
+    return found
 
 
 def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:

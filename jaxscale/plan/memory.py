@@ -17,7 +17,15 @@ from jaxscale.optim import HostState, state_infos
 from jaxscale.plan.communication import sized
 from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
-from jaxscale.plan.layer_memory import LayerBytes, backward, copied_bytes, kept_bytes, kept_of_single, local_bytes
+from jaxscale.plan.layer_memory import (
+    LayerBytes,
+    backward,
+    copied_bytes,
+    kept_bytes,
+    kept_of_single,
+    local_bytes,
+    single_layers,
+)
 from jaxscale.plan.pipeline_memory import walk_pipeline
 from jaxscale.train import Blueprint, TrainConfig, blueprint_of
 
@@ -149,7 +157,7 @@ def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums:
     stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos if i not in tables]
     copies = sum(b.size for b in stash)
     stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
-    alone = _single_layers(config, blueprint, layout)
+    alone = single_layers(config, blueprint, layout, [repeats for _, repeats in model.runs], rows)
     stash += [heap.take("activations of a layer by itself", kept_of_single(one, policy)) for one in alone]
     waiting = ends.lose(heap, shared)
     gradients([i for i in infos if i not in tables], "gradient")
@@ -158,17 +166,6 @@ def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums:
     ends.finish(heap, waiting)
     gradients(tables, "gradient")
     return heap, sum(kept.values()), copies, host
-
-
-def _single_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout) -> list[LayerBytes]:
-    """Layers of runs that repeat their group once."""
-    model, found, first = model_of(config), [], 0
-    for (group, repeats), run in zip(model.runs, blueprint.infos["runs"].values(), strict=True):
-        for n, block in enumerate(run["blocks"].values()) if repeats == 1 else ():
-            parts = jax.tree.leaves(block)
-            found.append(LayerBytes.of(model, parts, layout, config.micro_batch, config.seq_len, first + n))
-        first += repeats * len(group)
-    return found
 
 
 def _last_block(blueprint: Blueprint) -> list[TensorInfo]:

@@ -13,7 +13,15 @@ from jaxscale.nn import MemoryPolicy
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
-from jaxscale.plan.layer_memory import LayerBytes, backward, copied_bytes, kept_bytes, local_bytes
+from jaxscale.plan.layer_memory import (
+    LayerBytes,
+    backward,
+    copied_bytes,
+    kept_bytes,
+    kept_of_single,
+    local_bytes,
+    single_layers,
+)
 from jaxscale.train import Blueprint, TrainConfig, pipelined
 
 
@@ -46,8 +54,8 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     kept_as = lambda kind: lambda i: local_bytes(i, layout, kind)  # noqa: E731
     heap, chunks = Heap(), layout.schedule.chunks_per_stage
     moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
-    if moved:
-        of_chunk("dealt out", kept_as("params"), chunks)
+    if moved:  # what is cast is cast first
+        of_chunk("dealt out", lambda i: 0 if copied_bytes(i, layout, model.dtype) else local_bytes(i, layout), chunks)
     stash = [heap.take("stashed inputs", (slots["inputs"] + 1) * layer.stream)]
     stash.append(heap.take("stashed cotangents", (slots["cotangents"] + 1) * layer.stream))
     if table.phases > 2:
@@ -61,7 +69,12 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
     heap.drop(*ends.lose(heap, at_once=True))
     now = [heap.take(f"activations, {name}", size) for name, size in found.items()]
-    now += of_chunk("a micro-batch's gradient of", kept_as("grads"))
+    alone = single_layers(config, blueprint, layout, held, rows)
+    now += [heap.take("activations of a layer by itself", kept_of_single(one, policy)) for one in alone]
+    if table.phases > 2:  # gradients wait for a phase of their own
+        now.append(heap.take("a micro-batch's products", _pair_bytes(layer) * depth))
+    else:
+        now += of_chunk("a micro-batch's gradient of", kept_as("grads"))
     backward(heap, layer, policy, blocks=max(blocks))
     heap.drop(*now)
     ends.finish(heap, [])

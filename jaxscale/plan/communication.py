@@ -211,7 +211,7 @@ class _Step:
         stages = (_STAGES,) if self._cut_by_stages(self.infos["embed" if tied else "head"]["weight"]) else ()
         loss = self.config.loss
         if isinstance(loss, AutoLoss):
-            loss = loss.of(weight.shape[0])  # as the loss is called: with a stage's part of the vocabulary
+            loss = loss.of(self.config.model.vocab)
         numbers = TensorInfo("a number a token", (blocks.rows, blocks.seq), jnp.dtype("float32"), ("batch", "seq"))
         every = mover.local_bytes(numbers)
         if isinstance(loss, CutLoss):

@@ -22,6 +22,7 @@ from jaxscale.plan.planner import why_not_compiled
 from jaxscale.plan.program_memory import ProgramBuffer, ProgramMemory, dims_key, program_memory, weight_shapes
 from jaxscale.plan.remedies import out_of_memory_said
 from jaxscale.plan.shown import Shown
+from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import Traffic, traffic
 from jaxscale.train import Blueprint, Run, TrainConfig, blueprint_of, is_pipelined, pipelined
 from pallas_kernels.dispatch import choosing
@@ -141,7 +142,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
                 raise
             notes.append(f"a step is not counted, since it cannot be laid out: {e}")
         if there is not None and (why := why_not_compiled(there)):
-            found = traffic(predict(config, there)) if layout is not None else ()
+            found = traffic(as_compiled(predict(config, there), there)) if layout is not None else ()
             estimated = Estimated(f"{there.name}: {why}", estimate(config, there), found)
         elif topology is not None or compile:
             compiled = _compiled(config, topology, blueprint, layout)

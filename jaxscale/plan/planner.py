@@ -22,6 +22,7 @@ from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
+from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.train import TrainConfig
 from pallas_kernels.aot import why_no_gpu, why_no_tpu
@@ -174,7 +175,7 @@ def plan_for(
     if compile == "always" and why is not None:
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
     memory = estimate(config, there)
-    work = work_of(config, _layout(config), memory, predict(config, there))
+    work = work_of(config, _layout(config), memory, as_compiled(predict(config, there), there))
     compiled, how = None, "analytic, as was asked"
     if compile != "never":
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")

@@ -24,6 +24,7 @@ from jaxscale.plan.planner import Plan, plan_for, why_not_compiled, with_budget
 from jaxscale.plan.roofline import StepTime, step_time
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.space import Candidate, Space, candidates
+from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.train import TrainConfig
 from jaxscale.train.report import human_bytes
@@ -217,7 +218,8 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
             memory = estimate(c.config, there)
             sizes[at] = memory.device
             if memory.device <= there.chip.capacity:
-                step = step_time(work_of(c.config, _layout(c), memory, predict(c.config, there)), there)
+                sent = as_compiled(predict(c.config, there), there)
+                step = step_time(work_of(c.config, _layout(c), memory, sent), there)
                 found.append(Found(c, memory.device, memory.host, step))
                 fastest = min(fastest, step.total)
     if not found and not sizes:

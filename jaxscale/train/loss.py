@@ -102,7 +102,8 @@ class AutoLoss:
         return CutLoss() if vocab >= self.cut_from else MaterialisedLoss()
 
     def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
-        return self.of(weight.shape[0])(hidden, weight, targets, softcap=softcap)
+        whole = weight.shape[0] * axis_size(cut_already("vocab"))  # a pipeline's stage holds a part
+        return self.of(whole)(hidden, weight, targets, softcap=softcap)
 
     def describe(self, vocab: int) -> str:
         side = "below" if vocab < self.cut_from else "not below"

@@ -14,7 +14,7 @@ from jaxscale.layout import SCHEDULES, Layout, Pipeline
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, ReversibleRun, SigmoidRouter
 from jaxscale.plan import explain
-from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, make_loss_and_grads, prepare
+from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, TrainConfig, make_loss_and_grads, prepare
 from jaxscale.train.step import make_eval
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -87,6 +87,17 @@ def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
 
     layouts = [Layout("pipeline=2,tensor=2,data=2")]
     assert_layouts_agree(MODEL, layouts, batch=BATCH, make_loss_and_grads=cut, z_loss=1e-2)
+
+
+def test_the_loss_is_chosen_by_the_whole_vocabulary_and_not_by_a_stages_part():
+    """Of 64 words a stage has 32."""
+    programs = []
+    for loss in (AutoLoss(cut_from=64), CutLoss()):
+        setup = build(MODEL, Layout("pipeline=2"), remembering_sgd())
+        gradients = make_loss_and_grads(setup.blueprint, loss=loss)
+        with Layout("pipeline=2"):
+            programs.append(str(jax.make_jaxpr(gradients)(setup.state.params, BATCH, setup.state.rng)))
+    assert programs[0] == programs[1]
 
 
 def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():

@@ -84,7 +84,7 @@ class Ends:
         shape = (rows, seq, model.vocab)
         logits = TensorInfo("logits", shape, jnp.dtype("float32"), ("batch", "seq", "vocab"))
         stream = TensorInfo("hidden", (rows, seq, model.sizes.width), jnp.dtype(model.dtype), ("batch", "seq", "embed"))
-        chosen = loss.of(model.vocab // layout.stages) if isinstance(loss, AutoLoss) else loss  # of a stage's rows
+        chosen = loss.of(model.vocab) if isinstance(loss, AutoLoss) else loss
         return cls(
             weights[0],
             weights[-1],

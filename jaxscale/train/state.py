@@ -73,7 +73,7 @@ class Blueprint:
             shardings_of(self.infos, self.layout),
             state_shardings(self.tx, self.infos, self.layout),
             whole,  # type: ignore[arg-type]
-            jax.tree.map(lambda _: whole, memory_of(self.guards)),
+            jax.tree.map(lambda _: whole, jax.eval_shape(lambda: memory_of(self.guards))),
         )
 
     def abstract_state(self) -> TrainState:

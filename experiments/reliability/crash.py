@@ -2,7 +2,7 @@
 
     python -m experiments.reliability.crash --kills 200
 
-A run saves every 20 steps and keeps two checkpoints. Each trial waits for one of four moments (between saves; while a
+A run saves every 100 steps and keeps two checkpoints. Each trial waits for one of four moments (between saves; while a
 checkpoint is written; while it is being finished; while an old one is deleted), seen from outside in the names of the
 run's folder, lets a random time pass, and kills one process of two, the coordinator, or all. What it then finds on disk
 is written down, and the same command starts again. Killed processes' partners are given two seconds to notice.
@@ -15,6 +15,8 @@ import functools
 import json
 import random
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,11 +25,11 @@ from typing import Any
 
 import jaxscale as js
 from experiments.reliability import lives
-from experiments.reliability.small import config
 from jaxscale.train.checkpoints.manifest import read_manifest
+from tests.truth.runs import bigram
 
 RESULTS = Path(__file__).parent / "results" / "crash.jsonl"
-EVERY, KEEP = 20, 2
+EVERY, KEEP = 100, 2
 MOMENTS = ("step", "save", "commit", "deletion")
 VICTIMS = ("all", "all", "all", "all", "one of two", "coordinator", "all of two")
 """One process alone more often: two take three times as long to start."""
@@ -44,9 +46,10 @@ def main() -> None:
     rows = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     folder = Path(tempfile.mkdtemp(prefix="jaxscale-crash-"))
     lives.configure(folder / "cache")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
+    world = World(folder)
     try:
         with args.results.open("a") as file:
-            world = World(folder)
             for trial in range(len(rows), args.kills):
                 row = world.trial(trial, random.Random(f"{args.seed} {trial}"))
                 rows.append(row)
@@ -54,6 +57,7 @@ def main() -> None:
                 file.flush()
                 print(row, flush=True)
     except BaseException:
+        lives.kill(world.children)
         print(f"what is there is left in {folder}")
         raise
     shutil.rmtree(folder)
@@ -69,6 +73,7 @@ class World:
         self.run, self.log = folder / "run", folder / "log"
         self.before: list[dict[str, Any]] = []
         self.had: list[int] = []
+        self.children: list[int] = []
         self.fit = functools.partial(_fit, self.run)
 
     def trial(self, number: int, random: random.Random) -> dict[str, Any]:
@@ -79,7 +84,7 @@ class World:
         shutil.rmtree(self.log, ignore_errors=True)
         self.log.unlink(missing_ok=True)
         began = time.monotonic()
-        children = lives.start(self.fit, processes, 2 // processes, self.log)
+        self.children = children = lives.start(self.fit, processes, 2 // processes, self.log)
         rows_before = len(self._rows())
         faults = []
         # a life of worth: it has gone on, and has finished a checkpoint of its own
@@ -88,7 +93,7 @@ class World:
         target = max(self._finished(), default=0)
         alive = alive and lives.until(lambda: max(self._finished(), default=0) > target, children)
         alive = alive and lives.until(lambda: self._seen(moment), children)
-        time.sleep(random.random() * {"step": 0.1, "save": 0.01, "commit": 0.002, "deletion": 0.001}[moment])
+        time.sleep(random.random() * {"step": 0.3, "save": 0.01, "commit": 0.002, "deletion": 0.001}[moment])
         if not alive:
             faults.append("did not live: " + " ".join(self.log.read_text().splitlines()[-3:]))
         killed = {"one of two": children[1:], "coordinator": children[:1]}.get(victim, children)
@@ -96,6 +101,7 @@ class World:
         lives.until(lambda: all(map(lives.is_dead, children)), [], 2)
         lives.kill(children)
         lives.wait(children)
+        self.children = []
 
         rows = self._rows()[rows_before:]
         first, last = rows[0]["step"] if rows else 0, rows[-1]["step"] if rows else 0
@@ -110,6 +116,8 @@ class World:
         for step in self.had:
             faults += [str(f) for f in js.train.Checkpoints(self._folder()).arrays(step).faults()]
             read_manifest(self._folder() / str(step))
+        if lost > 2 * EVERY:  # one saved, and one on its way
+            faults.append(f"lost {lost} steps")
         if len(self.had) > KEEP + 1:
             faults.append(f"{self.had} are kept")
         if len({name.rpartition("-")[2] for name in left}) > 1:
@@ -159,7 +167,8 @@ def _hit(folder: Path, left: list[str]) -> str:
 
 
 def _fit(run: Path) -> None:
-    js.fit(config(steps=10**6, checkpoint_every=EVERY, keep=KEEP), run=run, resume="newest", quiet=True)
+    settings = bigram(layout=js.Layout("data=-1"), steps=10**6, checkpoint_every=EVERY, keep=KEEP)
+    js.fit(js.TrainConfig(**settings), run=run, resume="newest", quiet=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxscale.errors import CheckpointError
@@ -88,8 +89,8 @@ def expire(folder: Path, keep: int, keep_every: int | None, session: str) -> Non
 
 def sync_folders(root: Path) -> None:
     """Makes the names in a folder and in all below it survive a loss of power."""
-    for path, _, _ in os.walk(root):
-        sync(Path(path))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda found: sync(Path(found[0])), os.walk(root)))
 
 
 def sync(path: Path) -> None:

@@ -93,8 +93,10 @@ class Save:
         for name in self.arrays:
             (self.partial / FOLDER / name).mkdir(parents=True, exist_ok=True)
         jobs = [(name, key, data) for name, array in self.arrays.items() for key, data in array.chunks()]
+        abouts = self.manifest["leaves"].items() if self.process == 0 else ()
         with ThreadPoolExecutor(THREADS) as pool:
             digests = list(pool.map(self._write_chunk, jobs))
+            list(pool.map(self._write_about, abouts))
         files: Files = {}
         for (name, key, _), found in zip(jobs, digests, strict=True):
             files.setdefault(name, {})[key] = found
@@ -106,14 +108,16 @@ class Save:
         write_file(self.partial / FOLDER / name / key, data)
         return found
 
+    def _write_about(self, item: tuple[str, dict[str, Any]]) -> None:
+        name, leaf = item
+        write_file(self.partial / FOLDER / name / "zarr.json", zarr_json(leaf).encode())
+
     def _finish(self) -> None:
         files: Files = {}
         for process in range(self.processes):
             for name, found in json.loads(self._await_told(process)).items():
                 files.setdefault(name, {}).update(found)
         leaves = {name: {**leaf, "files": files.get(name, {})} for name, leaf in self.manifest["leaves"].items()}
-        for name, leaf in leaves.items():
-            write_file(self.partial / FOLDER / name / "zarr.json", zarr_json(leaf).encode())
         write_file(self.partial / FILE, digest.sealed({**self.manifest, "leaves": leaves}).encode())
         for process in range(self.processes):
             (self.partial / f"process-{process}").unlink()

@@ -37,7 +37,7 @@ from jaxscale.train import blueprint_of, checkpoints_in
 from jaxscale.train.checkpoints import flatten
 
 RESULTS = Path(__file__).parent / "results" / "corruption.json"
-SAVED, RESTORED = js.Layout("data=2,fsdp=2,tensor=2"), js.Layout("fsdp=4,tensor=2")
+SAVED, RESTORED = js.Layout("data=2,fsdp=2,tensor=2"), js.Layout("fsdp=4")
 MODEL = js.models.Transformer.Config(depth=2, width=64, heads=4, kv_heads=2, head_dim=16, hidden=128, vocab=64)
 
 

@@ -54,6 +54,7 @@ class ChunkedArrays:
         self._path, self._leaves = path, manifest["leaves"]
         self._digest_name = manifest["digest"]
         self._digest = digest_named(manifest["digest"])
+        self._pool = ThreadPoolExecutor(THREADS)  # starts no thread before it is used, and ends with this
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
         """See `Arrays`; a chunk is read once, whole, however many regions meet it."""
@@ -72,9 +73,8 @@ class ChunkedArrays:
                 shared = meet(place, region)
                 out[region][within(shared, region)] = data[within(shared, place)]
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(fill, takers.items()):
-                pass  # raises what a thread met
+        for _ in self._pool.map(fill, takers.items()):
+            pass  # raises what a thread met
         return out
 
     def faults(self) -> Iterator[str]:

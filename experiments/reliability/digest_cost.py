@@ -44,7 +44,7 @@ def main() -> None:
     for turn in range(args.rounds):
         for name in names if turn % 2 else reversed(names):
             digest.NEW = name
-            folder = Path(tempfile.mkdtemp(prefix="jaxscale-digest-", dir="."))
+            folder = Path(tempfile.mkdtemp(prefix="jaxscale-digest-"))
             began = time.perf_counter(), time.process_time()
             checkpoints = Checkpoints(folder)
             checkpoints.save_host(0, arrays, {"leaves": {"weight": about}})

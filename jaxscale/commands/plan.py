@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -54,7 +55,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--write",
         metavar="FILE",
-        help="where --search writes what it found, as a gin file to train (default: <name of CONFIG>-planned.gin)",
+        help="where --search writes what it found, as a gin file to train (default: <name of CONFIG>-planned.gin, or "
+        "the next number that is free)",
     )
     parser.add_argument("--compiles", type=int, metavar="N", help="--search compiles at most so many (default 4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -85,21 +87,30 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
                 raise ConfigError(f"--{name} is for what --search finds; give --search as well")
         show(plan_for(config, args.topology, compile=compile, **options), args.json)
         return 0
-    file = Path(args.write or f"{path.stem if path is not None else 'run'}-planned.gin")
-    if path is not None and file.resolve() == path.resolve():
-        raise ConfigError(f"--write {file} is the file that is planned; give another")
+    file = _free(path.stem if path is not None else "run") if args.write is None else Path(args.write)
+    if file.exists():
+        raise ConfigError(f"--write {file} is there already; give another name")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--write {file}: there is no folder {file.parent}")
+    as_gin(config)  # what cannot be written is said before anything is searched
     compiles = COMPILES if args.compiles is None else args.compiles
     with told() as tell:
         found = search(config, args.topology, compile=compile, compiles=compiles, tell=tell, **options)
     about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{found.winner.config.layout}"
+    show(found, args.json)
     try:
         file.write_text(as_gin(found.winner.config, about))
     except OSError as e:
         raise ConfigError(f"--write {file}: {e.strerror}") from e
-    show(found, args.json)
     if not args.json:
         print(f"\nwritten to {file}; train it with:\n  jaxscale train {file}")
     return 0
+
+
+def _free(stem: str) -> Path:
+    """A file's name that is not taken: an earlier search's may have been edited since."""
+    names = itertools.chain([f"{stem}-planned.gin"], (f"{stem}-planned-{n}.gin" for n in itertools.count(2)))
+    return next(file for file in map(Path, names) if not file.exists())
 
 
 @contextlib.contextmanager

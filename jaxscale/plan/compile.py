@@ -76,7 +76,7 @@ def compile_for(
 
 
 def compile_step(config: TrainConfig, topology: str | None) -> Any:
-    """Compiles the training step of a run for hardware that is not here, exactly as `fit` would there.
+    """Compiles the training step of a run for hardware that is not here, as `fit` would there but for its guards.
 
     Args:
       config: the run's settings; its layout is laid over the topology. Its data is not opened.

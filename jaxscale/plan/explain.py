@@ -167,7 +167,7 @@ def _compiled(config: TrainConfig, topology: str | None, blueprint: Blueprint, l
         program = compile_step(config, topology)
     where = topology or f"{jax.device_count()} device(s) of this machine ({jax.devices()[0].device_kind})"
     sizes = {} if layout is None else layout.sizes
-    found = traffic(collectives(program, sizes)) if sizes else ()
+    found = traffic(collectives(program, sizes, None if layout is None else layout.across)) if sizes else ()
     memory = program_memory(program, weight_shapes(blueprint.infos, layout))
     return Compiled(where, found, memory, _by_tensor(memory, config, layout))
 

@@ -212,7 +212,10 @@ def out_of_memory(error: BaseException, config: TrainConfig, hardware: str | Non
       config: the run's settings.
       hardware: as for `out_of_memory_said`.
     """
-    there = topology(hardware) if hardware is not None else this_machine()
+    try:
+        there = topology(hardware) if hardware is not None else this_machine()
+    except JaxscaleError:  # a number of devices that no file of ours knows
+        there = None
     said = str(error)
     wanted = _bytes_in(r"(?:Used |temporaries \(|allocat(?:e|ing) )([\d.]+)([KMGT]?)", said)
     limit = _bytes_in(r"(?:available HBM \(|of )([\d.]+)([KMGT])", said)
@@ -224,7 +227,7 @@ def out_of_memory(error: BaseException, config: TrainConfig, hardware: str | Non
         first += f": its compiler asks for {'temporaries of ' * ('temporaries' in said)}{human_bytes(wanted)}"
     if there is None or config.layout is None:
         return OutOfMemory(f"{first}; try memory='full', or a smaller batch (with train.accumulate for the same steps)")
-    budget = limit or there.chip.capacity
+    budget = limit or (_allowed() if hardware is None else None) or there.chip.capacity
     first += f", and a device has {human_bytes(budget)}"
     try:
         base, found = estimate(config, there), remedies(config, there, budget)
@@ -249,6 +252,14 @@ def this_machine() -> Topology | None:
         hosts = len({d.process_index for d in devices})
         shape = [len(devices) // hosts, *([hosts] if hosts > 1 else [])]
     return topology(f"{chip.name}:{'x'.join(map(str, shape))}")
+
+
+def _allowed() -> int | None:
+    """Bytes that this process may take of a device: JAX leaves some of a GPU's alone, and chips of a name differ."""
+    try:
+        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def _bytes_in(pattern: str, text: str) -> int | None:

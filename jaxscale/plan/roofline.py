@@ -160,17 +160,18 @@ def step_time(work: Work, topology: Topology) -> StepTime:
       LayoutError: the chip has no rate for a dtype of the step, or its mesh does not fit the topology.
     """
     chip = topology.chip
-    compute = {op: op.flops / (chip.rate(op.dtype) * _share(chip, op.kind, "matmul")) for op in work.ops}
-    moving = {op: op.bytes / (chip.bandwidth * _share(chip, "memory")) for op in work.ops}
-    memory = {op: max(0.0, moving[op] - compute[op]) for op in work.ops}
-    busy = sum(compute[op] + memory[op] for op in work.ops if op.staged)
-    attending = sum(compute[op] + memory[op] for op in work.ops if op.kind == "attention")
+    compute = [op.flops / (chip.rate(op.dtype) * _share(chip, op.kind, "matmul")) for op in work.ops]
+    moving = [op.bytes / (chip.bandwidth * _share(chip, "memory")) for op in work.ops]
+    memory = [max(0.0, m - c) for m, c in zip(moving, compute, strict=True)]
+    each = list(zip(work.ops, compute, memory, strict=True))
+    busy = sum(c + m for op, c, m in each if op.staged)
+    attending = sum(c + m for op, c, m in each if op.kind == "attention")
     traffic = _traffic(work, topology, {"layers": busy, "attention": attending})
     shown = sum(t.seconds - t.exposed for t in traffic)  # what is hidden leaves less to hide host transfers behind
     away = work.host / chip.host_bandwidth if work.host else 0.0
     return StepTime(
-        sum(compute.values()),
-        sum(memory.values()),
+        sum(compute),
+        sum(memory),
         traffic,
         max(0.0, away - max(0.0, busy * _share(chip, "overlap") - shown)),
         busy * work.bubble / (1 - work.bubble),

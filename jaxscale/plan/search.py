@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.errors import ConfigError, LayoutError
+import jax
+
+from jaxscale.errors import ConfigError, JaxscaleError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.plan.communication import predict
@@ -28,6 +30,7 @@ from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.train import TrainConfig
 from jaxscale.train.report import human_bytes
+from pallas_kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -157,19 +160,23 @@ def search(
     found, worked_out = _walk(every, there, within, tell)
     best = front(found)
     done: dict[int, Found] = {}
+    refused: list[str] = []
     if compile != "never" and why is None:
-        done = _compile(best, there, compiles, tell)
+        done, refused = _compile(best, there, compiles, tell)
     best = tuple(done.get(i, f) for i, f in enumerate(best))
     plans = [f.plan for f in best if f.plan is not None]
     fits = [plan for plan in plans if plan.fits]
     if plans and not fits:
         least = min(plans, key=lambda plan: plan.bytes)
-        raise ConfigError(_nothing_fits(there, f"{least.config.layout}, compiled,", least.bytes))
+        rest = f" ({len(plans)} of {len(best)} were compiled; --compiles raises that)" if len(plans) < len(best) else ""
+        raise ConfigError(_nothing_fits(there, f"{least.config.layout}, compiled,", least.bytes) + rest)
     if fits:
         winner = min(fits, key=lambda plan: plan.best.total)
     else:
         winner = plan_for(best[0].candidate.config, there, compile="never")
     how = "compiled" if plans else "analytic, as was asked" if why is None else f"analytic: {why}"
+    if refused:
+        how = f"{'compiled' if plans else 'analytic'}; the compiler refused {len(refused)}, first {refused[0]}"
     winner = with_budget(winner, tokens, price, watts)
     seconds = time.perf_counter() - began
     return Search(winner, best, there, within, len(every), worked_out, len(found), len(plans), seconds, how)
@@ -239,19 +246,30 @@ def _at_least(c: Candidate, there: Topology) -> float:
     return step_time(work_of(c.config, _layout(c), NOTHING, ()), there).total
 
 
-def _compile(best: Sequence[Found], there: Topology, compiles: int, tell: Tell) -> dict[int, Found]:
-    """The fastest of the front, compiled, as long as one of them could still be the fastest."""
+def _compile(best: Sequence[Found], there: Topology, compiles: int, tell: Tell) -> tuple[dict[int, Found], list[str]]:
+    """The fastest of the front, compiled, as long as one of them could still be the fastest; and what was refused.
+
+    The last compilation is for the smallest of the front when nothing faster turned out to fit.
+    """
     done: dict[int, Found] = {}
+    refused: list[str] = []
     fastest = math.inf
     for n, f in enumerate(best):
-        if len(done) == compiles or f.step.total >= fastest:
+        left = compiles - len(done) - len(refused)
+        if left == 0 or f.step.total >= fastest:
             break
+        if left == 1 and compiles > 1 and fastest == math.inf and n < len(best) - 1:
+            continue
         tell(f"compiling {_layout(f.candidate)}", len(done), min(compiles, len(best)))
-        plan = plan_for(f.candidate.config, there, compile="always")
+        try:
+            plan = plan_for(f.candidate.config, there, compile="always")
+        except (JaxscaleError, KernelError, jax.errors.JaxRuntimeError) as e:
+            refused.append(f"{_layout(f.candidate)} ({(str(e).strip() or type(e).__name__).splitlines()[0][:200]})")
+            continue
         done[n] = dataclasses.replace(f, plan=plan)
         if plan.fits:
             fastest = min(fastest, plan.best.total)
-    return done
+    return done, refused
 
 
 def _layout(c: Candidate) -> Layout:

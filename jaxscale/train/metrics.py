@@ -74,7 +74,7 @@ class TensorBoard:
     def write(self, row: dict[str, Any]) -> None:
         """One step's numbers."""
         for key, value in row.items():
-            if key != "step" and not isinstance(value, str):
+            if key != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(key, value, row["step"])
 
     def close(self) -> None:

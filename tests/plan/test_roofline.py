@@ -180,3 +180,8 @@ def test_stages_without_layers_are_refused():
     config = TrainConfig(model=llama3_8b(depth=2), layout=js.Layout("pipeline=4"), batch_size=8, seq_len=64)
     with pytest.raises(js.errors.LayoutError, match="use at most pipeline=2"):
         work_of(config, config.layout, NOTHING, ())
+
+
+def test_two_operations_that_are_alike_take_twice_the_time_of_one():
+    op = Op("mlp_up", "matmul", 1e15, 1e9, "bfloat16")
+    assert step_time(_work([op, op]), HERE).compute == 2 * step_time(_work([op]), HERE).compute

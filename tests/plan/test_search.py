@@ -139,3 +139,24 @@ def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
     before = gin.read_text()
     assert main(["plan", str(gin), "--topology", "cpu:8", "--search", "--write", str(gin)]) == 2
     assert gin.read_text() == before and "give another" in capfd.readouterr().err
+    assert main(["plan", str(gin), "--topology", "cpu:8", "--search", "--write", str(tmp_path / "no" / "w.gin")]) == 2
+    assert "there is no folder" in capfd.readouterr().err
+
+
+def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is_passed_over(monkeypatch):
+    there, quiet = devices_of(2**40), lambda *_: None
+    found = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), there, 99.0, quiet)[0])
+    assert len(found) > 3
+    asked = []
+
+    def plan(config, there, **_):
+        asked.append(config)
+        if len(asked) == 1:
+            raise LayoutError("the compiler does not like it")
+        planned = plan_for(config, there, compile="never")
+        return dataclasses.replace(planned, compiled=Compiled(there.chip.capacity + 1, None, 0.0))
+
+    monkeypatch.setattr(searching, "plan_for", plan)
+    done, refused = searching._compile(found, there, 3, quiet)
+    assert asked == [found[0].candidate.config, found[1].candidate.config, found[-1].candidate.config]
+    assert sorted(done) == [1, len(found) - 1] and "does not like it" in refused[0]

@@ -23,14 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxscale as js
+from experiments.reliability import lives
 from experiments.reliability.processes import at_step, changed, together
 from jaxscale.train import loop
 from jaxscale.train.guards.skips import read_skips
 
 HERE = Path(__file__).parent
-FLAG = 0.5
-"""The weight of the first target that makes the gradient go bad."""
 STEPS, SAVED = 24, 16
+HOLES = {9: np.nan, 12: np.inf}
+"""What stands in a gradient, by step."""
 MADE = {
     3: "NaN in process 1's batch",
     6: "infinity in process 1's batch",
@@ -56,8 +57,9 @@ def config(seed: int) -> js.TrainConfig:
     )
 
 
-def life(number: int, seed: int, root: Path) -> None:
+def life(seed: int, root: Path) -> None:
     """One process: trains with the faults, and writes what it saw."""
+    number = jax.process_index()
     random = np.random.default_rng(seed)
     prepare: Any = importlib.import_module("jaxscale.train.prepare")  # the package's own `prepare` is its function
     sound, take = prepare.make_loss_and_grads, loop._Loop._take
@@ -68,15 +70,14 @@ def life(number: int, seed: int, root: Path) -> None:
 
         def loss_and_grads(params: Any, batch: Any, key: Any) -> Any:
             metrics, grads = inner(params, batch, key)
-            first = batch["weights"][0, 0]
-            hole = jnp.where(first == FLAG, jnp.nan, jnp.where(first == FLAG / 2, jnp.inf, 0.0))
+            holes = [jnp.where(_is_of(key, seed, step), value, 0.0) for step, value in HOLES.items()]
             weight = grads["embed"]["weight"]
-            return metrics, {**grads, "embed": {"weight": weight.at[-1, -1].add(hole)}}
+            return metrics, {**grads, "embed": {"weight": weight.at[-1, -1].add(sum(holes))}}
 
         return loss_and_grads
 
-    def weighing(value: float, mine: bool = True, at: tuple[int, int] | None = None) -> Callable[..., Any]:
-        place = at or (int(random.integers(4)) // 4, int(random.integers(16)))
+    def weighing(value: float, mine: bool) -> Callable[..., Any]:
+        place = 0, int(random.integers(16))
 
         def fault(state: Any, batch: dict[str, jax.Array]) -> Any:
             def put(data: np.ndarray) -> None:
@@ -100,8 +101,6 @@ def life(number: int, seed: int, root: Path) -> None:
     faults = {
         3: weighing(np.nan, number == 1),
         6: weighing(np.inf, number == 1),
-        9: weighing(FLAG, at=(0, 0)),
-        12: weighing(FLAG / 2, at=(0, 0)),
         18: moment,
     }
     faulty = at_step(take, faults)
@@ -117,6 +116,12 @@ def life(number: int, seed: int, root: Path) -> None:
     run = js.fit(config(seed), run=root / "run", quiet=True)
     seen["end"] = digest(run.state)
     (root / f"{number}.json").write_text(json.dumps(seen))
+
+
+def _is_of(key: jax.Array, seed: int, step: int) -> jax.Array:
+    """Whether a key is that of a step (from 1)."""
+    its = jax.random.fold_in(jax.random.key(seed), step - 1)
+    return jnp.all(jax.random.key_data(key) == jax.random.key_data(its))
 
 
 def digest(state: Any) -> str:
@@ -135,8 +140,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        codes = together(lambda number: life(number, args.seed, root), 2, 4)
-        assert codes == [0, 0], codes
+        lives.configure(root / "cache")
+        together(lambda: life(args.seed, root), 2, 4)
         seen = [json.loads((root / f"{i}.json").read_text()) for i in range(2)]
         skips = read_skips(root / "run" / "skipped.jsonl")
     rows = []

@@ -1,44 +1,28 @@
-"""Processes of simulated devices that train together, forked from one that has touched no device."""
+"""Processes that train together, and what puts faults into their live buffers."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-import traceback
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import jaxscale as js
+from experiments.reliability import lives
 
 
-def together(life: Callable[[int], None], processes: int, devices: int) -> list[int]:
-    """Runs `life(number)` in each process, joined to the others where there are several; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    children = []
-    for number in range(processes):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                js.simulate_devices(devices)
-                if processes > 1:
-                    js.init_distributed(address, processes, number)
-                life(number)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+def together(life: Callable[[], None], processes: int, devices: int) -> None:
+    """Runs `life` in each of so many processes, joined where there are several, and waits for them all.
+
+    Raises:
+      AssertionError: one did not end well; with what they printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        codes = lives.wait(lives.start(life, processes, devices, log))
+        assert not any(codes), f"exit codes {codes}:\n{log.read_text()[-4000:]}"
 
 
 def changed(x: jax.Array, change: Callable[[np.ndarray], None], device: int | None = None) -> jax.Array:

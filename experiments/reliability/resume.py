@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import jax
 import numpy as np
 
 import jaxscale as js
+from experiments.reliability import lives
 from jaxscale.nn import MixtureOfExperts, RingAttention, SigmoidRouter
 from jaxscale.optim import AdamW8bit, EightBit
 from jaxscale.train import blueprint_of, loop
@@ -131,29 +131,19 @@ def _write(folder: Path, run: js.Run) -> None:
 
 
 def live(life: Callable[[str, Path], None], name: str, folder: Path) -> int:
-    """Runs one life in a process of its own, forked before any device is touched; its exit code, negative if killed."""
+    """Runs one life in a process of its own; its exit code, negative if killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            js.simulate_devices(8)
-            life(name, folder)
-            code = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return lives.wait(lives.start(lambda: life(name, folder), 1, 8, folder / "log"))[0]
 
 
 def compare(name: str, root: Path) -> dict[str, Any]:
     """What three lives of a recipe show."""
     start = time.perf_counter()
-    assert live(whole, name, root / "whole") == 0, f"{name} does not train"
-    assert live(killed, name, root / "parts") == -signal.SIGKILL, f"{name} was not killed"
+    assert live(whole, name, root / "whole") == 0, (root / "whole" / "log").read_text()[-4000:]
+    assert live(killed, name, root / "parts") == -signal.SIGKILL, (root / "parts" / "log").read_text()[-4000:]
     steps = js.Run(root / "parts" / "run", config_of(name)).checkpoints.steps()
     assert steps == [SAVED], steps
-    assert live(resumed, name, root / "parts") == 0, f"{name} does not go on"
+    assert live(resumed, name, root / "parts") == 0, (root / "parts" / "log").read_text()[-4000:]
     a, b = (json.loads((root / part / "digests.json").read_text()) for part in ("whole", "parts"))
     together = [hashlib.sha256(json.dumps(x, sort_keys=True).encode()).hexdigest() for x in (a, b)]
     return {
@@ -179,8 +169,7 @@ def main() -> None:
         before = json.loads(file.read_text())
         result = before if before["seed"] == args.seed and before["jax"] == jax.__version__ else result
     root = Path(tempfile.mkdtemp())
-    jax.config.update("jax_compilation_cache_dir", str(root / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    lives.configure(root / "cache")
     rows = {row["recipe"]: row for row in result["rows"]}
     for name in RECIPES:
         if name not in rows:

@@ -1,5 +1,6 @@
 """Algorithms with explicit collectives: everything that runs under `shard_map`."""
 
+from jaxscale.parallel.anywhere import anywhere
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
@@ -13,6 +14,7 @@ __all__ = [
     "Choices",
     "Slots",
     "Weights",
+    "anywhere",
     "expert_mlp",
     "cut_already",
     "gather_matmul",

@@ -138,8 +138,7 @@ def _inside(eqn: core.JaxprEqn, given: Sequence[Any], here: tuple[str, ...]) -> 
 
 
 def _open_scan(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
-    consts, carried = params["num_consts"], params["num_carry"]
-    fixed, carry, rows = given[:consts], given[consts : consts + carried], given[consts + carried :]
+    fixed, carry, rows = _parts_of_scan(params, given)
     turns = range(params["length"])
     body = _quickly(core.jaxpr_as_fun(params["jaxpr"]))
     for i in reversed(turns) if params["reverse"] else turns:
@@ -148,7 +147,16 @@ def _open_scan(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ..
         if _born(_marks(args), _marks(made)):
             place = (*here[:-1], f"{here[-1] if here else 'loop'}[{i}]")
             yield params["jaxpr"].jaxpr, params["jaxpr"].consts, args, place
-        carry = made[:carried]
+        carry = made[: len(carry)]
+
+
+def _parts_of_scan(params: dict[str, Any], given: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """What stays, what is carried on and what is taken row by row."""
+    if "ft_in" in params:  # jax 0.12 keeps them as a tree
+        fixed, carry, rows = map(list, params["ft_in"].update(given).unpack())
+        return fixed, carry, rows
+    consts, carried = params["num_consts"], params["num_carry"]
+    return list(given[:consts]), list(given[consts : consts + carried]), list(given[consts + carried :])
 
 
 def _open_cond(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:

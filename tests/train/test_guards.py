@@ -118,6 +118,22 @@ def test_a_step_that_is_not_finite_leaves_the_state_bit_for_bit(fault):
     assert metrics["refused_by_finite"] == after["guards/finite/in_a_row"] == 1
 
 
+def test_one_bad_copy_of_a_number_stops_the_step_on_every_device():
+    """Of two copies one is NaN: devices that took different branches would wait for each other for ever."""
+
+    def change(state):
+        leaves, tree = jax.tree.flatten(state.opt_state)
+        at = next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim == 2)
+        shards = [np.array(s.data) for s in leaves[at].addressable_shards]
+        shards[-1][0, 0] = np.nan
+        placed = [jax.device_put(x, s.device) for x, s in zip(shards, leaves[at].addressable_shards, strict=True)]
+        leaves[at] = jax.make_array_from_single_device_arrays(leaves[at].shape, leaves[at].sharding, placed)
+        return dataclasses.replace(state, opt_state=jax.tree.unflatten(tree, leaves))
+
+    before, after, _ = taken(BATCH, change=change)
+    assert_unchanged(before, after)
+
+
 @pytest.mark.parametrize("optimizer", ["8bit", "host", "sgd"])
 def test_whatever_the_optimizer_a_refused_step_leaves_its_state(optimizer):
     assert_unchanged(*taken(weighing(np.nan), optimizer)[:2])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxscale.errors import ConfigError, JaxscaleError
+from jaxscale.parallel import anywhere
 from jaxscale.train.guards.skips import Skips
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class StepGuard(Guard):
         return {"in_a_row": jnp.zeros([], jnp.int32)}
 
     def refuses(self, memory: Tree, state: TrainState, metrics: Metrics) -> Bool[Array, ""]:
-        """Whether the step must not be taken; traced, and the same on every device.
+        """Whether the step must not be taken; traced. It is not, as soon as one device says so.
 
         Args:
           memory: its own.
@@ -204,8 +205,9 @@ def judge(guards: Sequence[Guard], state: TrainState, metrics: Metrics) -> tuple
     asked = [g for g in guards if isinstance(g, StepGuard)]
     if not asked:
         return None, state.guards, {}
-    refused = {g.name: g.refuses(state.guards[g.name], state, metrics) for g in asked}
-    taken = ~jnp.any(jnp.stack(list(refused.values())))
+    found = anywhere(jnp.stack([g.refuses(state.guards[g.name], state, metrics) for g in asked]))
+    refused = {g.name: found[i] for i, g in enumerate(asked)}
+    taken = ~jnp.any(found)
     memory, counts = dict(state.guards), {}
     for g in asked:
         old = memory[g.name]

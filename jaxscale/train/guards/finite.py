@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxscale.config import register
+from jaxscale.parallel import anywhere
 from jaxscale.train.guards.base import Metrics, Patience, RollBack, StepGuard, Watch, Watched
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class FiniteGuard(StepGuard):
 
 class _FiniteWatch(Patience):
     def before_save(self, state: TrainState) -> None:
-        if not bool(_all_finite((state.params, state.opt_state))):
+        if bool(_nonfinite_anywhere((state.params, state.opt_state))):
             raise RollBack(f"the state after step {int(state.step)} is not finite, and must not be saved")
 
 
@@ -53,7 +54,9 @@ def all_finite(tree: Tree) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
-_all_finite = jax.jit(all_finite)
+@jax.jit
+def _nonfinite_anywhere(tree: Tree) -> Bool[Array, ""]:
+    return anywhere(~all_finite(tree))
 
 
 def _on_host(x: Any) -> bool:

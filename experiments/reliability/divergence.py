@@ -149,27 +149,32 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--again", action="store_true", help="forget earlier results")
     args = parser.parse_args()
     file = HERE / "results" / "divergence.json"
     result: dict[str, Any] = {"seed": args.seed, "jax": jax.__version__}
+    if file.exists() and not args.again:  # what is there is not done again
+        before = json.loads(file.read_text())
+        result = before if all(before[k] == v for k, v in result.items()) else result
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         lives.configure(root / "cache")
 
         def alone(name: str, measure: Any) -> None:
-            together(lambda: (root / name).write_text(json.dumps(measure())) and None, 1, 8)
-            result[name] = json.loads((root / name).read_text())
+            if name not in result:
+                together(lambda: (root / name).write_text(json.dumps(measure())) and None, 1, 8)
+                result[name] = json.loads((root / name).read_text())
+                file.write_text(json.dumps(result, indent=1) + "\n")
             print(name, result[name], flush=True)
-            file.write_text(json.dumps(result, indent=1) + "\n")
 
         alone("flips", lambda: flips(args.flips, args.seed))
         alone("cost", lambda: cost(args.rounds))
-        together(lambda: pair(root), 2, 4)
-        lines = json.loads((root / "0.json").read_text())
-        result["two_processes"] = {
-            "flipped_before_step": FLIPPED, "compared_every": COMPARED, "process_1_sleeps": SLEEPS, "said": lines
-        }  # fmt: skip
-        print(*lines, sep="\n", flush=True)
+        if "two_processes" not in result:
+            together(lambda: pair(root), 2, 4)
+            faults = {"flipped_before_step": FLIPPED, "compared_every": COMPARED, "process_1_sleeps": SLEEPS}
+            result["two_processes"] = {**faults, "said": json.loads((root / "0.json").read_text())}
+            file.write_text(json.dumps(result, indent=1) + "\n")
+        print(*result["two_processes"]["said"], sep="\n", flush=True)
         alone("false_alarms", lambda: false_alarms(args.steps, root))
 
 

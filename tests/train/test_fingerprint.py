@@ -17,7 +17,7 @@ from jaxscale.optim import AdamW8bit, EightBit
 from jaxscale.train import blueprint_of
 from jaxscale.train.guards import FingerprintGuard, FiniteGuard, SpikeGuard, StragglerGuard
 from jaxscale.train.guards.fingerprint import comparer, fingerprint
-from jaxscale.train.guards.stragglers import slow
+from jaxscale.train.guards.stragglers import make_probe, slow
 from jaxscale.train.loop import _Loop
 from tests.truth.errors import raises_saying
 from tests.truth.runs import Bigram, assert_same_bits, bigram
@@ -149,3 +149,9 @@ def test_only_what_lies_far_above_the_others_is_slow():
 def test_a_guard_that_cannot_be_is_refused(make, words):
     with raises_saying(ConfigError, *words):
         make()
+
+
+def test_devices_are_timed_one_by_one_under_any_layout():
+    with LAYOUT:
+        probe = make_probe()
+        assert 0 < probe() < 60

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 
 from jaxscale.config import register
@@ -106,13 +107,17 @@ def slow(seconds: Float[np.ndarray, "p k"], factor: float) -> list[tuple[int, in
 def make_probe() -> Callable[[], float]:
     """A function that times a chain of small matrix products on each device of this process; the slowest's seconds."""
     chain = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, y: jnp.tanh(y @ x), x))
-    inputs = [jax.device_put(np.full((256, 256), 1 / 256, np.float32), d) for d in jax.local_devices()]
+    alone = [Mesh(np.asarray([d]), ("device",)) for d in jax.local_devices()]  # not the mesh of the layout in force
+    inputs = [jax.device_put(np.full((256, 256), 1 / 256, np.float32), m.devices[0]) for m in alone]
 
-    def once(x: jax.Array) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(chain(x))
-        return time.perf_counter() - start
+    def once(mesh: Mesh, x: jax.Array) -> float:
+        with jax.set_mesh(mesh):
+            start = time.perf_counter()
+            jax.block_until_ready(chain(x))
+            return time.perf_counter() - start
 
-    for x in inputs:
-        once(x)
-    return lambda: max(min(once(x) for _ in range(3)) for x in inputs)
+    def probe() -> float:
+        return max(min(once(m, x) for _ in range(3)) for m, x in zip(alone, inputs, strict=True))
+
+    probe()  # compiles
+    return probe

@@ -54,8 +54,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "pipeline": dict(layout="data=4,pipeline=2"),
     "expert": dict(layout="data=2,expert=4", model=lambda: _model(mlp=_experts())),
     "8-bit states": dict(
-        layout="data=2,fsdp=4",
-        optimizer=lambda: AdamW8bit(storage=EightBit(block_size=64, min_size=1, keep=(), width=8)),
+        layout="data=2,fsdp=2,tensor=2",
+        model=lambda: _model(width=32, heads=2, head_dim=16, hidden=64),
+        optimizer=lambda: AdamW8bit(storage=EightBit(min_size=1024, width=16)),
     ),
     "accumulation": dict(layout="data=2", accumulate=4),
 }

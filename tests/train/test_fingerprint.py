@@ -125,7 +125,7 @@ def test_a_run_goes_back_when_a_replica_differs(monkeypatch):
 @pytest.mark.parametrize("guard", [FingerprintGuard, StragglerGuard])
 def test_a_guard_with_nothing_to_compare_says_so(guard, caplog):
     js.fit(js.TrainConfig(**bigram(guards=(guard(),))), quiet=True)
-    assert f"{guard.__name__} has no effect" in caplog.text
+    assert f"{guard.__name__} in train.guards has no effect" in caplog.text
 
 
 def test_only_what_lies_far_above_the_others_is_slow():

@@ -114,7 +114,12 @@ def _convert(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> 
 
     with lock(found.folder.parent):
         for step in steps:
-            done = convert(found.folder / str(step))
+            try:
+                done = convert(found.folder / str(step))
+            except OSError as e:
+                raise CheckpointError(
+                    f"checkpoint {step} in {found.folder} could not be converted: {e.strerror or e}; it is as it was"
+                ) from e
             print(f"checkpoint {step} {'is converted to' if done else 'is already of'} schema {SCHEMA}")
     return 0
 

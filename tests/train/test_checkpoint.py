@@ -122,12 +122,17 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run):
     assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["6.partial-0123abcd", "6.failed-0123abcd", "6.deleted-0123abcd", "tmp.6", "6"])
+@pytest.mark.parametrize("name", ["6.partial-0123abcd", "6.failed-0123abcd", "6.deleted-0123abcd", "tmp.6"])
 def test_an_interrupted_checkpoint_is_never_picked_up(run, name):
     shutil.copytree(run.path / "checkpoints" / "4", run.path / "checkpoints" / name)
-    if name == "6":  # its own name comes with its manifest
-        (run.path / "checkpoints" / name / "manifest.json").unlink()
     assert run.checkpoints.steps() == [2, 4]
+
+
+def test_a_checkpoint_without_its_manifest_is_set_aside_and_its_step_taken_again(run):
+    (run.path / "checkpoints" / "4" / "manifest.json").unlink()
+    resumed = fit(run.path, resume=True, steps=6, checkpoint_every=2)
+    assert resumed.checkpoints.steps() == [2, 4, 6]
+    assert [p.name.partition("-")[0] for p in resumed.checkpoints.folder.glob("*.*")] == ["4.damaged"]
 
 
 def test_a_run_goes_on_past_an_interrupted_checkpoint(run):

@@ -41,10 +41,10 @@ class HostArray:
     pieces: dict[Region, np.ndarray]
 
     def chunks(self) -> Iterator[tuple[str, np.ndarray]]:
-        """File name and bytes (uint8) of every chunk this process writes."""
+        """File name of every chunk this process writes, and the part of a shard that it is; nothing is copied."""
         for region, piece in self.pieces.items():
             for key, inner in chunks_in(region, self.chunk):
-                yield key, as_bytes(piece[within(inner, region)])
+                yield key, piece[within(inner, region)]
 
 
 def to_host(arrays: dict[str, jax.Array]) -> dict[str, HostArray]:

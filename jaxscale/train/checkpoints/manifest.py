@@ -33,8 +33,8 @@ OLD_FILE = "manifest/metadata"
 
 
 def is_finished(path: Path) -> bool:
-    """Whether a folder is a checkpoint: it is named so by the rename that finishes it, and the manifest is part."""
-    return path.name.isdecimal() and ((path / FILE).is_file() or (path / OLD_FILE).parent.is_dir())
+    """Whether a folder is a checkpoint: it is named so by the rename that finishes it (without a manifest, damaged)."""
+    return path.name.isdecimal() and path.is_dir()
 
 
 def read_manifest(path: Path) -> Manifest:

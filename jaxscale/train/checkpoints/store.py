@@ -252,17 +252,19 @@ class Checkpoints:
         fault = ""
         for one in steps:
             found: list[T] = []
-            fault = ""
+            fault, hopeless = "", False
             try:
                 manifest = self.manifest(one)
                 if manifest["digest"] is None:
                     say(f"checkpoint {one} in {self.folder} is of schema {manifest['written']}, which has no digests: "
                         "its values are loaded unchecked")  # fmt: skip
                 found.append(read(manifest, open_arrays(self.folder / str(one), manifest)))
-            except DamagedCheckpoint as e:
-                fault = str(e)
-            # one process may need what the others do not
-            fault = next((f for f in agree.gather(fault) if f), "")
+            except CheckpointError as e:
+                fault, hopeless = str(e), not isinstance(e, DamagedCheckpoint)
+            # one process may need what the others do not, or not see the folder
+            fault, hopeless = max(agree.gather([fault, hopeless]), key=lambda said: (said[1], bool(said[0])))
+            if hopeless:
+                raise CheckpointError(fault)
             if not fault:
                 return one, found[0]
             if one != steps[-1] and jax.process_index() == 0:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.errors import CheckpointError
 from jaxscale.train.checkpoints import digest, places
-from jaxscale.train.checkpoints.chunks import HostArray, zarr_json
+from jaxscale.train.checkpoints.chunks import HostArray, as_bytes, zarr_json
 from jaxscale.train.checkpoints.manifest import FILE, Manifest
 from jaxscale.train.checkpoints.read import FOLDER, THREADS
 
@@ -103,7 +103,8 @@ class Save:
         return files
 
     def _write_chunk(self, job: tuple[str, str, np.ndarray]) -> str:
-        name, key, data = job
+        name, key, piece = job
+        data = as_bytes(piece)  # a copy where it is not in one piece: here, so that few are there at once
         found = digest.DIGESTS[self.manifest["digest"]](data)  # of the memory: what the disk made of it shows later
         write_file(self.partial / FOLDER / name / key, data)
         return found

@@ -11,7 +11,7 @@ from typing import IO
 import jax
 
 from jaxscale import config as gin_config
-from jaxscale.errors import RunError
+from jaxscale.errors import JaxscaleError, RunError
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
@@ -38,7 +38,7 @@ def choose_folder(
             folder, resuming = _choose(config, path, resume, name, say)
             held = lock(folder)
             choice = [str(folder), "resume" if resuming else "new"]
-        except RunError as e:
+        except (JaxscaleError, OSError) as e:
             choice = [str(e), "error"]  # other processes wait for an answer
     choice = agree.broadcast(choice)
     if choice[1] == "error":

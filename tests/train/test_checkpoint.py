@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(monkeypatch, tmp_path):
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_written_is_not_finished(run):
-    (run.path / "checkpoints" / "6").mkdir()  # by whom?
+    (run.path / "checkpoints" / "6").touch()  # by whom?
     with raises_saying(CheckpointError, "could not write checkpoint 6"):
         fit(run.path, resume=True, steps=6)
     assert run.info["status"] == "failed"

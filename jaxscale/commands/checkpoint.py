@@ -44,7 +44,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     found = checkpoints_in(Path(args.run))
     steps = found.steps()
     if not steps:
-        raise CheckpointError(f"{args.run} has no finished checkpoint")
+        there = "has no finished checkpoint" if Path(args.run).is_dir() else "is not there"
+        raise CheckpointError(f"{args.run} {there}; name a run folder, as runs/demo-1")
     if args.step is not None:
         found.manifest(args.step)  # says which there are
         steps = [args.step]
@@ -103,7 +104,10 @@ def _verify(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> i
             print(f"checkpoint {step}: {len(about['leaves'])} arrays, {how}")
         bad += bool(faults)
     if bad:
-        print(f"{bad} of {len(steps)} checkpoints are damaged; training goes on from the newest that is whole")
+        rest = (
+            "training goes on from the newest that is whole" if bad < len(steps) else "bring back a copy, or start anew"
+        )
+        print(f"{bad} of {len(steps)} checkpoints are damaged; {rest}")
     return 1 if bad else 0
 
 

@@ -139,26 +139,51 @@ def read_chip(path: Path) -> Chip:
     """A hardware file, ours or one that `jaxscale microbench` wrote.
 
     Raises:
-      LayoutError: it cannot be read, or lacks a field.
+      LayoutError: it cannot be read, lacks a field or has one too many, or one has a value that makes no sense.
     """
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise LayoutError(f"the hardware file '{path}' cannot be read: {e}") from e
-    known = {f.name for f in dataclasses.fields(Chip)}
-    if isinstance(fields, dict):
-        fields = {"measured": {}, **fields}
-    if not isinstance(fields, dict) or (wrong := known ^ set(fields)):
-        odd = ", ".join(sorted(wrong)) if isinstance(fields, dict) else "all of them"
-        raise LayoutError(
-            f"the hardware file '{path}' lacks or does not know the fields {odd}; jaxscale microbench writes one"
-        )
-    try:
-        links = tuple(Link(**link) for link in fields["links"])
-    except TypeError as e:
-        raise LayoutError(f"the hardware file '{path}': a link of it is wrong ({e})") from e
+        fields: Any = json.loads(path.read_text())
+    except OSError as e:
+        raise LayoutError(f"the hardware file '{path}' cannot be read: {e.strerror}") from None
+    except ValueError as e:
+        raise LayoutError(f"the hardware file '{path}' is no JSON: {e}") from None
+    what = f"the hardware file '{path}'"
+    if not isinstance(fields, dict):
+        raise LayoutError(f"{what} holds no fields; jaxscale microbench writes one that does")
+    fields = {"measured": {}, **fields}
+    _check_names(what, fields, Chip)
+    if not isinstance(fields["links"], list) or not all(isinstance(link, dict) for link in fields["links"]):
+        raise LayoutError(f"{what}: links must be a list of levels, the innermost first, as in {_FOLDER / 'h100.json'}")
+    for i, link in enumerate(fields["links"]):
+        _check_names(f"{what}, link {i}", link, Link)
+        _check_positive(f"{what}, link {i}", link, ("bandwidth",))
+    _check_positive(what, fields, ("memory", "bandwidth", "host_bandwidth", "devices"))
+    _check_positive(what, {k: v for k, v in fields.items() if v is not None}, ("usable", "watts", "pod"))
+    for name in ("flops", "efficiency", "sources", "measured"):
+        if not isinstance(fields[name], dict):
+            raise LayoutError(f"{what}: {name} must be values by name, not {fields[name]!r}")
+    for name in ("flops", "efficiency"):
+        _check_positive(f"{what}, {name}", fields[name], tuple(fields[name]))
+    links = tuple(Link(**link) for link in fields["links"])
     for name in ("flops", "sources", "efficiency"):
         fields[name] = dict(fields[name])
     for name in ("kinds", "smallest", "tile"):
-        fields[name] = tuple(fields[name])
+        fields[name] = tuple(fields[name]) if name in fields else (1, 1, 1)
     return Chip(**(fields | {"links": links}))
+
+
+def _check_names(what: str, fields: Mapping[str, Any], of: Any) -> None:
+    known = {f.name: f for f in dataclasses.fields(of)}
+    for name in fields:
+        if name not in known:
+            raise LayoutError(f"{what} has a field '{name}', which nothing reads{near(name, known)}")
+    needed = (f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING)
+    if lacks := [name for name in needed if name not in fields]:
+        raise LayoutError(f"{what} lacks {', '.join(lacks)}; jaxscale microbench writes a whole one")
+
+
+def _check_positive(what: str, fields: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        value = fields.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise LayoutError(f"{what}: {name} = {value!r} must be a number above 0")

@@ -66,7 +66,8 @@ class Topology:
             raise LayoutError(f"the mesh {dict(sizes)} has more devices than the {self.devices} of {self.name}")
         if self.slices > 1 and (crosses is None or sizes[crosses] % self.slices):
             raise LayoutError(
-                f"{self.name} has {self.slices} slices: name the mesh axis that crosses them, of a size they divide"
+                f"{self.name} has {self.slices} slices: name the mesh axis that crosses them, of a size "
+                "they divide, as Layout.across = 'data'"
             )
         crossing = self.slices > 1 and crosses in axes
         inner = {a: s // self.slices if self.slices > 1 and a == crosses else s for a, s in sizes.items()}

@@ -45,7 +45,10 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
         yield line + ("" if b.cost is None else f", costing {b.cost:,.0f}")
     if not plan.fits:
         over = human_bytes(plan.bytes - plan.hardware.chip.capacity)
-        yield f"this does not fit: it is {over} over what a device has; --search finds what does"
+        yield (
+            f"this does not fit: it is {over} over what a device has; --search looks for what does, and explain "
+            "--topology lists remedies"
+        )
     yield from plan.notes
 
 

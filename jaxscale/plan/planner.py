@@ -41,7 +41,7 @@ class Budget:
     Args:
       tokens: of the training run.
       days: of wall-clock time, without restarts.
-      device_hours: of all devices.
+      device_hours: of all devices of the hardware, idle ones too.
       kilowatt_hours: at the devices' full power, without hosts, network and cooling; `None` where that is not known.
       cost: device-hours times their price, `None` without one.
     """
@@ -267,7 +267,7 @@ def with_budget(plan: Plan, tokens: float | None, price: float | None = None, wa
     if tokens is None:
         return dataclasses.replace(plan, budget=None)
     seconds = tokens / plan.best.tokens_per_second
-    hours = seconds / 3600 * _layout(plan.config).devices
+    hours = seconds / 3600 * plan.hardware.devices  # those that a mesh leaves idle are paid for, too
     power = plan.hardware.chip.watts if watts is None else watts
     energy = None if power is None else hours * power / 1000
     cost = None if price is None else hours * price

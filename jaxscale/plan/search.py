@@ -236,7 +236,7 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
         )
     if not found:
         closest = min(sizes, key=lambda at: sizes[at])
-        how = f"with memory '{every[closest].policy}', {'takes' if bounds else 'whose state alone takes'}"
+        how = f"with memory '{every[closest].policy}', {'takes' if bounds else 'takes for state alone'}"
         raise ConfigError(_nothing_fits(there, f"the closest, {_layout(every[closest])} {how}", sizes[closest]))
     return [f for f in found if f.step.total <= within * fastest], worked_out
 
@@ -278,9 +278,12 @@ def _layout(c: Candidate) -> Layout:
 
 
 def _nothing_fits(there: Topology, what: str, size: int) -> str:
+    times = size / there.chip.capacity
+    more = f"about {math.ceil(times)} times as many devices" if times > 2 else "more devices"
+    rest = "" if "state alone" in what else ", a smaller batch or a shorter sequence"
     return (
-        f"nothing fits the {there.chip.capacity:,} bytes of a {there.chip.name}: {what} {size:,}; take more devices, a "
-        "smaller batch or a shorter sequence"
+        f"nothing fits the {human_bytes(there.chip.capacity)} of a {there.chip.name}: {what} {human_bytes(size)}; take "
+        f"{more}{rest}"
     )
 
 

@@ -119,6 +119,28 @@ def test_a_hardware_file_of_ones_own_is_a_topology(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"bandwidth": "fast"}, ["bandwidth = 'fast'", "above 0"]),
+        ({"memory": -1}, ["memory = -1", "above 0"]),
+        ({"flops": {"bfloat16": 0}}, ["flops", "bfloat16 = 0"]),
+        ({"memoyr": 1}, ["'memoyr'", "did you mean 'memory'"]),
+        (
+            {"links": [{"name": "x", "shape": "switch", "bandwidth": 1e9, "latncy": 0, "reach": None}]},
+            ["link 0", "'latency'"],
+        ),
+        ({"links": 3}, ["links", "a list"]),
+    ],
+    ids=["type", "sign", "rate", "name", "link", "links"],
+)
+def test_a_hardware_file_that_makes_no_sense_is_one_sentence(tmp_path, change, words):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(chip("v5e").to_json() | change))
+    with raises_saying(LayoutError, "odd.json", *words):
+        topology(f"{path}:2x4")
+
+
+@pytest.mark.parametrize(
     "name, mesh, axes, level, rate",
     [
         # one ring of the torus, both directions; two; all three

@@ -97,7 +97,7 @@ def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkey
 
 
 def test_where_nothing_fits_the_closest_is_named():
-    with raises_saying(ConfigError, "nothing fits", "100,000", "the closest"):
+    with raises_saying(ConfigError, "nothing fits", "97.7 KiB", "the closest", "times as many devices"):
         search(CONFIG, devices_of(100_000), space=SMALL, compile="never")
     odd = dataclasses.replace(CONFIG, batch_size=3)
     with raises_saying(ConfigError, "no mesh of 7 devices"):

@@ -23,7 +23,7 @@ from jaxscale.plan.attention_moves import deals_out
 from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.moves import Mover
-from jaxscale.train import AutoLoss, CutLoss, TrainConfig, blueprint_of
+from jaxscale.train import AutoLoss, CutLoss, TrainConfig, blueprint_of, replicas_of
 
 Tree = Any
 _STAGES = "pipeline"
@@ -58,8 +58,12 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
     there = topology(hardware) if isinstance(hardware, str) else hardware
     layout = sized(config.layout, there.devices)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
-    step = _Step(config, layout, blueprint.infos, there.chip.platform == "tpu", every_branch)
-    parts = step.arranged, step.layers, step.embeddings, step.head, step.stages, step.update, step.scalars
+    replicas = replicas_of(blueprint.graphdef, blueprint.infos, layout) if layout.stages > 1 else ()
+    step = _Step(config, layout, blueprint.infos, replicas, there.chip.platform == "tpu", every_branch)
+    parts = (
+        step.arranged, step.layers, step.embeddings, step.head, step.stages, step.over_replicas, step.update,
+        step.scalars,
+    )  # fmt: skip
     return [c for part in parts for c in part()]
 
 
@@ -74,11 +78,15 @@ def sized(layout: Layout, devices: int) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A training step, part by part; arguments as `predict`, with a `TensorInfo` per parameter."""
+    """A training step, part by part; arguments as `predict`, with a `TensorInfo` per parameter.
+
+    `replicas` are the mesh axes over which a pipeline sums gradients after its last micro-batch.
+    """
 
     config: TrainConfig
     layout: Layout
     infos: Tree
+    replicas: tuple[str, ...]
     ragged: bool
     every_branch: bool
 
@@ -95,8 +103,9 @@ class _Step:
 
     @property
     def _rows(self) -> int:
-        """Rows of a micro-batch, of accumulation's and of the pipeline's."""
-        return self.config.micro_batch // (1 if self._table is None else self._table.microbatches)
+        """Rows of a micro-batch, of accumulation's and of the pipeline's, that its replicas work at together."""
+        parts = 1 if self._table is None else self._table.microbatches
+        return self.config.micro_batch // parts // Mover(self.layout).devices(self.replicas)
 
     def _ticks(self, phase: int) -> int:
         """In how many ticks of a pipeline layers run this phase, on all devices together."""
@@ -114,7 +123,7 @@ class _Step:
         return self.config.accumulate * (len(table.slots) if self.every_branch else table.microbatches)
 
     def _blocks(self, forward: int, backward: int, looped: bool = True) -> Blocks:
-        manual = frozenset() if self._table is None else frozenset({_STAGES})
+        manual = frozenset() if self._table is None else frozenset({_STAGES, *self.replicas})
         config = self.config
         return Blocks(
             Mover(self.layout, manual), config.model, self._rows, config.seq_len, forward, backward, config.segments,
@@ -285,6 +294,28 @@ class _Step:
             found += whole.send("all-to-all", (_STAGES,), back, 1, "layers' gradients back")
         return found
 
+    def over_replicas(self) -> list[Collective]:
+        """Gradients that each replica of the stages has added up, to where they go."""
+        if not self.replicas:
+            return []
+        ours, found = Mover(self.layout, frozenset({_STAGES})), []
+        for info in self._of_a_stage():
+            wide = dataclasses.replace(info, dtype=jnp.dtype("float32"))
+            before = Boxes(self._ending.mover.boxes(wide, "grads").split, frozenset(self.replicas))
+            found += ours.change(
+                wide, before, ours.boxes(wide, "grads"), self.config.accumulate, "gradients summed over replicas"
+            )
+        return found
+
+    def _of_a_stage(self) -> list[TensorInfo]:
+        """A stage's parameters, padding included, with what of the vocabulary is its own."""
+        held = []
+        for index, run in zip(self._assigned.index, self.infos["runs"].values(), strict=True):
+            copies = index.shape[1] * index.shape[2]
+            held += [dataclasses.replace(i, shape=(copies, *i.shape[1:])) for i in jax.tree.leaves(run)]
+        ends = jax.tree.leaves({name: i for name, i in self.infos.items() if name != "runs"})
+        return [*held, *map(self._local, ends)]
+
     # --- the update ---
 
     def update(self) -> list[Collective]:
@@ -304,5 +335,7 @@ class _Step:
         for info in jax.tree.leaves(self.infos):
             by_axes[mover.over(*info.axes, kind="grads")] += 1
         found = [c for axes, n in by_axes.items() for c in mover.send("all-reduce", axes, 4 * n, 1, "gradients' norm")]
-        tokens = mover.over("batch", "seq")
-        return found + mover.send("all-reduce", tokens, 4, self._ends + 1, "the loss, and the number of its tokens")
+        tokens, once = mover.over("batch", "seq"), 1 + bool(self.replicas)
+        inside = tuple(m for m in tokens if m not in self.replicas)
+        found += mover.send("all-reduce", inside, 4, self._ends, "the loss")
+        return found + mover.send("all-reduce", tokens, 4, once, "the number of tokens, and the loss of all replicas")

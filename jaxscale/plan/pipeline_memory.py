@@ -33,7 +33,8 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     rows, slots = config.micro_batch // table.microbatches, lower(table).size
     infos = jax.tree.leaves(blueprint.infos)
     tables = [i for i in infos if "vocab" in i.axes]
-    ends = Ends.of(model, tables, layout, config.loss, rows, config.seq_len, sums)
+    inside = _of_replicas(layout, pipeline.replicas)
+    ends = Ends.of(model, tables, inside, config.loss, rows, config.seq_len, sums)
     runs = list(blueprint.infos["runs"].values())
     layer = LayerBytes.of(model, jax.tree.leaves(list(runs[-1]["blocks"].values())[-1]), layout, rows, config.seq_len)
     policy = MemoryPolicy.of(model.memory)
@@ -51,7 +52,8 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
             for i in jax.tree.leaves(run)
         ]
 
-    kept_as = lambda kind: lambda i: local_bytes(i, layout, kind)  # noqa: E731
+    gradient = lambda i: local_bytes(i, inside, "grads")  # noqa: E731
+    summed = lambda i: local_bytes(i, layout, "grads")  # noqa: E731
     heap, chunks = Heap(), layout.schedule.chunks_per_stage
     moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
     if moved:  # what is cast is cast first
@@ -60,7 +62,7 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     stash.append(heap.take("stashed cotangents", (slots["cotangents"] + 1) * layer.stream))
     if table.phases > 2:
         stash.append(heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1)))
-    of_chunk("gradient of", kept_as("grads"), chunks)
+    of_chunk("gradient of", gradient, chunks)
     heap.take("gradients of tables", ends.kept)
     cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
     cast += [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in tables]
@@ -74,15 +76,27 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     if table.phases > 2:  # gradients wait for a phase of their own
         now.append(heap.take("a micro-batch's products", _pair_bytes(layer) * depth))
     else:
-        now += of_chunk("a micro-batch's gradient of", kept_as("grads"))
+        now += of_chunk("a micro-batch's gradient of", gradient)
     backward(heap, layer, policy, blocks=max(blocks))
     heap.drop(*now)
     ends.finish(heap, [])
     heap.drop(*sent, *cast)
+    if pipeline.replicas:
+        of_chunk("sum over replicas, gradient of", summed, chunks)
     if moved:
-        of_chunk("collected gradient of", kept_as("grads"), chunks)
+        of_chunk("collected gradient of", summed, chunks)
     kept = sum(found.values()) + sum(b.size for b in stash)
     return heap, kept, sum(b.size for b in cast), host
+
+
+def _of_replicas(layout: Layout, replicas: tuple[str, ...]) -> Layout:
+    """The layout by which gradients lie until the last micro-batch: replicas keep all that they made."""
+    if not replicas:
+        return layout
+    rules = layout.resolved_rules
+    grads = {a: tuple(m for m in rules.target("grads", a) if m not in replicas) for a in rules.grads or ()}
+    rules = dataclasses.replace(rules, grads=grads)
+    return dataclasses.replace(layout, rules=rules, sequence_sharded=False).abstract(layout.devices)
 
 
 def _pair_bytes(layer: LayerBytes) -> int:

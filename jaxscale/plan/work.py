@@ -23,7 +23,7 @@ from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.memory import Estimate, _extra_flops
 from jaxscale.plan.roofline import Op, Work
-from jaxscale.train import AutoLoss, MaterialisedLoss, TrainConfig
+from jaxscale.train import AutoLoss, MaterialisedLoss, TrainConfig, describe_model, replicas_of
 
 FLOAT32 = 4
 """Bytes of an element of logits, scores and gradients."""
@@ -152,7 +152,8 @@ class _Place:
         forward = model.products(config.batch_size, config.seq_len)
         layers = sum(forward.values()) - forward["logits"]
         made = sum(forward[name] * n for name, n in counts.items() if name != "logits")
-        bubble = _bubble(schedule, layout.stages, parts, made / layers, layout.devices == layout.stages)
+        alone = layout.stages * math.prod(layout.sizes[m] for m in replicas_of(*describe_model(model), layout))
+        bubble = _bubble(schedule, layout.stages, parts, made / layers, layout.devices == alone)
         return cls(layout, counts, config.accumulate * parts, copies / model.depth, bubble)
 
     def passes(self, name: str) -> int:

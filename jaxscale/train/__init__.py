@@ -4,7 +4,7 @@ from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.loop import fit
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
-from jaxscale.train.pipeline import is_pipelined, pipelined
+from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.train.prepare import blueprint_of, check, prepare
 from jaxscale.train.run import Run, checkpoints_in, read_config
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
@@ -33,4 +33,5 @@ __all__ = [
     "pipelined",
     "prepare",
     "read_config",
+    "replicas_of",
 ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -64,6 +67,26 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
     return Pipelined(blueprint, loss, z_loss, accumulate, blueprint.layout, stages)
 
 
+def replicas_of(graphdef: nnx.GraphDef, infos: Tree, layout: Layout) -> tuple[str, ...]:
+    """The mesh axes over which a pipeline sums gradients once, after the last micro-batch.
+
+    Those that cut the batch and nothing else; none where layers report of all the rows of a micro-batch together. Of
+    other axes that cut the batch, the partitioner sums what each micro-batch makes.
+    """
+    model = nnx.merge(graphdef, infos)
+    reports = any(getattr(node, "reports", False) for _, node in nnx.iter_graph(model))
+    return () if reports else _rows_apart(infos, layout)
+
+
+def _rows_apart(infos: Tree, layout: Layout) -> tuple[str, ...]:
+    """The mesh axes that cut the batch and nothing else, as far as no other stands before them."""
+    rules = layout.resolved_rules
+    used = {m for i in jax.tree.leaves(infos) for a in i.axes if a is not None for m in rules.target("params", a)}
+    used |= {m for a, over in rules.activations.items() if a not in ("batch", "expert_batch") for m in over}
+    rows = (m for m in rules.target("activations", "batch") if layout.sizes[m] > 1)
+    return tuple(itertools.takewhile(lambda m: m not in used, rows))
+
+
 def _check_width(info: TensorInfo, layout: Layout) -> None:
     layout.spec((None, *info.axes[1:]), info.shape, name=info.path)  # what else does not divide, in its own words
     try:
@@ -102,6 +125,11 @@ class Pipelined:
         stages, schedule = self.layout.stages, self.layout.schedule
         return schedule.table(stages, schedule.microbatches_of(stages, rows, self.layout.split("batch")))
 
+    @functools.cached_property
+    def replicas(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are summed once, after the last micro-batch; see `replicas_of`."""
+        return replicas_of(self.blueprint.graphdef, self.blueprint.infos, self.layout)
+
     @property
     def padded_bytes(self) -> int:
         """Of parameters that fill up stages with fewer layers than others, over all stages."""
@@ -115,9 +143,8 @@ class Pipelined:
         """What to know of a batch of so many rows on these stages, a sentence each."""
         table = self.table(rows)
         found = simulate(table)
-        apart = self._apart
-        bubble = found.bubble if apart else found.lockstep_bubble
-        clock = "its own clock" if apart else "a common clock, since layers are split over devices as well"
+        bubble = found.bubble if self._apart else found.lockstep_bubble
+        clock = "its own clock" if self._apart else "a common clock, since layers are split over devices as well"
         notes = [
             f"pipeline: schedule {table.name}, {table.stages} stages, {table.microbatches} micro-batches of "
             f"{rows // table.microbatches} rows; a stage idles {bubble:.0%} of its time (simulated, on {clock}) and "
@@ -128,6 +155,12 @@ class Pipelined:
             notes.append(
                 f"pipeline: layers do not divide evenly, and {padded} copies of padding are computed and passed over: "
                 f"{self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, during a step"
+            )
+        apart = _rows_apart(self.blueprint.infos, self.layout)
+        if apart and not self.replicas:
+            notes.append(
+                "pipeline: layers report of all the rows of a micro-batch together, so that gradients are summed over "
+                f"{' and '.join(apart)} for every micro-batch, and not once after the last"
             )
         if any(not self.stages.in_place(run) for run in range(len(self._runs))):
             notes.append(
@@ -176,12 +209,14 @@ class Pipelined:
         micro = {name: split_rows(a, table.microbatches) for name, a in batch.items()}
         shared = {"total": total} | ({} if key is None else {"key": key})
         specs = jax.tree.map(lambda i: self._end_spec(i.axes), end_infos)
-        return execute(table, model, chunks, ends, micro, shared, end_specs=specs, apart=self._apart)
+        return execute(
+            table, model, chunks, ends, micro, shared, end_specs=specs, replicas=self.replicas, apart=self._apart
+        )
 
     @property
     def _apart(self) -> bool:
-        """Whether nothing but stages splits anything, so that a layer holds no collective."""
-        return self.layout.devices == self.layout.stages
+        """Whether nothing but stages and replicas splits anything, so that a layer holds no collective."""
+        return self.layout.devices == self.layout.stages * math.prod(self.layout.sizes[m] for m in self.replicas)
 
     def _end_spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """How `pipeline` cuts an embedding or a head: along the vocabulary, where that is used in pieces."""

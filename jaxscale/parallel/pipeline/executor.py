@@ -1,4 +1,8 @@
-"""Runs any schedule's table: one scan over its ticks, inside a `shard_map` that is manual over `pipeline` alone."""
+"""Runs any schedule's table: one scan over its ticks, inside a `shard_map` that is manual over `pipeline` and replicas.
+
+Replicas differ in their rows alone. The partitioner, were they left to it, would sum every micro-batch's gradients over
+them, since a scan's carry cannot be a sum that is yet to be taken.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,8 @@ class Stageable:
       parts: tree of arrays (stages, chunks, ...), of which `stage` is given its own.
 
     `begin` and `end` run on every device together, each on its part of the vocabulary; what they return is the same on
-    all (see `jaxscale.parallel.ends`).
+    all stages (see `jaxscale.parallel.ends`). With replicas each works at its own rows of a micro-batch: objectives and
+    sums add up over them.
     """
 
     begin: Callable[[Tree, Tree], Tree]
@@ -66,6 +71,7 @@ def execute(
     shared: Tree,
     *,
     end_specs: Tree,
+    replicas: tuple[str, ...] = (),
     apart: bool = False,
 ) -> tuple[Tree, Gradients | None]:
     """Runs a table.
@@ -82,8 +88,10 @@ def execute(
       batch: dict of arrays (micro-batches, ...).
       shared: dict of what every micro-batch is told as well.
       end_specs: for each leaf of `ends`, how `pipeline` cuts it.
-      apart: no other mesh axis cuts anything, so that a stage's phases hold no collective, and stages enter them each
-        by itself.
+      replicas: mesh axes, outermost of those that cut the batch, that cut nothing else; gradients are summed over them
+        once, after the last tick.
+      apart: no mesh axis besides cuts anything, so that a stage's phases hold no collective, and stages enter them
+        each by itself.
 
     Returns:
       the sums, and the gradients if the table has backward phases.
@@ -92,16 +100,29 @@ def execute(
     def local(chunks: Tree, ends: Tree, batch: Tree, shared: Tree, parts: Tree) -> tuple[Tree, Gradients | None]:
         chunks, parts = jax.tree.map(lambda a: a[0], (chunks, parts))
         sums, grads = _Stage(table, model, apart, chunks, ends, batch, shared, parts).run()
-        return sums, grads and grads._replace(chunks=jax.tree.map(lambda a: a[None], grads.chunks))
+        sums = psum_float32(sums, replicas) if replicas else sums
+        return sums, grads and Gradients(
+            *(jax.tree.map(lambda a, n=n: a[(None,) * n], g) for g, n in zip(grads, (2, 1), strict=True))
+        )
 
-    mine, whole = PartitionSpec(AXIS), PartitionSpec()
-    return jax.shard_map(
+    mine, whole, over = PartitionSpec(AXIS), PartitionSpec(), replicas or None
+    of_ends = jax.tree.map(lambda spec: PartitionSpec(over, *spec), end_specs, is_leaf=_is_spec)
+    sums, grads = jax.shard_map(
         local,
-        in_specs=(mine, end_specs, whole, whole, mine),
-        out_specs=(whole, None if table.phases == 1 else Gradients(mine, end_specs)),
-        axis_names={AXIS},
+        in_specs=(mine, end_specs, PartitionSpec(None, over), whole, mine),
+        out_specs=(whole, None if table.phases == 1 else Gradients(PartitionSpec(AXIS, over), of_ends)),
+        axis_names={AXIS, *replicas},
         check_vma=False,  # gradients of the ends are this stage's share, and of what all hold the same on all
     )(chunks, ends, batch, shared, model.parts)
+    return sums, grads and _over_replicas(grads, model)
+
+
+def _over_replicas(grads: Gradients, model: Stageable) -> Gradients:
+    """The sums of replicas' gradients: the partitioner's, which reduces straight to where they go."""
+    return Gradients(
+        jax.tree.map(lambda g: jnp.sum(g, axis=1), grads.chunks),
+        jax.tree.map(lambda g, a: constrain(jnp.sum(g, axis=0), *a, kind="grads"), grads.ends, model.end_axes),
+    )
 
 
 class _Carry(NamedTuple):
@@ -301,6 +322,10 @@ class _Stage:
             jax.tree.map(lambda g, a: constrain(g, None, None, *a[1:], kind="grads"), grads.chunks, self.model.axes),
             jax.tree.map(lambda g, a: constrain(g, *a, kind="grads"), grads.ends, self.model.end_axes),
         )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _at(tree: Tree, i: Array | int) -> Tree:

@@ -42,16 +42,20 @@ def compiled(layout: Layout, model: TransformerConfig = MODEL, rows: int = 8, se
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [Layout("pipeline=2,data=2,tensor=2", pipeline="lockstep-zb:4"), Layout("pipeline=2", pipeline="zb-h1:4")],
+    "layout,alone",
+    [
+        (Layout("pipeline=2,data=2,tensor=2", pipeline="lockstep-zb:4"), False),
+        (Layout("pipeline=2", pipeline="zb-h1:4"), True),
+        (Layout("pipeline=2,data=2", pipeline="zb-h1:2"), True),
+    ],
     ids=str,
 )
-def test_no_collective_stands_under_a_branch_that_devices_take_differently(layout):
+def test_no_collective_stands_under_a_branch_that_devices_take_differently(layout, alone):
     found = branches(compiled(layout).as_text())
     wrong = {b.name: sorted(b.collectives) for b in found if b.divergent and b.collectives}
     assert not wrong
-    # Stages alone enter their phases each by itself; otherwise all together.
-    assert sum(b.divergent for b in found) == (3 if layout.devices == layout.stages else 0)
+    # Stages that nothing but replicas shares enter their phases each by itself; otherwise all together.
+    assert sum(b.divergent for b in found) == (3 if alone else 0)
     assert any(b.collectives for b in found if not b.divergent)  # the ends, which all devices work on
 
 

@@ -21,7 +21,7 @@ from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.train import TrainConfig
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
-from tests.train.test_step_collectives import CASES, MODEL, SCALARS
+from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
 from tests.truth.errors import raises_saying
 
 ROWS = measured.read()
@@ -48,6 +48,14 @@ def test_a_step_has_to_send_what_its_compiled_program_sends(layout):
     assert dict(gathered) == want_gathered
     extra = {axes: n - want_summed.get(axes, 0) for axes, n in summed.items()}
     assert set(want_summed) <= set(extra) and all(0 <= n <= SCALARS for n in extra.values()), extra
+
+
+@pytest.mark.parametrize("layout", OF_STAGES, ids=str)
+def test_replicas_of_a_pipeline_have_to_sum_their_gradients_once(layout):
+    topology, want = OF_STAGES[layout]
+    found = [c for c in predict(config_of(layout), topology) if c.axes == ("data",) and c.kind != "all-gather"]
+    assert {c.times for c in found if c.payload > 4} == {1}
+    assert sum(c.payload for c in found if c.payload > 4) == want
 
 
 @pytest.mark.parametrize("cell", [c for c in measured.cells() if c in ROWS], ids="-".join)

@@ -10,11 +10,22 @@ import jax
 import pytest
 
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import SCHEDULES, Layout, Pipeline
+from jaxscale.layout import SCHEDULES, Layout, Pipeline, Rules
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, ReversibleRun, SigmoidRouter
 from jaxscale.plan import explain
-from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, TrainConfig, make_loss_and_grads, prepare
+from jaxscale.train import (
+    AutoLoss,
+    CutLoss,
+    MaterialisedLoss,
+    TrainConfig,
+    blueprint_of,
+    describe_model,
+    make_loss_and_grads,
+    pipelined,
+    prepare,
+    replicas_of,
+)
 from jaxscale.train.step import make_eval
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -115,6 +126,36 @@ def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
     smallest = min(i.size for i in jax.tree.leaves(setup.blueprint.infos["runs"]) if len(i.shape) > 2)
     shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", compiled.as_text())
     assert shapes and all(math.prod(map(int, s.split(","))) < smallest for s in shapes)  # of the log-sum-exp only
+
+
+# --- what sums gradients once
+
+
+@pytest.mark.parametrize(
+    "layout,replicas",
+    [
+        (Layout("pipeline=2,data=2,tensor=2"), ("data",)),
+        (Layout("pipeline=2,data=2,fsdp=2"), ("data",)),
+        (Layout("pipeline=2,data=2,fsdp=2", "zero1"), ("data", "fsdp")),
+        (Layout("pipeline=2,fsdp=2"), ()),
+        (Layout("pipeline=2,data=2,fsdp=2", "hierarchical"), ("data",)),
+        (Layout("pipeline=2,data=2", Rules(activations={"batch": "data", "residual_seq": "data"})), ()),
+        (Layout("pipeline=2,data=2,fsdp=2", Rules(activations={"batch": ("fsdp", "data"), "seq": "fsdp"})), ()),
+    ],
+    ids=str,
+)
+def test_replicas_are_cut_by_their_rows_alone(layout, replicas):
+    assert replicas_of(*describe_model(MODEL), layout) == replicas
+
+
+def test_gradients_that_are_summed_for_every_micro_batch_are_reported():
+    experts = dataclasses.replace(MODEL, mlp=MixtureOfExperts(experts=4))
+    noted = []
+    for model in (experts, MODEL):
+        blueprint, _ = blueprint_of(TrainConfig(model=model, layout=Layout("pipeline=2,data=2")))
+        notes = pipelined(blueprint, MaterialisedLoss(), 0.0).notes(8)
+        noted.append([n for n in notes if "summed over data for every micro-batch" in n])
+    assert len(noted[0]) == 1 and not noted[1]
 
 
 # --- mistakes, before anything is compiled

@@ -110,6 +110,27 @@ def test_a_pipeline_sends_streams_to_its_neighbours_and_sums_at_its_ends():
     assert all(c.certain for c in found if c.kind == "collective-permute")
 
 
+# One of two layers' matrices and norms, a stage's half of the tables, and the last norm; `tensor` halves what is wide.
+OF_STAGES = {
+    Layout("pipeline=2,data=2", "zero2", pipeline="gpipe:4"): ("v5p:2x2x1", 3_673_088),
+    Layout("pipeline=2,data=2,tensor=2", pipeline="gpipe:4"): ("v5p:2x2x2", 1_838_080),
+}
+
+
+@needs(why_no_tpu())
+@pytest.mark.parametrize("layout", OF_STAGES, ids=str)
+def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(layout):
+    topology, want = OF_STAGES[layout]
+    assert want == 4 * ((MATRICES + TABLES) // 2 // layout.sizes["tensor"] + 3 * 256)
+    config = TrainConfig(model=MODEL, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
+    found = [c for c in collectives(compile_step(config, topology), layout.sizes) if "data" in c.axes]
+    # not in the loop over ticks, in which a micro-batch's would be
+    assert all(c.times == 1 and c.certain for c in found), found
+    assert 0 <= sum(c.payload for c in found if c.kind != "all-gather") - want <= SCALARS
+    scattered = sum(c.payload for c in found if c.kind == "reduce-scatter")
+    assert scattered == (want - 4 * 3 * 256 if layout.rules == "zero2" else 0)
+
+
 @needs(why_no_tpu())
 def test_overlapped_products_run_while_pieces_travel():
     layout = Layout("tensor=4", sequence_sharded=True)

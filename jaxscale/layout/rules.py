@@ -142,12 +142,13 @@ PRESETS: dict[str, Callable[[], Rules]] = {
 }
 """Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state and gradients split over all
 replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is reduce-scattered as it is made, and stage
-1's whole ones would take more memory and half as many bytes again. They go along with `tensor`, `expert` and
-`pipeline`. `hierarchical`: parameters over `fsdp`, the fast axis, gradients and optimizer state over `fsdp` and
-`data`, so that only the update crosses the slow one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters
-as well, over the `fsdp` axis (ZeRO-3; hybrid when `data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the
-default, since an axis of size 1 changes nothing. `folded`: that, with experts over `expert`, `context` and `tensor`
-together, where attention has its sequence and heads."""
+1's whole ones would take more memory and half as many bytes again; over pipeline stages replicas keep whole ones, and
+reduce-scatter them once a step. They go along with `tensor`, `expert` and `pipeline`. `hierarchical`: parameters over
+`fsdp`, the fast axis, gradients and optimizer state over `fsdp` and `data`, so that only the update crosses the slow
+one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters as well, over the `fsdp` axis (ZeRO-3; hybrid when
+`data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size 1 changes nothing.
+`folded`: that, with experts over `expert`, `context` and `tensor` together, where attention has its sequence and
+heads."""
 
 
 def preset(name: str, *, sequence_sharded: bool = False) -> Rules:

@@ -157,7 +157,12 @@ class Pipelined:
                 f"{self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, during a step"
             )
         apart = _rows_apart(self.blueprint.infos, self.layout)
-        if apart and not self.replicas:
+        if self.replicas:
+            notes.append(
+                "pipeline: every replica adds up its own gradients, in float32 and whole along "
+                f"{' and '.join(self.replicas)}; they are summed once, after the last micro-batch"
+            )
+        elif apart:
             notes.append(
                 "pipeline: layers report of all the rows of a micro-batch together, so that gradients are summed over "
                 f"{' and '.join(apart)} for every micro-batch, and not once after the last"

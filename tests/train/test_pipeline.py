@@ -148,14 +148,13 @@ def test_replicas_are_cut_by_their_rows_alone(layout, replicas):
     assert replicas_of(*describe_model(MODEL), layout) == replicas
 
 
-def test_gradients_that_are_summed_for_every_micro_batch_are_reported():
+def test_how_often_gradients_are_summed_is_reported():
     experts = dataclasses.replace(MODEL, mlp=MixtureOfExperts(experts=4))
-    noted = []
     for model in (experts, MODEL):
         blueprint, _ = blueprint_of(TrainConfig(model=model, layout=Layout("pipeline=2,data=2")))
         notes = pipelined(blueprint, MaterialisedLoss(), 0.0).notes(8)
-        noted.append([n for n in notes if "summed over data for every micro-batch" in n])
-    assert len(noted[0]) == 1 and not noted[1]
+        assert sum("summed over data for every micro-batch" in n for n in notes) == (model is experts)
+        assert sum("summed once, after the last micro-batch" in n for n in notes) == (model is MODEL)
 
 
 # --- mistakes, before anything is compiled

@@ -82,7 +82,8 @@ def _rows_apart(infos: Tree, layout: Layout) -> tuple[str, ...]:
     """The mesh axes that cut the batch and nothing else, as far as no other stands before them."""
     rules = layout.resolved_rules
     used = {m for i in jax.tree.leaves(infos) for a in i.axes if a is not None for m in rules.target("params", a)}
-    used |= {m for a, over in rules.activations.items() if a not in ("batch", "expert_batch") for m in over}
+    others = [a for a in rules.activations if a not in ("batch", "expert_batch")]
+    used |= {m for a in others for m in rules.target("activations", a)}
     rows = (m for m in rules.target("activations", "batch") if layout.sizes[m] > 1)
     return tuple(itertools.takewhile(lambda m: m not in used, rows))
 

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxscale.commands import checkpoint, explain, microbench, plan, replay, sample, schedule, train
+from jaxscale.commands import checkpoint, explain, launch, microbench, plan, replay, sample, schedule, train
 from jaxscale.commands.shared import TEXT, import_module, join
-from jaxscale.errors import ConfigError, JaxscaleError
+from jaxscale.errors import MISTAKE, ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
-COMMANDS = (train, explain, plan, sample, checkpoint, replay, schedule, microbench)
+COMMANDS = (train, launch, explain, plan, sample, checkpoint, replay, schedule, microbench)
 """In the order in which the help lists them."""
 
 _DESCRIPTION = """\
@@ -26,6 +26,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale train experiments/demo.gin --devices 8
   jaxscale train experiments/demo.gin --gin.train.steps=50 --mesh "data=2,tensor=4" --devices 8
   jaxscale train --resume runs/demo-1
+  jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
   jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
   jaxscale sample runs/demo-1 --prompt "def "
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except (JaxscaleError, KernelError) as e:
         print(f"jaxscale: {e}", file=sys.stderr)
-        return 2
+        return MISTAKE
     except BrokenPipeError:
         return 1
     except KeyboardInterrupt:

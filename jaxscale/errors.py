@@ -5,6 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MISTAKE = 2
+"""Exit code of a command that raised an error of ours: beginning again would not help."""
+
+LOST = 70
+"""Exit code of a process that ended itself because another was lost, or because none got on."""
+
 
 class JaxscaleError(Exception):
     """Base of every error a user can cause; the command line prints its sentence and exits with 2."""

@@ -9,6 +9,7 @@ from jaxscale.train.prepare import blueprint_of, check, prepare
 from jaxscale.train.run import Run, checkpoints_in, read_config
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+from jaxscale.train.watchdog import Watchdog
 
 __all__ = [
     "AutoLoss",
@@ -19,6 +20,7 @@ __all__ = [
     "Run",
     "TrainConfig",
     "TrainState",
+    "Watchdog",
     "batch_sharding",
     "blueprint_of",
     "check",

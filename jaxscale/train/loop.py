@@ -73,9 +73,10 @@ def fit(
             "the first"
         )
     reporter = Reporter(quiet or jax.process_index() != 0)
-    prepared = prepare(config)
-    path = None if run is None else Path(run)
-    folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
+    with config.watchdog.preparing():
+        prepared = prepare(config)
+        path = None if run is None else Path(run)
+        folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
     out = Run(folder, config)
     with contextlib.ExitStack() as stack:
         if lock is not None:
@@ -130,8 +131,13 @@ class _Loop:
         self.lag = 0 if jax.default_backend() == "cpu" else 1
 
     def train(self, resuming: bool) -> None:
-        """Runs it; the folder tells the story even when this raises."""
+        """Runs it; the folder tells the story even when this raises, or another process ends."""
+        with self.config.watchdog.watching(self.run.path, self.checkpoints.steps, self._ended) as self.watchdog:
+            self._train(resuming)
+
+    def _train(self, resuming: bool) -> None:
         config, reporter = self.config, self.reporter
+        self.watchdog.phase(0, "first state", disk=True)
         state = self._restore() if resuming else self.prepared.blueprint.init(config.seed)
         first = int(state.step)
         if first >= config.steps:
@@ -144,6 +150,7 @@ class _Loop:
         try:
             files += self._open_files(first)
             state = self._to_the_end(state, files)
+            self.watchdog.phase(int(state.step), "end of the last save", disk=True)
             self.checkpoints.close()
             status = "finished" if int(state.step) == config.steps else "stopped"
         finally:
@@ -158,6 +165,7 @@ class _Loop:
                 with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
                     self._write_info(status, self._last_step())
         self.run.state = state
+        self.watchdog.phase(int(state.step), "picture and sample", disk=True)
         self._picture()
         if status == "stopped":
             reporter.say(f"stopped by {self.stop['signal']} after step {int(state.step)}; its checkpoint is written")
@@ -171,6 +179,7 @@ class _Loop:
             try:
                 state = self._steps(state, int(state.step), files)
                 self.reporter.stop()
+                self.watchdog.phase(int(state.step), "last save", disk=True)
                 self._save(state)
                 return state
             except RollBack as back:
@@ -178,6 +187,7 @@ class _Loop:
                 state = self._roll_back(back)
 
     def _roll_back(self, back: RollBack) -> TrainState:
+        self.watchdog.phase(self.now, "going back", disk=True)
         self.checkpoints.wait()
         target = self._last_step()
         if self.returns == RETURNS:
@@ -199,6 +209,7 @@ class _Loop:
         self.spent, self.timed = 0.0, 0
         for done in range(first, config.steps):
             now = self.now = done + 1
+            self.watchdog.phase(now, "guards")
             for watch in self.watches:
                 watch.before(now, state)
             with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._memory_said():
@@ -217,9 +228,11 @@ class _Loop:
                 if step > self.furthest and "skipped" not in row:
                     self.returns = 0
                 if evaluate and step == now:
+                    self.watchdog.phase(now, "evaluation")
                     row["eval_loss"] = self._eval(state)
                 self._write(row, files)
             if save:
+                self.watchdog.phase(now, "save", disk=True)
                 self._save(state)
             if save or evaluate:
                 self.clock = time.perf_counter()  # what was not training is not in the next step's time
@@ -240,7 +253,10 @@ class _Loop:
             raise out_of_memory(e, self.config) from None
 
     def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        return self.step(state, self._place(done))
+        self.watchdog.phase(done + 1, "data")
+        batch = self._place(done)
+        self.watchdog.phase(done + 1, "step", disk=self.profile is not None)  # which is written at its end
+        return self.step(state, batch)
 
     def _pass_over(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """A step that is not taken: the data moves on and nothing else."""
@@ -344,6 +360,7 @@ class _Loop:
             return bool(self.stop)
         if step % 10:
             return False
+        self.watchdog.phase(step, "agreeing to go on")
         from jax.experimental import multihost_utils
 
         asked = multihost_utils.process_allgather(np.asarray([bool(self.stop)]))
@@ -406,6 +423,11 @@ class _Loop:
             "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         write_text(self.run.path / "run.json", json.dumps(info, indent=2) + "\n")
+
+    def _ended(self) -> None:
+        """Another process failed, and this one's main thread may wait for it."""
+        if self.run.info["status"] == "running":
+            self._write_info("failed", self._last_step())
 
     def _picture(self) -> None:
         if not self.main:

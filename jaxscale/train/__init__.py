@@ -7,6 +7,7 @@ from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
 from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.train.prepare import blueprint_of, check, prepare
 from jaxscale.train.run import Run, checkpoints_in, read_config
+from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.watchdog import Watchdog
@@ -18,6 +19,7 @@ __all__ = [
     "CutLoss",
     "MaterialisedLoss",
     "Run",
+    "Snapshots",
     "TrainConfig",
     "TrainState",
     "Watchdog",

@@ -15,6 +15,7 @@ from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.train.guards import FiniteGuard, Guard
 from jaxscale.train.loss import AutoLoss, Loss
+from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.watchdog import Watchdog
 
 
@@ -50,6 +51,7 @@ class TrainConfig:
       keep_every: checkpoints of multiples of this step stay for good; `None` keeps none of them.
       guards: what looks after the run (see `jaxscale.train.guards`): `FiniteGuard()`, `SpikeGuard()`; `()` is nothing.
       prompt: what a sample is continued from at the end; `None` prints none.
+      snapshots: copies of the state in memory, such as `Snapshots(every=10)`; none by default.
       watchdog: when another process counts as lost, which ends this one.
       tensorboard: also write TensorBoard events; `None` does when tensorboardX is installed.
 
@@ -82,6 +84,7 @@ class TrainConfig:
     keep_every: int | None = None
     guards: tuple[Guard, ...] = (FiniteGuard(),)
     prompt: str | None = None
+    snapshots: Snapshots = Snapshots(every=0)
     watchdog: Watchdog = Watchdog()
     tensorboard: bool | None = None
 
@@ -140,6 +143,7 @@ _PARTS = {
     "tokenizer": (("encode", "decode"), "a tokenizer such as ByteTokenizer()"),
     "optimizer": (("make",), "an optimizer such as AdamW()"),
     "schedule": (("make",), "a schedule such as WarmupCosine()"),
+    "snapshots": (("of",), "snapshots such as Snapshots()"),
     "watchdog": (("watching",), "a watchdog such as Watchdog(stuck=60)"),
     "loss": (("describe",), "a loss such as AutoLoss() or CutLoss()"),
 }

@@ -17,6 +17,7 @@ import optax
 
 from jaxscale.errors import CheckpointError, ConfigError, RunError, near
 from jaxscale.layout import describe
+from jaxscale.train import agree
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.folders import choose_folder
 from jaxscale.train.guards import RollBack, Skips, Watched
@@ -138,7 +139,8 @@ class _Loop:
     def _train(self, resuming: bool) -> None:
         config, reporter = self.config, self.reporter
         self.watchdog.phase(0, "first state", disk=True)
-        state = self._restore() if resuming else self.prepared.blueprint.init(config.seed)
+        self.snapshots = config.snapshots.of(self.run.path)
+        state = self._first_state(resuming)
         first = int(state.step)
         if first >= config.steps:
             raise RunError(
@@ -149,6 +151,7 @@ class _Loop:
         status = "failed"
         try:
             files += self._open_files(first)
+            self.snapshots.begin(state, self._facts())
             state = self._to_the_end(state, files)
             self.watchdog.phase(int(state.step), "end of the last save", disk=True)
             self.checkpoints.close()
@@ -158,6 +161,7 @@ class _Loop:
             self._end_profile()
             for one in (*self.watches, *files):
                 one.close()
+            self.snapshots.close(forget=status != "failed")
             if status == "failed" and jax.process_count() == 1:  # others may never come to this one's barriers
                 with contextlib.suppress(CheckpointError):
                     self.checkpoints.close()
@@ -189,6 +193,7 @@ class _Loop:
     def _roll_back(self, back: RollBack) -> TrainState:
         self.watchdog.phase(self.now, "going back", disk=True)
         self.checkpoints.wait()
+        self.snapshots.forget()
         target = self._last_step()
         if self.returns == RETURNS:
             raise RunError(
@@ -214,6 +219,7 @@ class _Loop:
                 watch.before(now, state)
             with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._memory_said():
                 state, metrics = self._pass_over(state) if now in self.skips.passed else self._take(state, done)
+                metrics |= self.snapshots.after(now, state)
             pending.append((now, metrics))
             self.checkpoints.check()
             stopping = self._stopping(now)
@@ -308,6 +314,21 @@ class _Loop:
         layout = None if self.config.layout is None else str(self.config.layout)
         facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows()}
         self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
+
+    def _first_state(self, resuming: bool) -> TrainState:
+        """Out of memory where there is a snapshot newer than every checkpoint, else off the disk, else a new one."""
+        blueprint, newest = self.prepared.blueprint, self.snapshots.newest()
+        if newest > agree.broadcast(self._last_step()):
+            shapes, places = blueprint.abstract_state(), blueprint.shardings()
+            state = self.snapshots.restore(shapes, places, self._facts(), self.reporter.say)
+            if state is not None:
+                return state
+        return self._restore() if resuming else blueprint.init(self.config.seed)
+
+    def _facts(self) -> dict[str, Any]:
+        """What a snapshot has to have in common with this run."""
+        run = agree.broadcast(self.checkpoints.run)
+        return {"run": run, "data": self.prepared.fingerprint, "rows": self._rows(), "steps": self.config.steps}
 
     def _restore(self) -> TrainState:
         blueprint, manifest = self.prepared.blueprint, {}

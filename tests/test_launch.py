@@ -1,0 +1,127 @@
+"""`jaxscale launch`: processes that are watched, and begun again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.commands.launch import supervise
+from tests.truth.runs import BIGRAM, environment, write_gin
+
+FAULT = """
+import os, signal
+import jax
+import tests.truth.runs
+from jaxscale.train.loop import _Loop
+place = _Loop._place
+
+def placed(self, done):
+    if done + 1 == 5 and jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return place(self, done)
+
+_Loop._place = placed
+"""
+
+
+def scripts(tell, text):
+    """Commands that run `text`, which knows `count`, `process` and `attempt`; each says that it began."""
+
+    def command(count, process, address, attempt):
+        say = f"open({str(tell)!r}, 'a').write(f'{attempt}:{process}/{count} ')"
+        return [sys.executable, "-S", "-c", f"count, process, attempt = {count, process, attempt}\n{say}\n{text}"]
+
+    return command
+
+
+@pytest.fixture
+def told(tmp_path):
+    """The file into which processes say that they began."""
+    return tmp_path / "told"
+
+
+def began(told):
+    return sorted(told.read_text().split())
+
+
+KILLED = "import os, signal\nif attempt == 0 and process == 1: os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_all_begin_again_when_one_is_killed(told, capsys):
+    assert supervise(scripts(told, KILLED), 2, restarts=1, fewer=False) == 0
+    assert began(told) == ["0:0/2", "0:1/2", "1:0/2", "1:1/2"]
+    assert "process 1 was ended by SIGKILL; beginning again (1 of 1) with 2 processes" in capsys.readouterr().err
+
+
+def test_fewer_begin_again_until_they_fit(told):
+    odd = f"{KILLED}\nif count == 3: raise SystemExit(2)"
+    assert supervise(scripts(told, odd), 4, restarts=1, fewer=True) == 0
+    assert {one.partition("/")[2] for one in began(told)} == {"4", "3", "2"}
+
+
+def test_a_mistake_is_not_made_again(told):
+    assert supervise(scripts(told, "raise SystemExit(2)"), 2, restarts=3, fewer=False) == 2
+    assert began(told) == ["0:0/2", "0:1/2"]
+
+
+def test_one_that_does_not_end_after_another_failed_is_killed(told, capsys):
+    stuck = "import time\nif process == 0: time.sleep(100)\nraise SystemExit(70)"
+    begin = time.monotonic()
+    assert supervise(scripts(told, stuck), 2, restarts=0, fewer=False, grace=0.5) == 70
+    assert time.monotonic() - begin < 50
+    assert "process 0 did not end, and was killed" in capsys.readouterr().err
+
+
+def test_a_signal_is_passed_on_and_nothing_begins_again(told):
+    def send():
+        while not told.exists() or len(began(told)) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert supervise(scripts(told, "import time\ntime.sleep(100)"), 2, restarts=3, fewer=False) == 128 + signal.SIGTERM
+    assert began(told) == ["0:0/2", "0:1/2"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    {
+        "no-command": (["--nproc", "2"], "jaxscale launch runs train, not ''"),
+        "other-command": (["--nproc", "2", "--", "plan", "x.gin"], "jaxscale launch runs train, not 'plan'"),
+        "no-process": (["--nproc", "0", "--", "train", "x.gin"], "--nproc 0: must be at least 1"),
+        "distributed": (["--nproc", "2", "--", "train", "x.gin", "--distributed"], "--distributed is what"),
+        "binding": (["--nproc", "2", "--gin.train.lr=1", "--", "train", "x.gin"], "comes after --"),
+    }.values(),
+    ids=["no-command", "other-command", "no-process", "distributed", "binding"],
+)
+def test_mistakes_are_said(words, said, capsys):
+    assert main(["launch", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_fewer_processes_where_one_was_killed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "fault.py").write_text(FAULT)
+    gin = write_gin(tmp_path / "small.gin", "import fault\n" + BIGRAM)
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    settings = ["--gin.train.steps=8", "--gin.train.checkpoint_every=2", "--gin.Layout.mesh=data=-1", "--run", "run"]
+    snapshots = ["--gin.train.snapshots=@Snapshots()", f"--gin.Snapshots.folder='{tmp_path}'", "--devices", "2"]
+    assert main(["launch", "--nproc", "2", "--fewer", "--", "train", str(gin), *settings, *snapshots]) == 0
+    out, errors = capfd.readouterr()
+    reports = [line for line in errors.splitlines() if " jaxscale: " in line]
+    assert len(reports) == 1 and reports[0].startswith("[0] jaxscale: process 1 ended without a word in step 5"), errors
+    assert "the last finished checkpoint is of step" in reports[0]  # of 2 or 4, which was still being written
+    assert "beginning again (1 of 3) with 1 process" in errors
+    assert re.search("going on from the snapshot of step [34], out of memory", out)  # 4 may not have been whole yet
+    run = js.Run(tmp_path / "run")
+    assert run.info["status"] == "finished"
+    assert [row["step"] for row in run.metrics()] == list(range(1, 9))

@@ -119,6 +119,7 @@ class _Loop:
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
         self.skips = Skips(run.path / SKIPS)
+        self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
         self.watches = [g.watch(watched) for g in config.guards]
         self.now = self.furthest = self.returns = 0
@@ -160,7 +161,8 @@ class _Loop:
             reporter.stop()
             self._end_profile()
             for one in (*self.watches, *files):
-                one.close()
+                with contextlib.suppress(*([OSError] if status == "failed" else [])):  # a full disk says so once
+                    one.close()
             self.snapshots.close(forget=status != "failed")
             if status == "failed" and jax.process_count() == 1:  # others may never come to this one's barriers
                 with contextlib.suppress(CheckpointError):
@@ -186,15 +188,17 @@ class _Loop:
                 self.watchdog.phase(int(state.step), "last save", disk=True)
                 self._save(state)
                 return state
-            except RollBack as back:
-                self.reporter.stop()
-                state = self._roll_back(back)
+            except RollBack as asked:
+                back = asked.with_traceback(None)  # which holds on to the state that is left behind
+            self.reporter.stop()
+            del state
+            state = self._roll_back(back)
 
     def _roll_back(self, back: RollBack) -> TrainState:
         self.watchdog.phase(self.now, "going back", disk=True)
         self.checkpoints.wait()
         self.snapshots.forget()
-        target = self._last_step()
+        target = agree.broadcast(self._last_step())
         if self.returns == RETURNS:
             raise RunError(
                 f"{back}; the run went back {RETURNS} times, and got no further. Look at a step with jaxscale replay "

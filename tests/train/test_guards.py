@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 
 import jax
@@ -247,6 +248,20 @@ def test_after_too_many_in_a_row_the_run_goes_back_and_passes_over_them(bad_batc
     assert "3 in a row (FiniteGuard.patience)" in last["why"]
     assert (int(run.state.step), run.info["status"]) == (12, "finished")
     assert [r["step"] for r in run.metrics() if r.get("skipped") == "passed over"] == [6, 7, 8]
+
+
+def test_the_state_that_is_left_behind_is_gone_before_the_older_one_is_read(bad_batches, monkeypatch):
+    restore, live = _Loop._restore, []
+
+    def watched(self):
+        gc.collect()
+        live.append(sum(x.nbytes for x in jax.live_arrays() if x.shape == (4096, 8)))
+        return restore(self)
+
+    monkeypatch.setattr(_Loop, "_restore", watched)
+    bad_batches(6, 7, 8)
+    fit("here", model=Bigram(vocab=4096))
+    assert live == [0]
 
 
 def test_a_run_that_went_back_is_resumed_bit_for_bit(bad_batches):

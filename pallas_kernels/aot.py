@@ -113,6 +113,9 @@ def _tpu_devices(topology: str, slices: int) -> tuple[Any, ...]:
         # No TPU here: else libtpu asks the cloud's metadata server what machine this is, and lets in one process only.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        # which machine of which pod this is: it complains when nobody says, and topologies do not go by it
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(libtpu.__file__).parent / "libtpu.so"))
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}

@@ -12,24 +12,28 @@ from jaxscale.nn import GELU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRoute
 Tree = Any
 
 
-def layer(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+def layer(
+    c: MixtureOfExperts, p: Tree, x: np.ndarray, real: np.ndarray | None = None
+) -> tuple[np.ndarray, dict[str, float]]:
     """What the layer adds to (B, S, E), and what it reports.
 
     Args:
       c: which layer.
       p: its parameters: router (E, X), load_bias (X), gate, up (X, E, F) and down (X, F, E), and shared's.
       x: activations.
+      real: (B, S), which tokens are no padding; all by default.
     """
+    real = np.ones(x.shape[:2], bool) if real is None else real
     scores = x @ p["router"]
     values, probabilities = _values(c, scores)
-    y, load, dropped = _by_experts(c, p, x, probabilities) if _ec(c) else _by_tokens(c, p, x, values)
+    y, load, dropped = _by_experts(c, p, x, probabilities, real) if _ec(c) else _by_tokens(c, p, x, values, real)
     if c.shared:
         matrices = [p["shared"][n]["kernel"] if n in p["shared"] else None for n in ("gate", "up", "down")]
         y = y + _expert(c, x, *matrices)
     share = load / load.sum()
-    mean = probabilities.mean((0, 1))
+    mean = probabilities[real].mean(0)
     balance = c.experts * sum(f * q for f, q in zip(share, mean, strict=True))
-    z = np.mean(np.log(np.exp(scores).sum(-1)) ** 2)
+    z = np.mean(np.log(np.exp(scores[real]).sum(-1)) ** 2)
     return y, {
         "loss": c.balance_loss * balance + c.z_loss * z,
         "layers": 1.0,
@@ -43,7 +47,8 @@ def layer(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> tuple[np.ndarray, dict
 def load(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> np.ndarray:
     """The share of choices that each expert had, before anything was dropped."""
     values, probabilities = _values(c, x @ p["router"])
-    count = (_by_experts(c, p, x, probabilities) if _ec(c) else _by_tokens(c, p, x, values))[1]
+    real = np.ones(x.shape[:2], bool)
+    count = (_by_experts(c, p, x, probabilities, real) if _ec(c) else _by_tokens(c, p, x, values, real))[1]
     return count / count.sum()
 
 
@@ -60,7 +65,9 @@ def _values(c: MixtureOfExperts, scores: np.ndarray) -> tuple[np.ndarray, np.nda
     return (e / e.sum(-1, keepdims=True),) * 2
 
 
-def _by_tokens(c: MixtureOfExperts, p: Tree, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+def _by_tokens(
+    c: MixtureOfExperts, p: Tree, x: np.ndarray, values: np.ndarray, real: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
     y, load, lost = np.zeros_like(x), np.zeros(c.experts), 0
     b, s, _ = x.shape
     group = s if c.capacity is None else min(c.group or s, s)
@@ -71,7 +78,7 @@ def _by_tokens(c: MixtureOfExperts, p: Tree, x: np.ndarray, values: np.ndarray) 
         for start in range(0, s, group):
             used = np.zeros(c.experts)
             for rank in range(c.top_k):  # everyone's first choice before anyone's second
-                for at in range(start, start + group):
+                for at in start + np.flatnonzero(real[row, start : start + group]):
                     v = values[row, at]
                     best = np.argsort(-(v + p.get("load_bias", 0.0)), kind="stable")[: c.top_k]
                     expert = best[rank]
@@ -82,10 +89,12 @@ def _by_tokens(c: MixtureOfExperts, p: Tree, x: np.ndarray, values: np.ndarray) 
                     used[expert] += 1
                     weight = factor * v[expert] / (v[best].sum() if c.router.normalized else 1.0)
                     y[row, at] += weight * _expert(c, x[row, at], *_matrices(p, expert))
-    return y, load, lost / (b * s * c.top_k)
+    return y, load, lost / (real.sum() * c.top_k)
 
 
-def _by_experts(c: MixtureOfExperts, p: Tree, x: np.ndarray, prob: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+def _by_experts(
+    c: MixtureOfExperts, p: Tree, x: np.ndarray, prob: np.ndarray, real: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
     y, load = np.zeros_like(x), np.zeros(c.experts)
     b, s, _ = x.shape
     group = min(c.group or s, s)
@@ -96,11 +105,12 @@ def _by_experts(c: MixtureOfExperts, p: Tree, x: np.ndarray, prob: np.ndarray) -
         for start in range(0, s, group):
             for expert in range(c.experts):
                 mine = prob[row, start : start + group, expert]
-                for at in start + np.argsort(-mine, kind="stable")[:slots]:
+                best = start + np.argsort(-mine, kind="stable")
+                for at in best[real[row, best]][:slots]:
                     y[row, at] += prob[row, at, expert] * _expert(c, x[row, at], *_matrices(p, expert))
                     taken[row, at] = True
                     load[expert] += 1
-    return y, load, float(np.mean(~taken))
+    return y, load, float(np.mean(~taken[real]))
 
 
 def _matrices(p: Tree, expert: int) -> list[np.ndarray | None]:

@@ -104,9 +104,9 @@ def _layer(c, p, x, place, document, window):  # type: ignore[no-untyped-def]
     h = _norm(c, p["attn_norm"], x)
     attention = post("attn_post_norm", _attention(c, p["attn"], h, place, document, window))
     if c.parallel:
-        return x + attention + post("mlp_post_norm", _feed_forward(c, p["mlp"], h))
+        return x + attention + post("mlp_post_norm", _feed_forward(c, p["mlp"], h, document != 0))
     x = x + attention
-    return x + post("mlp_post_norm", _feed_forward(c, p["mlp"], _norm(c, p["mlp_norm"], x)))
+    return x + post("mlp_post_norm", _feed_forward(c, p["mlp"], _norm(c, p["mlp_norm"], x), document != 0))
 
 
 def _attention(c, p, h, place, document, window):  # type: ignore[no-untyped-def]
@@ -214,10 +214,10 @@ def _yarn(i: int, head_dim: int, theta: float, frequency: float, s: YarnScaling)
     return frequency / s.factor * interpolated + frequency * (1 - interpolated)
 
 
-def _feed_forward(c: TransformerConfig, p: Tree, h: np.ndarray) -> np.ndarray:
+def _feed_forward(c: TransformerConfig, p: Tree, h: np.ndarray, real: np.ndarray) -> np.ndarray:
     if "router" in p:
         assert isinstance(c.mlp, MixtureOfExperts)
-        return numpy_experts.layer(c.mlp, p, h[None])[0][0]
+        return numpy_experts.layer(c.mlp, p, h[None], real[None])[0][0]
     if isinstance(c.mlp, MixtureOfExperts):
         c = dataclasses.replace(c, mlp=c.dense_mlp)
 

@@ -128,7 +128,10 @@ def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(layout):
     assert all(c.times == 1 and c.certain for c in found), found
     assert 0 <= sum(c.payload for c in found if c.kind != "all-gather") - want <= SCALARS
     scattered = sum(c.payload for c in found if c.kind == "reduce-scatter")
-    assert scattered == (want - 4 * 3 * 256 if layout.rules == "zero2" else 0)
+    if layout.rules != "zero2":
+        assert scattered == 0
+        return
+    assert scattered in (4 * MATRICES // 2, 4 * (MATRICES + TABLES) // 2)  # jax 0.10's compiler sums the tables whole
 
 
 @needs(why_no_tpu())

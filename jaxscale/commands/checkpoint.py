@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
             help=f"one checkpoint (default: {'the newest' if name in ('show', 'export') else 'all'})",
         )
         if action is _export:
-            one.add_argument("--out", metavar="DIR", required=True, help="the folder to write, which is not there yet")
+            one.add_argument("--out", metavar="DIR", help="the folder to write, which is not there yet")
         one.set_defaults(run_command=run, action_command=action)
 
 
@@ -131,6 +131,8 @@ def _convert(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> 
 def _export(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     from jaxscale.train.checkpoints.export import to_orbax
 
+    if args.out is None:
+        raise CheckpointError("name the folder to write, as --out demo-orbax")
     count = to_orbax(found.folder / str(steps[-1]), Path(args.out))
     print(f"checkpoint {steps[-1]}: {count} arrays are in {args.out}, as Orbax's StandardCheckpointer restores them")
     return 0

@@ -39,7 +39,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--topology",
         metavar="NAME",
-        required=True,
         help="a TPU slice as v5p:8x8x8 (two of them: v5p:8x8x8*2), GPUs as h200:8 or h100:8x4 (four hosts), cpu:8, or "
         "a hardware file of yours, as my_chip.json:8",
     )
@@ -65,6 +64,8 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
+    if args.topology is None:  # not argparse's to say, which would not name a misspelt option first
+        raise ConfigError("name the hardware, as --topology v5p:4x4x4")
     import jax
 
     # planning needs no accelerator, and must not wait for one that is busy or is not there

@@ -160,3 +160,11 @@ def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is
     done, refused = searching._compile(found, there, 3, quiet)
     assert asked == [found[0].candidate.config, found[1].candidate.config, found[-1].candidate.config]
     assert sorted(done) == [1, len(found) - 1] and "does not like it" in refused[0]
+
+
+def test_a_misspelt_option_is_named_before_the_one_that_is_missing(tmp_path, capfd):
+    gin = str(write_gin(tmp_path / "small.gin"))
+    assert main(["plan", gin, "--topolgy", "cpu:8"]) == 2
+    assert "--topolgy" in capfd.readouterr().err
+    assert main(["plan", gin]) == 2
+    assert "--topology v5p" in capfd.readouterr().err

@@ -1,0 +1,125 @@
+"""What a sweep is made of: trials and their records, a search that chooses them, a runner that carries them out.
+
+All state of a sweep is on disk: its records are read from the folders of its runs. A search is a function of the
+records, so that a sweep which was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+WAITING, RUNNING, PAUSED, FINISHED, STOPPED, FAILED = "waiting", "running", "paused", "finished", "stopped", "failed"
+"""States of a record: paused has reached its `until` and may go on; stopped will not, its search gave it up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A run that a sweep wants.
+
+    Args:
+      id: 0, 1, ... in the order in which they were asked for.
+      bindings: what each axis is bound to, by binding (`{"train.lr": 3e-3}`), as plain values or gin references.
+      until: the step to go to now; `None` is the config's last. A trial asked for again with a larger one goes on
+        from its checkpoint. The schedule is always that of the config's last step.
+    """
+
+    id: int
+    bindings: Mapping[str, Any]
+    until: int | None = None
+
+
+@dataclasses.dataclass
+class Record:
+    """What became of a trial; a row of the table.
+
+    Args:
+      trial: as last asked for.
+      state: one of the states above.
+      curve: (step, objective) as measured so far, steps ascending.
+      metrics: the last of each metric, by name.
+      seconds: of wall time, over all its starts.
+      error: what it failed with, one sentence.
+      run: its folder.
+    """
+
+    trial: Trial
+    state: str = WAITING
+    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+    run: Path | None = None
+
+
+class Axis(Protocol):
+    """The values of a binding: a list's, or a distribution's."""
+
+    def at(self, u: float) -> Any:
+        """The value at a quantile `u` in [0, 1)."""
+
+    def grid(self) -> Sequence[Any] | None:
+        """Every value, or `None` where there is no end of them."""
+
+
+class Search(Protocol):
+    """Chooses what to try. Keeps nothing: what it answers follows from its fields, the space and the records."""
+
+    def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:
+        """The next trial to start or to go on with; `None` when there is none at present.
+
+        A sweep ends when this is `None` while nothing runs.
+
+        Args:
+          space: the axes by binding.
+          records: of all trials so far, by id.
+          steps: the config's last step.
+        """
+
+    def keeps(self, record: Record, records: Sequence[Record]) -> bool:
+        """Whether a running trial is worth going on with; asked whenever its curve has grown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A trial on its way to a runner.
+
+    Args:
+      trial: the trial.
+      folder: of its run; what is there already is gone on from.
+      config: gin text that describes the whole run, axes bound.
+      imports: modules to import first.
+    """
+
+    trial: Trial
+    folder: Path
+    config: str
+    imports: tuple[str, ...] = ()
+
+
+class Handle(Protocol):
+    """Jobs that were started together."""
+
+    def alive(self) -> bool:
+        """Whether they still run."""
+
+    def stop(self, id: int) -> None:
+        """Ends a trial at its next step, with a checkpoint."""
+
+
+class Runner(Protocol):
+    """Where runs go. A job's outcome is read from its folder (`outcome.json`), which `run_job` writes."""
+
+    def slots(self) -> int:
+        """How many trials may run at once."""
+
+    def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
+        """Which jobs to start as one (`vmap` takes those whose shapes agree); each alone, for most."""
+
+    def start(self, jobs: Sequence[Job]) -> Handle:
+        """Starts them."""
+
+    def close(self) -> None:
+        """Ends what still runs; called however the sweep ends."""

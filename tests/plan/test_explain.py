@@ -208,6 +208,6 @@ def test_what_a_chip_would_hold_is_told_by_tensor():
     found = js.explain(config, "v5e:2x2").compiled
     scores = 2 * 8 * 4 * 1024**2 * 2  # bytes: layers, rows of a device, heads, the square, bfloat16
     assert found.activations["scores"] >= scores
-    # How well the allocator packs differs by libtpu (0.7% lost by 0.0.52, 18% by 0.0.50); it never loses a whole buffer.
+    # How well the allocator packs differs by libtpu (0.0.52 loses 0.7%, 0.0.50 18%); it never loses a whole buffer.
     largest = max(b.bytes for b in found.memory.buffers)
     assert abs(found.memory.groups["between buffers"]) < largest or jax.__version_info__ < (0, 11)

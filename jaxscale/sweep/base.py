@@ -78,8 +78,31 @@ class Search(Protocol):
           steps: the config's last step.
         """
 
-    def keeps(self, record: Record, records: Sequence[Record]) -> bool:
+    def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
         """Whether a running trial is worth going on with; asked whenever its curve has grown."""
+
+    def total(self, space: Mapping[str, Axis]) -> int | None:
+        """How many trials it asks for in all; `None` where that has no end, and `sweep.runs` has to say."""
+
+
+class Ledger(Protocol):
+    """Which trials there are and who has them: a sweep's own folder, or a storage that several machines share."""
+
+    def records(self) -> list[Record]:
+        """All trials by id, whoever runs them. A waiting one was asked for and nobody runs it, or does any more."""
+
+    def claim(self, trial: Trial) -> Path | None:
+        """Writes down that this machine runs a trial now, before it does.
+
+        Returns:
+          The folder to run it in; `None` where another machine was quicker, and the records have to be read again.
+        """
+
+    def report(self, record: Record) -> bool:
+        """Tells how far one of this machine's trials is, and how it ended; `False` where it is another's by now."""
+
+    def close(self) -> None:
+        """Gives up nothing: what runs stays claimed until it falls silent."""
 
 
 @dataclasses.dataclass(frozen=True)

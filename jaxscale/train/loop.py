@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -169,7 +170,7 @@ class _Loop:
                     self.checkpoints.close()
             if self.main:
                 with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
-                    self._write_info(status, self._last_step())
+                    self._write_info(status, self._last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
         self.watchdog.phase(int(state.step), "picture and sample", disk=True)
         self._picture()
@@ -177,6 +178,7 @@ class _Loop:
             reporter.say(f"stopped by {self.stop['signal']} after step {int(state.step)}; its checkpoint is written")
         elif config.prompt is not None:
             text = self.run.sample(config.prompt, tokens=400)
+            self._keep_sample(int(state.step), config.prompt, text)
             reporter.say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
 
     def _to_the_end(self, state: TrainState, files: list[Any]) -> TrainState:
@@ -434,7 +436,7 @@ class _Loop:
         board = tensorboard_or_none(self.run.path / "tensorboard", self.config.tensorboard)
         return [MetricsFile(self.run.path / "metrics.jsonl"), *([board] if board else [])]
 
-    def _write_info(self, status: str, step: int) -> None:
+    def _write_info(self, status: str, step: int, error: BaseException | None = None) -> None:
         before: dict[str, Any] = {}
         with contextlib.suppress(RunError):
             before = self.run.info
@@ -446,6 +448,7 @@ class _Loop:
             "step": step,
             "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
             "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **({"error": f"{type(error).__name__}: {error}"} if error is not None else {}),
         }
         write_text(self.run.path / "run.json", json.dumps(info, indent=2) + "\n")
 
@@ -453,6 +456,13 @@ class _Loop:
         """Another process failed, and this one's main thread may wait for it."""
         if self.run.info["status"] == "running":
             self._write_info("failed", self._last_step())
+
+    def _keep_sample(self, step: int, prompt: str, text: str) -> None:
+        """A line of `samples.jsonl`, for who compares runs later."""
+        if self.main:
+            samples = MetricsFile(self.run.path / "samples.jsonl")
+            samples.write({"step": step, "prompt": prompt, "text": text})
+            samples.close()
 
     def _picture(self) -> None:
         if not self.main:

@@ -203,7 +203,8 @@ def test_a_run_that_fails_says_so_in_its_folder(monkeypatch):
     monkeypatch.setattr("jaxscale.train.loop._Loop._place", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         fit(run="here")
-    assert js.Run("here").info["status"] == "failed"
+    info = js.Run("here").info
+    assert (info["status"], info["error"]) == ("failed", "OSError: the disk is gone")
 
 
 def test_a_run_that_fails_keeps_the_checkpoint_it_was_writing(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import optax
@@ -46,6 +47,8 @@ class TrainConfig:
       segments: attention stays within a document, and positions start anew in each; else a row is one text.
       eval_every: steps between evaluations on held-out documents; 0 evaluates at the end only.
       eval_batches: batches of an evaluation; 0 never evaluates.
+      evaluate_on: further corpora by name, whose held-out documents are evaluated on as well: the metric
+        `eval_loss/NAME` beside `eval_loss`. Nothing is trained on them.
       checkpoint_every: steps between checkpoints; 0 writes one at the end only.
       keep: how many of the newest checkpoints stay.
       keep_every: checkpoints of multiples of this step stay for good; `None` keeps none of them.
@@ -79,6 +82,7 @@ class TrainConfig:
     segments: bool = True
     eval_every: int = 0
     eval_batches: int = 16
+    evaluate_on: Mapping[str, Corpus] = dataclasses.field(default_factory=dict)
     checkpoint_every: int = 0
     keep: int = 3
     keep_every: int | None = None
@@ -97,6 +101,7 @@ class TrainConfig:
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         self._check_guards()
+        self._check_evaluate_on()
         for name, least in _LEAST.items():
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -125,6 +130,15 @@ class TrainConfig:
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
             raise ConfigError(f"train.guards has two called '{twice}'; leave one of them")
+
+    def _check_evaluate_on(self) -> None:
+        for name, corpus in self.evaluate_on.items():
+            if not isinstance(name, str) or not name or not set(name).isdisjoint(" \t\n/"):
+                raise ConfigError(f"train.evaluate_on names a corpus {name!r}; use a word, such as 'markdown'")
+            if isinstance(corpus, type) or not hasattr(corpus, "source"):
+                raise ConfigError(
+                    f"train.evaluate_on['{name}'] must be a corpus such as text_files('docs/*.md'), not {corpus!r}"
+                )
 
     @property
     def micro_batch(self) -> int:

@@ -52,6 +52,8 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
         yield "train.eval_every", c.eval_every, "train.eval_batches = 0 never evaluates"
     elif c.eval_every > c.steps:
         yield "train.eval_every", c.eval_every, ends
+    if c.evaluate_on and not c.eval_batches:
+        yield "train.evaluate_on", list(c.evaluate_on), "train.eval_batches = 0 never evaluates"
     if c.checkpoint_every > c.steps:
         yield "train.checkpoint_every", c.checkpoint_every, ends
     once = not c.checkpoint_every or c.checkpoint_every >= c.steps

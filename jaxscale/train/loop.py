@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, ConfigError, RunError, near
 from jaxscale.layout import describe
 from jaxscale.train import agree
@@ -241,7 +242,7 @@ class _Loop:
                     self.returns = 0
                 if evaluate and step == now:
                     self.watchdog.phase(now, "evaluation")
-                    row["eval_loss"] = self._eval(state)
+                    row |= {metric: self._eval(state, batches) for metric, batches in self.prepared.heldout.items()}
                 self._write(row, files)
             if save:
                 self.watchdog.phase(now, "save", disk=True)
@@ -301,10 +302,10 @@ class _Loop:
         share = None if self.peak is None else row["model_flops_per_second"] / self.peak
         self.reporter.step(row, self.config.steps, left, share)
 
-    def _eval(self, state: TrainState) -> float:
+    def _eval(self, state: TrainState, batches: list[Batch]) -> float:
         loss = tokens = 0.0
-        for i in range(len(self.prepared.heldout)):
-            batch = self.prepared.place(self.prepared.heldout.__getitem__, i)
+        for i in range(len(batches)):
+            batch = self.prepared.place(batches.__getitem__, i)
             part, weight = self.evaluate(state.params, batch)
             loss, tokens = loss + float(part), tokens + float(weight)
         if tokens == 0:

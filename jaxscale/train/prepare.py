@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxscale.data import Batch, Loader, Source, heldout_batches, to_devices
+from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
 from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.optim import balanced, chain, without_biases
@@ -29,6 +29,9 @@ from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, m
 
 log = logging.getLogger("jaxscale")
 
+EVAL_LOSS = "eval_loss"
+"""The metric of held-out documents; of a further corpus it is followed by a stroke and its name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -38,7 +41,7 @@ class Prepared:
       blueprint: model, optimizer and layout.
       schedule: step -> learning rate, or `None` when the optimizer brings its own.
       loader: training batches by step.
-      heldout: held-out batches, on the host.
+      heldout: held-out batches, on the host, by metric: `eval_loss`, and `eval_loss/NAME` of further corpora.
       batch: sharding of a batch, or `None`.
       keys: the entries of a batch that the model is given.
     """
@@ -46,7 +49,7 @@ class Prepared:
     blueprint: Blueprint
     schedule: Callable[[Any], Any] | None
     loader: Loader
-    heldout: list[Batch]
+    heldout: dict[str, list[Batch]]
     batch: Any
     keys: tuple[str, ...]
 
@@ -112,27 +115,33 @@ def prepare(config: TrainConfig) -> Prepared:
             )
     blueprint, schedule = check(config)
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
-    open_source = functools.partial(
-        config.data.source, config.tokenizer, seq_len=config.seq_len, packing=config.packing
-    )  # fmt: skip
-    source: Source = open_source(split="train")
-    if source.vocab_size > config.model.vocab:
-        raise ConfigError(
-            f"the data has {source.vocab_size} token ids and the model {config.model.vocab}; set the model's vocab "
-            f"to {source.vocab_size} or a multiple above it"
-        )
+    source = _open(config.data, "train", config)
     if config.prompt is not None:
         from jaxscale.infer.sample import prompt_ids  # the same floor: only when asked
 
         prompt_ids(config, config.prompt)  # not after hours of training
-    _check_same_everywhere(source)
-    heldout: list[Batch] = []
+    heldout: dict[str, list[Batch]] = {}
     if config.eval_batches:
-        heldout = list(heldout_batches(open_source(split="heldout"), config.batch_size, config.eval_batches))
+        further = {f"{EVAL_LOSS}/{name}": corpus for name, corpus in config.evaluate_on.items()}
+        for metric, corpus in {EVAL_LOSS: config.data, **further}.items():
+            rows = _open(corpus, "heldout", config)
+            heldout[metric] = list(heldout_batches(rows, config.batch_size, config.eval_batches))
     keys: tuple[str, ...] = ("tokens", "targets", "weights")
     if config.segments:
         keys = (*keys, "segment_ids", "positions")
     return Prepared(blueprint, schedule, Loader(source, config.batch_size, config.seed), heldout, sharding, keys)
+
+
+def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
+    """One split of a corpus, whose ids the model has; the same on every process."""
+    source = corpus.source(config.tokenizer, seq_len=config.seq_len, split=split, packing=config.packing)
+    if source.vocab_size > config.model.vocab:
+        raise ConfigError(
+            f"the corpus '{source.name}' has {source.vocab_size} token ids and the model {config.model.vocab}; set the "
+            f"model's vocab to {source.vocab_size} or a multiple above it"
+        )
+    _check_same_everywhere(source)
+    return source
 
 
 def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:

@@ -37,6 +37,12 @@ def add(commands: Any) -> None:
         "of these very settings; start anew where there is none",
     )
     parser.add_argument("--profile", metavar="FIRST:LAST", help="write a profile of these steps, as 10:15")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: check everything but the data, trace and lower one step on the mesh, whose devices need "
+        "not be here, and print what it would be",
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run_command=run)
 
@@ -50,6 +56,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if args.resume and (args.run or args.go_on or args.config):
         raise ConfigError("--resume names a run, which has its own config.gin; leave out CONFIG, --run and --continue")
     config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
+    if args.dry_run:
+        from jaxscale.plan import dry_run
+
+        print(dry_run(config))
+        return 0
     trained = fit(
         config,
         run=args.resume or args.run,

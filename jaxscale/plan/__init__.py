@@ -1,7 +1,8 @@
 """Planning: what a run will do and cost, before it runs."""
 
 from jaxscale.plan.as_gin import as_gin
-from jaxscale.plan.compile import compile_for, compile_step, topology_devices
+from jaxscale.plan.compile import compile_for, compile_step, lower_step, topology_devices
+from jaxscale.plan.dry_run import DryRun, dry_run
 from jaxscale.plan.explain import Explanation, explain
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, plan_for
@@ -11,6 +12,7 @@ from jaxscale.plan.space import Space
 
 __all__ = [
     "Choice",
+    "DryRun",
     "Estimate",
     "Explanation",
     "Plan",
@@ -21,8 +23,10 @@ __all__ = [
     "compile_for",
     "compile_step",
     "compiled_bytes",
+    "dry_run",
     "estimate",
     "explain",
+    "lower_step",
     "plan_for",
     "search",
     "topology_devices",

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
-from jaxscale.train import TrainConfig, batch_sharding, blueprint_of, jit_step, make_loss_and_grads, make_step
+from jaxscale.train import TrainConfig, batch_sharding, blueprint_of, check, jit_step, make_loss_and_grads, make_step
+from jaxscale.train.guards import Guard
 from pallas_kernels.aot import compile_lowered, devices_of
 from pallas_kernels.dispatch import KernelError
 
@@ -95,20 +96,47 @@ def compile_step(config: TrainConfig, topology: str | None) -> Any:
         if config.layout is None:
             raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
         config = dataclasses.replace(config, layout=config.layout.on(devices))
+    lowered = _lowered(config, (), None)
+    return lowered.compile() if devices is None else compile_lowered(lowered, devices)
+
+
+def lower_step(config: TrainConfig) -> Any:
+    """Traces and lowers the training step of a run as `fit` makes it, for devices that need not be here.
+
+    Whatever is wrong with shapes, dtypes, kernels or the layout shows, at any size, within a second or two; nothing is
+    compiled or allocated, and the data is not opened. A mesh with a -1 takes the devices that are here.
+
+    Args:
+      config: the run's settings.
+
+    Returns:
+      a `jax.stages.Lowered` of `(state, batch) -> (state, metrics)` on an abstract mesh, for this machine's platform.
+
+    Raises:
+      LayoutError, ConfigError: naming what does not fit, as `jaxscale.train.check`.
+    """
+    if config.layout is not None:
+        config = dataclasses.replace(config, layout=config.layout.abstract())
+    check(config)
+    return _lowered(config, config.guards, jax.default_backend())
+
+
+def _lowered(config: TrainConfig, guards: tuple[Guard, ...], platform: str | None) -> Any:
+    """The lowered step of a run on its own layout; `platform` is needed where that has no devices."""
     blueprint, schedule = blueprint_of(config)
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
     loss_and_grads = make_loss_and_grads(
         blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
     )
-    step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule), blueprint, sharding)
+    step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule, guards), blueprint, sharding)
     with config.layout if config.layout is not None else contextlib.nullcontext():
         state: Any = blueprint.abstract_state()
         if config.layout is not None:
             state = jax.tree.map(
                 lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, blueprint.shardings()
             )
-        lowered = step.lower(state, abstract_batch(config))
-        return lowered.compile() if devices is None else compile_lowered(lowered, devices)
+        traced = step.trace(state, abstract_batch(config))
+        return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,0 +1,95 @@
+"""Everything of a training run but the run: its step, traced and lowered for devices that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+
+from jaxscale.layout import describe
+from jaxscale.plan.compile import lower_step
+from jaxscale.train import TrainConfig, blueprint_of
+from jaxscale.train.report import human_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What one step of a run would be.
+
+    Args:
+      layout: mesh and rules, in words.
+      devices: of the mesh.
+      parameters: of the model.
+      rows, tokens: of a step's batch, over the whole machine.
+      micro_batches: that a step makes of it.
+      flops: of a step's products, over the whole machine, as the model's formula has them.
+      parameter_bytes, state_bytes: per device, of the parameters and of all that training keeps between steps.
+      operations: lines of the lowered program.
+      seconds: that tracing and lowering took.
+    """
+
+    layout: str
+    devices: int
+    parameters: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    flops: int
+    parameter_bytes: int
+    state_bytes: int
+    operations: int
+    seconds: float
+
+    def __str__(self) -> str:
+        batch = f"{self.rows:,} rows, {self.tokens:,} tokens"
+        batch += f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        kept = f"{human_bytes(self.state_bytes)} a device, {human_bytes(self.parameter_bytes)} of it parameters"
+        rows = {
+            "layout": f"{self.layout}: {self.devices:,} device{'s' * (self.devices > 1)}",
+            "model": f"{self.parameters:,} parameters",
+            "batch": batch,
+            "step": f"{self.flops:.3g} FLOPs of products, over all devices",
+            "state": kept,
+            "program": f"{self.operations:,} lines, traced and lowered in {self.seconds:.1f} s; not compiled",
+        }
+        return "\n".join(f"{name:8} {text}" for name, text in rows.items())
+
+
+def dry_run(config: TrainConfig) -> DryRun:
+    """Does all of a step that needs no device: checks the run, traces its step on the layout's mesh, lowers it.
+
+    Args:
+      config: the run's settings; its data is not opened.
+
+    Raises:
+      LayoutError, ConfigError: naming what does not fit.
+    """
+    start = time.perf_counter()
+    lowered = lower_step(config)
+    seconds = time.perf_counter() - start
+    layout = config.layout if config.layout is None else config.layout.abstract()
+    blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
+    return DryRun(
+        layout=str(layout) if layout else "no layout",
+        devices=layout.devices if layout else 1,
+        parameters=config.model.param_count(),
+        rows=config.batch_size,
+        tokens=config.batch_size * config.seq_len,
+        micro_batches=config.accumulate,
+        flops=config.model.flops(config.batch_size, config.seq_len),
+        parameter_bytes=sum(row.bytes_per_device for row in describe(blueprint.infos, layout)),
+        state_bytes=_bytes_per_device(blueprint.abstract_state(), blueprint.shardings()),
+        operations=lowered.as_text().count("\n"),
+        seconds=seconds,
+    )
+
+
+def _bytes_per_device(arrays: Any, shardings: Any) -> int:
+    def bytes_of(x: Any, where: Any = None) -> int:
+        shape = x.shape if where is None else where.shard_shape(x.shape)
+        return 0 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else math.prod(shape) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(bytes_of, arrays, *([] if shardings is None else [shardings]))))

@@ -1,0 +1,67 @@
+"""Every gin file of the repository loads, resolves to what it did before, and makes a step.
+
+The dry run checks the run as `fit` does, traces one whole training step (loss, gradients, guards, optimizer) on the
+file's own mesh, abstract where it is larger than this machine, and lowers it for the CPU; no compiler runs, since that
+takes seconds a file and, for a mesh of 1,024 devices, these devices. Data is not opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxscale import config
+from jaxscale.cli import main
+from jaxscale.plan import dry_run
+from tests.truth import golden
+
+FILES = golden.gin_files()
+each = pytest.mark.parametrize("file", FILES, ids=str)
+
+
+def test_every_gin_file_has_a_resolved_form_and_every_resolved_form_a_file():
+    kept = {path.relative_to(golden.GOLDEN) for path in golden.GOLDEN.rglob("*.gin")}
+    assert FILES
+    assert sorted(kept) == FILES, f"run: {golden.COMMAND}"
+
+
+@each
+def test_a_gin_file_resolves_to_what_it_did(file: Path):
+    kept = golden.GOLDEN / file
+    assert kept.exists(), f"{file} has no resolved form; run: {golden.COMMAND}"
+    changed = golden.changes(kept.read_text(), golden.resolved(file))
+    assert not changed, "\n  ".join([f"{file} changed; if it is meant to, run: {golden.COMMAND}", *changed])
+
+
+@each
+def test_a_resolved_form_is_the_same_run(file: Path):
+    want = golden.load(file)
+    config.load(bindings=[golden.resolved(file)])
+    assert config.call("train") == want
+
+
+@each
+def test_a_gin_file_makes_a_step(file: Path):
+    found = dry_run(golden.load(file))
+    assert found.operations > 500
+    assert found.parameter_bytes * found.devices >= 4 * found.parameters
+
+
+def test_a_dry_run_says_what_a_step_is_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    """On 64 devices each parameter is 4 bytes on one of them, and its two moments 8 more."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(golden.ROOT / "experiments/llama3_8b.gin"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for words in ("fsdp=64", "64 devices", "8,030,261,248 parameters", "2,097,152 tokens", "1.41 GiB", "480 MiB"):
+        assert words in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_setting_that_changed_is_named():
+    was, now = "train.lr = 0.1\ntrain.steps = 3\n", "train.lr = 0.2\ntrain.new = None\n"
+    assert golden.changes(was, now) == [
+        "train.lr: 0.1 -> 0.2",
+        "train.new: not there -> None",
+        "train.steps: 3 -> not there",
+    ]

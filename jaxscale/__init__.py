@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxscale.version import __version__
 
 if TYPE_CHECKING:
-    from jaxscale import config, data, errors, hardware, infer, layout, models, nn, optim, parallel, plan, train
+    from jaxscale import config, data, errors, hardware, infer, layout, models, nn, optim, parallel, plan, sweep, train
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
     from jaxscale.train import Run, TrainConfig
@@ -33,6 +33,7 @@ _ROOMS = (
     "optim",
     "parallel",
     "plan",
+    "sweep",
     "train",
 )
 _NAMES = {
@@ -72,6 +73,7 @@ __all__ = [
     "parallel",
     "plan",
     "simulate_devices",
+    "sweep",
     "train",
 ]
 

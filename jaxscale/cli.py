@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxscale.commands import checkpoint, explain, launch, microbench, plan, replay, sample, schedule, train
+from jaxscale.commands import checkpoint, explain, launch, microbench, plan, replay, sample, schedule, sweep, train
 from jaxscale.commands.shared import TEXT, import_module, join
 from jaxscale.errors import MISTAKE, ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
-COMMANDS = (train, launch, explain, plan, sample, checkpoint, replay, schedule, microbench)
+COMMANDS = (train, launch, sweep, explain, plan, sample, checkpoint, replay, schedule, microbench)
 """In the order in which the help lists them."""
 
 _DESCRIPTION = """\

@@ -27,12 +27,25 @@ from gin.config import ConfigurableReference, ParserDelegate
 from gin.config_parser import BindingStatement, BlockDeclaration, ImportStatement
 
 from jaxscale.config_parse import Statement, read_file, read_text, split_overrides
-from jaxscale.config_text import LOST, Inexpressible, Parts, Writer, literal
+from jaxscale.config_text import LOST, Inexpressible, Parts, Text, Writer, literal
 from jaxscale.config_types import fits, parameters, say, type_hints
 from jaxscale.errors import ConfigError, near
 
-__all__ = ["REQUIRED", "Bound", "call", "clear", "dumps", "load", "lost", "register", "registered"]
-__all__ += ["split_overrides", "unused", "unwrap"]
+__all__ = [
+    "REQUIRED",
+    "Bound",
+    "Text",
+    "call",
+    "clear",
+    "dumps",
+    "isolated",
+    "load",
+    "lost",
+    "parse",
+    "raw",
+    "register",
+]
+__all__ += ["registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
 
 REQUIRED = gin.REQUIRED
 _MACRO = "gin.macro"
@@ -215,6 +228,76 @@ def call(name: str, /, **kwargs: object) -> object:
 def unused() -> list[str]:
     """Bindings of the loaded config that no `call` has read so far, such as `model/Rotary.theta`; macros included."""
     return sorted(_name(key) for key in _BINDINGS if key not in _READ)
+
+
+# --- values as they are written ---------------------------------------------------------------------------------------
+
+
+def raw(name: str) -> object:
+    """What the loaded config binds, unresolved: a reference is `Text`, a macro what it stands for.
+
+    Args:
+        name: A binding, such as `sweep.axes`, or a macro.
+
+    Raises:
+        ConfigError: Nothing binds it.
+    """
+    scope, _, last = name.rpartition("/")
+    selector, dot, parameter = last.rpartition(".")
+    key = (scope, _find(selector) or selector, parameter) if dot else (name, _MACRO, "value")
+    if key not in _BINDINGS:
+        raise ConfigError(f"nothing binds '{name}'{near(name, map(_name, _BINDINGS))}")
+    _READ.add(key)
+    return _unresolved(_BINDINGS[key].value)
+
+
+def parse(text: str) -> object:
+    """The value of a gin text, references in it as `Text`; `text` turns it back.
+
+    Raises:
+        ConfigError: It cannot be parsed, or refers to what is not registered.
+    """
+    return _unresolved(_value(text))
+
+
+def text(value: object) -> str:
+    """gin text of a literal, a `Text`, or containers of them.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        return literal(value, _no_words, ())
+    except Inexpressible:
+        raise ConfigError(f"{value!r} is no gin literal; write it as a reference, such as Text('@Lion()')") from None
+
+
+def resolve(text: str) -> object:
+    """What a gin text stands for under the loaded config: `@Lion()` calls, `@Lion` does not."""
+    return _resolve(_value(text), ())
+
+
+def _value(text: str) -> object:
+    [(statement, _)] = read_text(f"_ = {text}", _Delegate(), allow_imports=False)
+    return statement.value
+
+
+def _no_words(value: object, path: tuple[str, ...]) -> str:
+    raise Inexpressible
+
+
+def _unresolved(value: object) -> typing.Any:
+    if type(value) is list:
+        return [_unresolved(v) for v in value]
+    if type(value) is tuple:
+        return tuple(_unresolved(v) for v in value)
+    if type(value) is dict:
+        return {_unresolved(k): _unresolved(v) for k, v in value.items()}
+    macro = _macro(value)
+    if macro is not None and (macro, _MACRO, "value") in _BINDINGS:
+        _READ.add((macro, _MACRO, "value"))
+        return _unresolved(_BINDINGS[macro, _MACRO, "value"].value)
+    return Text(_words(value)) if isinstance(value, ConfigurableReference) else value
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,12 @@ LOST = "not expressible in gin; pass it again from Python"
 Parts = tuple[str, dict[str, object], bool]
 
 
+class Text(str):
+    """gin text of a reference, such as `@Lion()`, as a value that is written as it is, without quotes."""
+
+    __slots__ = ()
+
+
 class Inexpressible(Exception):
     """A value for which gin has no words."""
 
@@ -84,6 +90,8 @@ def literal(value: object, other: Callable[[object, tuple[str, ...]], str], path
         return repr(value)
     if isinstance(value, enum.Enum):
         raise Inexpressible
+    if isinstance(value, Text):
+        return str(value)
     if isinstance(value, str):
         return repr(str(value))
     if type(value) is bytes:

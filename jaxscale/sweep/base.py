@@ -131,6 +131,9 @@ class Handle(Protocol):
     def stop(self, id: int) -> None:
         """Ends a trial at its next step, with a checkpoint."""
 
+    def why(self) -> str:
+        """How what ran them ended, where that left no outcome ("ended by SIGKILL"); empty where it is not known."""
+
 
 class Runner(Protocol):
     """Where runs go. A job's outcome is read from its folder (`outcome.json`), which `run_job` writes."""

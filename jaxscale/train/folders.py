@@ -67,7 +67,7 @@ def _choose(
         raise RunError(
             f"{path} has no finished checkpoint to go on from; give --run {path} --continue to begin again in it"
         )
-    if (path / "run.json").exists():
+    if any((path / name).exists() for name in (".lock", "run.json")):  # killed before or after it wrote who it is
         say(f"starting again in {path}, which has no finished checkpoint")
         return path, False
     return new_folder(path, name), False

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ def fit(
     name: str = "run",
     profile: tuple[int, int] | None = None,
     quiet: bool = False,
+    until: int | None = None,
+    stop: Callable[[], bool] | None = None,
     **settings: Any,
 ) -> Run:
     """Trains a model and leaves a run folder.
@@ -59,6 +61,9 @@ def fit(
       name: what new folders are called.
       profile: (first, last) step of a profile written to the run's `profile/` folder.
       quiet: print nothing.
+      until: stop after this step, with an evaluation and a checkpoint to go on from; the schedule stays that of all
+        the config's steps.
+      stop: asked after every step; `True` is as good as a signal to stop.
       **settings: fields of `TrainConfig`.
 
     Returns:
@@ -75,6 +80,8 @@ def fit(
             f"profile {profile[0]}:{profile[1]}: steps count from 1 to {config.steps} here, and the last is not before "
             "the first"
         )
+    if until is not None and not 1 <= until <= config.steps:
+        raise ConfigError(f"until = {until}: steps count from 1 to {config.steps} here")
     reporter = Reporter(quiet or jax.process_index() != 0)
     with config.watchdog.preparing():
         prepared = prepare(config)
@@ -86,8 +93,8 @@ def fit(
             stack.enter_context(lock)
         if config.layout is not None:
             stack.enter_context(config.layout)
-        stop = stack.enter_context(stop_signals())
-        _Loop(config, prepared, out, reporter, profile, stop).train(resuming)
+        signals = stack.enter_context(stop_signals())
+        _Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop).train(resuming)
     return out
 
 
@@ -113,10 +120,12 @@ class _Loop:
         run: Run,
         reporter: Reporter,
         profile: tuple[int, int] | None,
-        stop: dict[str, str],
+        last: int,
+        signals: dict[str, str],
+        stop: Callable[[], bool] | None,
     ):
         self.config, self.prepared, self.run, self.reporter = config, prepared, run, reporter
-        self.profile, self.stop = profile, stop
+        self.profile, self.last, self.signals, self.stop = profile, last, signals, stop
         self.profiling = False
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
@@ -145,10 +154,9 @@ class _Loop:
         self.snapshots = config.snapshots.of(self.run.path)
         state = self._first_state(resuming)
         first = int(state.step)
-        if first >= config.steps:
-            raise RunError(
-                f"{self.run.path} has already taken {first} of {config.steps} steps; raise train.steps to go on"
-            )
+        if first >= self.last:
+            more = "until" if self.last < config.steps else "train.steps"
+            raise RunError(f"{self.run.path} has already taken {first} of {self.last} steps; raise {more} to go on")
         self._announce(first)
         files: list[Any] = []
         status = "failed"
@@ -158,7 +166,7 @@ class _Loop:
             state = self._to_the_end(state, files)
             self.watchdog.phase(int(state.step), "end of the last save", disk=True)
             self.checkpoints.close()
-            status = "finished" if int(state.step) == config.steps else "stopped"
+            status = self._status(int(state.step))
         finally:
             reporter.stop()
             self._end_profile()
@@ -175,12 +183,18 @@ class _Loop:
         self.run.state = state
         self.watchdog.phase(int(state.step), "picture and sample", disk=True)
         self._picture()
-        if status == "stopped":
-            reporter.say(f"stopped by {self.stop['signal']} after step {int(state.step)}; its checkpoint is written")
+        if status != "finished":
+            why = f"stopped by {self.signals['signal']}" if status == "stopped" else f"paused, {config.steps} to go to,"
+            reporter.say(f"{why} after step {int(state.step)}; its checkpoint is written")
         elif config.prompt is not None:
             text = self.run.sample(config.prompt, tokens=400)
             self._keep_sample(int(state.step), config.prompt, text)
             reporter.say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
+
+    def _status(self, step: int) -> str:
+        if step == self.config.steps:
+            return "finished"
+        return "paused" if step == self.last else "stopped"
 
     def _to_the_end(self, state: TrainState, files: list[Any]) -> TrainState:
         """Every step and the last checkpoint, however often a guard asks for the way back."""
@@ -216,10 +230,10 @@ class _Loop:
     def _steps(self, state: TrainState, first: int, files: list[Any]) -> TrainState:
         config = self.config
         pending: list[tuple[int, dict[str, jax.Array]]] = []
-        self.reporter.start(config.steps, first)
+        self.reporter.start(self.last, first)
         self.clock = time.perf_counter()
         self.spent, self.timed = 0.0, 0
-        for done in range(first, config.steps):
+        for done in range(first, self.last):
             now = self.now = done + 1
             self.watchdog.phase(now, "guards")
             for watch in self.watches:
@@ -230,8 +244,8 @@ class _Loop:
             pending.append((now, metrics))
             self.checkpoints.check()
             stopping = self._stopping(now)
-            last = stopping or now == config.steps
-            evaluate = bool(config.eval_batches) and (now == config.steps or _every(config.eval_every, now))
+            last = stopping or now == self.last
+            evaluate = bool(config.eval_batches) and (now == self.last or _every(config.eval_every, now))
             save = not last and _every(config.checkpoint_every, now)
             while len(pending) > (0 if evaluate or last or save else self.lag):
                 step, metrics = pending.pop(0)
@@ -298,9 +312,9 @@ class _Loop:
         row["time"] = time.time()
         for file in files:
             file.write(row)
-        left = self.spent / max(self.timed, 1) * (self.config.steps - row["step"])
+        left = self.spent / max(self.timed, 1) * (self.last - row["step"])
         share = None if self.peak is None else row["model_flops_per_second"] / self.peak
-        self.reporter.step(row, self.config.steps, left, share)
+        self.reporter.step(row, self.last, left, share)
 
     def _eval(self, state: TrainState, batches: list[Batch]) -> float:
         loss = tokens = 0.0
@@ -384,16 +398,18 @@ class _Loop:
 
     def _stopping(self, step: int) -> bool:
         """Whether any process was asked to stop; all answer alike."""
+        if self.stop is not None and self.stop():
+            self.signals.setdefault("signal", "request")
         if jax.process_count() == 1:
-            return bool(self.stop)
+            return bool(self.signals)
         if step % 10:
             return False
         self.watchdog.phase(step, "agreeing to go on")
         from jax.experimental import multihost_utils
 
-        asked = multihost_utils.process_allgather(np.asarray([bool(self.stop)]))
+        asked = multihost_utils.process_allgather(np.asarray([bool(self.signals)]))
         if bool(np.any(asked)):
-            self.stop.setdefault("signal", "another process")
+            self.signals.setdefault("signal", "another process")
         return bool(np.any(asked))
 
     @contextlib.contextmanager

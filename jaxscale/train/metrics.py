@@ -47,20 +47,37 @@ def json_row(row: dict[str, Any]) -> bytes:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, one per step in order of step, the last written of each; torn lines left out."""
-    rows: dict[int, dict[str, Any]] = {}
-    if not path.exists():
-        return []
-    for line in path.read_text(errors="replace").splitlines():
+    return Tail(path).rows()
+
+
+class Tail:
+    """A `metrics.jsonl` that grows: what was read of it before is not read again."""
+
+    def __init__(self, path: Path):
+        self._path, self._at = path, 0
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As `read_metrics`; a line that is being written comes with the next call."""
         try:
-            row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if step in rows:  # resumed from before it: what was written since is another future
-            rows = {s: r for s, r in rows.items() if s < step}
-        numbers = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in row.items()}
-        rows[step] = {**numbers, "step": step}
-    return [rows[step] for step in sorted(rows)]
+            with self._path.open("rb") as f:
+                f.seek(self._at)
+                new = f.read()
+        except FileNotFoundError:
+            return []
+        whole = new.rfind(b"\n") + 1
+        self._at += whole
+        for line in new[:whole].decode(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                step = int(row["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+            if step in self._rows:  # resumed from before it: what was written since is another future
+                self._rows = {s: r for s, r in self._rows.items() if s < step}
+            numbers = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in row.items()}
+            self._rows[step] = {**numbers, "step": step}
+        return [self._rows[step] for step in sorted(self._rows)]
 
 
 class TensorBoard:

@@ -1,0 +1,48 @@
+"""`jaxscale sweep`: the runs that a gin file with axes describes, and a table of what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxscale.commands.shared import TEXT, import_argument
+from jaxscale.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "sweep",
+        help="train many runs that differ in some bindings; leaves a table",
+        description="Trains what a gin file with sweep.axes describes, and leaves a folder: results.csv and a run "
+        "folder per trial.\nThe same command with the same --run goes on where it was stopped or killed.",
+        formatter_class=TEXT,
+    )
+    import_argument(parser)
+    parser.add_argument("config", metavar="FILE", help="a gin file with sweep.axes")
+    parser.add_argument(
+        "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, as --gin.train.steps=100"
+    )
+    parser.add_argument("--run", metavar="DIR", help="the sweep's folder (default: a new one, runs/<file>-<n>)")
+    parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace, bindings: list[str]) -> int:
+    """Does it."""
+    if args.run == "":
+        raise ConfigError("the name of the sweep's folder is empty; was a variable of the shell not set?")
+    from jaxscale.sweep.runners.pool import environment
+
+    os.environ.update(environment())
+    from jaxscale import config as gin_config
+    from jaxscale.sweep import Prepared, sweep_of
+
+    text = gin_config.load([args.config], bindings)
+    prepared = Prepared(sweep_of(text), text)
+    modules = tuple(args.modules or ())
+    prepared.run(args.run, name=Path(args.config).stem, quiet=args.quiet, imports=modules)
+    return 0

@@ -1,0 +1,193 @@
+"""The values that a sweep tries of a binding: a list's, or a distribution's, by quantile."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.sweep.base import Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """A list's values, in its order.
+
+    Args:
+      values: at least one.
+    """
+
+    values: tuple[Any, ...]
+
+    def at(self, u: float) -> Any:
+        """See `Axis`."""
+        return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
+
+    def grid(self) -> Sequence[Any]:
+        """See `Axis`."""
+        return self.values
+
+
+@register(name="choice")
+@dataclasses.dataclass(frozen=True)
+class Choice(Values):
+    """One of some values; the same as a list, for Python and for where a name reads better.
+
+    Args:
+      values: at least one.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.values:
+            raise ConfigError("choice.values is empty; give at least one")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        name = _NAMES[type(self).__name__]
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ConfigError(f"{name}.low = {self.low} and {name}.high = {self.high}: low must be below high")
+        if name.startswith("log") and self.low <= 0:
+            raise ConfigError(f"{name}.low = {self.low}: must be above 0")
+
+    def grid(self) -> Sequence[Any] | None:
+        """See `Axis`."""
+        return None
+
+
+@register(name="uniform")
+@dataclasses.dataclass(frozen=True)
+class Uniform(_Range):
+    """Even between two numbers.
+
+    Args:
+      low, high: the numbers.
+    """
+
+    def at(self, u: float) -> float:
+        """See `Axis`."""
+        return self.low + u * (self.high - self.low)
+
+
+@register(name="log_uniform")
+@dataclasses.dataclass(frozen=True)
+class LogUniform(_Range):
+    """Even in the logarithm.
+
+    Args:
+      low, high: between these, above 0.
+    """
+
+    def at(self, u: float) -> float:
+        """See `Axis`."""
+        return self.low * (self.high / self.low) ** u
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole(_Range):
+    low: int
+    high: int
+
+    def grid(self) -> Sequence[int]:
+        """See `Axis`."""
+        return range(self.low, self.high + 1)
+
+
+@register(name="integers")
+@dataclasses.dataclass(frozen=True)
+class Integers(_Whole):
+    """Whole numbers, each as likely.
+
+    Args:
+      low, high: the first and the last.
+    """
+
+    def at(self, u: float) -> int:
+        """See `Axis`."""
+        return min(self.low + int(u * (self.high - self.low + 1)), self.high)
+
+
+@register(name="log_integers")
+@dataclasses.dataclass(frozen=True)
+class LogIntegers(_Whole):
+    """Whole numbers, even in the logarithm.
+
+    Args:
+      low, high: the first, above 0, and the last.
+    """
+
+    def at(self, u: float) -> int:
+        """See `Axis`."""
+        return min(int(self.low * ((self.high + 1) / self.low) ** u), self.high)
+
+
+_NAMES = {
+    "Uniform": "uniform",
+    "LogUniform": "log_uniform",
+    "Integers": "integers",
+    "LogIntegers": "log_integers",
+}
+
+
+def space_of(axes: Mapping[str, Any], seeds: int | None) -> dict[str, Axis]:
+    """Lists and distributions as axes, by binding.
+
+    Args:
+      axes: a list of values or an `Axis` by binding; of several bindings joined by ", ", a list of tuples.
+      seeds: an axis `train.seed` of 0, 1, ... beside them.
+
+    Raises:
+      ConfigError: an axis without values, of values that do not fit its bindings, or of a binding that another has.
+    """
+    space = {key: _axis(key, values) for key, values in axes.items()}
+    if seeds is not None:
+        if seeds < 1:
+            raise ConfigError(f"sweep.seeds = {seeds}: must be at least 1")
+        space["train.seed"] = space.get("train.seed") or Values(tuple(range(seeds)))
+    if not space:
+        raise ConfigError("sweep.axes names no binding to try values of, as {'train.lr': [1e-3, 3e-3]}")
+    names = [name for key in space for name in names_of(key)]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None or (seeds is not None and "train.seed" in axes):
+        raise ConfigError(f"sweep.axes has '{twice or 'train.seed'}' twice; leave one of them")
+    return space
+
+
+def names_of(key: str) -> list[str]:
+    """The bindings of an axis: `train.lr`, or several joined by commas."""
+    return [name.strip() for name in key.split(",")]
+
+
+def split(bindings: Mapping[str, Any]) -> dict[str, Any]:
+    """A value for each binding, tuples of joined ones taken apart."""
+    out: dict[str, Any] = {}
+    for key, value in bindings.items():
+        names = names_of(key)
+        out |= {key: value} if len(names) == 1 else dict(zip(names, value, strict=True))
+    return out
+
+
+def _axis(key: str, values: Any) -> Axis:
+    if isinstance(values, list | tuple | range):
+        values = Values(tuple(values))
+        if not values.values:
+            raise ConfigError(f"sweep.axes['{key}'] has no values; give at least one, or leave the axis out")
+    if isinstance(values, type) or not (hasattr(values, "at") and hasattr(values, "grid")):
+        raise ConfigError(
+            f"sweep.axes['{key}'] must be a list of values, or a distribution such as @log_uniform(), not {values!r}"
+        )
+    count, grid = len(names_of(key)), values.grid()
+    for value in grid if grid is not None and count > 1 else ():
+        if not isinstance(value, tuple | list) or len(value) != count:
+            raise ConfigError(
+                f"sweep.axes['{key}'] has {count} bindings, and its value {value!r} is no tuple of {count}"
+            )
+    return values

@@ -1,0 +1,71 @@
+"""All that can be known to be wrong with a sweep before anything starts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.errors import ConfigError, near
+from jaxscale.sweep.axes import names_of
+from jaxscale.sweep.base import Axis
+from jaxscale.sweep.configs import Base
+
+if TYPE_CHECKING:
+    from jaxscale.sweep.sweep import Sweep
+
+MOST = 512
+"""A grid of no more points than these is checked at every one; a larger one, and an endless space, along each axis."""
+
+METRICS = ("loss", "eval_loss", "grad_norm", "tokens_per_second", "model_flops_per_second", "host_seconds")
+
+
+def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
+    """Builds the settings of trials, every one where there are not too many.
+
+    Returns:
+      the last step of a trial.
+
+    Raises:
+      ConfigError: naming the binding that is unknown, of the wrong type, or that nothing reads.
+    """
+    if sweep.objective not in METRICS and not sweep.objective.startswith("eval_"):
+        raise ConfigError(
+            f"sweep.objective = {sweep.objective!r} is no metric of a run{near(sweep.objective, METRICS)}"
+        )
+    if sweep.runs is not None and sweep.runs < 1:
+        raise ConfigError(f"sweep.runs = {sweep.runs}: must be at least 1")
+    if sweep.runs is None and sweep.search.total(space) is None:
+        raise ConfigError(f"{type(sweep.search).__name__} has no end here; say sweep.runs = 20, or how many it may try")
+    unread = {name for key in space for name in names_of(key)}
+    most = 0
+    for point in _points(space):
+        config, unread_here = base.bind(point)
+        unread &= set(unread_here)
+        most = max(most, config.steps)
+        if sweep.objective.startswith("eval_") and not config.eval_batches:
+            raise ConfigError(
+                f"sweep.objective = {sweep.objective!r}, and train.eval_batches = 0 never evaluates; raise it, or "
+                "minimise 'loss'"
+            )
+    if unread:
+        name = sorted(unread)[0]
+        known = [n for n in base.names if n.rpartition("/")[2].rpartition(".")[2] == name.rpartition(".")[2]]
+        hint = near(name, known) if known else ""
+        raise ConfigError(f"sweep.axes: no trial reads the binding '{name}'{hint}")
+    return most
+
+
+def _points(space: Mapping[str, Axis]) -> Iterator[dict[str, Any]]:
+    grids = [axis.grid() for axis in space.values()]
+    finite = [grid for grid in grids if grid is not None]
+    if len(finite) == len(grids) and math.prod(map(len, finite)) <= MOST:
+        for values in itertools.product(*finite):
+            yield dict(zip(space, values, strict=True))
+        return
+    middle = {key: axis.at(0.5) for key, axis in space.items()}
+    for key, axis in space.items():
+        grid = axis.grid()
+        for value in [axis.at(u) for u in (0.0, 0.5, 1 - 1e-9)] if grid is None else grid[:MOST]:
+            yield {**middle, key: value}

@@ -1,0 +1,5 @@
+"""Which trials a sweep makes."""
+
+from jaxscale.sweep.search.grid import Grid
+
+__all__ = ["Grid"]

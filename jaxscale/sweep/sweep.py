@@ -1,0 +1,197 @@
+"""A sweep as a value: axes, a search, a runner; `sweep` in gin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from jaxscale import config as gin_config
+from jaxscale.config import register
+from jaxscale.errors import ConfigError, RunError
+from jaxscale.sweep.axes import space_of
+from jaxscale.sweep.base import Record, Runner, Search
+from jaxscale.sweep.checks import check
+from jaxscale.sweep.configs import Base, loaded
+from jaxscale.sweep.coordinator import Coordinator
+from jaxscale.sweep.journal import Journal
+from jaxscale.sweep.live import Live
+from jaxscale.sweep.runners import Here
+from jaxscale.sweep.search import Grid
+from jaxscale.sweep.table import Result, write_results
+from jaxscale.train import TrainConfig
+from jaxscale.train.folders import new_folder
+from jaxscale.train.run import write_text
+from jaxscale.train.signals import stop_signals
+
+
+@register(name="sweep")
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Runs that differ in some bindings; in gin `sweep.axes = {"train.lr": [1e-3, 3e-3]}`.
+
+    Args:
+      axes: the values to try of each binding: a list, or a distribution such as `@log_uniform()`. A name of several
+        bindings joined by commas takes tuples. A macro may be one. References in a list are kept as they are written;
+        in Python they are objects, or `config.Text("@Lion()")`.
+      search: chooses what to try: `Grid()`.
+      objective: the metric that is minimised.
+      runs: no more than these.
+      seeds: short for an axis `train.seed` of 0, 1, ....
+      runner: where runs go: `Here()`, `Pool(workers=2)`.
+    """
+
+    axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    search: Search = Grid()
+    objective: str = "eval_loss"
+    runs: int | None = None
+    seeds: int | None = None
+    runner: Runner = Here()
+
+    def run(
+        self,
+        folder: str | Path | None = None,
+        base: TrainConfig | str | None = None,
+        *,
+        name: str = "sweep",
+        quiet: bool = False,
+        imports: Sequence[str] = (),
+    ) -> Result:
+        """Carries it out, or goes on with what is in `folder`.
+
+        Args:
+          folder: of the sweep; a new one, `runs/<name>-<n>`, by default.
+          base: the run that the axes change: settings, or gin text.
+          name: what a new folder is called.
+          quiet: print nothing.
+          imports: modules for the processes of the runs to import, beside those that gin text imports itself.
+
+        Returns:
+          its folder, where the results are.
+
+        Raises:
+          JaxscaleError: something does not fit, before anything is started.
+        """
+        return Prepared(self, base).run(folder, name=name, quiet=quiet, imports=tuple(imports))
+
+
+def sweep_of(text: str) -> Sweep:
+    """The sweep in gin text, such as a snapshot of `config.load`; references of its axes as they are written.
+
+    Raises:
+      ConfigError: the text does not fit.
+    """
+    with loaded([text]):
+        try:
+            axes = gin_config.raw("sweep.axes")
+        except ConfigError:
+            raise ConfigError("nothing binds sweep.axes; name what to try, as {'train.lr': [1e-3, 3e-3]}") from None
+        if not isinstance(axes, dict) or not all(isinstance(key, str) for key in axes):
+            raise ConfigError(f"sweep.axes must be a dict of lists by binding, not {axes!r}")
+        axes = {k: gin_config.resolve(v) if isinstance(v, gin_config.Text) else v for k, v in axes.items()}
+        return cast(Sweep, gin_config.call("sweep", axes=axes))
+
+
+class Prepared:
+    """A sweep that has been checked.
+
+    Args:
+      sweep: the sweep.
+      base: as in `Sweep.run`.
+
+    Raises:
+      JaxscaleError: something does not fit.
+    """
+
+    def __init__(self, sweep: Sweep, base: TrainConfig | str | None):
+        base = TrainConfig() if base is None else base
+        run = base if isinstance(base, str) else gin_config.dumps("train", base.values())
+        own = {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep) if f.name not in ("runner", "runs")}
+        self.sweep = sweep
+        self.text = _without_sweep(run) + gin_config.dumps("sweep", own)
+        if isinstance(base, TrainConfig) or any(not isinstance(v, list | tuple) for v in sweep.axes.values()):
+            pass
+        lost = [name for name in gin_config.lost(self.text) if name.startswith("sweep.axes")]
+        if lost:
+            raise ConfigError(f"{lost[0]} has a value that gin cannot hold; write it as config.Text('@Name()')")
+        # objects from Python got scopes of their own: from here on axes are what the text says
+        axes = sweep_of(self.text).axes
+        self.base = Base(self.text)
+        self.space = space_of(axes, sweep.seeds)
+        self.steps = check(sweep, self.space, self.base)
+
+    def run(self, folder: str | Path | None, *, name: str, quiet: bool, imports: tuple[str, ...]) -> Result:
+        """See `Sweep.run`."""
+        path = open_folder(None if folder is None else Path(folder), self.text, name)
+        ledger = Journal(path, self.sweep.objective)
+        live = Live(path, self.sweep, self.space, self.steps, quiet=quiet)
+        results = _Results(path, live.show)
+        with contextlib.closing(ledger), stop_signals() as signals, live:
+            Coordinator(
+                self.space,
+                self.steps,
+                self.sweep.search,
+                self.sweep.runner,
+                ledger,
+                self.base,
+                self.sweep.objective,
+                self.sweep.runs,
+                imports,
+                lambda: bool(signals),
+                results.changed,
+            ).run()
+        return Result(path, self.sweep.objective)
+
+
+class _Results:
+    """Writes the table when a record has changed, and shows it."""
+
+    def __init__(self, folder: Path, show: Callable[[Sequence[Record]], None]):
+        self.folder, self.show = folder, show
+        self.last: list[Record] | None = None
+
+    def changed(self, records: Sequence[Record]) -> None:
+        self.show(records)
+        # seconds of what runs change all the time, and are no news
+        news = [dataclasses.replace(r, seconds=0.0) for r in records]
+        if news != self.last:
+            write_results(self.folder, records)
+            self.last = news
+
+
+def open_folder(path: Path | None, text: str, name: str) -> Path:
+    """The folder of a sweep: a new one, or that of the very same sweep.
+
+    Raises:
+      RunError: it is another's.
+    """
+    if path is None or not path.exists() or not any(path.iterdir()):
+        path = new_folder(path, name)
+        write_text(path / "sweep.gin", text)
+        return path
+    try:
+        before = (path / "sweep.gin").read_text()
+    except OSError:
+        raise RunError(f"{path} is there already and holds no sweep; name another folder") from None
+    if before != text:
+        raise RunError(f"{path} holds another sweep: {_difference(before, text)}; take that back, or name a new folder")
+    return path
+
+
+def _difference(before: str, after: str) -> str:
+    was, now = ({k: v for k, _, v in (line.partition(" = ") for line in t.splitlines())} for t in (before, after))
+    key = next(k for k in sorted({**was, **now}) if was.get(k) != now.get(k))
+    return f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}"
+
+
+def _without_sweep(text: str) -> str:
+    """Without what the sweep itself is told, and where its runs go."""
+    registered = gin_config.registered()
+
+    def belongs(line: str) -> bool:
+        name = line.partition(" = ")[0].rpartition(".")[0].rpartition("/")[2]
+        return name == "sweep" or hasattr(registered.get(name), "together")
+
+    return "".join(f"{line}\n" for line in text.splitlines() if line and not belongs(line))

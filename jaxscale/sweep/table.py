@@ -1,0 +1,111 @@
+"""The table of a sweep: a row per trial, a column per binding, named as the binding, then what was measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale import config as gin_config
+from jaxscale.errors import RunError
+from jaxscale.sweep.axes import split
+from jaxscale.sweep.base import FAILED, Record
+from jaxscale.sweep.journal import read_records
+from jaxscale.sweep.outcomes import score
+from jaxscale.train.run import Run, write_text
+
+FILE = "results.csv"
+FIRST = ("state", "steps", "tokens", "parameters", "flops", "loss", "eval_loss")
+LAST = ("seconds", "error", "run")
+
+
+def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A dict per trial, all with the same keys in the same order; `None` where a trial has none of a metric."""
+    bound = dict.fromkeys(name for record in records for name in split(record.trial.bindings))
+    measured = dict.fromkeys(name for record in records for name in sorted(record.metrics))
+    others = [name for name in measured if name not in FIRST]
+    rows = []
+    for record in records:
+        values = split(record.trial.bindings)
+        ends = {
+            "seconds": record.seconds,
+            "error": record.error,
+            "run": None if record.run is None else record.run.name,
+        }
+        numbers = {"state": record.state, **record.metrics}
+        row = {name: values.get(name) for name in bound}
+        row |= {name: numbers.get(name) for name in (*FIRST, *others)}
+        rows.append(row | ends)
+    return rows
+
+
+def write_results(folder: Path, records: Sequence[Record]) -> None:
+    """Writes `results.csv` whole or not at all."""
+    rows = rows_of(records)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [*FIRST, *LAST], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(folder / FILE, out.getvalue())
+
+
+class Result:
+    """A sweep's folder, finished or not.
+
+    Args:
+      path: the folder.
+      objective: what its search minimises; by default as its `sweep.gin` says.
+
+    Raises:
+      RunError: the folder is no sweep.
+    """
+
+    def __init__(self, path: str | Path, objective: str | None = None):
+        self.path = Path(path)
+        self.objective = objective or _objective(self.path)
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.path)!r})"
+
+    def records(self) -> list[Record]:
+        """What became of each trial so far."""
+        return read_records(self.path, self.objective)
+
+    def table(self) -> list[dict[str, Any]]:
+        """A dict per trial, as the rows of `results.csv`."""
+        return rows_of(self.records())
+
+    def best(self) -> dict[str, Any]:
+        """The row with the lowest objective.
+
+        Raises:
+          RunError: no trial has come to one.
+        """
+        records = self.records()
+        found = best_of(records)
+        if found is None:
+            raise RunError(f"no trial of {self.path} has a finite {self.objective} yet")
+        return rows_of(records)[records.index(found)]
+
+    def run(self, row: dict[str, Any] | None = None) -> Run:
+        """The run of a row of the table, by default of the best."""
+        return Run(self.path / (row or self.best())["run"])
+
+
+def best_of(records: Sequence[Record]) -> Record | None:
+    """The one with the lowest objective that did not fail."""
+    found = min((r for r in records if r.state != FAILED), key=score, default=None)
+    return None if found is None or score(found) == math.inf else found
+
+
+def _objective(folder: Path) -> str:
+    try:
+        lines = (folder / "sweep.gin").read_text().splitlines()
+        return str(
+            gin_config.parse(next(ln.partition(" = ")[2] for ln in lines if ln.startswith("sweep.objective = ")))
+        )
+    except (OSError, StopIteration):
+        raise RunError(f"{folder} is no sweep: it has no readable sweep.gin") from None

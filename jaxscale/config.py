@@ -31,21 +31,8 @@ from jaxscale.config_text import LOST, Inexpressible, Parts, Text, Writer, liter
 from jaxscale.config_types import fits, parameters, say, type_hints
 from jaxscale.errors import ConfigError, near
 
-__all__ = [
-    "REQUIRED",
-    "Bound",
-    "Text",
-    "call",
-    "clear",
-    "dumps",
-    "isolated",
-    "load",
-    "lost",
-    "parse",
-    "raw",
-    "register",
-]
-__all__ += ["registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
+__all__ = ["REQUIRED", "Bound", "Text", "call", "clear", "dumps", "isolated", "load", "lost", "parse", "raw"]
+__all__ += ["register", "registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
 
 REQUIRED = gin.REQUIRED
 _MACRO = "gin.macro"

@@ -36,7 +36,7 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
         )
     if sweep.runs is not None and sweep.runs < 1:
         raise ConfigError(f"sweep.runs = {sweep.runs}: must be at least 1")
-    if sweep.runs is None and sweep.search.total(space) is None:
+    if sweep.search.total(space) is None and sweep.runs is None:
         raise ConfigError(f"{type(sweep.search).__name__} has no end here; say sweep.runs = 20, or how many it may try")
     unread = {name for key in space for name in names_of(key)}
     most = 0
@@ -49,6 +49,7 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
                 f"sweep.objective = {sweep.objective!r}, and train.eval_batches = 0 never evaluates; raise it, or "
                 "minimise 'loss'"
             )
+    sweep.search.next(space, [], most)  # says what it cannot do with these axes and steps
     if unread:
         name = sorted(unread)[0]
         known = [n for n in base.names if n.rpartition("/")[2].rpartition(".")[2] == name.rpartition(".")[2]]

@@ -21,15 +21,15 @@ from jaxscale.train import TrainConfig, fit
 from jaxscale.train.checkpoints import Checkpoints
 
 
-def run_job(job: Job, change: Callable[[TrainConfig], TrainConfig] = lambda config: config, **how: Any) -> None:
+def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
     """Runs a trial to where it was asked to go and writes its `outcome.json`; a failure is an outcome as well.
 
     Waits while another process has it, and leaves alone what is done already.
 
     Args:
       job: the trial.
-      change: what else to change in its settings, such as where it runs.
-      **how: for `jaxscale.fit`, such as `stop=`.
+      fit: trains; called as `jaxscale.fit` is.
+      **how: for it, such as `stop=`.
     """
     stop: Callable[[], bool] | None = how.get("stop")
     lock = _lock(job.folder, stop)
@@ -39,9 +39,10 @@ def run_job(job: Job, change: Callable[[TrainConfig], TrainConfig] = lambda conf
         before = Outcome.read(job.folder) or Outcome(STOPPED)
         if before.state_of(job.trial) in (FINISHED, FAILED, PAUSED):
             return
-        began, config = time.time(), None
+        began = time.time()
+        config: TrainConfig | None = None
         try:
-            config = change(config_of(job))
+            config = config_of(job)
             target = min(job.trial.until or config.steps, config.steps)
             steps = _steps(job.folder)
             if steps < target:  # else it was killed after its last checkpoint, before it could say so

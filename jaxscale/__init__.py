@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxscale import config, data, errors, hardware, infer, layout, models, nn, optim, parallel, plan, sweep, train
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
+    from jaxscale.sweep.comparing import curves, runs
     from jaxscale.train import Run, TrainConfig
     from jaxscale.train.loop import fit
 
@@ -47,6 +48,8 @@ _NAMES = {
     "TrainConfig": "train",
     "fit": "train",
     "explain": "plan",
+    "curves": "sweep.comparing",
+    "runs": "sweep.comparing",
 }
 
 __all__ = [
@@ -57,6 +60,7 @@ __all__ = [
     "__version__",
     "config",
     "constrain",
+    "curves",
     "data",
     "errors",
     "explain",
@@ -72,6 +76,7 @@ __all__ = [
     "optim",
     "parallel",
     "plan",
+    "runs",
     "simulate_devices",
     "sweep",
     "train",

@@ -9,13 +9,25 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxscale.commands import checkpoint, explain, launch, microbench, plan, replay, sample, schedule, sweep, train
+from jaxscale.commands import (
+    checkpoint,
+    explain,
+    launch,
+    microbench,
+    plan,
+    replay,
+    report,
+    sample,
+    schedule,
+    sweep,
+    train,
+)
 from jaxscale.commands.shared import TEXT, import_module, join
 from jaxscale.errors import MISTAKE, ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
-COMMANDS = (train, launch, sweep, explain, plan, sample, checkpoint, replay, schedule, microbench)
+COMMANDS = (train, launch, sweep, explain, plan, sample, report, checkpoint, replay, schedule, microbench)
 """In the order in which the help lists them."""
 
 _DESCRIPTION = """\
@@ -30,6 +42,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
   jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
   jaxscale sample runs/demo-1 --prompt "def "
+  jaxscale report runs/demo-1 runs/demo-2
   jaxscale checkpoint verify runs/demo-1
   jaxscale replay runs/demo-1 --step 200
   jaxscale schedule 1f1b --stages 4 --microbatches 8

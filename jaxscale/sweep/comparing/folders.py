@@ -1,0 +1,284 @@
+"""Runs as they lie on disk, read to be compared: nothing here trains, builds a model, or writes.
+
+A folder that is damaged is still a run: what can be read of it is, and the rest is among its `problems`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import glob
+import json
+import math
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config_text import LOST
+from jaxscale.errors import RunError, near
+from jaxscale.sweep.base import RUNNING
+from jaxscale.train.metrics import read_metrics
+
+Patterns = str | Path | Sequence[str | Path]
+
+SEED = "train.seed"
+INTERRUPTED = "interrupted"
+"""The state of a run that says it is running while no process of this machine holds it."""
+
+UNKNOWN = "unknown"
+"""The state of a run whose folder does not say."""
+
+_OF_A_RUN = ("run.json", "config.gin", "metrics.jsonl", "outcome.json")
+_OF_A_SWEEP = ("sweep.gin", "trials.jsonl")
+_NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "model_flops_per_second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A run folder, read.
+
+    Args:
+      name: short, and unlike those of the others that were read with it.
+      path: the folder.
+      state: `finished`, `stopped`, `failed`, `running`, ... (see `jaxscale.sweep.base`), `interrupted` or `unknown`.
+      error: what it failed with, one sentence.
+      bindings: every operative binding by its name in `config.gin`; literals as values, references as text.
+      axes: what its sweep bound, by the name of the axis; empty for a run of its own.
+      info: `run.json`.
+      rows: of `metrics.jsonl`, a dict a step.
+      samples: `step`, `prompt` and `text` of each sample that was kept.
+      seconds: of wall time: its sweep's count, else from its start to its last word, pauses included.
+      problems: what could not be read, a sentence each.
+    """
+
+    name: str
+    path: Path
+    state: str
+    error: str | None
+    bindings: dict[str, Any]
+    axes: dict[str, Any]
+    info: dict[str, Any]
+    rows: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    seconds: float | None
+    problems: tuple[str, ...]
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, list[tuple[int, float]]]:
+        """(step, value) of every metric by name, steps ascending; values may be NaN."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows:
+            for key, value in row.items():
+                if key not in _NO_METRIC and _is_number(value):
+                    found.setdefault(key, []).append((row["step"], float(value)))
+        return found
+
+    @property
+    def steps(self) -> int:
+        """The last step of which there are numbers."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    def median(self, key: str) -> float | None:
+        """The median of a number of every step but the first, which compiles."""
+        values = [row[key] for row in self.rows[1:] if _is_number(row.get(key)) and math.isfinite(row[key])]
+        return float(np.median(values)) if values else None
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Rows of a batch times tokens of a row."""
+        sizes = [self.bindings.get(name) for name in ("train.batch_size", "train.seq_len")]
+        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median time of a step."""
+        rate = self.median("tokens_per_second")
+        return self.tokens_per_step / rate if rate and self.tokens_per_step else None
+
+
+def read_runs(what: Patterns) -> list[Ran]:
+    """The runs that paths and patterns name, in order of their names; a sweep's folder stands for its runs.
+
+    Args:
+      what: `"runs/*"`, a run's folder, a sweep's, or a list of them.
+
+    Raises:
+      RunError: one names no run.
+    """
+    items = [what] if isinstance(what, str | Path) else list(what)
+    paths = list(dict.fromkeys(path for item in items for path in _find(Path(item))))
+    if not paths:
+        raise RunError("name at least one run, sweep or pattern, as runs/*")
+    return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def read_run(path: Path, name: str | None = None) -> Ran:
+    """A run's folder; what is missing or cannot be read is told in `problems`."""
+    problems: list[str] = []
+    info, outcome = _json(path / "run.json", problems), _json(path / "outcome.json", [])
+    try:
+        rows = read_metrics(path / "metrics.jsonl")
+    except OSError as e:
+        rows = []
+        problems.append(f"metrics.jsonl: {e.strerror}")
+    text = _text(path / "config.gin", problems)
+    state = outcome.get("state") or info.get("status") or UNKNOWN
+    if info.get("status") == RUNNING:
+        state = RUNNING if _is_held(path) else outcome.get("state") or INTERRUPTED
+    return Ran(
+        name=name or path.name,
+        path=path,
+        state=str(state),
+        error=outcome.get("error") or info.get("error"),
+        bindings=read_bindings(text),
+        axes=_axes(path),
+        info=info,
+        rows=rows,
+        samples=[line for line in _lines(path / "samples.jsonl") if isinstance(line.get("text"), str)],
+        seconds=_seconds(info, outcome),
+        problems=tuple(problems),
+    )
+
+
+def read_bindings(text: str) -> dict[str, Any]:
+    """The bindings of a `config.gin` by name; nothing is imported, built or looked up."""
+    found = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition(" = ")
+        if line.startswith("# "):  # a value that gin has no words for
+            name, value = name.removeprefix("# "), value.removesuffix(f": {LOST}")
+        if equals and re.fullmatch(r"[\w/.]+", name):
+            found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds anything of a run, whole or not."""
+    return not is_sweep(path) and any((path / name).is_file() for name in _OF_A_RUN)
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a folder is a sweep's."""
+    return any((path / name).is_file() for name in _OF_A_SWEEP)
+
+
+def _find(item: Path) -> list[Path]:
+    if item.is_dir():
+        found = [item] if is_run(item) else _runs_in(item)
+        if not found:
+            raise RunError(f"{item} is neither a run nor holds any: no {', '.join(_OF_A_RUN)} is in it or a level down")
+        return found
+    folders = sorted(Path(p) for p in glob.glob(str(item)) if Path(p).is_dir())
+    found = [path for folder in folders for path in ([folder] if is_run(folder) else _runs_in(folder))]
+    if not found:
+        there = [str(p) for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
+        raise RunError(f"{item} names no run{near(str(item), there) if len(there) <= 50 else ''}")
+    return found
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_dir() and is_run(p))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """As few of the last parts of each path as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as e:
+        problems.append(f"{path.name}: {e.strerror}")
+        return ""
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+        problems.append(f"{path.name}: not an object")
+    except OSError as e:
+        problems.append(f"{path.name}: {e.strerror}")
+    except ValueError as e:
+        problems.append(f"{path.name}: {e}")
+    return {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The objects among the lines of a file that may not be there; torn lines left out."""
+    found = []
+    for line in _text(path, []).splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [line for line in found if isinstance(line, dict)]
+
+
+def _axes(path: Path) -> dict[str, Any]:
+    """What the sweep around a run bound in it, by single binding."""
+    if not path.name.isdecimal():
+        return {}
+    asked = [line for line in _lines(path.parent / "trials.jsonl") if line.get("id") == int(path.name)]
+    asked.append(_json(path.parent / "jobs" / f"{path.name}.json", []).get("trial") or {})
+    bound: dict[str, Any] = next((one["bindings"] for one in asked if isinstance(one.get("bindings"), dict)), {})
+    axes: dict[str, Any] = {}
+    for name, text in bound.items():
+        value = _value(text) if isinstance(text, str) else text
+        names = [part.strip() for part in name.split(",")]
+        several = isinstance(value, list | tuple) and len(value) == len(names) > 1
+        axes |= dict(zip(names, value if several else [value], strict=False))
+    return axes
+
+
+def _seconds(info: dict[str, Any], outcome: dict[str, Any]) -> float | None:
+    if _is_number(outcome.get("seconds")):
+        return float(outcome["seconds"])
+    try:
+        times = [datetime.strptime(info[key], "%Y-%m-%dT%H:%M:%S%z") for key in ("started", "updated")]
+    except (KeyError, ValueError, TypeError):
+        return None
+    return (times[1] - times[0]).total_seconds()
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process holds the run, as `jaxscale.train.folders.lock` takes it; asked without writing."""
+    import fcntl
+
+    try:
+        with (path / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

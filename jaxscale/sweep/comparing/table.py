@@ -1,0 +1,113 @@
+"""`jaxscale.runs` and `jaxscale.curves`: run folders as pandas tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.errors import RunError
+from jaxscale.sweep.comparing.differences import best, is_loss, metrics_of
+from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def runs(what: Patterns = "runs/*") -> pd.DataFrame:
+    """A table of runs, a row each; a folder that is damaged is a row with what could be read of it.
+
+    Columns: `run`, `path`, `state`, `error`, `problems`; `seed`, `steps`, `tokens`, `parameters`, `flops`; the axes of
+    a sweep and every operative binding, named as the binding (`train.lr`, `model/Transformer.depth`); the last of each
+    metric by its name, and `best_<metric>` with `best_<metric>_step` (the least) of those that are losses;
+    `tokens_per_second` and `step_seconds` (medians over steps without the first, which compiles), `seconds` (wall
+    time); `device`, `devices`, `processes`, `cores`, `mesh`, `started`, and the versions of `jaxscale`, `jax`, ...
+
+    Args:
+      what: `"runs/*"`, a run's folder, a sweep's, or a list of them.
+
+    Raises:
+      RunError: one names no run, or pandas is not installed.
+    """
+    pandas = _pandas("jaxscale.runs")
+    found = read_runs(what)
+    names = metrics_of(found)
+    return pandas.DataFrame([row(run, names) for run in found])
+
+
+def curves(what: Patterns = "runs/*", metrics: str | Iterable[str] | None = None) -> pd.DataFrame:
+    """Metrics over steps, a row a number: `run`, `path`, `step`, `metric`, `value`.
+
+    Args:
+      what: as in `runs`.
+      metrics: one or several names; all by default.
+
+    Raises:
+      RunError: one names no run, or pandas is not installed.
+    """
+    pandas = _pandas("jaxscale.curves")
+    found = read_runs(what)
+    wanted = [metrics] if isinstance(metrics, str) else metrics_of(found) if metrics is None else list(metrics)
+    rows = [
+        (run.name, str(run.path), step, name, value)
+        for run in found
+        for name in wanted
+        for step, value in run.metrics.get(name, [])
+    ]
+    return pandas.DataFrame(rows, columns=["run", "path", "step", "metric", "value"])
+
+
+def row(run: Ran, metrics: Iterable[str]) -> dict[str, Any]:
+    """A run's row of the table: see `runs`."""
+    hardware, layout = run.info.get("hardware") or {}, run.info.get("layout") or {}
+    tokens = None if run.tokens_per_step is None else run.steps * run.tokens_per_step
+    per_token = [
+        r["model_flops_per_second"] / r["tokens_per_second"]
+        for r in run.rows[-1:]
+        if r.get("tokens_per_second") and "model_flops_per_second" in r
+    ]
+    cells: dict[str, Any] = {
+        "run": run.name,
+        "path": str(run.path),
+        "state": run.state,
+        "error": run.error,
+        "problems": "; ".join(run.problems) or None,
+        "seed": run.bindings.get("train.seed", run.info.get("seed")),
+        "steps": run.steps,
+        "tokens": tokens,
+        "parameters": run.info.get("parameters"),
+        "flops": round(tokens * per_token[0]) if per_token and tokens else None,
+        **run.axes,
+        **{name: value for name, value in run.bindings.items() if name not in run.axes},
+    }
+    for name in metrics:
+        points = run.metrics.get(name)
+        cells[name] = points[-1][1] if points else math.nan
+        if is_loss(name):
+            step, value = best(run, name) or (None, math.nan)
+            cells[f"best_{name}"], cells[f"best_{name}_step"] = value, step
+    return {
+        **cells,
+        "tokens_per_second": run.median("tokens_per_second"),
+        "step_seconds": run.step_seconds,
+        "seconds": run.seconds,
+        **{name: hardware.get(name) for name in ("device", "devices", "processes", "cores")},
+        "mesh": mesh(layout),
+        "started": run.info.get("started"),
+        "jaxscale": run.info.get("jaxscale"),
+        **(run.info.get("versions") or {}),
+    }
+
+
+def mesh(layout: dict[str, Any]) -> str | None:
+    """The mesh of a `run.json`, as one writes it."""
+    sizes = layout.get("mesh") or {}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or None
+
+
+def _pandas(who: str) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise RunError(f"{who} gives a pandas table: pip install 'jaxscale[sweep]'") from None
+    return pandas

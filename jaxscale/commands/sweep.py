@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--run", metavar="DIR", help="the sweep's folder (default: a new one, runs/<file>-<n>)")
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and what they come to, and start none")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run_command=run)
 
@@ -43,6 +44,12 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     text = gin_config.load([args.config], bindings)
     prepared = Prepared(sweep_of(text), text)
+    if args.dry_run:
+        from jaxscale.sweep.dry import table_of
+        from jaxscale.train.report import Reporter
+
+        Reporter().console.print(table_of(prepared))
+        return 0
     modules = tuple(args.modules or ())
     prepared.run(args.run, name=Path(args.config).stem, quiet=args.quiet, imports=modules)
     return 0

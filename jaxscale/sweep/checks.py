@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,17 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.sweep.axes import names_of
 from jaxscale.sweep.base import Axis
 from jaxscale.sweep.configs import Base
+from jaxscale.train import TrainConfig
+from jaxscale.train.prepare import check as check_run
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep
 
-MOST = 512
+MOST = 128
 """A grid of no more points than these is checked at every one; a larger one, and an endless space, along each axis."""
+
+SHAPES = 16
+"""So many runs that differ in more than learning rate and seed are laid out and traced, a fifth of a second each."""
 
 METRICS = ("loss", "eval_loss", "grad_norm", "tokens_per_second", "model_flops_per_second", "host_seconds")
 
@@ -39,11 +45,15 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
     if sweep.search.total(space) is None and sweep.runs is None:
         raise ConfigError(f"{type(sweep.search).__name__} has no end here; say sweep.runs = 20, or how many it may try")
     unread = {name for key in space for name in names_of(key)}
-    most = 0
+    most, shapes = 0, list[TrainConfig]()
     for point in _points(space):
         config, unread_here = base.bind(point)
         unread &= set(unread_here)
         most = max(most, config.steps)
+        alike = dataclasses.replace(config, lr=1.0, seed=0)
+        if alike not in shapes and len(shapes) < SHAPES:
+            shapes.append(alike)
+            check_run(config)
         if sweep.objective.startswith("eval_") and not config.eval_batches:
             raise ConfigError(
                 f"sweep.objective = {sweep.objective!r}, and train.eval_batches = 0 never evaluates; raise it, or "

@@ -19,6 +19,7 @@ from jaxscale.sweep.journal import job_file
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.train import TrainConfig, fit
 from jaxscale.train.checkpoints import Checkpoints
+from jaxscale.train.metrics import read_metrics
 
 
 def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
@@ -51,7 +52,7 @@ def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
             state, error = _state(steps, target, config.steps), None
         except Exception as e:
             traceback.print_exc()
-            state, steps, error = FAILED, _steps(job.folder), sentence(e)
+            state, steps, error = FAILED, _reached(job.folder), sentence(e)
         seconds = before.seconds + time.time() - began
         Outcome(state, steps, seconds, error, {} if config is None else sizes(config, steps)).write(job.folder)
 
@@ -108,6 +109,12 @@ def _state(steps: int, target: int, last: int) -> str:
 
 def _steps(folder: Path) -> int:
     return max(Checkpoints(folder / "checkpoints").steps(), default=0)
+
+
+def _reached(folder: Path) -> int:
+    """The last step it took, kept or not."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return rows[-1]["step"] if rows else 0
 
 
 def _lock(folder: Path, stop: Callable[[], bool] | None) -> IO[str] | None:

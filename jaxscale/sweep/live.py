@@ -1,22 +1,27 @@
-"""What a person sees while a sweep runs."""
+"""What a person sees while a sweep runs: a table that lives on a terminal, a line a change elsewhere."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxscale.sweep.axes import split
-from jaxscale.sweep.base import Axis, Record
-from jaxscale.sweep.outcomes import plain
-from jaxscale.train.report import Reporter
+from jaxscale.sweep.axes import names_of, split
+from jaxscale.sweep.base import FAILED, FINISHED, RUNNING, STOPPED, Axis, Record
+from jaxscale.sweep.outcomes import plain, score
+from jaxscale.sweep.table import FILE, best_of
+from jaxscale.train.report import Reporter, clock
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep
 
+SHOWN = 20
+"""Trials on the screen: what runs, then the best, then the others."""
+
 
 class Live:
-    """A line whenever the state of a trial changes.
+    """Shows a sweep's records.
 
     Args:
       folder, sweep, space, steps: of the sweep.
@@ -24,23 +29,112 @@ class Live:
     """
 
     def __init__(self, folder: Path, sweep: Sweep, space: Mapping[str, Axis], steps: int, *, quiet: bool):
-        self.folder, self.sweep, self.space, self.steps = folder, sweep, space, steps
+        self.folder, self.objective, self.steps = folder, sweep.objective, steps
+        self.names = [name for key in space for name in names_of(key)]
+        self.total = sweep.search.total(space)
+        if sweep.runs is not None:
+            self.total = sweep.runs if self.total is None else min(self.total, sweep.runs)
         self.reporter = Reporter(quiet)
-        self.states: dict[int, str] = {}
+        self.records: Sequence[Record] = ()
+        self._states: dict[int, str] | None = None
+        self._screen: Any = None
+        self._pace = _Pace()
+        self._live = self.reporter.live and not quiet
 
     def __enter__(self) -> Live:
+        if self._live:
+            from rich.live import Live as Screen
+
+            self._screen = Screen(console=self.reporter.console, refresh_per_second=4, get_renderable=self._table)
+            self._screen.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._screen is not None:
+            self._screen.stop()
+        if kind is None:
+            self.reporter.say(self._end())
 
     def show(self, records: Sequence[Record]) -> None:
         """The records as they are now."""
+        if self._states is None:
+            self._states = {r.trial.id: r.state for r in records if r.state in (FINISHED, FAILED, STOPPED)}
+            if records:
+                self.reporter.say(f"going on in {self.folder}: {self._done(records)}")
+        self.records = records
+        self._pace.look(records)
         for record in records:
-            if self.states.get(record.trial.id) == record.state:
-                continue
-            self.states[record.trial.id] = record.state
-            bound = ", ".join(f"{name} = {plain(value)}" for name, value in split(record.trial.bindings).items())
-            value = f" · {self.sweep.objective} {record.curve[-1][1]:.4f}" if record.curve else ""
-            why = f" · {record.error}" if record.error else ""
-            self.reporter.say(f"{record.trial.id:03} {record.state} · {bound}{value}{why}")
+            before, self._states[record.trial.id] = self._states.get(record.trial.id), record.state
+            if self._screen is None and before != record.state:
+                self.reporter.say(self._line(record))
+
+    def _line(self, record: Record) -> str:
+        bound = ", ".join(f"{name} = {plain(value)}" for name, value in split(record.trial.bindings).items())
+        value = f" · {self.objective} {record.curve[-1][1]:.4f}" if record.curve else ""
+        why = f" · {record.error}" if record.error else ""
+        return f"{record.trial.id:03} {record.state} · {bound}{value}{why}"
+
+    def _done(self, records: Sequence[Record]) -> str:
+        ended = [r for r in records if r.state in (FINISHED, STOPPED, FAILED)]
+        failed = sum(r.state == FAILED for r in ended)
+        said = f"{len(ended)} of {self.total if self.total is not None else len(records)} runs done"
+        return said + (f", {failed} failed" if failed else "")
+
+    def _head(self) -> str:
+        parts = [str(self.folder), self._done(self.records)]
+        best = best_of(self.records)
+        if best is not None:
+            bound = ", ".join(f"{name} = {plain(value)}" for name, value in split(best.trial.bindings).items())
+            parts.append(f"best {self.objective} {score(best):.4f} ({best.trial.id:03}: {bound})")
+        left = self._pace.left(self.records, self.total, self.steps)
+        return " · ".join([*parts, *([f"about {clock(left)} left"] if left else [])])
+
+    def _table(self) -> Any:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(title=self._head(), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("", *self.names, "state", "step", self.objective, "time"):
+            table.add_column(name, justify="left" if name in ("", "state") else "right")
+        order = sorted(self.records, key=lambda r: (r.state != RUNNING, score(r), r.trial.id))
+        for record in order[:SHOWN]:
+            values = split(record.trial.bindings)
+            cells = [plain(values.get(name, "")) for name in self.names]
+            state = f"{record.state}: {record.error}" if record.error else record.state
+            steps = f"{record.metrics.get('steps', 0):.0f}/{record.trial.until or self.steps}"
+            value = f"{record.curve[-1][1]:.4f}" if record.curve else ""
+            table.add_row(f"{record.trial.id:03}", *cells, state, steps, value, clock(record.seconds))
+        if len(order) > SHOWN:
+            table.caption, table.caption_justify = f"and {len(order) - SHOWN} more in {FILE}", "left"
+        return table
+
+    def _end(self) -> str:
+        waiting = [r for r in self.records if r.state not in (FINISHED, STOPPED, FAILED, "paused")]
+        table = f"the table is in {self.folder / FILE}"
+        if waiting:
+            return f"stopped with {self._done(self.records)}; the same sweep with --run {self.folder} goes on; {table}"
+        return f"{self._head()}; {table}"
+
+
+class _Pace:
+    """Steps a second since this process began."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._first: dict[int, float] | None = None
+        self._rate = 0.0
+
+    def look(self, records: Sequence[Record]) -> None:
+        """Takes note of how far the records are."""
+        steps = {r.trial.id: r.metrics.get("steps", 0) for r in records}
+        self._first = steps if self._first is None else self._first
+        taken = sum(n - self._first.get(id, 0) for id, n in steps.items())
+        self._rate = taken / max(time.time() - self._began, 1e-3)
+
+    def left(self, records: Sequence[Record], total: int | None, steps: int) -> float | None:
+        """Seconds, as if every trial that is still to come went to its last step; `None` while nobody can tell."""
+        if total is None or self._rate <= 0:
+            return None
+        ended = (FINISHED, STOPPED, FAILED)
+        known = sum((r.trial.until or steps) - r.metrics.get("steps", 0) for r in records if r.state not in ended)
+        return (known + max(total - len(records), 0) * steps) / self._rate

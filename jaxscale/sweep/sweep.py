@@ -111,8 +111,6 @@ class Prepared:
         own = {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep) if f.name not in ("runner", "runs")}
         self.sweep = sweep
         self.text = _without_sweep(run) + gin_config.dumps("sweep", own)
-        if isinstance(base, TrainConfig) or any(not isinstance(v, list | tuple) for v in sweep.axes.values()):
-            pass
         lost = [name for name in gin_config.lost(self.text) if name.startswith("sweep.axes")]
         if lost:
             raise ConfigError(f"{lost[0]} has a value that gin cannot hold; write it as config.Text('@Name()')")

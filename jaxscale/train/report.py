@@ -23,7 +23,7 @@ class Reporter:
 
         self.console = Console(quiet=quiet, highlight=False)
         # in a notebook a live bar needs ipywidgets; without, rich would warn at every turn
-        self._live = self.console.is_terminal or self.console.is_jupyter and find_spec("ipywidgets") is not None
+        self.live = self.console.is_terminal or self.console.is_jupyter and find_spec("ipywidgets") is not None
         if not (self.console.is_terminal or self.console.is_jupyter):
             self.console = Console(quiet=quiet, highlight=False, width=WIDTH)  # a file wraps nothing
         self._quiet = quiet
@@ -47,7 +47,7 @@ class Reporter:
     def start(self, steps: int, done: int) -> None:
         """Begins the bar; `done` steps were taken before."""
         self._last_line = time.perf_counter()
-        if self._quiet or not self._live:
+        if self._quiet or not self.live:
             self.say("compiling the step …")
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,7 +79,7 @@ class Reporter:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif time.perf_counter() - self._last_line > 10 or row["step"] == steps:
             self._last_line = time.perf_counter()
-            self.say(f"step {row['step']}/{steps} · {numbers} · {_clock(seconds_left)} left")
+            self.say(f"step {row['step']}/{steps} · {numbers} · {clock(seconds_left)} left")
 
     def _above(self, text: str) -> None:
         console = self._progress.console if self._progress is not None else self.console
@@ -130,6 +130,7 @@ def human_bytes(n: int) -> str:
     return f"{n} B"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """`4:05`, or `1:04:05`."""
     minutes, s = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"

@@ -200,7 +200,8 @@ function parallel(root) {
 
   function draw() {
     const width = Math.max(box.clientWidth, 96 * axes.length), height = 300, top = 40, bottom = height - 44;
-    const xs = axes.map((_, i) => 46 + (i * (width - 100)) / Math.max(1, axes.length - 1));
+    const lead = axes[0].numeric ? 58 : 100;
+    const xs = axes.map((_, i) => lead + (i * (width - lead - 54)) / Math.max(1, axes.length - 1));
     box.replaceChildren();
     const svg = make(box, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "parallel coordinates", style: `width:${width}px` });
     const scales = axes.map((axis) => {
@@ -234,7 +235,9 @@ function parallel(root) {
       make(title, "title", {}, axis.name);
       for (const t of scales[i].ticks) {
         const words = shown(t);
-        make(svg, "text", { x: xs[i] + 6, y: scales[i].at(t) + 4, style: "paint-order:stroke;stroke:var(--card);stroke-width:3px" }, words.length > 14 ? words.slice(0, 13) + "…" : words);
+        const side = i ? { x: xs[i] + 6 } : { x: xs[i] - 6, "text-anchor": "end" };
+        const halo = "paint-order:stroke;stroke:var(--card);stroke-width:4px";
+        make(svg, "text", { ...side, y: scales[i].at(t) + 4, style: halo }, words.length > 14 ? words.slice(0, 13) + "…" : words);
       }
       const brush = brushes.get(i);
       if (brush) make(svg, "rect", { x: xs[i] - 7, width: 14, y: brush[0], height: Math.max(2, brush[1] - brush[0]), fill: "var(--accent)", opacity: 0.3 });

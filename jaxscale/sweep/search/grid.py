@@ -1,39 +1,47 @@
-"""Every combination."""
+"""Every combination of the axes' values."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.sweep.base import Axis, Record, Trial
+from jaxscale.sweep.base import Axis, Record
+from jaxscale.sweep.search.sampler import Sampler, size
 
 
 @register
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Every combination of the axes' values, the last axis fastest."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid(Sampler):
+    """Every combination once, the last axis varying fastest."""
 
-    def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:
-        """See `Search`."""
-        points = itertools.product(*self._values(space))
-        point = next(itertools.islice(points, len(records), None), None)
-        return None if point is None else Trial(len(records), dict(zip(space, point, strict=True)))
+    def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
+        """The combination whose number is that of the trial."""
+        number, bindings = len(records), {}
+        for name, axis in reversed(space.items()):
+            values = _values(name, axis)
+            number, place = divmod(number, len(values))
+            bindings[name] = values[place]
+        return {name: bindings[name] for name in space}
 
-    def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """See `Search`: always."""
-        return True
+    def total(self, space: Mapping[str, Axis]) -> int:
+        """The number of combinations.
 
-    def total(self, space: Mapping[str, Axis]) -> int | None:
-        """See `Search`."""
-        return math.prod(len(values) for values in self._values(space))
+        Raises:
+          ConfigError: an axis is a distribution without end.
+        """
+        for name, axis in space.items():
+            _values(name, axis)
+        return size(space) or 0
 
-    def _values(self, space: Mapping[str, Axis]) -> list[Sequence]:
-        values = {key: axis.grid() for key, axis in space.items()}
-        for key, found in values.items():
-            if found is None:
-                raise ConfigError(f"Grid cannot try every value of '{key}', which has no end; use @Random()")
-        return [found for found in values.values() if found is not None]
+
+def _values(name: str, axis: Axis) -> Sequence[Any]:
+    values = axis.grid()
+    if values is None:
+        raise ConfigError(
+            f"the axis '{name}' has no end of values, so Grid cannot try them all; give it a list, or choose "
+            "sweep.search = @Random()"
+        )
+    return values

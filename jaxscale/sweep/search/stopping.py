@@ -1,0 +1,27 @@
+"""What ends a running trial early; every search has one as its `stopper`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxscale.config import register
+from jaxscale.sweep.base import Record
+
+
+class Stopper(Protocol):
+    """Judges running trials; keeps nothing, like a search."""
+
+    def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
+        """Whether a running trial is worth going on with, given all records and the config's last step."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Never:
+    """Ends no trial early."""
+
+    def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
+        """Always."""
+        return True

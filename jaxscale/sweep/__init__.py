@@ -4,27 +4,47 @@ from jaxscale.sweep.axes import Choice, Integers, LogIntegers, LogUniform, Unifo
 from jaxscale.sweep.base import Axis, Handle, Job, Ledger, Record, Runner, Search, Trial
 from jaxscale.sweep.jobs import run_job
 from jaxscale.sweep.runners import Here, Pool
-from jaxscale.sweep.search import Grid
+from jaxscale.sweep.search import (
+    ASHA,
+    BOHB,
+    KDE,
+    Extrapolated,
+    Grid,
+    Hyperband,
+    OptunaSearch,
+    QuasiRandom,
+    Random,
+    SuccessiveHalving,
+)
 from jaxscale.sweep.sweep import Prepared, Sweep, sweep_of
 from jaxscale.sweep.table import Result
 
 __all__ = [
+    "ASHA",
+    "BOHB",
+    "KDE",
     "Axis",
     "Choice",
+    "Extrapolated",
     "Grid",
     "Handle",
     "Here",
+    "Hyperband",
     "Integers",
     "Job",
     "Ledger",
     "LogIntegers",
     "LogUniform",
+    "OptunaSearch",
     "Pool",
     "Prepared",
+    "QuasiRandom",
+    "Random",
     "Record",
     "Result",
     "Runner",
     "Search",
+    "SuccessiveHalving",
     "Sweep",
     "Trial",
     "Uniform",

@@ -100,7 +100,14 @@ def test_quasi_random_draws_fill_the_cube_more_evenly():
 
 @pytest.mark.parametrize(
     "axis",
-    [LogUniform(1e-5, 1e-1), Uniform(-1, 3), Integers(2, 8), LogIntegers(1, 1000), Values((3, 1, 2)), Values((4, 2, 1))],
+    [
+        LogUniform(1e-5, 1e-1),
+        Uniform(-1, 3),
+        Integers(2, 8),
+        LogIntegers(1, 1000),
+        Values((3, 1, 2)),
+        Values((4, 2, 1)),
+    ],
     ids=lambda a: type(a).__name__ + str(getattr(a, "values", "")),
 )
 def test_a_value_has_a_quantile_that_leads_back_to_it(axis):

@@ -20,7 +20,7 @@ class Grid(Sampler):
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
         """The combination whose number is that of the trial."""
         number, bindings = len(records), {}
-        for name, axis in reversed(space.items()):
+        for name, axis in reversed(list(space.items())):
             values = _values(name, axis)
             number, place = divmod(number, len(values))
             bindings[name] = values[place]

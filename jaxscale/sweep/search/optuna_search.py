@@ -51,7 +51,8 @@ class OptunaSearch(Sampler):
             module = _NEEDS.get(kind.__name__)
             if module is not None and importlib.util.find_spec(module) is None:
                 raise ConfigError(
-                    f"OptunaSearch.sampler = {self.sampler!r} needs {module}, which is not installed: pip install {module}"
+                    f"OptunaSearch.sampler = {self.sampler!r} needs {module}, which is not installed: "
+                    f"pip install {module}"
                 )
 
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
@@ -117,9 +118,10 @@ def _named(choice: str | Callable[..., Any], field: str, base: str) -> Callable[
     module = getattr(optuna("OptunaSearch"), f"{field}s")
     if not isinstance(choice, str):
         if isinstance(choice, getattr(module, base)):
+            options = {"sampler": "options", "pruner": "pruner_options"}[field]
             raise ConfigError(
                 f"OptunaSearch.{field} is a {type(choice).__name__} that was made already, which cannot be made again "
-                f"for each trial; give the class, and its arguments as OptunaSearch.{'pruner_' * (field == 'pruner')}options"
+                f"for each trial; give the class, and its arguments as OptunaSearch.{options}"
             )
         return choice
     tail = field.capitalize()

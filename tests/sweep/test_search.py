@@ -26,8 +26,8 @@ from jaxscale.sweep.search import (
 )
 from jaxscale.sweep.search.kde import _Density
 from jaxscale.sweep.search.quantile import Cube, quantile
+from tests.truth.carried import carry_out
 from tests.truth.errors import raises_saying
-from tests.truth.sweeps import carry_out
 
 STEPS = 81
 SPACE = {

@@ -151,9 +151,16 @@ def test_a_sweep_is_its_runs_with_its_axes_by_their_names(tmp_path):
 
 def test_an_axis_of_several_bindings_is_a_column_each(tmp_path):
     write_run(tmp_path / "000")
-    line = {"id": 0, "bindings": {"train.lr, train.batch_size": "(0.001, 8)", "train.optimizer": "@Lion()"}}
+    bindings = {"train.lr, train.optimizer": "(0.001, @big/Lion())", "train.prompt, train.seed": "('a @b', 1)"}
+    line = {"id": 0, "bindings": bindings | {"train.schedule": "@Constant()"}}
     (tmp_path / "trials.jsonl").write_text(json.dumps(line))
-    assert read_runs(tmp_path)[0].axes == {"train.lr": 0.001, "train.batch_size": 8, "train.optimizer": "@Lion()"}
+    assert read_runs(tmp_path)[0].axes == {
+        "train.lr": 0.001,
+        "train.optimizer": "@big/Lion()",
+        "train.prompt": "a @b",
+        "train.seed": 1,
+        "train.schedule": "@Constant()",
+    }
 
 
 def test_curves_are_a_row_for_each_number(tmp_path):

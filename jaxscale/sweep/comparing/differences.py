@@ -135,8 +135,8 @@ def objective_of(runs: Sequence[Ran], metric: str | None = None) -> str | None:
 
 
 def is_loss(metric: str) -> bool:
-    """Whether its name says that less of it is better."""
-    return metric.endswith(("loss", "perplexity", "error"))
+    """Whether its name says that less of it is better; what follows a stroke is a corpus."""
+    return metric.partition("/")[0].endswith(("loss", "perplexity", "error"))
 
 
 def last(run: Ran, metric: str) -> float | None:

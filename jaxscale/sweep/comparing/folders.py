@@ -164,6 +164,12 @@ def _value(text: str) -> Any:
         return text
 
 
+def _quoted(text: str) -> str:
+    """gin text with its references as strings."""
+    parts = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|([@%][\w/.]+(?:\(\))?)"""
+    return re.sub(parts, lambda found: found[1] or repr(found[2]), text)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -253,8 +259,8 @@ def _axes(path: Path) -> dict[str, Any]:
     bound: dict[str, Any] = next((one["bindings"] for one in asked if isinstance(one.get("bindings"), dict)), {})
     axes: dict[str, Any] = {}
     for name, text in bound.items():
-        value = _value(text) if isinstance(text, str) else text
         names = [part.strip() for part in name.split(",")]
+        value = _value(_quoted(text) if len(names) > 1 else text) if isinstance(text, str) else text
         several = isinstance(value, list | tuple) and len(value) == len(names) > 1
         axes |= dict(zip(names, value if several else [value], strict=False))
     return axes

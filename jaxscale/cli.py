@@ -13,6 +13,7 @@ from jaxscale.commands import (
     checkpoint,
     explain,
     launch,
+    laws,
     microbench,
     plan,
     replay,
@@ -27,7 +28,7 @@ from jaxscale.errors import MISTAKE, ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
-COMMANDS = (train, launch, sweep, explain, plan, sample, report, checkpoint, replay, schedule, microbench)
+COMMANDS = (train, launch, sweep, laws, explain, plan, sample, report, checkpoint, replay, schedule, microbench)
 """In the order in which the help lists them."""
 
 _DESCRIPTION = """\
@@ -46,6 +47,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale checkpoint verify runs/demo-1
   jaxscale replay runs/demo-1 --step 200
   jaxscale schedule 1f1b --stages 4 --microbatches 8
+  jaxscale laws fit runs/sweep --law chinchilla --out laws
   jaxscale microbench --out my.json
 """
 

@@ -1,0 +1,143 @@
+"""Farseer's law: how fast loss falls with data depends on the size, by three stretched exponentials."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import numpy as np
+
+from jaxscale.plan.laws.chinchilla import Chinchilla
+from jaxscale.plan.laws.surface import Surface
+from jaxscale.plan.laws.table import Table
+
+EXPONENTS = np.linspace(0.05, 1.5, 59)
+"""Tried for each size when the search's start is made from differences."""
+
+BOUND = 2.0
+"""On the curves: over a decade of sizes more than this is a cliff, and noise makes cliffs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Farseer(Surface):
+    """L(N, D) = G(N) + B(N) / D^A(N) (Li et al. 2025, arXiv 2506.10972).
+
+    log G, log B and log A are each of the form a N^c + b, so that
+
+      L(N, D) = exp(a3 N^gamma + b3) + exp(a2 N^beta + b2) * D^-exp(a1 N^alpha + b1).
+
+    The three numbers of each are nearly interchangeable over the sizes of one sweep. So what is searched for is its
+    value at `centre`, its slope there by log N, and its exponent ("curve", within 2 of 0): with x = N / centre, each is
+    `level + slope * (x^curve - 1) / curve`. `published` gives them as the paper writes them. B's level and slope are of
+    B / D^A at the central D, where it is measured.
+
+    The paper fits in stages: differences of loss between token budgets of one size, in which G cancels, give A and B of
+    each size; then come the exponents over sizes; then G. Here the stages make starts of the search (Chinchilla's fit
+    makes others), and Huber's loss over all nine numbers at once decides.
+
+    Args:
+      centre: (N, D) of the levels and slopes; the geometric means of the table's, when `None`.
+
+    Raises ConfigError for fewer than 4 sizes or token budgets.
+    """
+
+    centre: tuple[float, float] | None = None
+
+    name: ClassVar[str] = "farseer"
+    says: ClassVar[str] = "L(N, D) = exp(a3 N^gamma + b3) + exp(a2 N^beta + b2) / D^exp(a1 N^alpha + b1)"
+    sizes: ClassVar[int] = 4
+    coefficients: ClassVar[tuple[str, ...]] = (
+        "log_A", "A_slope", "A_curve", "log_B", "B_slope", "B_curve", "log_G", "G_slope", "G_curve",
+    )  # fmt: skip
+
+    def on(self, table: Table) -> Self:
+        if self.centre is not None:
+            return self
+        n, d = (float(np.exp(np.log(np.unique(table[c])).mean())) for c in (self.parameters, self.tokens))
+        return dataclasses.replace(self, centre=(n, d))
+
+    def log_loss(self, p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
+        assert self.centre is not None
+        x, middle = n - np.log(self.centre[0]), np.log(self.centre[1])
+        a0, a1, a2, b0, b1, b2, g0, g1, g2 = (p[:, i, None] for i in range(9))
+        exponent = np.exp(a0)
+        falls = np.exp(a0 + a1 * _stretched(x, a2))
+        # B's level and slope are those of B / D^A at the central D
+        amplitude = b0 + exponent * middle + (b1 + exponent * a1 * middle) * _stretched(x, b2)
+        return np.log(np.exp(g0 + g1 * _stretched(x, g2)) + np.exp(amplitude - falls * d))
+
+    def starts(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> np.ndarray:
+        out = []
+        for level in (self._from_chinchilla(n, d, loss), self._from_differences(n, d, loss)):
+            for curves in itertools.product((-0.3, 0.05, 0.3), repeat=3):
+                start = np.array(level)
+                start[2::3] = curves
+                out.append(start)
+        return np.array(out)
+
+    def _from_chinchilla(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> list[float]:
+        """Its fit has one exponent and one B for all sizes; its floor and its power of N are G."""
+        assert self.centre is not None
+        rows = {"parameters": np.exp(n), "tokens": np.exp(d), "eval_loss": loss}
+        e, a, b, alpha, beta = Chinchilla(delta=self.delta).solve(Table(rows), np.ones((1, len(n))))[0]
+        size, middle = np.log(self.centre)
+        power = a * np.exp(-alpha * size)
+        g = e + power
+        beta = max(beta, 0.02)
+        return [np.log(beta), 0.0, 0.0, np.log(b) - beta * middle, 0.0, 0.0, np.log(g), -alpha * power / g, 0.0]
+
+    def _from_differences(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> list[float]:
+        """A, B and G of each size, then straight lines through their logarithms."""
+        assert self.centre is not None
+        found = []
+        for size in np.unique(n):
+            budgets = np.unique(d[n == size])
+            means = np.array([loss[(n == size) & (d == budget)].mean() for budget in budgets])
+            drop = means[:-1] - means[1:]
+            falls = drop > 0
+            if falls.sum() < 2:
+                continue
+            y = budgets - np.log(self.centre[1])
+            shape = np.exp(-np.outer(EXPONENTS, y))
+            left = np.log(drop[falls]) - np.log(shape[:, :-1] - shape[:, 1:])[:, falls]
+            best = np.argmin(np.abs(left - np.median(left, axis=1, keepdims=True)).sum(axis=1))
+            amplitude = np.exp(np.median(left[best]))
+            floor = max(np.median(means - amplitude * shape[best]), 0.05 * means.min())
+            found.append((size - np.log(self.centre[0]), np.log([EXPONENTS[best], amplitude, floor])))
+        if len(found) < 2:
+            return self._from_chinchilla(n, d, loss)
+        x, values = np.array([f[0] for f in found]), np.array([f[1] for f in found])
+        slopes, levels = np.polyfit(x, values, 1)
+        return [x for level, slope in zip(levels, slopes, strict=True) for x in (level, slope, 0.0)]
+
+    def published(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The paper's nine numbers; where a curve is near 0 its a and b are huge and cancel."""
+        assert self.centre is not None
+        size, middle = np.log(self.centre)
+        out: dict[str, float] = {}
+        exponent = np.exp(values["log_A"])
+        for number, (letter, name) in enumerate((("A", "alpha"), ("B", "beta"), ("G", "gamma")), 1):
+            level, slope, curve = values[f"log_{letter}"], values[f"{letter}_slope"], _curve(values[f"{letter}_curve"])
+            if letter == "B":
+                level, slope = level + exponent * middle, slope + exponent * values["A_slope"] * middle
+            out |= {
+                f"a{number}": float(slope / curve * np.exp(-curve * size)),
+                name: float(curve),
+                f"b{number}": float(level - slope / curve),
+            }
+        return out
+
+
+def _curve(u: np.ndarray | float) -> np.ndarray:
+    """A searched exponent, within its bound."""
+    return BOUND * np.tanh(np.asarray(u) / BOUND)
+
+
+def _stretched(x: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """(e^cx - 1) / c, x where c is 0."""
+    c = _curve(u)
+    small = np.abs(c) < 1e-6
+    c = np.where(small, 1.0, c)
+    return np.where(small, x, np.expm1(c * x) / c)

@@ -1,0 +1,137 @@
+"""What a law is fitted on: a row per run, columns named as in a sweep's `results.csv`."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxscale.errors import ConfigError, near
+
+RESULTS = "results.csv"
+BODY = "parameters_without_embeddings"
+"""Parameters with no dimension named "vocab"."""
+
+_SAME = 1e-6
+"""Logarithms closer than this are one value: a product of floats may round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Runs that ended with a loss.
+
+    Args:
+      columns: numbers by column, each of shape (n,); NaN where a run has none.
+      name: of where they are from.
+      dropped: rows that were left out: failed, unfinished, or without a finite loss.
+    """
+
+    columns: Mapping[str, Float[np.ndarray, " n"]]
+    name: str = "the table"
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __getitem__(self, column: str) -> Float[np.ndarray, " n"]:
+        """A column of positive numbers.
+
+        Raises:
+          ConfigError: there is none of that name, or a row has no number in it.
+        """
+        if column not in self.columns:
+            raise ConfigError(f"{self.name} has no column '{column}'{near(column, self.columns)}")
+        values = self.columns[column]
+        if not (np.isfinite(values) & (values > 0)).all():
+            bad = int(np.flatnonzero(~(np.isfinite(values) & (values > 0)))[0])
+            raise ConfigError(
+                f"column '{column}' of {self.name} has {values[bad]} in row {bad + 1}; laws need logarithms"
+            )
+        return values
+
+    def where(self, rows: Bool[np.ndarray, " n"]) -> Table:
+        """These rows alone."""
+        return dataclasses.replace(self, columns={name: column[rows] for name, column in self.columns.items()})
+
+    def distinct(self, *columns: str) -> Int[np.ndarray, " n"]:
+        """Which distinct setting of these columns each row has, 0, 1, ... in ascending order."""
+        keys = np.stack([np.round(np.log(self[c]) / _SAME) for c in columns], axis=1)
+        return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def read_table(source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss") -> Table:
+    """Reads runs for a law.
+
+    Args:
+      source: a sweep's folder, a CSV, or rows as dicts. A sweep's folder also tells what parameters have nothing to do
+        with the vocabulary, as the column `parameters_without_embeddings`.
+      loss: the column that a row needs to count.
+
+    Raises:
+      ConfigError: there is no such file, no such column, or no row with a loss.
+    """
+    if isinstance(source, str | Path):
+        path = Path(source)
+        file = path / RESULTS if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(f"there is no {file}; give a sweep's folder, or a CSV with a row per run")
+        with file.open(newline="") as f:
+            rows: list[Mapping[str, Any]] = list(csv.DictReader(f))
+        if path.is_dir() and rows and BODY not in rows[0]:
+            rows = _with_body(rows, path)
+        name = str(source)
+    else:
+        rows, name = list(source), "the table"
+    done = [row for row in rows if str(row.get("state") or "finished") == "finished"]
+    columns: dict[str, np.ndarray] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = np.array([_number(row.get(key)) for row in done], np.float64)
+        if np.isfinite(values).any() or not done:
+            columns[key] = values
+    if {"tokens", "steps"} <= columns.keys() and "batch" not in columns:
+        columns["batch"] = columns["tokens"] / columns["steps"]
+    if loss not in columns:
+        raise ConfigError(f"{name} has no finished row with a column '{loss}'{near(loss, columns)}")
+    whole = Table(columns, name)
+    kept = np.isfinite(columns[loss])
+    return dataclasses.replace(whole.where(kept), dropped=len(rows) - int(kept.sum()))
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def _with_body(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Mapping[str, Any]]:
+    """Rows with the parameters that their runs' models have beside the vocabulary's, where the run is there to ask."""
+    from jaxscale.train import read_config  # the same floor: only when asked
+
+    found: dict[Any, int] = {}
+    out: list[Mapping[str, Any]] = []
+    for row in rows:
+        run = folder / str(row.get("run") or "")
+        if row.get("state") == "finished" and row.get("run") and (run / "config.gin").is_file():
+            model = read_config(run).model
+            if model not in found:
+                found[model] = parameters_without_embeddings(model)
+            row = {**row, BODY: found[model]}
+        out.append(row)
+    return out
+
+
+def parameters_without_embeddings(model: Any) -> int:
+    """Parameters of a model config without those that have a dimension named "vocab", as Kaplan et al. 2020 count."""
+    import jax
+    from flax import nnx
+
+    from jaxscale.layout import abstract
+
+    _, infos = abstract(lambda: model.make(nnx.Rngs(0)))
+    return sum(i.size for i in jax.tree.leaves(infos) if "vocab" not in i.axes)

@@ -26,11 +26,16 @@ class Chinchilla(Surface):
     says: ClassVar[str] = "L(N, D) = E + A / N^alpha + B / D^beta"
     sizes: ClassVar[int] = 3
     coefficients: ClassVar[tuple[str, ...]] = ("E", "A", "B", "alpha", "beta")
-    logarithms: ClassVar[int] = 3
 
     def log_loss(self, p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
         e, a, b, alpha, beta = (p[:, i, None] for i in range(5))
         return np.log(np.exp(e) + np.exp(a - alpha * n) + np.exp(b - beta * d))
+
+    def told(self, p: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.exp(p[:, :3]), p[:, 3:]], axis=1)
+
+    def sought(self, coefficients: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], axis=1)
 
     def starts(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> np.ndarray:
         out = []

@@ -68,6 +68,16 @@ class Farseer(Surface):
         amplitude = b0 + exponent * middle + (b1 + exponent * a1 * middle) * _stretched(x, b2)
         return np.log(np.exp(g0 + g1 * _stretched(x, g2)) + np.exp(amplitude - falls * d))
 
+    def told(self, p: np.ndarray) -> np.ndarray:
+        out = p.copy()
+        out[:, 2::3] = BOUND * np.tanh(p[:, 2::3] / BOUND)
+        return out
+
+    def sought(self, coefficients: np.ndarray) -> np.ndarray:
+        out = coefficients.copy()
+        out[:, 2::3] = BOUND * np.arctanh(np.clip(out[:, 2::3] / BOUND, -1 + 1e-12, 1 - 1e-12))
+        return out
+
     def starts(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> np.ndarray:
         out = []
         for level in (self._from_chinchilla(n, d, loss), self._from_differences(n, d, loss)):
@@ -119,7 +129,7 @@ class Farseer(Surface):
         out: dict[str, float] = {}
         exponent = np.exp(values["log_A"])
         for number, (letter, name) in enumerate((("A", "alpha"), ("B", "beta"), ("G", "gamma")), 1):
-            level, slope, curve = values[f"log_{letter}"], values[f"{letter}_slope"], _curve(values[f"{letter}_curve"])
+            level, slope, curve = (values[key.format(letter)] for key in ("log_{}", "{}_slope", "{}_curve"))
             if letter == "B":
                 level, slope = level + exponent * middle, slope + exponent * values["A_slope"] * middle
             out |= {
@@ -130,14 +140,9 @@ class Farseer(Surface):
         return out
 
 
-def _curve(u: np.ndarray | float) -> np.ndarray:
-    """A searched exponent, within its bound."""
-    return BOUND * np.tanh(np.asarray(u) / BOUND)
-
-
 def _stretched(x: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """(e^cx - 1) / c, x where c is 0."""
-    c = _curve(u)
+    """(e^cx - 1) / c, x where c is 0; c is what is searched for, within its bound."""
+    c = BOUND * np.tanh(u / BOUND)
     small = np.abs(c) < 1e-6
     c = np.where(small, 1.0, c)
     return np.where(small, x, np.expm1(c * x) / c)

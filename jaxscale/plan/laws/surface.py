@@ -39,8 +39,13 @@ class Surface(Law):
 
     coefficients: ClassVar[tuple[str, ...]]
 
-    logarithms: ClassVar[int] = 0
-    """The first so many coefficients are above zero: what is searched for is their logarithm."""
+    def told(self, p: Float[np.ndarray, "s k"]) -> Float[np.ndarray, "s k"]:
+        """Coefficients, of parameters as they are searched for."""
+        raise NotImplementedError
+
+    def sought(self, coefficients: Float[np.ndarray, "s k"]) -> Float[np.ndarray, "s k"]:
+        """The reverse of `told`."""
+        raise NotImplementedError
 
     def log_loss(
         self, p: Complex[np.ndarray, "s k"], n: Float[np.ndarray, " n"], d: Float[np.ndarray, " n"]
@@ -74,17 +79,17 @@ class Surface(Law):
                     f"{table.name} has {have} {what}{s} (column '{column}') and {need}, so it needs {self.sizes} or "
                     f"more {what}s; {grid}"
                 )
-        settings = len(np.unique(self.settings_of(table)))
-        if settings <= len(self.coefficients):
-            raise ConfigError(
-                f"{table.name} has {settings} different pairs of '{self.parameters}' and '{self.tokens}' and {need}, "
-                f"so it needs {len(self.coefficients) + 1} or more; {grid}"
-            )
         spread = np.corrcoef(np.log(table[self.parameters]), np.log(table[self.tokens]))[0, 1]
         if abs(spread) > 0.999:
             raise ConfigError(
                 f"'{self.tokens}' goes with '{self.parameters}' in every run of {table.name}, so that what each does "
                 f"cannot be told apart; train each size on several token budgets ({grid})"
+            )
+        settings = len(np.unique(self.settings_of(table)))
+        if settings <= len(self.coefficients):
+            raise ConfigError(
+                f"{table.name} has {settings} different pairs of '{self.parameters}' and '{self.tokens}' and {need}, "
+                f"so it needs {len(self.coefficients) + 1} or more; {grid}"
             )
 
     def solve(self, table: Table, weights: Float[np.ndarray, "s n"]) -> Float[np.ndarray, "s k"]:
@@ -104,9 +109,7 @@ class Surface(Law):
         )
         again, costs = again.reshape(len(kept), samples, kept.shape[1]), costs.reshape(len(kept), samples)
         best = np.take_along_axis(again, np.argmin(costs, axis=0)[None, :, None], axis=0)[0]
-        found = np.concatenate([kept[:1], best])
-        found[:, : self.logarithms] = np.exp(found[:, : self.logarithms])
-        return found
+        return self.told(np.concatenate([kept[:1], best]))
 
     def at(self, params: Mapping[str, np.ndarray], **where: float) -> dict[str, np.ndarray]:
         unknown = where.keys() - {"parameters", "tokens"}
@@ -118,8 +121,7 @@ class Surface(Law):
         """L at each (N, D), for each sample of the parameters."""
         p = np.stack([np.atleast_1d(np.asarray(params[c], np.float64)) for c in self.coefficients], axis=1)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            p[:, : self.logarithms] = np.log(p[:, : self.logarithms])
-            return np.exp(self.log_loss(p.astype(np.complex128), np.log(n), np.log(d)).real)
+            return np.exp(self.log_loss(self.sought(p).astype(np.complex128), np.log(n), np.log(d)).real)
 
     def errors(self, params: Mapping[str, float], table: Table) -> dict[str, np.ndarray]:
         one = {name: np.array([x]) for name, x in params.items()}

@@ -1,0 +1,67 @@
+"""A table that cannot determine a law is told what it lacks, and what would be enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxscale.errors import ConfigError
+from jaxscale.plan.laws import BODY, Chinchilla, Farseer, IsoFLOP, OutOfDistribution, StepLaw, held_out, read_table
+from tests.truth import planted
+from tests.truth.errors import raises_saying
+
+GRID = planted.surface_runs(planted.chinchilla_loss, seed=0)
+BOWLS = planted.steplaw_runs(seed=0)
+OOD = planted.ood_runs(seed=0, seeds=1)
+LINE = [row | {"tokens": 20 * row["parameters"]} for row in GRID]
+FALLING = [row | {"eval_loss": row["train.lr"] ** -0.1} for row in BOWLS]
+SMALL = [row for row in GRID if row["parameters"] < 1e8]
+SHORT = [row for row in GRID if row["tokens"] < 3e8]
+HALF = planted.surface_runs(planted.chinchilla_loss, 0, sizes=4, budgets=4)[::2]
+LARGE = [row for row in planted.isoflop_runs(0) if row["parameters"] > 3e9]
+
+CASES = {
+    "two sizes": (Chinchilla(), SMALL, ("2 sizes", "'parameters'", "3 or more", "grid of 4")),
+    "one budget": (Chinchilla(), SHORT, ("1 token budget (", "'tokens'", "3 or more")),
+    "few budgets": (Farseer(), HALF, ("2 token budgets", "4 or more")),
+    "on a line": (Chinchilla(), LINE, ("'tokens' goes with 'parameters'", "several token budgets")),
+    "no valley": (IsoFLOP(), LARGE, ("three sizes or more", "needs 2", "5 sizes")),
+    "no grid": (StepLaw(), BOWLS[::7], ("fewer than 8", "N = ", "4 learning rates by 4 batches")),
+    "at the end": (StepLaw(), FALLING, ("inside of their grid", "add larger learning rates at N = ")),
+    "one exponent": (OutOfDistribution(), OOD[:2], ("2 values of 'parameters'", "needs 3")),
+    "floor": (OutOfDistribution(floor=True), OOD[:3], ("3 values", "a floor need 4")),
+    "no other corpus": (OutOfDistribution(), GRID, ("no loss out of distribution", "train.evaluate_on")),
+    "no column": (Chinchilla(parameters=BODY), GRID, (f"no column '{BODY}'", "did you mean 'parameters'")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_table_lacks_is_named(case):
+    law, rows, said = CASES[case]
+    with raises_saying(ConfigError, *said):
+        law.fit(read_table(rows), samples=5)
+
+
+def test_more_cannot_be_held_out_than_there_is():
+    with raises_saying(ConfigError, "5 values of 'parameters'", "use 1 to 4"):
+        held_out(Chinchilla(), read_table(GRID), "parameters", 5)
+
+
+def test_rows_that_failed_or_never_ended_are_left_out_and_counted():
+    rows = [
+        *GRID,
+        {**GRID[0], "state": "failed"},
+        {**GRID[0], "eval_loss": float("nan")},
+        {**GRID[0], "eval_loss": None},
+    ]
+    table = read_table(rows)
+    assert len(table) == len(GRID) and table.dropped == 3
+
+
+def test_the_batch_is_tokens_a_step_where_a_table_has_no_such_column():
+    table = read_table([{"eval_loss": 1.0, "tokens": 4096.0, "steps": 8.0}])
+    assert table["batch"].tolist() == [512.0]
+
+
+def test_a_table_that_is_not_there_is_named(tmp_path):
+    with raises_saying(ConfigError, "there is no", "results.csv"):
+        read_table(tmp_path)

@@ -1,0 +1,74 @@
+"""jaxscale laws: from a CSV to a fit, a picture and a prediction."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from jaxscale.cli import main
+from tests.truth import planted
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A folder in which Chinchilla's law was fitted by the command."""
+    folder = tmp_path_factory.mktemp("laws")
+    table = write(folder / "results.csv", planted.surface_runs(planted.chinchilla_loss, seed=0))
+    assert main(["laws", "fit", table, "--samples", "10", "--out", str(folder / "out")]) == 0
+    return folder
+
+
+def test_a_fit_leaves_a_file_and_a_picture(fitted):
+    assert (fitted / "out/chinchilla.json").is_file()
+    assert (fitted / "out/chinchilla.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_laws_are_compared_by_what_was_held_out(fitted, capsys):
+    argv = ["laws", "fit", str(fitted / "results.csv"), "--law", "chinchilla,farseer", "--hold-out", "parameters:1"]
+    assert main([*argv, "--samples", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["law"] for one in found] == ["chinchilla", "farseer"]
+    assert all(one["held_out"]["runs"] == 5 and one["held_out"]["error"]["eval_loss"] < 0.05 for one in found)
+
+
+def test_a_prediction_beyond_the_runs_says_how_far(fitted, capsys):
+    argv = ["laws", "predict", str(fitted / "out/chinchilla.json"), "--parameters", "100B", "--tokens", "2T"]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval_loss"]["value"] == pytest.approx(planted.chinchilla_loss(1e11, 2e12), rel=0.02)
+    assert any("parameters = 1e+11 is 39.1 times the largest" in note for note in found["notes"])
+
+
+def test_a_budget_is_spent(fitted, capsys):
+    assert main(["laws", "predict", str(fitted / "out/chinchilla.json"), "--flops", "1e20"]) == 0
+    said = capsys.readouterr().out
+    assert "the best that 1e+20 FLOPs buy" in said and "tokens a parameter" in said
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["fit", "{table}", "--law", "chinchila"], "no law 'chinchila'; did you mean 'chinchilla'?"),
+        (["fit", "{table}", "--set", "detla=1"], "no law here has a setting 'detla'; did you mean 'delta'?"),
+        (["fit", "{table}", "--hold-out", "parameters:x"], "is not of the form COLUMN or COLUMN:COUNT"),
+        (["fit", "nowhere"], "there is no nowhere"),
+        (["predict", "{table}", "--flops", "1"], "is no fitted law"),
+        (["predict", "{fit}"], "--parameters N --tokens D, or --flops C"),
+        (["predict", "{fit}", "--tokens", "1e9"], "give both of them"),
+    ],
+    ids=["law", "setting", "hold-out", "table", "no fit", "nothing asked", "half asked"],
+)
+def test_a_mistake_is_one_sentence(fitted, capsys, argv, said):
+    paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json"}
+    assert main(["laws", *(word.format(**paths) for word in argv)]) == 2
+    assert said in capsys.readouterr().err

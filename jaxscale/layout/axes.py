@@ -10,6 +10,10 @@ AXES: dict[str, str] = {
     "seq": "positions of a sequence inside attention and MLP; split by context",
     "residual_seq": "positions of the residual stream between blocks; Megatron sequence sharding splits it by tensor",
     "kv_seq": "positions that are attended to (keys and values)",
+    # what generation keeps of past tokens
+    "cache_rows": "texts whose keys and values one lane of a cache holds",
+    "cache_seq": "positions of a text in a cache; split by context",
+    "pages": "pages of a cache, each of a few positions; split by context",
     # widths
     "embed": "the residual stream's width (d_model); FSDP splits it in parameters",
     "mlp": "the feed-forward hidden width",

@@ -64,6 +64,11 @@ class Rules:
                         ("activations", self.activations)):  # fmt: skip
             object.__setattr__(self, name, AxisMap.of(m, f"Rules.{name}"))
 
+    def for_generation(self) -> Rules:
+        """The same for steps of few tokens: what is cut along the sequence is the cache, not the step."""
+        whole = dict.fromkeys(("seq", "residual_seq", "expert_seq"))
+        return dataclasses.replace(self, activations={**self.activations, **whole})
+
     def target(self, kind: Kind, axis: str) -> tuple[str, ...]:
         """The mesh axes that `axis` is split over in the map `kind`."""
         return getattr(self, kind).get(axis, ())
@@ -76,6 +81,8 @@ _BATCH: dict[str, Target] = {
     "residual_seq": "context",
     "expert_batch": ("data", "fsdp", "expert"),
     "expert_seq": "context",
+    "cache_seq": "context",
+    "pages": "context",
 }
 # Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
 _TENSOR: dict[str, Target] = {

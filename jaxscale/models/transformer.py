@@ -25,6 +25,7 @@ from jaxscale.nn import (
     MemoryPolicy,
     MixtureOfExperts,
     Part,
+    RunCache,
     Stats,
     head_logits,
 )
@@ -74,6 +75,7 @@ class Transformer(nnx.Module):
         key: Array | None = None,
         rows: Int[Array, " b"] | None = None,
         arranged: bool = False,
+        cache: Sequence[RunCache] | None = None,
     ) -> tuple[Float[Array, "b s e"], Stats]:
         """The final hidden states, normalised, and what the layers report (nothing, without experts).
 
@@ -85,13 +87,15 @@ class Transformer(nnx.Module):
           rows: each row's number in the step's batch; in order by default.
           arranged: columns stand in the order of `order` already, and stay so; else the natural one comes in and goes
             out.
+          cache: keys and values of past tokens, for each run; left with these tokens' as well. Attention is then the
+            cache's, `positions` its step's, and columns stand in the order they come in.
         """
-        order = self.order(tokens.shape[1])
+        order = None if cache is not None else self.order(tokens.shape[1])
         if order is not None and not arranged:
             tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
         told: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
         context = self.context(tokens.shape[1], positions=positions, order=order, **told)
-        x, stats = self.layers(self.begin(tokens, positions, order), context)
+        x, stats = self.layers(self.begin(tokens, positions, order), context, cache=cache)
         x = self.finish(x)
         return (x if order is None or arranged else arrange(x, np.argsort(order))), stats
 
@@ -134,12 +138,19 @@ class Transformer(nnx.Module):
         columns = None if order is None else jnp.asarray(order, jnp.int32)
         return Context(positions, segment_ids, rotary, order=columns, **told)
 
-    def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
+    def layers(
+        self,
+        x: Any,
+        context: Context,
+        parts: Sequence[Part | None] | None = None,
+        cache: Sequence[RunCache] | None = None,
+    ) -> tuple[Any, Stats]:
         """All runs, or of each the part that these parameters are; and what their layers report."""
+        none = [None] * len(self.runs)
         found = []
-        for n, (run, part) in enumerate(zip(self.runs, parts or [None] * len(self.runs), strict=True)):
+        for n, (run, part, kept) in enumerate(zip(self.runs, parts or none, cache or none, strict=True)):
             with jax.named_scope(f"runs/{n}"):
-                x, stats = run(x, context, part)
+                x, stats = run(x, context.caching(kept), part)
             found.append(stats)
         return x, total(found)
 

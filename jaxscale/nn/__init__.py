@@ -2,6 +2,7 @@
 
 from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
 from jaxscale.nn.block import Block
+from jaxscale.nn.cache import Cache, Group, Kept, LayerCache, Packed, RunCache
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.nn.embedding import Embedding, StableEmbedding
@@ -25,6 +26,7 @@ __all__ = [
     "Attention",
     "AttentionKernel",
     "Block",
+    "Cache",
     "Context",
     "Embedding",
     "ExpertChoiceRouter",
@@ -32,6 +34,9 @@ __all__ = [
     "FeedForward",
     "GatherAttention",
     "GeGLU",
+    "Group",
+    "Kept",
+    "LayerCache",
     "LayerNorm",
     "Linear",
     "LinearScaling",
@@ -40,12 +45,14 @@ __all__ = [
     "MixtureOfExperts",
     "Part",
     "NTKScaling",
+    "Packed",
     "RMSNorm",
     "ReversibleRun",
     "RingAttention",
     "Rotary",
     "Router",
     "Run",
+    "RunCache",
     "SigmoidRouter",
     "SoftmaxRouter",
     "StableEmbedding",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
+from jaxscale.nn.cache import Kept, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.norms import RMSNorm
@@ -162,6 +163,7 @@ class Attention(nnx.Module):
         self.k_norm = norm() if qk_norm else None
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
+        self.kept = Kept(kv_heads, head_dim, head_dim, dtype)  # of a token, by a cache
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         with jax.named_scope("qkv"):
@@ -176,16 +178,11 @@ class Attention(nnx.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q, k, v = (checkpoint_name(x, "qkv") for x in (q, k, v))
         with jax.named_scope("mix"):
-            out = self.kernel(
-                q,
-                k,
-                v,
-                causal=True,
-                segment_ids=context.segment_ids,
-                positions=context.positions,
-                window=self.window,
-                softcap=self.softcap,
-                scale=self.scale,
-            )
+            given: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
+            if isinstance(context.cache, LayerCache):
+                out = context.cache.mix(q, k, v, **given)
+            else:
+                told: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
+                out = self.kernel(q, k, v, causal=True, **told, **given)
         with jax.named_scope("out"):
             return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain
+from jaxscale.nn.cache import LayerCache, RunCache
 from jaxscale.nn.rotary import Rotary
 
 
@@ -25,6 +26,7 @@ class Context:
       key: randomness of this pass (dropout), or `None` for none.
       order: each column's natural place in the row, int32, where an attention wants another order than that.
       rows: each row's number in the step's batch, int32, of which these may be some; `None` is all of them in order.
+      cache: keys and values of past tokens (a `RunCache`, for one layer a `LayerCache`), or `None` while training.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -35,12 +37,17 @@ class Context:
     key: Array | None = None
     order: Int[Array, "s"] | None = None
     rows: Int[Array, " b"] | None = None
+    cache: RunCache | LayerCache | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
         """The same for one layer, with a key of its own."""
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
+
+    def caching(self, cache: RunCache | LayerCache | None) -> Context:
+        """The same with that cache."""
+        return self if cache is self.cache else dataclasses.replace(self, cache=cache)
 
     def arrays(self) -> tuple[Any, ...]:
         """Everything here that may be traced, as a tree of arrays."""

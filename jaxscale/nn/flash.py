@@ -102,7 +102,7 @@ def over_devices(
     def read(q: Array, k: Array, v: Array, *rest: Array) -> Array:
         given = iter(rest)
         if not same:
-            k, v = (_read_by(x, q.shape[2], groups, lax.axis_index(over), name) for x in (k, v))
+            k, v = (heads_read_by(x, q.shape[2], groups, lax.axis_index(over), name) for x in (k, v))
         segments = None if segment_ids is None else next(given)
         return local(q, k, v, segments, None if positions is None else next(given))
 
@@ -111,14 +111,14 @@ def over_devices(
     return sharded_op(read, q, k, v, *tokens, axes=axes, out_axes=_QUERIES, name=f"{name}'s operand")
 
 
-def _read_by(x: Array, heads: int, groups: int, device: Array, name: str) -> Array:
-    """Of all key heads, those that a device's query heads read."""
+def heads_read_by(x: Array, heads: int, groups: int, device: Array, name: str, *, axis: int = 2) -> Array:
+    """Of all key heads, which stand along `axis`, those that a device's query heads read."""
     if heads % groups and groups % heads:
         raise LayoutError(
             f"{name}: a device has {heads} query heads, and {groups} share a key head; split 'heads' so that "
             "one is a multiple of the other"
         )
-    return lax.dynamic_slice_in_dim(x, device * heads // groups, max(1, heads // groups), axis=2)
+    return lax.dynamic_slice_in_dim(x, device * heads // groups, max(1, heads // groups), axis=axis)
 
 
 def refuse_split(name: str, *axes: str) -> None:

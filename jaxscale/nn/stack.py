@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.nn.block import Block
+from jaxscale.nn.cache import RunCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
@@ -78,28 +79,41 @@ class Run(nnx.Module):
 
         Args:
           part: which copies of the group these parameters are, when they are not all.
+
+        A cache in the context is left with its new states.
         """
 
-        def group(x: Array, slice_: tuple[list[Block], Part]) -> tuple[Array, Stats]:
-            (blocks, (i, real)), found = slice_, []
+        kept = context.cache
+        states = kept.states if isinstance(kept, RunCache) else ()
+
+        def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Any:
+            ((x, states), (blocks, (i, real))), found = (carry, slice_), []
             before = x
             for j, block in enumerate(blocks):
+                layer = kept.layer(states, j, i) if isinstance(kept, RunCache) else None
                 with jax.named_scope(f"blocks/{j}"):
-                    x, stats = block(x, context.at(self.first + i * len(blocks) + j))
+                    x, stats = block(x, context.caching(layer).at(self.first + i * len(blocks) + j))
+                if layer is not None:
+                    states = (*states[:j], layer.state, *states[j + 1 :])
                 found.append(stats)
-            return chosen(real, (x, total(found)), (before, none_of(total(found))))
+            x, stats = chosen(real, (x, total(found)), (before, none_of(total(found))))
+            return (x, states), stats
 
         group = self.memory.checkpoint(group, prevent_cse=not self.scan)
         part = Part(jnp.arange(self.repeats)) if part is None else part
         stacked = (list(self.blocks), part)
         if self.scan:
-            x, stats = jax.lax.scan(group, x, stacked)
-            return x, over_layers(stats)
-        found = []
-        for i in range(part.at.shape[0]):
-            x, stats = group(x, jax.tree.map(lambda a, i=i: a[i], stacked))
-            found.append(stats)
-        return x, total(found)
+            (x, states), by_layer = jax.lax.scan(group, (x, states), stacked)
+            stats = over_layers(by_layer)
+        else:
+            found = []
+            for i in range(part.at.shape[0]):
+                (x, states), one = group((x, states), jax.tree.map(lambda a, i=i: a[i], stacked))
+                found.append(one)
+            stats = total(found)
+        if isinstance(kept, RunCache):
+            kept.states = states
+        return x, stats
 
 
 def chosen(real: Bool[Array, ""] | None, x: Any, before: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from jaxscale.parallel.context.gather import gather_attention
 from jaxscale.parallel.context.local import Attend, Ring, Tokens
-from jaxscale.parallel.context.merge import Part, merge
+from jaxscale.parallel.context.merge import Part, merge, merge_over
 from jaxscale.parallel.context.order import Chunks, Visit, products, visits, zigzag
 from jaxscale.parallel.context.ring import ring_attention
 from jaxscale.parallel.context.token_ring import token_ring_attention
@@ -17,6 +17,7 @@ __all__ = [
     "Visit",
     "gather_attention",
     "merge",
+    "merge_over",
     "products",
     "ring_attention",
     "token_ring_attention",

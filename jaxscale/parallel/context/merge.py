@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 
@@ -41,3 +42,14 @@ def nothing(q: Float[Array, "b s h d"], width: int) -> Part:
 def delta(out: Float[Array, "b s h d"], dout: Float[Array, "b s h d"]) -> Float[Array, "b s h"]:
     """sum(out * dout), all that a softmax's gradient needs of the output; float32."""
     return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+
+
+def merge_over(part: Part, axes: tuple[str, ...]) -> Part:
+    """Attention to all devices' keys from what each made of its own, inside `shard_map`; float32."""
+    top = lax.pmax(part.lse, axes)
+    finite = jnp.where(top == -jnp.inf, 0, top)
+    weight = jnp.exp(part.lse - finite)
+    total, out = lax.psum((weight, part.out.astype(jnp.float32) * weight[..., None]), axes)
+    some = total > 0
+    safe = jnp.where(some, total, 1)
+    return Part(out / safe[..., None], jnp.where(some, finite + jnp.log(safe), -jnp.inf))

@@ -1,0 +1,88 @@
+"""A whole model's cache: what each of its layers keeps, made, measured and handed to the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout, constrain
+from jaxscale.nn import Attention, Cache, Kept, Packed, Run, RunCache
+
+ModelCache = tuple[tuple[Any, ...], ...]
+"""A state for each block of each run."""
+
+
+def describe_cache(model: Any) -> tuple[tuple[tuple[Kept, int], ...], ...]:
+    """What the layers keep: for each run, of each block of its group, and how many copies of it there are.
+
+    Raises:
+      ConfigError: a model or a part of it that cannot go on from kept keys.
+    """
+    runs = getattr(model, "runs", None)
+    if runs is None:
+        raise ConfigError(f"{type(model).__name__} has no runs of layers, so that nothing can be kept between tokens")
+    for run in runs:
+        if type(run).__call__ is not Run.__call__:
+            raise ConfigError(
+                f"{type(run).__name__} cannot go on from kept keys; generate with Transformer.stack = @Run"
+            )
+    return tuple(tuple((_kept(block.attn), run.repeats) for block in run.blocks) for run in runs)
+
+
+def _kept(attention: Attention) -> Kept:
+    kept = getattr(attention, "kept", None)
+    if kept is None:
+        raise ConfigError(f"{type(attention).__name__} does not say what it keeps of a token (its `kept`)")
+    return kept
+
+
+def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int) -> ModelCache:
+    """An empty cache, laid out by the layout in force.
+
+    Args:
+      model: whose; its arrays are not looked at.
+      how: the cache.
+      lanes, rows: how many, the rows of each lane.
+      length: the most tokens of a row.
+
+    Raises:
+      ConfigError: a model that cannot go on from kept keys.
+      LayoutError: it does not divide.
+    """
+    kept = describe_cache(model)
+    axes = getattr(how, "axes", None)
+
+    def make() -> ModelCache:
+        states = tuple(tuple(how.init(k, n, lanes, rows, length) for k, n in run) for run in kept)
+        return states if axes is None else jax.tree.map(lambda x: constrain(x, *_names(axes, x)), states)
+
+    return jax.jit(make)()
+
+
+def _names(axes: tuple[str | None, ...], x: jax.Array) -> tuple[str | None, ...]:
+    """One key head is everybody's."""
+    return tuple(None if a == "kv_heads" and x.shape[-2] == 1 else a for a in axes)
+
+
+def cache_bytes(model: Any, how: Cache, lanes: int, rows: int, length: int) -> int:
+    """What `init_cache` of the same arguments takes, over all devices."""
+    return sum(how.bytes(k, n, lanes, rows, length) for run in describe_cache(model) for k, n in run)
+
+
+def run_caches(how: Cache, states: ModelCache, step: Packed) -> list[RunCache]:
+    """As `Transformer.hidden_and_stats` takes it; afterwards each has its new `states`."""
+    return [RunCache(how, step, run) for run in states]
+
+
+def generating(layout: Layout | None) -> Layout | None:
+    """The same layout for steps of few tokens: what is cut along the sequence is the cache, not the step."""
+    if layout is None:
+        return None
+    there = dataclasses.replace(layout, rules=layout.resolved_rules.for_generation(), sequence_sharded=False)
+    for name in ("sizes", "device_mesh"):  # of given devices, when they were
+        if name in layout.__dict__:
+            there.__dict__[name] = layout.__dict__[name]
+    return there

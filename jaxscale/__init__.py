@@ -15,7 +15,22 @@ from typing import TYPE_CHECKING, Any
 from jaxscale.version import __version__
 
 if TYPE_CHECKING:
-    from jaxscale import config, data, errors, hardware, infer, layout, models, nn, optim, parallel, plan, sweep, train
+    from jaxscale import (
+        config,
+        data,
+        errors,
+        hardware,
+        infer,
+        layout,
+        models,
+        nn,
+        optim,
+        parallel,
+        plan,
+        sweep,
+        testing,
+        train,
+    )
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
     from jaxscale.sweep.comparing import curves, runs
@@ -35,6 +50,7 @@ _ROOMS = (
     "parallel",
     "plan",
     "sweep",
+    "testing",
     "train",
 )
 _NAMES = {
@@ -79,6 +95,7 @@ __all__ = [
     "runs",
     "simulate_devices",
     "sweep",
+    "testing",
     "train",
 ]
 

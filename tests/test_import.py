@@ -56,6 +56,7 @@ def test_no_function_hides_a_room():
         "optim",
         "parallel",
         "plan",
+        "testing",
         "train",
     )
     assert all(isinstance(getattr(js, room), types.ModuleType) for room in rooms)

@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
+from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels import dispatch
 from pallas_kernels.blockwise import (
     RULES,
@@ -92,7 +92,7 @@ class Row:
 def measure(case: Case, backend: str) -> Row:
     """Runs a case on a backend: compiled for "xla", else in the interpreter with race detection."""
     truth = case.truth()
-    error = functools.partial(_error, truth=truth)
+    error = functools.partial(error_of, truth=truth)
     try:
         if backend == "xla":
             got = case.ours(backend)
@@ -102,14 +102,7 @@ def measure(case: Case, backend: str) -> Row:
     except KernelError as e:
         return Row(case, backend, None, None, f"not supported: {str(e).partition('not supported here: ')[2] or e}")
     ours, plain = error(got), error(case.plain())
-    floor = max(float(ml_dtypes.finfo(np.asarray(got).dtype).eps), 2.0**-22)
-    return Row(case, backend, ours, plain, "ok" if ours <= max(2 * plain, floor) else "WRONG")
-
-
-def _error(got: Any, truth: np.ndarray) -> float:
-    got = np.asarray(got).astype(np.float64)
-    assert got.shape == truth.shape, (got.shape, truth.shape)
-    return float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
+    return Row(case, backend, ours, plain, "ok" if ours <= allowed(plain, np.asarray(got).dtype) else "WRONG")
 
 
 def cases() -> Iterator[Case]:

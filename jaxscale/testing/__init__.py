@@ -1,0 +1,27 @@
+"""Checks for parts of your own: what the library's tests hold its layers, rules, optimizers and kernels to.
+
+    js.testing.compare_layouts(js.models.TransformerConfig(mlp=MyMLP), [js.Layout("data=2,tensor=4")])
+    js.testing.compare_optimizer(MyOptimizer(), [js.Layout("fsdp=8")])
+    js.testing.compare_op(my_kernel, plain, x, w)
+
+Each returns an `Agreement`: a table of errors as shares of what is allowed, and `check()`, which raises in a test.
+"""
+
+from jaxscale.testing.compare import Agreement, Difference, assert_leaves_agree, differences
+from jaxscale.testing.layouts import assert_layouts_agree, compare_layouts, random_batch
+from jaxscale.testing.ops import compare_op
+from jaxscale.testing.optimizers import compare_optimizer
+from jaxscale.testing.params import random_params
+
+__all__ = [
+    "Agreement",
+    "Difference",
+    "assert_layouts_agree",
+    "assert_leaves_agree",
+    "compare_layouts",
+    "compare_op",
+    "compare_optimizer",
+    "differences",
+    "random_batch",
+    "random_params",
+]

@@ -1,0 +1,269 @@
+"""Sharded equals unsharded: the same training on several layouts, compared number by number."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.layout import Layout
+from jaxscale.models import ModelConfig
+from jaxscale.testing.compare import TOLERANCE, Agreement, differences, global_norm
+from jaxscale.testing.params import random_params
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.prepare import blueprint_of
+from jaxscale.train.state import Blueprint, TrainState
+from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+
+Tree = Any
+Batch = dict[str, np.ndarray]
+MakeLossAndGrads = Callable[..., Any]
+
+SEED = 0
+LEARNING_RATE = 0.5
+CLIP = 0.5
+"""Below the gradient norm of any fresh model, so that clipping always acts."""
+
+QUICKLY = {"xla_backend_optimization_level": 0}
+"""Compiler options that leave partitioning alone and skip LLVM's work: nearly half of a small program's compiling."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a few steps of training leave, in NumPy.
+
+    Args:
+      losses, gradient_norms: one a step.
+      reports: what layers report, by name, one a step; what experts were chosen shows in it.
+      gradients: the first step's, clipped.
+      params: the last.
+    """
+
+    losses: np.ndarray
+    gradient_norms: np.ndarray
+    gradients: Tree
+    params: Tree
+    reports: dict[str, np.ndarray]
+
+
+def compare_layouts(
+    model: ModelConfig,
+    layouts: Iterable[Layout],
+    *,
+    batch: Batch | None = None,
+    accumulate: int = 1,
+    z_loss: float = 0.0,
+    steps: int = 2,
+    make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
+    tolerance: float = TOLERANCE,
+) -> Agreement:
+    """Trains `model` from one seed on no layout and on each of `layouts`; all should see the same numbers.
+
+    Compared: what layers report (first, so that another discrete choice is told as such), the loss and the gradient's
+    norm at every step, every leaf of the first gradient, and every parameter after `steps` steps of clipped SGD (an
+    adaptive optimizer turns the rounding of a zero gradient into a whole step). The blueprint, the clipping, the step
+    and its `jit` are those of training.
+
+    Args:
+      model: what to train.
+      layouts: where; simulated devices do.
+      batch: (B, S) arrays by the keys of `jaxscale.data.Batch`, seen at every step; by default a `random_batch`.
+      accumulate, z_loss: as for `make_loss_and_grads`.
+      steps: how many.
+      make_loss_and_grads: of the laid-out training; the truth uses the default.
+      tolerance: of every comparison; anything but the default needs a reason beside it.
+    """
+    batch = random_batch(model.vocab) if batch is None else batch
+    want = _reference(model, _Frozen(batch), accumulate, z_loss, steps)  # type: ignore[arg-type]  # models are frozen
+    assert want.gradient_norms.min() > CLIP, f"{want.gradient_norms}: clipping at {CLIP} would not be tested"
+    near = functools.partial(differences, tolerance=tolerance)
+    rows = {}
+    for layout in layouts:
+        got = train(
+            model,
+            layout,
+            batch=batch,
+            accumulate=accumulate,
+            z_loss=z_loss,
+            steps=steps,
+            make_loss_and_grads=make_loss_and_grads,
+        )
+        rows[str(layout)] = {
+            "what layers report": near(got.reports, want.reports),
+            "losses": near(got.losses, want.losses),
+            "norms of the gradients": near(got.gradient_norms, want.gradient_norms),
+            "gradients": near(got.gradients, want.gradients),
+            "parameters": near(got.params, want.params, gradient_norm=global_norm(want.gradients)),
+        }
+    return Agreement("training, against no layout", rows)
+
+
+def assert_layouts_agree(model: ModelConfig, layouts: Iterable[Layout], *, batch: Batch, **how: Any) -> None:
+    """`compare_layouts`, and its `check`.
+
+    Raises:
+      AssertionError: listing the leaves that differ, per layout.
+    """
+    compare_layouts(model, layouts, batch=batch, **how).check()
+
+
+def train(
+    model: ModelConfig,
+    layout: Layout | None,
+    *,
+    batch: Batch,
+    accumulate: int = 1,
+    z_loss: float = 0.0,
+    steps: int = 2,
+    make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
+) -> Trace:
+    """Trains as `compare_layouts` does, on one layout or none."""
+    setup = build(model, layout, remembering_sgd(), clip_norm=CLIP)
+    with in_force(layout):
+        loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, z_loss=z_loss)
+        sharding = batch_sharding(layout, *batch["tokens"].shape)
+        step: Any = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, sharding)
+        on_devices = batch if layout is None else {k: lay(x, sharding) for k, x in batch.items()}
+        step = step.lower(setup.state, on_devices).compile(QUICKLY)
+        state, gradients, seen, reports = setup.state, None, [], []
+        for _ in range(steps):
+            state, metrics = step(state, on_devices)
+            seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))  # waits: simulated devices must
+            reports.append({k: v for k, v in metrics.items() if k not in ("loss", "grad_norm")})
+            if gradients is None:
+                gradients = to_numpy(remembered(state))
+        losses, norms = np.asarray(seen).T
+        return Trace(losses, norms, gradients, to_numpy(state.params), jax.tree.map(lambda *x: np.asarray(x), *reports))
+
+
+class Setup(NamedTuple):
+    """A blueprint and its first state."""
+
+    blueprint: Blueprint
+    state: TrainState
+
+
+def build(
+    model: ModelConfig, layout: Layout | None, tx: optax.GradientTransformation, *, clip_norm: float | None = None
+) -> Setup:
+    """A blueprint as training makes it, and a first state on its layout.
+
+    The parameters are `random_params`, whose biases are not zero nor scales one, and which take no compiling; that
+    the model's own initial values are the same on every layout is a test of its own (tests/train/test_step.py).
+    """
+    config = TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm, guards=())
+    blueprint, _ = blueprint_of(config)
+    params = jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=SEED))
+    state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(SEED))
+    return Setup(blueprint, state if layout is None else jax.tree.map(lay, state, blueprint.shardings()))
+
+
+def lay(x: Any, sharding: Any) -> jax.Array:
+    """Puts a whole array on devices as `jax.device_put` does, also where some of them are another process's."""
+    whole = x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda at: whole[at])
+
+
+@contextlib.contextmanager
+def in_force(layout: Layout | None) -> Iterator[None]:
+    """`with layout:`, where there is one."""
+    with layout or contextlib.nullcontext():
+        yield
+
+
+def to_numpy(tree: Tree) -> Tree:
+    """Copies every array to the host, whole; what lies on several processes' devices, to each of them."""
+    away: list[Any] = [
+        x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not x.is_fully_addressable
+    ]
+    return jax.tree.map(np.array, _gather(away[0].mesh)(tree) if away else tree)
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Callable[[Tree], Tree]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+class Remembered(NamedTuple):
+    """State of `remembering_sgd`."""
+
+    gradients: Tree
+
+
+def remembering_sgd() -> optax.GradientTransformation:
+    """Gradient descent whose state is its last gradients, so that one compiled step gives them and the parameters."""
+
+    def init(params: Tree) -> Remembered:
+        return Remembered(jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Tree, state: Remembered, params: Tree | None = None) -> tuple[Tree, Remembered]:
+        return jax.tree.map(lambda g: -LEARNING_RATE * g, grads), Remembered(grads)
+
+    return optax.GradientTransformation(init, update)
+
+
+def remembered(state: TrainState) -> Tree:
+    """The gradients that the last step of `remembering_sgd` took, clipped where it was."""
+    found = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, Remembered))
+    (one,) = (x for x in found if isinstance(x, Remembered))
+    return one.gradients
+
+
+def random_batch(
+    vocab: int, *, rows: int = 8, seq: int = 16, lengths: Iterable[int] | None = None, seed: int = 0
+) -> Batch:
+    """Random tokens and targets.
+
+    Args:
+      vocab: ids are below it.
+      rows, seq: the shape.
+      lengths: of the documents packed into each row, the rest of which is padding; row i begins with the list turned
+        by i, so that rows differ. `None` is one document a row and no keys for packing.
+    """
+    random = np.random.default_rng(seed)
+    batch: Batch = {
+        "tokens": random.integers(0, vocab, (rows, seq), dtype=np.int32),
+        "targets": random.integers(0, vocab, (rows, seq), dtype=np.int32),
+        "weights": np.ones((rows, seq), np.float32),
+    }
+    if lengths is None:
+        return batch
+    lengths = list(lengths)
+    assert sum(lengths) <= seq
+    batch["segment_ids"], batch["positions"] = np.zeros((2, rows, seq), np.int32)
+    for row in range(rows):
+        turn = row % len(lengths)
+        start = 0
+        for number, length in enumerate(lengths[turn:] + lengths[:turn], 1):
+            batch["segment_ids"][row, start : start + length] = number
+            batch["positions"][row, start : start + length] = np.arange(length)
+            start += length
+    batch["weights"] = (batch["segment_ids"] > 0).astype(np.float32)
+    return batch
+
+
+class _Frozen:
+    """A batch as a dictionary key, by its contents."""
+
+    def __init__(self, batch: Batch):
+        self.batch = batch
+        self.key = tuple((k, v.shape, v.tobytes()) for k, v in sorted(batch.items()))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Frozen) and self.key == other.key
+
+
+@functools.cache
+def _reference(model: ModelConfig, batch: _Frozen, accumulate: int, z_loss: float, steps: int) -> Trace:
+    return train(model, None, batch=batch.batch, accumulate=accumulate, z_loss=z_loss, steps=steps)

@@ -1,0 +1,79 @@
+"""A kernel against plain `jax.numpy`: no tolerance chosen by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxscale.testing.compare import Agreement, Difference
+
+TWICE = 2.0
+"""Times the error of a plain implementation in the same dtype."""
+
+UNIT = 2.0**-22
+"""Relative: two units in the last place of float32, by which an accelerator's own exp2 is off (PTX ISA, ex2.approx)."""
+
+
+def error_of(got: Any, truth: np.ndarray) -> float:
+    """The norm of the deviation over that of the truth, in float64.
+
+    Raises:
+      AssertionError: another shape.
+    """
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == truth.shape, (got.shape, truth.shape)
+    return float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
+
+
+def allowed(plain: float, dtype: Any) -> float:
+    """What an implementation may be off by: twice the plain one's error, and one unit in its dtype's last place."""
+    return max(TWICE * plain, float(ml_dtypes.finfo(dtype).eps), UNIT)
+
+
+def compare_op(ours: Callable[..., Any], plain: Callable[..., Any], *arrays: jax.Array, seed: int = 0) -> Agreement:
+    """Compares an op and its gradients with a plain implementation, both against the latter in float64.
+
+    The error of ours may be twice that of the plain one in the same dtype (see `allowed`).
+
+    Args:
+      ours: the op, of arrays to an array; differentiable in those of a floating dtype.
+      plain: the same in `jax.numpy`.
+      *arrays: what they are given.
+      seed: of the cotangent.
+    """
+    shape = jax.eval_shape(plain, *arrays)
+    cotangent = jnp.asarray(np.random.default_rng(seed).normal(size=shape.shape), shape.dtype)
+    run = functools.partial(_forward_and_backward, cotangent=cotangent)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x).astype(np.float64) if _floats(x) else np.asarray(x) for x in arrays]
+        truth = _forward_and_backward(plain, *map(jnp.asarray, wide), cotangent=jnp.asarray(cotangent, jnp.float64))
+        truth = {what: np.asarray(x) for what, x in truth.items()}
+    mine, simple = run(ours, *arrays), run(plain, *arrays)
+    row = {}
+    for what, x in mine.items():
+        error, other = error_of(x, truth[what]), error_of(simple[what], truth[what])
+        most = allowed(other, np.asarray(x).dtype)
+        row[what] = [Difference(what, error, most, f"off by {error:.2e}, allowed {most:.2e} (plain: {other:.2e})")]
+    return Agreement("against float64", {f"{shape.dtype.name} {shape.shape}": row})
+
+
+def _floats(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _forward_and_backward(op: Callable[..., Any], *arrays: Any, cotangent: Any) -> dict[str, Any]:
+    """The op's value, and the gradient of each array of a floating dtype."""
+    at = [i for i, x in enumerate(arrays) if _floats(x)]
+
+    def of(*floats: Any) -> Any:
+        given = dict(zip(at, floats, strict=True))
+        return op(*(given.get(i, x) for i, x in enumerate(arrays)))
+
+    value, pull = jax.vjp(jax.jit(of), *(arrays[i] for i in at))
+    return {"value": value} | {f"gradient {i}": g for i, g in zip(at, pull(cotangent), strict=True)}

@@ -1,0 +1,28 @@
+"""Parameters for checks: none at a special value, so that no bias or scale can be forgotten unseen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.layout import TensorInfo
+
+Tree = Any
+
+
+def random_params(infos: Tree, *, seed: int = 0) -> Tree:
+    """A NumPy array per `TensorInfo`: norms' scales around 1, biases around 0, weights that keep a vector's size."""
+    random = np.random.default_rng(seed)
+
+    def draw(info: TensorInfo) -> np.ndarray:
+        x = random.normal(size=info.shape)
+        kind = info.path.rsplit("/", 1)[-1]
+        if kind in ("scale", "bias"):
+            return (0.3 * x + (kind == "scale")).astype(info.dtype)
+        shape = [n for n, axis in zip(info.shape, info.axes, strict=True) if axis != "layers"]
+        return (x * math.prod(shape) ** -0.25).astype(info.dtype)
+
+    return jax.tree.map(draw, infos)

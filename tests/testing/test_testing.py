@@ -1,0 +1,68 @@
+"""What is offered to check one's own parts by tells wrong ones from right ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig
+from jaxscale.testing import Agreement, compare_op, compare_optimizer, differences
+
+TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTheStack:
+    """Optax's trust ratio: of a stack of layers, the length of them all."""
+
+    def make(self, learning_rate, infos):
+        return optax.chain(optax.scale_by_trust_ratio(), optax.scale_by_learning_rate(learning_rate))
+
+
+def test_an_optimizer_that_takes_the_length_of_a_stack_is_told():
+    found = compare_optimizer(OfTheStack(), [Layout("fsdp=2,tensor=2")], model=TINY)
+    assert not found.ok
+    with pytest.raises(AssertionError) as caught:
+        found.check()
+    first, second, *_ = str(caught.value).splitlines()  # and nothing of the layout, on which it is the same
+    assert first == "updates on layers one by one: 18 of 21 leaves differ" and "0/runs/0/blocks/0/attn/k" in second
+
+
+def _plain(x, w):
+    return jax.nn.softmax(x @ w)
+
+
+def _halved(x, w):
+    """The same value; half of the gradient by `w`."""
+    return _plain(x, (w + jax.lax.stop_gradient(w)) / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_op_is_as_exact_as_a_plain_one_in_its_value_and_each_gradient(dtype):
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16), dtype) for i in range(2))
+    compare_op(_plain, _plain, x, w).check()
+    row = compare_op(_halved, _plain, x, w).rows[f"{dtype} (16, 16)"]
+    assert {what: found[0].ok for what, found in row.items()} == {
+        "value": True,
+        "gradient 0": True,
+        "gradient 1": False,
+    }
+
+
+def test_integers_have_no_gradient():
+    table, ids = jax.random.normal(jax.random.key(0), (8, 4)), jnp.array([3, 1, 3])
+    row = compare_op(lambda t, i: t[i], lambda t, i: jnp.take(t, i, axis=0), table, ids).rows["float32 (3, 4)"]
+    assert set(row) == {"value", "gradient 0"}
+
+
+def test_a_table_says_where_and_in_what_it_differs():
+    want = {"a": np.ones(4), "b": np.zeros(2)}
+    found = differences({"a": np.ones(4), "b": np.array([0, np.nan])}, want)
+    said = str(Agreement("two trees", {"here": {"leaves": found}, "there": {"leaves": differences(want, want)}}))
+    assert "differs in leaves: b" in said and "inf" in said and "agrees" in said

@@ -1,4 +1,4 @@
-"""Every gin file of the repository loads, resolves to what it did before, and makes a step.
+"""Every gin file of the repository, runs and sweeps, loads, resolves to what it did before, and makes a step.
 
 The dry run checks the run as `fit` does, traces one whole training step (loss, gradients, guards, optimizer) on the
 file's own mesh, abstract where it is larger than this machine, and lowers it for the CPU; no compiler runs, since that
@@ -14,6 +14,7 @@ import pytest
 from jaxscale import config
 from jaxscale.cli import main
 from jaxscale.plan import dry_run
+from jaxscale.sweep import sweep_of
 from tests.truth import golden
 
 FILES = golden.gin_files()
@@ -35,15 +36,20 @@ def test_a_gin_file_resolves_to_what_it_did(file: Path):
 
 
 @each
-def test_a_resolved_form_is_the_same_run(file: Path):
-    want = golden.load(file)
-    config.load(bindings=[golden.resolved(file)])
-    assert config.call("train") == want
+def test_a_resolved_form_is_the_same_run_and_sweep(file: Path):
+    run, sweep, _ = golden.load(file)
+    text = golden.resolved(file)
+    config.load(bindings=[text])
+    assert config.call("train") == run
+    assert sweep is None or sweep_of(text) == sweep
 
 
 @each
 def test_a_gin_file_makes_a_step(file: Path):
-    found = dry_run(golden.load(file))
+    run, sweep, text = golden.load(file)
+    if sweep is not None:
+        *_, run = golden.trials(sweep, text)  # every value fits; the last of every axis makes a step
+    found = dry_run(run)
     assert found.operations > 500
     assert found.parameter_bytes * found.devices >= 4 * found.parameters
 

@@ -5,12 +5,16 @@ python -m tests.truth.golden    # writes tests/golden/gin anew, and says what ch
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 from jaxscale import config
+from jaxscale.sweep import Sweep, sweep_of
+from jaxscale.sweep.axes import space_of
+from jaxscale.sweep.configs import Base
 from jaxscale.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,22 +35,52 @@ def _walked() -> Iterator[Path]:
     return (p for p in ROOT.rglob("*.gin") if not {"runs", "tests"} & {*p.relative_to(ROOT).parts[:1]})
 
 
-def load(file: Path) -> TrainConfig:
-    """The run that a gin file describes, every name and type in it checked.
+def load(file: Path) -> tuple[TrainConfig, Sweep | None, str]:
+    """The run that a gin file describes, and the sweep if it is one, every name and type in it checked.
+
+    Returns:
+      the run, the sweep, and gin text of the file by itself.
 
     Raises:
       ConfigError: what is wrong with it.
       AssertionError: it binds what nothing reads.
     """
-    config.load([ROOT / file])
-    found = cast(TrainConfig, config.call("train"))
-    assert not config.unused(), f"{file}: nothing reads {', '.join(config.unused())}"
+    text = config.load([ROOT / file])
+    run = cast(TrainConfig, config.call("train"))
+    sweep = None
+    if any(name.startswith("sweep.") for name in config.unused()):
+        config.call("sweep", axes={})  # reads what it is told besides; references in axes stay as they are written
+        sweep = sweep_of(text)
+    unread = [name for name in config.unused() if name != "sweep.axes"]
+    assert not unread, f"{file}: nothing reads {', '.join(unread)}"
+    return run, sweep, text
+
+
+def trials(sweep: Sweep, text: str) -> list[TrainConfig]:
+    """Runs of a sweep that have each value of each axis, of a distribution both ends; the last of all at the end.
+
+    Raises:
+      ConfigError: a binding is unknown, or a value is of the wrong type.
+    """
+    space, base = space_of(sweep.axes, sweep.seeds), Base(text)
+    values = {key: axis.grid() or [axis.at(0.0), axis.at(1 - 1e-9)] for key, axis in space.items()}
+    first = {key: some[0] for key, some in values.items()}
+    points = [{**first, key: value} for key, some in values.items() for value in some]
+    found = []
+    for point in [*points, {key: some[-1] for key, some in values.items()}]:
+        run, unread = base.bind(point)
+        assert not unread, f"nothing reads {', '.join(unread)}"
+        found.append(run)
     return found
 
 
 def resolved(file: Path) -> str:
     """A file's resolved form: every setting spelled out, those that it leaves to defaults included."""
-    return config.dumps("train", load(file).values())
+    run, sweep, _ = load(file)
+    text = config.dumps("train", run.values())
+    if sweep is None:
+        return text
+    return text + config.dumps("sweep", {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep)})
 
 
 def changes(was: str, now: str) -> list[str]:

@@ -16,7 +16,7 @@ from jaxscale.plan.laws.front import Optimum, optimum
 from jaxscale.plan.laws.isoflop import IsoFLOP
 from jaxscale.plan.laws.ood import OutOfDistribution
 from jaxscale.plan.laws.steplaw import StepLaw
-from jaxscale.plan.laws.table import BODY, Table, parameters_without_embeddings, read_table
+from jaxscale.plan.laws.table import BODY, Table, parameters_without_embeddings, read_rows, read_table, write_rows
 
 LAWS: dict[str, type[Law]] = {law.name: law for law in (Chinchilla, IsoFLOP, Farseer, StepLaw, OutOfDistribution)}
 """Every law by name."""
@@ -47,5 +47,7 @@ __all__ = [
     "load_fit",
     "optimum",
     "parameters_without_embeddings",
+    "read_rows",
     "read_table",
+    "write_rows",
 ]

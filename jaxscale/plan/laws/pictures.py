@@ -102,6 +102,10 @@ def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Any:
             panel.plot(bowl.lr, bowl.batch, "+", color="#d1495b", markersize=12, label="lowest")
         panel.plot(found["lr"].value, found["batch"].value, "kx", markersize=9, label="law")
         panel.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="batch (tokens)")
+        for axis, column in ((panel.xaxis, law.lr), (panel.yaxis, law.batch)):
+            tried = np.unique(table[column][rows])
+            axis.set_ticks(tried, [f"{x:.2g}" if x < 1 else f"{x:,.0f}" for x in tried], fontsize=7)
+            axis.set_ticks([], minor=True)
         panel.set_title(f"N = {bowl.parameters:.3g}, D = {bowl.tokens:.3g}", fontsize=9)
         figure.colorbar(dots, ax=panel, label="% above the lowest")
     panels[0].legend(frameon=False, fontsize=7)

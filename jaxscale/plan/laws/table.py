@@ -64,29 +64,49 @@ class Table:
         return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 
+Rows = list[Mapping[str, Any]]
+
+
+def read_rows(source: str | Path) -> Rows:
+    """The rows of a sweep's folder or of a CSV, as they are.
+
+    A sweep's folder also tells what parameters have nothing to do with the vocabulary, as the column
+    `parameters_without_embeddings`.
+
+    Raises:
+      ConfigError: there is no such file.
+    """
+    path = Path(source)
+    file = path / RESULTS if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"there is no {file}; give a sweep's folder, or a CSV with a row per run")
+    with file.open(newline="") as f:
+        rows: Rows = list(csv.DictReader(f))
+    return _with_body(rows, path) if path.is_dir() and rows and BODY not in rows[0] else rows
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
+    """Writes a CSV that `read_rows` reads, such as a sweep's table to be kept without its runs."""
+    path = Path(path)
+    with path.open("w", newline="") as f:
+        writer = csv.DictWriter(f, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
 def read_table(source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss") -> Table:
     """Reads runs for a law.
 
     Args:
-      source: a sweep's folder, a CSV, or rows as dicts. A sweep's folder also tells what parameters have nothing to do
-        with the vocabulary, as the column `parameters_without_embeddings`.
+      source: what `read_rows` reads, or rows as dicts.
       loss: the column that a row needs to count.
 
     Raises:
       ConfigError: there is no such file, no such column, or no row with a loss.
     """
-    if isinstance(source, str | Path):
-        path = Path(source)
-        file = path / RESULTS if path.is_dir() else path
-        if not file.is_file():
-            raise ConfigError(f"there is no {file}; give a sweep's folder, or a CSV with a row per run")
-        with file.open(newline="") as f:
-            rows: list[Mapping[str, Any]] = list(csv.DictReader(f))
-        if path.is_dir() and rows and BODY not in rows[0]:
-            rows = _with_body(rows, path)
-        name = str(source)
-    else:
-        rows, name = list(source), "the table"
+    of_file = isinstance(source, str | Path)
+    rows, name = (read_rows(source), str(source)) if of_file else (list(source), "the table")  # type: ignore[arg-type]
     done = [row for row in rows if str(row.get("state") or "finished") == "finished"]
     columns: dict[str, np.ndarray] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
@@ -109,12 +129,12 @@ def _number(value: Any) -> float:
         return float("nan")
 
 
-def _with_body(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Mapping[str, Any]]:
+def _with_body(rows: Rows, folder: Path) -> Rows:
     """Rows with the parameters that their runs' models have beside the vocabulary's, where the run is there to ask."""
     from jaxscale.train import read_config  # the same floor: only when asked
 
     found: dict[Any, int] = {}
-    out: list[Mapping[str, Any]] = []
+    out: Rows = []
     for row in rows:
         run = folder / str(row.get("run") or "")
         if row.get("state") == "finished" and row.get("run") and (run / "config.gin").is_file():

@@ -1,0 +1,37 @@
+"""Exponents in and out of distribution, of a decoder and an encoder.
+
+python experiments/ood_exponents/fit.py [SWEEP]    # keeps a sweep's table as results/runs.csv; writes results/fits.json and pictures
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from jaxscale.plan.laws import BODY, OutOfDistribution, read_rows, read_table, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+TASKS = {"decoder": "next_value", "encoder": "masked_horizon"}
+
+
+def main() -> None:
+    """Fits, and writes."""
+    if len(sys.argv) > 1:
+        write_rows(read_rows(sys.argv[1]), RESULTS / "runs.csv")
+    rows = read_rows(RESULTS / "runs.csv")
+    found = {}
+    for name, task in TASKS.items():
+        table = read_table([row for row in rows if row["Series.task"].endswith(task)])
+        law = OutOfDistribution(of=BODY)
+        fit = law.fit(table)
+        fit.law.picture(fit, table).savefig(RESULTS / f"{name}.png")
+        found[name] = {
+            "parameters": {k: [i.value, i.low, i.high] for k, i in fit.parameters.items()},
+            "error": {k: float(abs(e).mean()) for k, e in fit.errors(table).items()},
+        }
+    (RESULTS / "fits.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,8 @@
 """The Step Law on the sweep's table, and what following it costs on the largest runs when they were not fitted on.
 
-python experiments/batch_and_lr_law/fit.py [SWEEP]    # keeps a sweep's table as results/runs.csv; writes results/fits.json and a picture
+python experiments/batch_and_lr_law/fit.py [SWEEP]
+
+The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew. Writes fits.json and a picture.
 """
 
 from __future__ import annotations

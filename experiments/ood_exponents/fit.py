@@ -1,6 +1,8 @@
 """Exponents in and out of distribution, of a decoder and an encoder.
 
-python experiments/ood_exponents/fit.py [SWEEP]    # keeps a sweep's table as results/runs.csv; writes results/fits.json and pictures
+python experiments/ood_exponents/fit.py [SWEEP]
+
+The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew. Writes fits.json and pictures.
 """
 
 from __future__ import annotations

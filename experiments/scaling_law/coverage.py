@@ -1,6 +1,6 @@
 """How often intervals hold what they say: laws are planted in tables of runs, fitted, and looked for.
 
-python experiments/scaling_law/coverage.py    # about four minutes; goes on where it stopped
+python experiments/scaling_law/coverage.py    # three minutes; goes on where it stopped
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from jaxscale.plan.laws import Chinchilla, Farseer, Fit, IsoFLOP, Law, OutOfDistribution, StepLaw, read_table
 from tests.truth import planted
 
-TABLES, SAMPLES, LEVEL = 60, 100, 0.9
+TABLES, SAMPLES, LEVEL = 40, 100, 0.9
 OUT = Path(__file__).parent / "results" / "coverage.json"
 
 SHARE = planted.CHINCHILLA["alpha"] + planted.CHINCHILLA["beta"]

@@ -1,6 +1,8 @@
 """Chinchilla's and Farseer's laws on the sweep's table, judged on the sizes and budgets that were held out.
 
-python experiments/scaling_law/fit.py [SWEEP]    # keeps a sweep's table as results/runs.csv; writes results/fits.json and the pictures
+python experiments/scaling_law/fit.py [SWEEP]
+
+The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew. Writes fits.json and the pictures.
 """
 
 from __future__ import annotations

@@ -105,8 +105,10 @@ def read_table(source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = 
     Raises:
       ConfigError: there is no such file, no such column, or no row with a loss.
     """
-    of_file = isinstance(source, str | Path)
-    rows, name = (read_rows(source), str(source)) if of_file else (list(source), "the table")  # type: ignore[arg-type]
+    if isinstance(source, str | Path):
+        rows, name = read_rows(source), str(source)
+    else:
+        rows, name = list(source), "the table"
     done = [row for row in rows if str(row.get("state") or "finished") == "finished"]
     columns: dict[str, np.ndarray] = {}
     for key in dict.fromkeys(key for row in rows for key in row):

@@ -2,7 +2,8 @@
 
 python experiments/batch_and_lr_law/fit.py [SWEEP]
 
-The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew. Writes fits.json and a picture.
+The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew.
+Writes fits.json and a picture.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """Fits, and writes."""
     if len(sys.argv) > 1:
-        write_rows(read_rows(sys.argv[1]), RESULTS / "runs.csv")
+        write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
     table = read_table(RESULTS / "runs.csv")
     found: dict[str, Any] = {}
     for counted in (BODY, "parameters"):

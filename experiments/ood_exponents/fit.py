@@ -2,7 +2,8 @@
 
 python experiments/ood_exponents/fit.py [SWEEP]
 
-The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew. Writes fits.json and pictures.
+The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew.
+Writes fits.json and pictures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+import experiments.ood_exponents.series  # noqa: F401  (which the runs' configs name)
 from jaxscale.plan.laws import BODY, OutOfDistribution, read_rows, read_table, write_rows
 
 RESULTS = Path(__file__).parent / "results"
@@ -20,12 +22,12 @@ TASKS = {"decoder": "next_value", "encoder": "masked_horizon"}
 def main() -> None:
     """Fits, and writes."""
     if len(sys.argv) > 1:
-        write_rows(read_rows(sys.argv[1]), RESULTS / "runs.csv")
+        write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
     rows = read_rows(RESULTS / "runs.csv")
     found = {}
     for name, task in TASKS.items():
         table = read_table([row for row in rows if row["Series.task"].endswith(task)])
-        law = OutOfDistribution(of=BODY)
+        law = OutOfDistribution(parameters=BODY)
         fit = law.fit(table)
         fit.law.picture(fit, table).savefig(RESULTS / f"{name}.png")
         found[name] = {

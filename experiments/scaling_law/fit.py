@@ -2,7 +2,8 @@
 
 python experiments/scaling_law/fit.py [SWEEP]
 
-The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew. Writes fits.json and the pictures.
+The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew.
+Writes fits.json and the pictures.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def fitted(law: Any, table: Any) -> dict[str, Any]:
 def main() -> None:
     """Fits, and writes."""
     if len(sys.argv) > 1:
-        write_rows(read_rows(sys.argv[1]), RESULTS / "runs.csv")
+        write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
     table = read_table(RESULTS / "runs.csv")
     found: dict[str, Any] = {}
     for counted in ("parameters", BODY):

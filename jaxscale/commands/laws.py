@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, no_bindings
+from jaxscale.commands.shared import TEXT, import_argument, no_bindings
 from jaxscale.errors import ConfigError, near
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     fit = actions.add_parser("fit", help="fit laws to a table", formatter_class=TEXT)
+    import_argument(fit)
     fit.add_argument("table", metavar="SWEEP|CSV", help="a sweep's folder, or a CSV with a row per run")
     fit.add_argument("--law", metavar="NAME,...", default="chinchilla", help="which laws (default: chinchilla)")
     fit.add_argument("--body", action="store_true", help="N leaves out embeddings and the output head")
@@ -70,7 +71,7 @@ def run_fit(args: argparse.Namespace, bindings: list[str]) -> int:
 
     laws = _laws(args)
     loss = next((law.loss for law in laws if hasattr(law, "loss")), "eval_loss")
-    table = read_table(args.table, loss=loss)
+    table = read_table(args.table, loss=loss, body=args.body)
     if args.samples < 0:
         raise ConfigError(f"--samples {args.samples}: use 0 for no intervals, or a number such as 200")
     out = None if args.out is None else Path(args.out)
@@ -153,7 +154,7 @@ def _value(text: str) -> Any:
     try:
         return float(text)
     except ValueError:
-        return tuple(text.split(",")) if "," in text else text
+        return tuple(map(_value, text.split(","))) if "," in text else text
 
 
 def _hold_out(text: str) -> tuple[str, int]:

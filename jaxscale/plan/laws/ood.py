@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxscale.errors import ConfigError
-from jaxscale.plan.laws.base import Fit, Law
+from jaxscale.errors import ConfigError, near
+from jaxscale.plan.laws.base import PLACES, Fit, Law
 from jaxscale.plan.laws.robust import minimise
 from jaxscale.plan.laws.table import Table
 
@@ -27,7 +27,8 @@ class OutOfDistribution(Law):
     bootstrap draws runs, so that a difference of exponents has an interval of its own.
 
     Args:
-      of: the column x.
+      of: what x is: "parameters", "tokens" or "flops".
+      parameters, tokens, flops: columns.
       losses: columns, the training distribution's first; by default `eval_loss` and what `train.evaluate_on` adds.
       floor: as well, a constant for each corpus that no x lowers.
       delta: where Huber's loss turns linear, in logarithms of the loss; few runs count, so only outliers are bent.
@@ -36,6 +37,9 @@ class OutOfDistribution(Law):
     """
 
     of: str = "parameters"
+    parameters: str = "parameters"
+    tokens: str = "tokens"
+    flops: str = "flops"
     losses: tuple[str, ...] = ()
     floor: bool = False
     delta: float = 2e-2
@@ -45,6 +49,8 @@ class OutOfDistribution(Law):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "losses", tuple(self.losses))
+        if self.of not in PLACES:
+            raise ConfigError(f"the law 'ood' is not of '{self.of}'{near(self.of, PLACES)}")
 
     def on(self, table: Table) -> Self:
         if self.losses:
@@ -66,14 +72,19 @@ class OutOfDistribution(Law):
         return (*out, *(f"alpha({loss}) - alpha({first})" for loss in self.losses[1:]))
 
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
-        columns = [c for c in ("parameters", "tokens", self.of) if c in table.columns]
-        return table.distinct(*dict.fromkeys(columns))
+        columns = (self.parameters, self.tokens, self.column)
+        return table.distinct(*(c for c in dict.fromkeys(columns) if c in table.columns))
+
+    @property
+    def column(self) -> str:
+        """Of x."""
+        return getattr(self, self.of)
 
     def front(self, table: Table) -> Bool[np.ndarray, " n"]:
         """The runs that count."""
-        x = table.distinct(self.of)
-        if self.of in OTHER and OTHER[self.of] in table.columns:
-            other = table.distinct(OTHER[self.of])
+        x = table.distinct(self.column)
+        if self.of in OTHER and (other_column := getattr(self, OTHER[self.of])) in table.columns:
+            other = table.distinct(other_column)
             return np.array([other[i] == other[x == x[i]].max() for i in range(len(x))], bool)
         loss = table[self.losses[0]]
         return np.array([loss[i] <= loss[x <= x[i]].min() for i in range(len(x))], bool)
@@ -82,17 +93,17 @@ class OutOfDistribution(Law):
         need = 3 + self.floor
         for loss in self.losses:
             _ = table[loss]
-        have = len(np.unique(table.distinct(self.of)[self.front(table)]))
+        have = len(np.unique(table.distinct(self.column)[self.front(table)]))
         if have < need:
             what = "an exponent and a floor need" if self.floor else "an exponent needs"
             raise ConfigError(
-                f"{table.name} has {have} values of '{self.of}' that count, and {what} {need}; {need + 2} values, each "
-                "twice the one before, are enough"
+                f"{table.name} has {have} values of '{self.column}' that count, and {what} {need}; {need + 2} values, "
+                "each twice the one before, are enough"
             )
 
     def solve(self, table: Table, weights: Float[np.ndarray, "s n"]) -> Float[np.ndarray, "s k"]:
         rows = self.front(table)
-        x, w = np.log(table[self.of][rows]), weights[:, rows]
+        x, w = np.log(table[self.column][rows]), weights[:, rows]
         middle, width = x.mean(), 3 if self.floor else 2
         columns, alphas = [], []
         for loss in self.losses:
@@ -125,7 +136,9 @@ class OutOfDistribution(Law):
 
     def errors(self, params: Mapping[str, float], table: Table) -> dict[str, np.ndarray]:
         rows = self.front(table)
-        return {loss: self._loss(params, loss, table[self.of][rows]) / table[loss][rows] - 1 for loss in self.losses}
+        return {
+            loss: self._loss(params, loss, table[self.column][rows]) / table[loss][rows] - 1 for loss in self.losses
+        }
 
     def picture(self, fit: Fit, table: Table) -> Any:
         from jaxscale.plan.laws.pictures import ood_picture  # imports matplotlib

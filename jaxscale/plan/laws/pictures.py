@@ -116,7 +116,7 @@ def ood_picture(law: OutOfDistribution, fit: Fit, table: Table) -> Any:
     """Loss on each corpus by scale, with its power law."""
     figure, (panel,) = _figure(1)
     rows = law.front(table)
-    x = table[law.of][rows]
+    x = table[law.column][rows]
     line = np.geomspace(x.min(), x.max(), 50)
     for i, loss in enumerate(law.losses):
         color, found = _shade(i, len(law.losses)), [fit.predict(**{law.of: float(v)})[loss] for v in line]
@@ -124,7 +124,7 @@ def ood_picture(law: OutOfDistribution, fit: Fit, table: Table) -> Any:
         panel.plot(x, table[loss][rows], "o", color=color, markersize=4)
         panel.plot(line, [f.value for f in found], color=color, label=f"{loss}: exponent {alpha}")
         panel.fill_between(line, [f.low for f in found], [f.high for f in found], color=color, alpha=0.2, linewidth=0)
-    panel.set(xscale="log", yscale="log", xlabel=law.of, ylabel="loss (nats per token)")
+    panel.set(xscale="log", yscale="log", xlabel=law.column, ylabel="loss (nats per token)")
     panel.legend(frameon=False, fontsize=8)
     return figure
 

@@ -67,11 +67,13 @@ class Table:
 Rows = list[Mapping[str, Any]]
 
 
-def read_rows(source: str | Path) -> Rows:
+def read_rows(source: str | Path, *, body: bool = False) -> Rows:
     """The rows of a sweep's folder or of a CSV, as they are.
 
-    A sweep's folder also tells what parameters have nothing to do with the vocabulary, as the column
-    `parameters_without_embeddings`.
+    Args:
+      source: the folder or file.
+      body: with the column `parameters_without_embeddings`, counted from the models of a sweep's runs, whose own parts
+        have to be imported.
 
     Raises:
       ConfigError: there is no such file.
@@ -82,7 +84,7 @@ def read_rows(source: str | Path) -> Rows:
         raise ConfigError(f"there is no {file}; give a sweep's folder, or a CSV with a row per run")
     with file.open(newline="") as f:
         rows: Rows = list(csv.DictReader(f))
-    return _with_body(rows, path) if path.is_dir() and rows and BODY not in rows[0] else rows
+    return _with_body(rows, path) if body and path.is_dir() and rows and BODY not in rows[0] else rows
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
@@ -95,18 +97,21 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     return path
 
 
-def read_table(source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss") -> Table:
+def read_table(
+    source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss", body: bool = False
+) -> Table:
     """Reads runs for a law.
 
     Args:
       source: what `read_rows` reads, or rows as dicts.
       loss: the column that a row needs to count.
+      body: see `read_rows`.
 
     Raises:
       ConfigError: there is no such file, no such column, or no row with a loss.
     """
     if isinstance(source, str | Path):
-        rows, name = read_rows(source), str(source)
+        rows, name = read_rows(source, body=body), str(source)
     else:
         rows, name = list(source), "the table"
     done = [row for row in rows if str(row.get("state") or "finished") == "finished"]

@@ -1,13 +1,25 @@
-"""A table that cannot determine a law is told what it lacks, and what would be enough."""
+"""Tables: what is read of them; one that cannot determine a law is told what it lacks, and what would be enough."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxscale.errors import ConfigError
-from jaxscale.plan.laws import BODY, Chinchilla, Farseer, IsoFLOP, OutOfDistribution, StepLaw, held_out, read_table
+from jaxscale.plan.laws import (
+    BODY,
+    Chinchilla,
+    Farseer,
+    IsoFLOP,
+    OutOfDistribution,
+    StepLaw,
+    held_out,
+    read_table,
+    write_rows,
+)
+from jaxscale.train.run import write_config
 from tests.truth import planted
 from tests.truth.errors import raises_saying
+from tests.truth.runs import transformer, write_text
 
 GRID = planted.surface_runs(planted.chinchilla_loss, seed=0)
 BOWLS = planted.steplaw_runs(seed=0)
@@ -60,6 +72,16 @@ def test_rows_that_failed_or_never_ended_are_left_out_and_counted():
 def test_the_batch_is_tokens_a_step_where_a_table_has_no_such_column():
     table = read_table([{"eval_loss": 1.0, "tokens": 4096.0, "steps": 8.0}])
     assert table["batch"].tolist() == [512.0]
+
+
+def test_parameters_without_the_vocabularys_are_counted_from_a_sweeps_runs(tmp_path):
+    run = tmp_path / "000"
+    run.mkdir()
+    config = transformer(write_text(tmp_path / "text"))
+    write_config(run, config, 0)
+    write_rows([{"state": "finished", "eval_loss": 1.0, "run": "000"}], tmp_path / "results.csv")
+    vocabulary = 2 * config.model.vocab * config.model.width  # an embedding, and a head that is not tied to it
+    assert read_table(tmp_path, body=True)[BODY].tolist() == [config.model.param_count() - vocabulary]
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path):

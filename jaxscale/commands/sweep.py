@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ def add(commands: Any) -> None:
         "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, as --gin.train.steps=100"
     )
     parser.add_argument("--run", metavar="DIR", help="the sweep's folder (default: a new one, runs/<file>-<n>)")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="pull trials from what other machines pull from too: journal:///path/file, or postgresql://user@host/name",
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.add_argument("--dry-run", action="store_true", help="list the runs and what they come to, and start none")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -43,7 +49,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.sweep import Prepared, sweep_of
 
     text = gin_config.load([args.config], bindings)
-    prepared = Prepared(sweep_of(text), text)
+    sweep = sweep_of(text)
+    if args.storage is not None:
+        sweep = dataclasses.replace(sweep, storage=args.storage)
+    prepared = Prepared(sweep, text)
     if args.dry_run:
         from jaxscale.sweep.dry import table_of
         from jaxscale.train.report import Reporter

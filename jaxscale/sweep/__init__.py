@@ -16,6 +16,7 @@ from jaxscale.sweep.search import (
     Random,
     SuccessiveHalving,
 )
+from jaxscale.sweep.storage import Storage
 from jaxscale.sweep.sweep import Prepared, Sweep, sweep_of
 from jaxscale.sweep.table import Result
 
@@ -44,6 +45,7 @@ __all__ = [
     "Result",
     "Runner",
     "Search",
+    "Storage",
     "SuccessiveHalving",
     "Sweep",
     "Trial",

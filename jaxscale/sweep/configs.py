@@ -81,3 +81,10 @@ class Base:
             raise ConfigError(f"sweep.axes: there is no macro '{name}'{near(name, macros)}")
         scoped = [n for n in self.names if n.endswith(f"/{name}")]
         return scoped[0] if len(scoped) == 1 and name not in self.names else name
+
+
+def difference(before: str, after: str) -> str:
+    """The first binding that two gin texts differ in."""
+    was, now = ({k: v for k, _, v in (line.partition(" = ") for line in t.splitlines())} for t in (before, after))
+    key = next(k for k in sorted({**was, **now}) if was.get(k) != now.get(k))
+    return f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}"

@@ -44,27 +44,27 @@ class Journal:
             raise RunError(f"{folder} is being swept by another process; wait for it, or name another folder") from None
         except OSError as e:
             raise RunError(f"cannot write into {folder}: {e.strerror}") from e
-        self._records = read_records(folder, objective)
+        self._records = {record.trial.id: record for record in read_records(folder, objective)}
         self._mine: set[int] = set()
 
     def records(self) -> list[Record]:
         """See `Ledger`. A trial that a worker of an earlier process still has counts as running."""
-        for i, record in enumerate(self._records):
-            if record.state == RUNNING and record.run is not None and record.trial.id not in self._mine:
+        for id, record in self._records.items():
+            if record.state == RUNNING and record.run is not None and id not in self._mine:
                 progress = Progress(record.trial, record.run, self.objective)
-                self._records[i] = progress.read(running=held(self.folder, record.trial.id))
-        return list(self._records)
+                self._records[id] = progress.read(running=held(self.folder, id))
+        return [self._records[id] for id in sorted(self._records)]
 
     def claim(self, trial: Trial) -> Path:
         """See `Ledger`; it is on the disk before this returns."""
-        known = self._records[trial.id] if trial.id < len(self._records) else None
+        known = self._records.get(trial.id)
         if known is None or known.trial != trial:
             texts = {key: gin_config.text(value) for key, value in trial.bindings.items()}
             self._write({"id": trial.id, "bindings": texts, "until": trial.until})
         self._mine.add(trial.id)
         folder = run_folder(self.folder, trial.id)
         record = Progress(trial, folder, self.objective).read(running=True)
-        self._records[trial.id : trial.id + 1] = [record]
+        self._records[trial.id] = record
         return folder
 
     def report(self, record: Record) -> bool:

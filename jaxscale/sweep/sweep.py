@@ -14,17 +14,21 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.axes import space_of
 from jaxscale.sweep.base import Record, Runner, Search
 from jaxscale.sweep.checks import check
-from jaxscale.sweep.configs import Base, loaded
+from jaxscale.sweep.configs import Base, difference, loaded
 from jaxscale.sweep.coordinator import Coordinator
 from jaxscale.sweep.journal import Journal
 from jaxscale.sweep.live import Live
 from jaxscale.sweep.runners import Here
 from jaxscale.sweep.search import Grid
+from jaxscale.sweep.storage import Storage
 from jaxscale.sweep.table import Result, write_results
 from jaxscale.train import TrainConfig
 from jaxscale.train.folders import new_folder
 from jaxscale.train.run import write_text
 from jaxscale.train.signals import stop_signals
+
+_OWN = ("runner", "runs", "storage")
+"""Fields that may change while a sweep is under way, and from machine to machine."""
 
 
 @register(name="sweep")
@@ -41,6 +45,7 @@ class Sweep:
       runs: no more than these.
       seeds: short for an axis `train.seed` of 0, 1, ....
       runner: where runs go: `Here()`, `Pool(workers=2)`.
+      storage: what several machines pull trials from, as `journal:///path/file`, or a `Storage()`.
     """
 
     axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -49,6 +54,7 @@ class Sweep:
     runs: int | None = None
     seeds: int | None = None
     runner: Runner = Here()
+    storage: str | Storage | None = None
 
     def run(
         self,
@@ -108,7 +114,7 @@ class Prepared:
     def __init__(self, sweep: Sweep, base: TrainConfig | str | None):
         base = TrainConfig() if base is None else base
         run = base if isinstance(base, str) else gin_config.dumps("train", base.values())
-        own = {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep) if f.name not in ("runner", "runs")}
+        own = {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep) if f.name not in _OWN}
         self.sweep = sweep
         self.text = _without_sweep(run) + gin_config.dumps("sweep", own)
         lost = [name for name in gin_config.lost(self.text) if name.startswith("sweep.axes")]
@@ -122,8 +128,12 @@ class Prepared:
 
     def run(self, folder: str | Path | None, *, name: str, quiet: bool, imports: tuple[str, ...]) -> Result:
         """See `Sweep.run`."""
+        storage = self.sweep.storage
+        storage = Storage(storage) if isinstance(storage, str) else storage
+        shared = None if storage is None else storage.connect(self.text)
         path = open_folder(None if folder is None else Path(folder), self.text, name)
-        ledger = Journal(path, self.sweep.objective)
+        journal = Journal(path, self.sweep.objective)
+        ledger = journal if shared is None else shared.ledger(journal, self.space)
         live = Live(path, self.sweep, self.space, self.steps, quiet=quiet)
         results = _Results(path, live.show)
         with contextlib.closing(ledger), stop_signals() as signals, live:
@@ -174,14 +184,8 @@ def open_folder(path: Path | None, text: str, name: str) -> Path:
     except OSError:
         raise RunError(f"{path} is there already and holds no sweep; name another folder") from None
     if before != text:
-        raise RunError(f"{path} holds another sweep: {_difference(before, text)}; take that back, or name a new folder")
+        raise RunError(f"{path} holds another sweep: {difference(before, text)}; take that back, or name a new folder")
     return path
-
-
-def _difference(before: str, after: str) -> str:
-    was, now = ({k: v for k, _, v in (line.partition(" = ") for line in t.splitlines())} for t in (before, after))
-    key = next(k for k in sorted({**was, **now}) if was.get(k) != now.get(k))
-    return f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}"
 
 
 def _without_sweep(text: str) -> str:
@@ -190,6 +194,6 @@ def _without_sweep(text: str) -> str:
 
     def belongs(line: str) -> bool:
         name = line.partition(" = ")[0].rpartition(".")[0].rpartition("/")[2]
-        return name == "sweep" or hasattr(registered.get(name), "together")
+        return name in ("sweep", "Storage") or hasattr(registered.get(name), "together")
 
     return "".join(f"{line}\n" for line in text.splitlines() if line and not belongs(line))

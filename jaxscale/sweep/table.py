@@ -22,8 +22,13 @@ FIRST = ("state", "steps", "tokens", "parameters", "flops", "loss", "eval_loss")
 LAST = ("seconds", "error", "run")
 
 
-def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """A dict per trial, all with the same keys in the same order; `None` where a trial has none of a metric."""
+def rows_of(records: Sequence[Record], folder: Path) -> list[dict[str, Any]]:
+    """A dict per trial, all with the same keys in the same order; `None` where a trial has none of a metric.
+
+    Args:
+      records: of the trials.
+      folder: of the sweep; a run elsewhere, of another machine, has its whole path.
+    """
     bound = dict.fromkeys(name for record in records for name in split(record.trial.bindings))
     measured = dict.fromkeys(name for record in records for name in sorted(record.metrics))
     others = [name for name in measured if name not in FIRST]
@@ -33,7 +38,7 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
         ends = {
             "seconds": record.seconds,
             "error": record.error,
-            "run": None if record.run is None else record.run.name,
+            "run": record.run and (record.run.name if record.run.parent == folder else str(record.run)),
         }
         numbers = {"state": record.state, **record.metrics}
         row = {name: values.get(name) for name in bound}
@@ -44,7 +49,7 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def write_results(folder: Path, records: Sequence[Record]) -> None:
     """Writes `results.csv` whole or not at all."""
-    rows = rows_of(records)
+    rows = rows_of(records, folder)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else [*FIRST, *LAST], lineterminator="\n")
     writer.writeheader()
@@ -76,7 +81,7 @@ class Result:
 
     def table(self) -> list[dict[str, Any]]:
         """A dict per trial, as the rows of `results.csv`."""
-        return rows_of(self.records())
+        return rows_of(self.records(), self.path)
 
     def best(self) -> dict[str, Any]:
         """The row with the lowest objective.
@@ -88,7 +93,7 @@ class Result:
         found = best_of(records)
         if found is None:
             raise RunError(f"no trial of {self.path} has a finite {self.objective} yet")
-        return rows_of(records)[records.index(found)]
+        return rows_of(records, self.path)[records.index(found)]
 
     def run(self, row: dict[str, Any] | None = None) -> Run:
         """The run of a row of the table, by default of the best."""

@@ -1,0 +1,184 @@
+"""Many machines pulling from one storage: nothing twice, nothing lost, also when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxscale.errors import ConfigError, RunError
+from jaxscale.sweep.base import FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
+from jaxscale.sweep.storage import Storage
+from tests.truth.errors import raises_saying
+from tests.truth.pulling import RUNS, STEPS, open_ledger, pull
+from tests.truth.runs import ROOT
+
+optuna = pytest.importorskip("optuna")
+FIRST = Trial(0, {"x": 0.25}, until=3)
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"journal://{tmp_path}/storage"
+
+
+@pytest.fixture
+def machines(tmp_path, url):
+    """Two machines' ledgers."""
+    opened = [open_ledger(url, tmp_path / name, patience=0.4) for name in "ab"]
+    yield opened
+    for ledger in opened:
+        ledger.close()
+
+
+def ended(trial, folder, state=PAUSED, upto=3):
+    curve = [(step, 1 / step) for step in range(1, upto + 1)]
+    return Record(trial, state, curve, {"steps": upto}, 1.5, None, folder)
+
+
+def silent(ledger):
+    """As if its machine were gone: it counts no more."""
+    ledger._closed.set()
+    ledger._beating.join()
+
+
+def wait_for(said, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not said():
+        assert time.monotonic() < end, "nothing came of it"
+        time.sleep(0.05)
+
+
+def test_of_two_that_claim_the_same_trial_one_gets_it(machines):
+    a, b = machines
+    assert a.records() == b.records() == []
+    assert a.claim(FIRST) is not None
+    assert b.claim(FIRST) is None, "its records were of before"
+    assert [r.state for r in b.records()] == [RUNNING]
+    assert b.claim(Trial(1, {"x": 0.5}, until=3)) is not None
+
+
+def test_a_machine_sees_what_another_measured_and_how_it_ended(machines):
+    a, b = machines
+    folder = a.claim(FIRST)
+    assert a.report(ended(FIRST, folder, RUNNING, 2))
+    wait_for(lambda: b.records() and len(b.records()[0].curve) == 2)
+    assert a.report(ended(FIRST, folder))
+    wait_for(lambda: b.records()[0].state == PAUSED)
+    [record] = b.records()
+    assert record.curve == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert (record.metrics, record.seconds, record.run) == ({"steps": 3}, 1.5, folder.resolve())
+
+
+def test_another_goes_on_where_it_sees_the_folder_and_begins_again_where_it_does_not(machines):
+    a, b = machines
+    folder = a.claim(FIRST)
+    a.report(ended(FIRST, folder))
+    wait_for(lambda: b.records() and b.records()[0].state == PAUSED)
+    further = Trial(0, FIRST.bindings, until=9)
+    assert b.claim(further) == folder.resolve()
+    b.report(Record(further, WAITING, [], {}, 0.0, None, folder))
+    (folder.parent / "machine").write_text("another disk, mounted at the same place\n")
+    wait_for(lambda: b.records()[0].state == WAITING)
+    assert b.claim(further) == b.journal.folder / "000"
+    assert [step for step, _ in b.records()[0].curve] == [], "its own folder has nothing yet"
+
+
+def test_a_trial_of_a_silent_machine_is_taken_and_what_that_says_later_counts_for_nothing(machines):
+    a, b = machines
+    folder = a.claim(FIRST)
+    silent(a)
+    wait_for(lambda: [r.state for r in b.records()] == [RUNNING])
+    wait_for(lambda: b.records()[0].state == WAITING)
+    assert b.claim(FIRST) is not None
+    assert not a.report(ended(FIRST, folder, FINISHED)), "it is told that the trial is not its any more"
+    wait_for(lambda: b.records()[0].state == RUNNING and not b.records()[0].curve)
+
+
+def test_a_machine_that_counts_keeps_its_trials_however_long_they_take(machines):
+    a, b = machines
+    a.claim(FIRST)
+    wait_for(b.records)
+    for _ in range(10):
+        time.sleep(0.1)
+        assert b.records()[0].state == RUNNING
+
+
+def test_what_is_handed_back_is_anybodys_at_once_and_what_is_given_up_nobodys(machines):
+    a, b = machines
+    folder = a.claim(FIRST)
+    a.report(ended(FIRST, folder, WAITING, 2))
+    wait_for(lambda: b.records() and b.records()[0].state == WAITING)
+    b.claim(FIRST)
+    b.report(ended(FIRST, folder, STOPPED))
+    wait_for(lambda: a.records()[0].state == STOPPED)
+
+
+def test_two_processes_share_a_sweep_and_one_killed_loses_nothing(tmp_path, url):
+    command = [sys.executable, "-m", "tests.truth.pulling", url, str(tmp_path / "a"), "0.4"]
+    measured = tmp_path / "a" / "001" / "metrics.jsonl"
+    a = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    try:
+        wait_for(lambda: measured.exists() and measured.stat().st_size, 60)
+        ours = threading.Thread(target=pull, args=(url, tmp_path / "b", 0.02))
+        ours.start()
+        wait_for((tmp_path / "b" / "trials.jsonl").exists, 60)
+        os.kill(a.pid, signal.SIGKILL)
+        ours.join(60)
+        assert not ours.is_alive()
+    finally:
+        a.kill()
+        a.wait()
+    records = pull(url, tmp_path / "a")  # starts the killed one again: nothing is left for it
+    assert [r.trial.id for r in records] == list(range(RUNS))
+    assert {r.state for r in records} <= {FINISHED, PAUSED} and FINISHED in {r.state for r in records}
+    study = optuna.load_study(study_name="sweep", storage=Storage(url).connect("sweep.of = 'waiting'\n").backend)
+    starts = [(t.user_attrs["id"], t.user_attrs["until"]) for t in study.trials if "end" in t.user_attrs]
+    assert len(starts) == len(set(starts)), "nothing was carried out twice"
+    assert study.best_value == min(r.curve[-1][1] for r in records if r.state == FINISHED)
+    assert study.best_trial.params == dict(records[study.best_trial.user_attrs["id"]].trial.bindings)
+    for record in records:
+        steps = [json.loads(line)["step"] for line in (record.run / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, (record.trial.until or STEPS) + 1)), "one folder holds all of its steps, once"
+
+
+def test_another_sweep_does_not_mix_in(url):
+    Storage(url).connect("train.lr = 1\n")
+    with raises_saying(ConfigError, "train.lr was 1 and is 2", "#another_name"):
+        Storage(url).connect("train.lr = 2\n")
+    Storage(f"{url}#another_name").connect("train.lr = 2\n")
+
+
+@pytest.mark.parametrize(
+    "url, words",
+    [
+        ("journal:///nowhere/at/all/file", ["journal:///nowhere/at/all/file", "there is no folder /nowhere/at/all"]),
+        ("journal:///proc/file", ["journal:///proc/file", "cannot be reached"]),
+        ("storage.log", ["'storage.log' names no storage", "journal:///path/file"]),
+        ("", ["'' names no storage"]),
+        ("sqlite:////nowhere/at/all.db", ["sqlite:////nowhere/at/all.db", "unable to open database file"]),
+        ("carrierpigeon://user:secret@host/x", ["carrierpigeon://user@host/x", "cannot be reached"]),
+    ],
+    ids=["no-folder", "not-writable", "no-scheme", "empty", "no-database", "no-dialect"],
+)
+def test_a_storage_that_cannot_be_reached_is_said_in_a_sentence(url, words):
+    with raises_saying(ConfigError, *words):
+        Storage(url).connect("")
+
+
+def test_a_database_that_goes_away_is_said_in_a_sentence(machines, monkeypatch):
+    a, _ = machines
+
+    def gone(*_, **__):
+        raise OSError("connection reset by peer")
+
+    monkeypatch.setattr(a.shared.backend, "get_all_trials", gone)
+    a._read = (-1e9, {})
+    with raises_saying(RunError, "cannot be reached", "connection reset by peer"):
+        a.records()

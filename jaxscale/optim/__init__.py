@@ -1,15 +1,18 @@
 """Optimizers (optax transformations) and schedules, as values a config can hold."""
 
+from jaxscale.optim.adafactor import Adafactor, adafactor
 from jaxscale.optim.adamw import SGD, AdamW, adamw
 from jaxscale.optim.balance import balanced, gradient_norm, without_biases
 from jaxscale.optim.base import (
     FusedTransformation,
     HostState,
+    NamedState,
     Optimizer,
     apply_gradients,
     chain,
     check_state,
     decay_mask,
+    is_named,
     state_infos,
     state_shardings,
 )
@@ -25,12 +28,22 @@ from jaxscale.optim.eight_bit import (
     sgdm_8bit,
 )
 from jaxscale.optim.host import OnHost, on_host
+from jaxscale.optim.lamb import LAMB, LARS, lamb, lars
+from jaxscale.optim.layers import is_hidden_matrix, per_layer, view_of
+from jaxscale.optim.lion import Lion
+from jaxscale.optim.muon import Muon, newton_schulz, scale_by_muon
+from jaxscale.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD, averaged, averages
 from jaxscale.optim.schedules import WSD, Constant, LRSchedule, WarmupCosine
+from jaxscale.optim.soap import SOAP, scale_by_soap
 from jaxscale.optim.storage import EightBit, convert_state, is_quantized
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
+    "SOAP",
     "WSD",
+    "Adafactor",
     "AdamW",
     "AdamW8bit",
     "Constant",
@@ -39,27 +52,44 @@ __all__ = [
     "HostState",
     "LAMB8bit",
     "LRSchedule",
+    "Lion",
     "Lion8bit",
+    "Muon",
+    "NamedState",
     "OnHost",
     "Optimizer",
     "SGDM8bit",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
     "WarmupCosine",
+    "adafactor",
     "adagrad_8bit",
     "adamw",
     "adamw_8bit",
     "apply_gradients",
+    "averaged",
+    "averages",
     "balanced",
     "chain",
     "check_state",
     "convert_state",
     "decay_mask",
     "gradient_norm",
+    "is_hidden_matrix",
+    "is_named",
     "is_quantized",
+    "lamb",
     "lamb_8bit",
+    "lars",
     "lion_8bit",
+    "newton_schulz",
     "on_host",
+    "per_layer",
+    "scale_by_muon",
+    "scale_by_soap",
     "sgdm_8bit",
     "state_infos",
     "state_shardings",
+    "view_of",
     "without_biases",
 ]

@@ -81,6 +81,15 @@ def not_negative(optimizer: Any, *names: str) -> None:
             raise ConfigError(f"{type(optimizer).__name__}.{name} = {getattr(optimizer, name)}: must be at least 0")
 
 
+def fractions(optimizer: Any, *names: str) -> None:
+    """Raises `ConfigError` where a field of an optimizer is below 0, or not below 1."""
+    for name in names:
+        if not 0 <= getattr(optimizer, name) < 1:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.{name} = {getattr(optimizer, name)}: must be at least 0 and below 1"
+            )
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW:
@@ -92,9 +101,7 @@ class AdamW:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"AdamW.{name} = {getattr(self, name)}: must be at least 0 and below 1")
+        fractions(self, "b1", "b2")
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:

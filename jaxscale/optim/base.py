@@ -60,6 +60,24 @@ class HostState(NamedTuple):
     master: Tree
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NamedState:
+    """State of another shape than its parameter's, with a logical axis per dimension, by which it is laid out.
+
+    The names are in the state itself, so that they are found whatever wraps the optimizer.
+    """
+
+    value: Any
+    path: str = dataclasses.field(metadata={"static": True})
+    axes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
+
+
+def is_named(x: Any) -> bool:
+    """For `is_leaf`: state that says itself what its dimensions are."""
+    return isinstance(x, NamedState)
+
+
 def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
     """`optax.chain`, keeping `update_and_apply` when the last part has it (then nothing follows it)."""
     if not isinstance(parts[-1], FusedTransformation):
@@ -89,7 +107,10 @@ def apply_gradients(
 
 
 def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
-    """A `TensorInfo` for every array of `tx`'s state; those of a parameter's shape, and 8-bit ones, carry its names.
+    """A `TensorInfo` for every array of `tx`'s state.
+
+    Those of a parameter's shape, and 8-bit ones, carry its names, and a `NamedState` its own; what is left (counts,
+    mostly) has none and is whole on every device.
 
     Args:
       tx: the optimizer.
@@ -100,6 +121,9 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
     by_path: dict[Any, TensorInfo] = dict(jax.tree_util.tree_leaves_with_path(infos))
 
     def info(path: tuple[Any, ...], leaf: Any) -> Any:
+        if is_named(leaf):
+            value = TensorInfo(leaf.path, leaf.value.shape, leaf.value.dtype, leaf.axes)
+            return dataclasses.replace(leaf, value=value)
         # whatever wraps an optimizer, the state of a parameter ends with the parameter's own path
         found = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
         if found is None:
@@ -110,7 +134,7 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
         axes = found.axes if leaf.shape == found.shape else (None,) * len(leaf.shape)
         return TensorInfo(found.path if leaf.shape == found.shape else "", leaf.shape, leaf.dtype, axes)
 
-    return jax.tree_util.tree_map_with_path(info, state, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(info, state, is_leaf=lambda x: is_quantized(x) or is_named(x))
 
 
 def check_state(tx: optax.GradientTransformation, infos: Tree, layout: Layout) -> None:

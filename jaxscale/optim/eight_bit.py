@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
 from jaxscale.layout import STACKED, TensorInfo
-from jaxscale.optim.adamw import AdamWState, not_negative
+from jaxscale.optim.adamw import AdamWState, fractions, not_negative
 from jaxscale.optim.base import FusedTransformation, Schedule, Tree, decay_mask
 from jaxscale.optim.blockwise import Scalars, blockwise
 from jaxscale.optim.storage import EIGHT_BIT, EightBit
@@ -165,11 +164,6 @@ def adagrad_8bit(
     return blockwise(ADAGRAD, scalars, MomentState, initial=(initial_accumulator,), **options)
 
 
-def _in_unit(value: float, name: str) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{name} = {value}: must be at least 0 and below 1")
-
-
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW8bit:
@@ -183,8 +177,7 @@ class AdamW8bit:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        _in_unit(self.b1, "AdamW8bit.b1")
-        _in_unit(self.b2, "AdamW8bit.b2")
+        fractions(self, "b1", "b2")
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
@@ -205,8 +198,7 @@ class LAMB8bit:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        _in_unit(self.b1, "LAMB8bit.b1")
-        _in_unit(self.b2, "LAMB8bit.b2")
+        fractions(self, "b1", "b2")
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
@@ -226,8 +218,7 @@ class Lion8bit:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        _in_unit(self.b1, "Lion8bit.b1")
-        _in_unit(self.b2, "Lion8bit.b2")
+        fractions(self, "b1", "b2")
         not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
@@ -247,7 +238,7 @@ class SGDM8bit:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        _in_unit(self.momentum, "SGDM8bit.momentum")
+        fractions(self, "momentum")
         not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:

@@ -14,7 +14,16 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo, current, host_memory_or_say, say_once
 from jaxscale.optim.adamw import AdamW
-from jaxscale.optim.base import FusedTransformation, HostState, Optimizer, Schedule, Tree, apply_gradients, state_infos
+from jaxscale.optim.base import (
+    FusedTransformation,
+    HostState,
+    Optimizer,
+    Schedule,
+    Tree,
+    apply_gradients,
+    is_named,
+    state_infos,
+)
 from jaxscale.optim.storage import is_quantized
 
 _ABSENT = optax.MaskedNode()
@@ -31,7 +40,7 @@ class OnHost:
     the state stays on the device, and a warning says so.
 
     Args:
-      optimizer: one whose states have their parameters' shapes: AdamW, SGD, the 8-bit ones.
+      optimizer: one whose states have their parameters' shapes: AdamW, SGD, Lion, LAMB, the 8-bit ones.
       master: also keep float32 parameters there, and update those; the model's own, in bfloat16
         (`Transformer.param_dtype`), are rounded from them.
 
@@ -65,11 +74,12 @@ def on_host(
         infos = jax.tree.map(lambda i: dataclasses.replace(i, dtype=jnp.dtype(jnp.float32)), infos)
     whole = make(infos)
     states = state_infos(whole, infos)
-    for i in jax.tree.leaves(states):
-        if not i.path and i.size > 1:
+    for i in jax.tree.leaves(states, is_leaf=is_named):
+        if is_named(i) or (not i.path and i.size > 1):
+            shape = i.value.shape if is_named(i) else i.shape
             raise ConfigError(
-                f"OnHost streams states of their parameters' shapes, and this optimizer has one of shape {i.shape}; "
-                "use AdamW, SGD or an 8-bit optimizer"
+                f"OnHost streams states of their parameters' shapes, and this optimizer has one of shape {shape}; "
+                "use AdamW, SGD, Lion, LAMB or an 8-bit optimizer"
             )
     of_params = jax.tree.map(_group, infos)
     of_state = jax.tree.map(lambda q: _group(jax.tree.leaves(q)[0]), states, is_leaf=is_quantized)

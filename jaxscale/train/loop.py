@@ -19,6 +19,7 @@ import optax
 from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, ConfigError, RunError, near
 from jaxscale.layout import describe
+from jaxscale.optim import averaged
 from jaxscale.train import agree
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.folders import choose_folder
@@ -318,9 +319,10 @@ class _Loop:
 
     def _eval(self, state: TrainState, batches: list[Batch]) -> float:
         loss = tokens = 0.0
+        params = averaged(state.opt_state, state.params)
         for i in range(len(batches)):
             batch = self.prepared.place(batches.__getitem__, i)
-            part, weight = self.evaluate(state.params, batch)
+            part, weight = self.evaluate(params, batch)
             loss, tokens = loss + float(part), tokens + float(weight)
         if tokens == 0:
             raise RunError("the held-out batches have no weighted token; raise train.eval_batches or the held-out part")

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
 from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.layout import Layout
-from jaxscale.optim import balanced, chain, without_biases
+from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.effects import without_effect
 from jaxscale.train.pipeline import pipelined
@@ -165,10 +165,21 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
     batch_sharding(config.layout, config.batch_size, config.seq_len)
     if config.accumulate > 1:
         batch_sharding(config.layout, config.micro_batch, config.seq_len)
-    for sentence in without_effect(config, blueprint):
+    for sentence in (*without_effect(config, blueprint), *_whole_state(blueprint)):
         log.warning("%s", sentence)
     _trace(blueprint, config)
     return blueprint, schedule
+
+
+def _whole_state(blueprint: Blueprint) -> list[str]:
+    """A sentence for what of the optimizer's state has no names, by which it could be laid out."""
+    if blueprint.layout is None or blueprint.layout.devices == 1:
+        return []
+    return [
+        f"the optimizer has state of shape {i.shape} without names, so that every device holds all of it"
+        for i in jax.tree.leaves(state_infos(blueprint.tx, blueprint.infos))
+        if not i.path and i.size > 1
+    ]
 
 
 def _check_idle(layout: Layout) -> None:

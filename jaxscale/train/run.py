@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -16,11 +17,13 @@ import jax
 
 from jaxscale import config as gin_config
 from jaxscale.errors import ConfigError, RunError, near
+from jaxscale.optim import averaged, averages, state_infos
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
-from jaxscale.train.state import TrainState, describe_model
+from jaxscale.train.prepare import blueprint_of
+from jaxscale.train.state import TrainState
 from jaxscale.version import __version__
 
 
@@ -82,14 +85,20 @@ class Run:
     def params(self, step: int | None = None) -> Any:
         """The parameters of a checkpoint on the default device, by default the live ones, or the newest that is whole.
 
+        Of a schedule-free optimizer the averaged ones (see `jaxscale.optim.averaged`).
+
         Raises:
           CheckpointError: there is none.
         """
         if self.state is not None and step is None:
-            return self.state.params
+            return averaged(self.state.opt_state, self.state.params)
         if step is None:
             self.last_step()  # says so where there is none
-        return self.checkpoints.restore_params(step, describe_model(self.config.model)[1], None)
+        blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=None))
+        if not averages(state_infos(blueprint.tx, blueprint.infos)):
+            return self.checkpoints.restore_params(step, blueprint.infos, None)
+        state = self.checkpoints.restore(step, blueprint.abstract_state(), None)
+        return averaged(state.opt_state, state.params)
 
     def last_step(self) -> int:
         """The step of the newest finished checkpoint.

@@ -1,0 +1,116 @@
+"""LAMB and LARS: steps scaled by the ratio of a layer's norm to its update's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from jaxscale.config import register
+from jaxscale.optim.adamw import fractions, not_negative
+from jaxscale.optim.base import Schedule, Tree, decay_mask
+from jaxscale.optim.layers import per_layer
+
+
+def lamb(
+    learning_rate: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    *,
+    mask: Tree | None = None,
+    infos: Tree | None = None,
+) -> optax.GradientTransformation:
+    """LAMB (You et al. 2020): Adam's direction, decay included, times ‖w‖ / ‖direction‖ of each layer.
+
+    `optax.lamb`, but for the ratio, which is taken over each layer and each expert of a stack. Norms are over the whole
+    of a sharded layer: a number per layer is summed over the devices that hold its pieces.
+
+    Args:
+      learning_rate: a number, or a function of the step count.
+      b1, b2: decay of the first and second moment.
+      eps: added to the root of the second moment.
+      weight_decay: of the parameter, what is added to Adam's direction.
+      mask: a bool per parameter, whether it decays; `None` means all do.
+      infos: a `TensorInfo` per parameter, whose names tell layers apart; `None` leaves every tensor one layer.
+    """
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps),
+        optax.add_decayed_weights(weight_decay, mask),
+        per_layer(optax.scale_by_trust_ratio(), infos),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def lars(
+    learning_rate: float | Schedule,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-4,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    nesterov: bool = False,
+    *,
+    mask: Tree | None = None,
+    infos: Tree | None = None,
+) -> optax.GradientTransformation:
+    """LARS (You et al. 2017): the gradient, decay included, times trust_coefficient · ‖w‖ / ‖gradient‖ of each layer.
+
+    `optax.lars`, but for the ratio, which is per layer as in `lamb`.
+
+    Args:
+      learning_rate: a number, or a function of the step count.
+      momentum: decay of the sum of past steps.
+      weight_decay: of the parameter, what is added to the gradient.
+      trust_coefficient: times the ratio.
+      eps: added to the gradient's norm.
+      nesterov: look ahead along the momentum.
+      mask: a bool per parameter, whether it decays and is scaled by the ratio; `None` means all are.
+      infos: as of `lamb`.
+    """
+    scaled = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps), infos)
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay, mask),
+        scaled if mask is None else optax.masked(scaled, mask),
+        optax.scale_by_learning_rate(learning_rate),
+        optax.trace(momentum, nesterov),
+    )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LAMB:
+    """`lamb`, with weight decay on all but norms and biases. Arguments as there."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        fractions(self, "b1", "b2")
+        not_negative(self, "eps", "weight_decay")
+
+    def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
+        """The transformation, for these parameters."""
+        return lamb(learning_rate, mask=decay_mask(infos), infos=infos, **dataclasses.asdict(self))
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LARS:
+    """`lars`; norms and biases neither decay nor are scaled by the ratio, as in the paper. Arguments as there."""
+
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    trust_coefficient: float = 0.001
+    eps: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        fractions(self, "momentum")
+        not_negative(self, "weight_decay", "trust_coefficient", "eps")
+
+    def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
+        """The transformation, for these parameters."""
+        return lars(learning_rate, mask=decay_mask(infos), infos=infos, **dataclasses.asdict(self))

@@ -1,0 +1,38 @@
+"""Lion, as a value a config can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from jaxscale.config import register
+from jaxscale.optim.adamw import fractions, not_negative
+from jaxscale.optim.base import Schedule, Tree, decay_mask
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Lion:
+    """`optax.lion` (Chen et al. 2023): the sign of a momentum, with weight decay on all but norms and biases.
+
+    Its steps are larger than Adam's: the paper takes a third to a tenth of Adam's learning rate, and as many times its
+    weight decay.
+
+    Args:
+      b1: of the momentum against the gradient, in the direction.
+      b2: decay of the momentum.
+      weight_decay: times the learning rate, what a decayed parameter loses.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.99
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        fractions(self, "b1", "b2")
+        not_negative(self, "weight_decay")
+
+    def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
+        """The transformation, for these parameters."""
+        return optax.lion(learning_rate, mask=decay_mask(infos), **dataclasses.asdict(self))

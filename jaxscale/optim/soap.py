@@ -1,0 +1,214 @@
+"""SOAP: Adam in the eigenbases of Shampoo's preconditioners, a layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.layout import TensorInfo, constrain
+from jaxscale.optim.adamw import fractions, not_negative
+from jaxscale.optim.base import NamedState, Schedule, Tree, decay_mask
+from jaxscale.optim.layers import dealt, hidden_matrices, view_of, with_rest
+
+_dot = functools.partial(jnp.matmul, precision="highest")  # bases drift apart in bfloat16 products
+
+
+class SoapState(NamedTuple):
+    """What SOAP keeps.
+
+    Args:
+      count: updates seen (int32); the first one only makes the bases.
+      mu: first moment, of the parameters' shapes.
+      nu: second moment of the rotated gradients, of the parameters' shapes.
+      rows, cols: per parameter a `Side`, or `None` where it is not rotated.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # a tuple has a method of this name; optax's states do the same
+    mu: Tree
+    nu: Tree
+    rows: Tree
+    cols: Tree
+
+
+class Side(NamedTuple):
+    """One side of a stack of (m, n) matrices: the mean of GGᵀ, and its eigenvectors as columns, (..., m, m) float32."""
+
+    gram: NamedState
+    basis: NamedState
+
+
+def scale_by_soap(
+    infos: Tree,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    frequency: int = 10,
+    *,
+    max_size: int = 10000,
+    one_sided: bool = False,
+) -> optax.GradientTransformation:
+    """The direction of SOAP (Vyas et al. 2024), for parameters that are all matrices per layer.
+
+    As in the authors' code the first update makes the bases (by `eigh`) and changes no parameter; every `frequency`
+    steps a step of the power method and a QR decomposition bring them up to date. On a layout the preconditioners are
+    cut along their rows as the parameter is (`NamedState`), products with them are left to the partitioner, and what
+    is decomposed is brought whole to one device, the matrices of a stack dealt out (`dealt`).
+
+    Where a matrix is wider than tall, GᵀG of the first gradient has a null space in which any basis is as good: there
+    two computers, or two layouts, may go different ways for that reason alone. `one_sided` has no such freedom.
+
+    Args:
+      infos: a `TensorInfo` per parameter.
+      b1, b2: decay of the first moment; of the second and of the preconditioners.
+      eps: added to the root of the second moment.
+      frequency: steps between decompositions.
+      max_size: a larger side is not rotated.
+      one_sided: rotate the smaller side only.
+    """
+
+    def sides(info: TensorInfo) -> tuple[bool, bool]:
+        m, n = view_of(info).shape[-2:]
+        return m <= max_size and not (one_sided and m > n), n <= max_size and not (one_sided and n >= m)
+
+    def side(info: TensorInfo, axis: int) -> Side | None:
+        """Of rows (-2) or columns (-1), all zero."""
+        view = view_of(info)
+        if not sides(info)[axis]:
+            return None
+        n, what = view.shape[axis], ("rows", "cols")[axis]
+        axes = (*view.axes[:-2], view.axes[axis], None)
+
+        def part(name: str) -> NamedState:
+            return NamedState(jnp.zeros((*view.shape[:-2], n, n), jnp.float32), f"{info.path}/{what}.{name}", axes)
+
+        return Side(part("gram"), part("basis"))
+
+    def init(params: Tree) -> SoapState:
+        zeros = optax.tree.zeros_like
+        made = [jax.tree.map(lambda i, a=axis: side(i, a), infos) for axis in (-2, -1)]
+        return SoapState(jnp.zeros([], jnp.int32), zeros(params), zeros(params), *made)
+
+    def update(updates: Tree, state: SoapState, params: Tree | None = None) -> tuple[Tree, SoapState]:
+        leaves: Any
+        structure: Any
+        leaves, structure = jax.tree.flatten(infos)
+        columns = [structure.flatten_up_to(t) for t in (updates, state.mu, state.nu, state.rows, state.cols)]
+        out = [_one(info, state.count, *of, b1, b2, eps) for info, *of in zip(leaves, *columns, strict=True)]
+        first, mu, nu, rows, cols = (list(column) for column in zip(*out, strict=True))
+        stage = jnp.where(state.count == 0, 0, jnp.where(state.count % frequency == 0, 1, 2))
+        rows, cols = _turned(stage, leaves, rows), _turned(stage, leaves, cols)
+        whole = (structure.unflatten(x) for x in (mu, nu, rows, cols))
+        return structure.unflatten(first), SoapState(optax.safe_increment(state.count), *whole)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _one(
+    info: TensorInfo,
+    count: jax.Array,
+    g: jax.Array,
+    mu: jax.Array,
+    nu: jax.Array,
+    rows: Side | None,
+    cols: Side | None,
+    b1: float,
+    b2: float,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, Side | None, Side | None]:
+    """A parameter's direction and state, in the bases there are; the first time there are none, and nothing moves."""
+    shape, begun = view_of(info).shape, count > 0
+    wide, m, v = (x.astype(jnp.float32).reshape(shape) for x in (g, mu, nu))
+    turned = _rotate(wide, rows, cols)
+    m = jnp.where(begun, b1 * m + (1 - b1) * wide, m)
+    v = jnp.where(begun, b2 * v + (1 - b2) * jnp.square(turned), v)
+    t = jnp.maximum(count, 1)
+    direction = (_rotate(m, rows, cols) / (1 - b1**t)) / (jnp.sqrt(v / (1 - b2**t)) + eps)
+    direction = jnp.where(begun, _rotate(direction, rows, cols, back=True), 0.0)
+    flipped = jnp.swapaxes(wide, -1, -2)
+    rows, cols = _observe(rows, _dot(wide, flipped), b2), _observe(cols, _dot(flipped, wide), b2)
+    lay = lambda x, like: constrain(x.reshape(info.shape), *info.axes, kind="opt_state").astype(like.dtype)  # noqa: E731
+    return lay(direction, g), lay(m, mu), lay(v, nu), rows, cols
+
+
+def _rotate(x: jax.Array, rows: Side | None, cols: Side | None, back: bool = False) -> jax.Array:
+    """Into the bases, or back out of them."""
+    flip = lambda q, turn: jnp.swapaxes(q, -1, -2) if turn else q  # noqa: E731
+    if rows is not None:
+        x = _dot(flip(rows.basis.value, not back), x)
+    if cols is not None:
+        x = _dot(x, flip(cols.basis.value, back))
+    return x
+
+
+def _observe(side: Side | None, outer: jax.Array, b2: float) -> Side | None:
+    if side is None:
+        return None
+    gram = b2 * side.gram.value + (1 - b2) * outer
+    return side._replace(gram=dataclasses.replace(side.gram, value=constrain(gram, *side.gram.axes, kind="opt_state")))
+
+
+def _turned(stage: jax.Array, infos: list[TensorInfo], sides: list[Side | None]) -> list[Side | None]:
+    """The sides with bases of this step: made (stage 0), brought up to date (1), or as they are (2)."""
+
+    def each(fn: Any) -> list[jax.Array | None]:
+        lay = lambda s, q: constrain(q, *s.basis.axes, kind="opt_state")  # noqa: E731
+        return [None if s is None else lay(s, fn(i, s)) for i, s in zip(infos, sides, strict=True)]
+
+    made = lambda i, s: jnp.linalg.eigh(dealt(s.gram.value, i))[1][..., ::-1]  # noqa: E731  # largest first
+    moved = lambda i, s: jnp.linalg.qr(dealt(_dot(s.gram.value, s.basis.value), i))[0]  # noqa: E731
+    kept = lambda i, s: s.basis.value  # noqa: E731
+    bases = jax.lax.switch(stage, [lambda fn=fn: each(fn) for fn in (made, moved, kept)])
+    put = lambda s, q: s._replace(basis=dataclasses.replace(s.basis, value=q))  # noqa: E731
+    return [None if s is None else put(s, q) for s, q in zip(sides, bases, strict=True)]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SOAP:
+    """SOAP for the matrices between hidden features, AdamW for all else (see `is_hidden_matrix`), with weight decay on
+    all but norms and biases.
+
+    Its state is large: of an (m, n) matrix 2 (mn + m² + n²) numbers, or 2 (mn + min(m, n)²) one-sided.
+
+    Args:
+      b1, b2, eps, frequency, max_size, one_sided: see `scale_by_soap`; b1, b2 and eps are AdamW's, too.
+      weight_decay: times the learning rate, what a decayed parameter loses.
+      others: components of paths whose parameters go to AdamW as well.
+    """
+
+    b1: float = 0.95
+    b2: float = 0.95
+    eps: float = 1e-8
+    frequency: int = 10
+    max_size: int = 10000
+    one_sided: bool = False
+    weight_decay: float = 0.01
+    others: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        fractions(self, "b1", "b2")
+        not_negative(self, "eps", "weight_decay")
+        for name in ("frequency", "max_size"):
+            if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
+                raise ConfigError(f"SOAP.{name} = {getattr(self, name)!r}: must be a whole number of at least 1")
+
+    def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
+        """The transformation, for these parameters."""
+        how: Any = dict(max_size=self.max_size, one_sided=self.one_sided)
+        return optax.chain(
+            with_rest(
+                lambda infos: scale_by_soap(infos, self.b1, self.b2, self.eps, self.frequency, **how),
+                optax.scale_by_adam(self.b1, self.b2, self.eps),
+                hidden_matrices(infos, self.others, "SOAP"),
+                infos,
+            ),
+            optax.add_decayed_weights(self.weight_decay, decay_mask(infos)),
+            optax.scale_by_learning_rate(learning_rate),
+        )

@@ -73,7 +73,7 @@ def is_hidden_matrix(info: TensorInfo, others: tuple[str, ...] = ()) -> bool:
     return True
 
 
-def dealt(x: jax.Array, info: TensorInfo) -> jax.Array:
+def dealt(x: jax.Array, *axes: str | None) -> jax.Array:
     """Whole matrices, dealt out over the devices that hold pieces of them.
 
     The mesh axes that cut a matrix cut its stack instead, as far as they divide it: a device then has all of some
@@ -81,23 +81,40 @@ def dealt(x: jax.Array, info: TensorInfo) -> jax.Array:
     A no-op outside of a layout.
 
     Args:
-      x: (stacks..., m, n), a view of the parameter or of a state as tall.
-      info: the parameter.
+      x: (stacks..., m, n), optimizer state or something laid out as it is.
+      *axes: a logical axis or `None` per dimension.
+    """
+    for spec in _way(x, axes):
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return x
+
+
+def returned(x: jax.Array, *axes: str | None) -> jax.Array:
+    """What was made of `dealt` matrices, laid out as optimizer state again. Arguments as there."""
+    for spec in reversed(_way(x, axes)):
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return x
+
+
+def _way(x: jax.Array, axes: tuple[str | None, ...]) -> list[PartitionSpec]:
+    """From pieces to whole matrices, a mesh axis at a time: each step is one exchange, or one gather.
+
+    (Asked for at once, the partitioner goes by way of a copy of everything on every device.)
     """
     layout = current()
     if layout is None:
-        return x
-    view = view_of(info)
-    cuts = layout.spec(view.axes, view.shape, kind="opt_state", name=info.path)
-    parts = [(p,) if isinstance(p, str) else tuple(p or ()) for p in cuts]
-    own, freed = parts[: stacks(view)], [m for p in parts[stacks(view) :] for m in p]
-    for m in freed:
-        for i, n in enumerate(x.shape[: len(own)]):
-            if n % math.prod(layout.sizes[a] for a in (*own[i], m)) == 0:
-                own[i] = (*own[i], m)
-                break
-    whole = (None,) * (x.ndim - len(own))
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(p or None for p in own), *whole))
+        return []
+    spec = layout.spec(axes, x.shape, kind="opt_state", name="the state of matrices")
+    parts = [(p,) if isinstance(p, str) else tuple(p or ()) for p in spec]
+    way, stacked = [spec], [i for i, a in enumerate(axes) if a in STACKED]
+    for dim in (i for i, a in enumerate(axes) if a not in STACKED):
+        for m in reversed(parts[dim]):
+            parts[dim] = parts[dim][:-1]
+            to = (i for i in stacked if x.shape[i] % math.prod(layout.sizes[a] for a in (*parts[i], m)) == 0)
+            if (i := next(to, None)) is not None:
+                parts[i] = (*parts[i], m)
+            way.append(PartitionSpec(*(p or None for p in parts)))
+    return way
 
 
 def per_layer(tx: optax.GradientTransformation, infos: Tree | None) -> optax.GradientTransformation:
@@ -142,7 +159,8 @@ def per_layer(tx: optax.GradientTransformation, infos: Tree | None) -> optax.Gra
         return out
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        held, found, kept = grouped(params) if params is not None else {}, {}, {}
+        held = grouped(params) if params is not None else {}
+        found, kept = dict[str, jax.Array](), dict[str, Any]()
         for key, group in grouped(updates).items():
             bare = jax.tree.map(lambda s: s.value if is_named(s) else s, state[key], is_leaf=is_named)
             over = jax.tree.map(_mapped, of_layer(group))

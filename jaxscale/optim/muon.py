@@ -11,10 +11,10 @@ import optax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo, constrain
+from jaxscale.layout import TensorInfo
 from jaxscale.optim.adamw import fractions, not_negative
 from jaxscale.optim.base import Schedule, Tree, decay_mask
-from jaxscale.optim.layers import dealt, hidden_matrices, view_of, with_rest
+from jaxscale.optim.layers import dealt, hidden_matrices, returned, view_of, with_rest
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients: steep at 0, and not quite 1 in the end."""
@@ -83,9 +83,9 @@ def scale_by_muon(
     def one(info: TensorInfo, momentum: jax.Array) -> jax.Array:
         view = view_of(info)
         inputs, outputs = view.shape[-2:]
-        whole = newton_schulz(dealt(momentum.reshape(view.shape), info), ns_steps, coefficients)
+        whole = newton_schulz(dealt(momentum.reshape(view.shape), *view.axes), ns_steps, coefficients)
         scale = max(1.0, outputs / inputs) ** 0.5 if rms is None else rms * max(inputs, outputs) ** 0.5
-        return constrain((scale * whole).reshape(info.shape), *info.axes, kind="opt_state").astype(momentum.dtype)
+        return returned((scale * whole).astype(momentum.dtype), *view.axes).reshape(info.shape)
 
     def init(params: Tree) -> MuonState:
         return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))

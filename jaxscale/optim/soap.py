@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo, constrain
 from jaxscale.optim.adamw import fractions, not_negative
 from jaxscale.optim.base import NamedState, Schedule, Tree, decay_mask
-from jaxscale.optim.layers import dealt, hidden_matrices, view_of, with_rest
+from jaxscale.optim.layers import dealt, hidden_matrices, returned, view_of, with_rest
 
 _dot = functools.partial(jnp.matmul, precision="highest")  # bases drift apart in bfloat16 products
 
@@ -100,10 +100,11 @@ def scale_by_soap(
         structure: Any
         leaves, structure = jax.tree.flatten(infos)
         columns = [structure.flatten_up_to(t) for t in (updates, state.mu, state.nu, state.rows, state.cols)]
-        out = [_one(info, state.count, *of, b1, b2, eps) for info, *of in zip(leaves, *columns, strict=True)]
+        one = functools.partial(_one, b1=b1, b2=b2, eps=eps)
+        out = [one(info, state.count, *of) for info, *of in zip(leaves, *columns, strict=True)]
         first, mu, nu, rows, cols = (list(column) for column in zip(*out, strict=True))
         stage = jnp.where(state.count == 0, 0, jnp.where(state.count % frequency == 0, 1, 2))
-        rows, cols = _turned(stage, leaves, rows), _turned(stage, leaves, cols)
+        rows, cols = _turned(stage, rows), _turned(stage, cols)
         whole = (structure.unflatten(x) for x in (mu, nu, rows, cols))
         return structure.unflatten(first), SoapState(optax.safe_increment(state.count), *whole)
 
@@ -154,17 +155,19 @@ def _observe(side: Side | None, outer: jax.Array, b2: float) -> Side | None:
     return side._replace(gram=dataclasses.replace(side.gram, value=constrain(gram, *side.gram.axes, kind="opt_state")))
 
 
-def _turned(stage: jax.Array, infos: list[TensorInfo], sides: list[Side | None]) -> list[Side | None]:
+def _turned(stage: jax.Array, sides: list[Side | None]) -> list[Side | None]:
     """The sides with bases of this step: made (stage 0), brought up to date (1), or as they are (2)."""
 
-    def each(fn: Any) -> list[jax.Array | None]:
-        lay = lambda s, q: constrain(q, *s.basis.axes, kind="opt_state")  # noqa: E731
-        return [None if s is None else lay(s, fn(i, s)) for i, s in zip(infos, sides, strict=True)]
+    def of(fn: Any) -> list[jax.Array | None]:
+        return [None if s is None else fn(s) for s in sides]
 
-    made = lambda i, s: jnp.linalg.eigh(dealt(s.gram.value, i))[1][..., ::-1]  # noqa: E731  # largest first
-    moved = lambda i, s: jnp.linalg.qr(dealt(_dot(s.gram.value, s.basis.value), i))[0]  # noqa: E731
-    kept = lambda i, s: s.basis.value  # noqa: E731
-    bases = jax.lax.switch(stage, [lambda fn=fn: each(fn) for fn in (made, moved, kept)])
+    def apart(fn: Any, s: Side, x: jax.Array) -> jax.Array:
+        return returned(fn(dealt(x, *s.gram.axes)), *s.gram.axes)
+
+    made = lambda s: apart(lambda a: jnp.linalg.eigh(a)[1][..., ::-1], s, s.gram.value)  # noqa: E731  # largest first
+    moved = lambda s: apart(lambda a: jnp.linalg.qr(a)[0], s, _dot(s.gram.value, s.basis.value))  # noqa: E731
+    kept = lambda s: s.basis.value  # noqa: E731
+    bases = jax.lax.switch(stage, [functools.partial(of, fn) for fn in (made, moved, kept)])
     put = lambda s, q: s._replace(basis=dataclasses.replace(s.basis, value=q))  # noqa: E731
     return [None if s is None else put(s, q) for s, q in zip(sides, bases, strict=True)]
 

@@ -79,7 +79,7 @@ def on_host(
             shape = i.value.shape if is_named(i) else i.shape
             raise ConfigError(
                 f"OnHost streams states of their parameters' shapes, and this optimizer has one of shape {shape}; "
-                "use AdamW, SGD, Lion, LAMB or an 8-bit optimizer"
+                "use AdamW, SGD or an 8-bit optimizer"
             )
     of_params = jax.tree.map(_group, infos)
     of_state = jax.tree.map(lambda q: _group(jax.tree.leaves(q)[0]), states, is_leaf=is_quantized)

@@ -252,7 +252,7 @@ def test_sharded_equals_unsharded(name, layout):
 def test_hyperparameters_can_be_injected(name):
     with ZERO1:
         state = _all(ZERO1, _injected)[1][name][-1]
-    assert float(state.hyperparams["learning_rate"]) == float(RATE(STEPS - 1))  # and its numbers are compared above
+    assert state.hyperparams["learning_rate"] == pytest.approx(RATE(STEPS - 1))  # and its numbers are compared above
 
 
 @pytest.mark.parametrize("name", MEMBERS)

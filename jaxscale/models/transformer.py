@@ -157,8 +157,11 @@ class Transformer(nnx.Module):
     def finish(self, x: Any) -> Float[Array, "b s e"]:
         """The final hidden states, normalised, from what the last layer returns."""
         with jax.named_scope("norm"):
-            x = self.config.stack.leave(x, jnp.dtype(self.config.dtype))
-            return constrain(self.norm(x), "batch", "seq", "embed")
+            c = self.config
+            x = self.norm(c.stack.leave(x, jnp.dtype(c.dtype)))
+            if c.widening is not None and c.widening.logits != 1:
+                x = x * jnp.asarray(c.widening.logits, x.dtype)  # whatever makes the logits has their factor then
+            return constrain(x, "batch", "seq", "embed")
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """The natural place of each column, in the order in which layers want them under the layout in force.
@@ -206,7 +209,7 @@ def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...]
             rotary=rotary_of(positions),
             window=window,
             softcap=c.attention_softcap,
-            scale=c.attention_scale,
+            scale=c.attention_scale if c.widening is None else c.widening.attention_scale,
             qk_norm=c.qk_norm,
             bias=c.qkv_bias or c.bias,
             out_bias=c.bias,

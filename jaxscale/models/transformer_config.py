@@ -29,6 +29,7 @@ from jaxscale.nn import (
     SwiGLU,
     dot_product_attention,
 )
+from jaxscale.optim.mup import Parametrisation, Widening
 
 if TYPE_CHECKING:
     from jaxscale.models.transformer import Transformer
@@ -83,6 +84,8 @@ class TransformerConfig:
         cuts (`Layout(..., sequence_sharded=True)`), piece by piece, instead of before and after them.
       stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
       scan: apply each run of layers by one scan (compile time does not grow with depth).
+      parametrisation: how initial values, learning rates and logits follow the width, such as `MuP(base_width=64)` (see
+        `jaxscale.optim.mup`); `None` is the standard parametrisation.
 
     Raises:
       ConfigError: sizes that do not go together.
@@ -123,6 +126,7 @@ class TransformerConfig:
     overlap: tuple[str, ...] = ()
     stack: type[Run] = Run
     scan: bool = True
+    parametrisation: Parametrisation | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))
@@ -137,6 +141,39 @@ class TransformerConfig:
         heads = self.heads or max(1, width // head_dim)
         hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if _gated(self.mlp) else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
+
+    def at_width(self, width: int) -> TransformerConfig:
+        """The same model with another residual width, and all else that is width in proportion.
+
+        What follows from the width by itself goes on to do so. Heads given without a `head_dim` stay as many and widen;
+        else there are more of them, and of key heads with them.
+
+        Raises:
+          ConfigError: a size that does not come out whole.
+        """
+        was = self.sizes
+
+        def scaled(name: str, value: int | None, new: int, old: int) -> int | None:
+            if value is not None and value * new % old:
+                raise ConfigError(
+                    f"{name} = {value} does not come out whole at width {width}, from {was.width}; take a width whose "
+                    "sizes divide, or leave the size to follow"
+                )
+            return None if value is None else value * new // old
+
+        heads = self.heads if self.head_dim is None else scaled("Transformer.heads", self.heads, width, was.width)
+        hidden = scaled("Transformer.hidden", self.hidden, width, was.width)
+        mlp = self.mlp
+        if isinstance(mlp, MixtureOfExperts):
+            mlp = dataclasses.replace(mlp, hidden=scaled("MixtureOfExperts.hidden", mlp.hidden, width, was.width))
+        wide = dataclasses.replace(self, width=width, heads=heads, kv_heads=None, hidden=hidden, mlp=mlp)
+        key_heads = scaled("Transformer.kv_heads", self.kv_heads, wide.sizes.heads, was.heads)
+        return dataclasses.replace(wide, kv_heads=key_heads)
+
+    @functools.cached_property
+    def widening(self) -> Widening | None:
+        """What its parametrisation makes of it; `None` of the standard one."""
+        return None if self.parametrisation is None else self.parametrisation.of(self)
 
     @property
     def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
@@ -169,7 +206,10 @@ class TransformerConfig:
         """The model itself."""
         from jaxscale.models.transformer import Transformer  # which takes this configuration
 
-        return Transformer(self, rngs=rngs)
+        model = Transformer(self, rngs=rngs)
+        if self.widening is not None:
+            self.widening.rescale(model)
+        return model
 
     def param_count(self) -> int:
         """Number of parameters, tied ones once; counted from the module, which is described but not made."""
@@ -334,6 +374,11 @@ def _check(c: TransformerConfig) -> None:
         )
     if z.head_dim % 2 and (rotary_of(c.positions) or c.local_positions):
         raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
+    if c.parametrisation is not None and c.embedding is not Embedding:
+        raise ConfigError(
+            f"Transformer.parametrisation goes with Embedding, whose initial values are the same at any width, and not "
+            f"with {c.embedding.__name__}"
+        )
     MemoryPolicy.of(c.memory)
     for name in c.overlap:
         if name not in ("attention", "mlp"):

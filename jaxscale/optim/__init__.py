@@ -32,6 +32,7 @@ from jaxscale.optim.lamb import LAMB, LARS, lamb, lars
 from jaxscale.optim.layers import is_hidden_matrix, per_layer, view_of
 from jaxscale.optim.lion import Lion
 from jaxscale.optim.muon import Muon, newton_schulz, scale_by_muon
+from jaxscale.optim.mup import NTK, MuP, Parametrisation
 from jaxscale.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD, averaged, averages
 from jaxscale.optim.schedules import WSD, Constant, LRSchedule, WarmupCosine
 from jaxscale.optim.soap import SOAP, scale_by_soap
@@ -56,8 +57,11 @@ __all__ = [
     "Lion8bit",
     "Muon",
     "NamedState",
+    "MuP",
+    "NTK",
     "OnHost",
     "Optimizer",
+    "Parametrisation",
     "SGDM8bit",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,7 @@ def fractions(optimizer: Any, *names: str) -> None:
 class AdamW:
     """`adamw`, with weight decay on all but norms and biases. Arguments as there."""
 
+    width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -114,6 +115,7 @@ class AdamW:
 class SGD:
     """Gradient descent with optional momentum (`optax.sgd`)."""
 
+    width_rule: ClassVar[str] = "sgd"
     momentum: float | None = None
     nesterov: bool = False
 

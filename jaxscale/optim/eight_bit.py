@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,7 @@ def adagrad_8bit(
 class AdamW8bit:
     """`adamw_8bit`, with weight decay on all but norms and biases. Arguments as there."""
 
+    width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -211,6 +212,7 @@ class LAMB8bit:
 class Lion8bit:
     """`lion_8bit`, with weight decay on all but norms and biases. Arguments as there."""
 
+    width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.99
     weight_decay: float = 0.1
@@ -231,6 +233,7 @@ class Lion8bit:
 class SGDM8bit:
     """`sgdm_8bit`, with weight decay on all but norms and biases. Arguments as there."""
 
+    width_rule: ClassVar[str] = "sgd"
     momentum: float = 0.9
     weight_decay: float = 0.0
     nesterov: bool = False

@@ -84,11 +84,18 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     """
     graphdef, infos = describe_model(config.model)
     schedule: Callable[[Any], Any] | None = None
+    widening = getattr(config.model, "widening", None)
     if isinstance(config.optimizer, optax.GradientTransformation):
+        if widening is not None:
+            raise ConfigError(
+                f"{type(widening.parametrisation).__name__} gives each tensor a learning rate, and an optax "
+                "transformation brings its own; use an optimizer such as AdamW()"
+            )
         tx = config.optimizer
     else:
         schedule = config.schedule.make(config.lr, config.steps)
-        tx = config.optimizer.make(schedule, without_biases(infos))
+        make = config.optimizer.make if widening is None else functools.partial(widening.make, config.optimizer)
+        tx = make(schedule, without_biases(infos))
     if config.clip_norm is not None:
         tx = chain(_clip(config.clip_norm), tx)
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):

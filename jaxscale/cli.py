@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from jaxscale.commands import (
     checkpoint,
+    coordcheck,
     explain,
     launch,
     laws,
@@ -28,7 +29,9 @@ from jaxscale.errors import MISTAKE, ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
-COMMANDS = (train, launch, sweep, laws, explain, plan, sample, report, checkpoint, replay, schedule, microbench)
+COMMANDS = (
+    train, launch, sweep, laws, explain, plan, coordcheck, sample, report, checkpoint, replay, schedule, microbench
+)  # fmt: skip
 """In the order in which the help lists them."""
 
 _DESCRIPTION = """\
@@ -42,6 +45,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
   jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
+  jaxscale coordcheck experiments/mup_transfer/mup.gin
   jaxscale sample runs/demo-1 --prompt "def "
   jaxscale report runs/demo-1 runs/demo-2
   jaxscale checkpoint verify runs/demo-1

@@ -158,10 +158,10 @@ class Transformer(nnx.Module):
         """The final hidden states, normalised, from what the last layer returns."""
         with jax.named_scope("norm"):
             c = self.config
-            x = self.norm(c.stack.leave(x, jnp.dtype(c.dtype)))
-            if c.widening is not None and c.widening.logits != 1:
-                x = x * jnp.asarray(c.widening.logits, x.dtype)  # whatever makes the logits has their factor then
-            return constrain(x, "batch", "seq", "embed")
+            x = constrain(self.norm(c.stack.leave(x, jnp.dtype(c.dtype))), "batch", "seq", "embed")
+        if c.widening is not None and c.widening.logits != 1:
+            x = x * jnp.asarray(c.widening.logits, x.dtype)  # whatever makes the logits has their factor then
+        return x
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """The natural place of each column, in the order in which layers want them under the layout in force.

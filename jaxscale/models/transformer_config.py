@@ -176,6 +176,12 @@ class TransformerConfig:
         return None if self.parametrisation is None else self.parametrisation.of(self)
 
     @property
+    def score_scale(self) -> float:
+        """The factor on attention scores that is in force."""
+        scale = self.attention_scale if self.widening is None else self.widening.attention_scale
+        return self.sizes.head_dim**-0.5 if scale is None else scale
+
+    @property
     def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
         """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a run of its own."""
         windows, dense = self.layer_windows(), self.dense_layers

@@ -2,6 +2,7 @@
 
 from jaxscale.plan.as_gin import as_gin
 from jaxscale.plan.compile import compile_for, compile_step, lower_step, topology_devices
+from jaxscale.plan.coordcheck import CoordCheck, coordcheck
 from jaxscale.plan.dry_run import DryRun, dry_run
 from jaxscale.plan.explain import Explanation, explain
 from jaxscale.plan.memory import Estimate, estimate
@@ -12,6 +13,7 @@ from jaxscale.plan.space import Space
 
 __all__ = [
     "Choice",
+    "CoordCheck",
     "DryRun",
     "Estimate",
     "Explanation",
@@ -23,6 +25,7 @@ __all__ = [
     "compile_for",
     "compile_step",
     "compiled_bytes",
+    "coordcheck",
     "dry_run",
     "estimate",
     "explain",

@@ -68,7 +68,7 @@ def _search(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer
     def marks(consts: Sequence[Any], args: Sequence[Any]) -> Any:
         return [(_marks(given), _marks(made)) for _, given, made in _steps(jaxpr, consts, args)]
 
-    seen = jax.device_get(_quickly(marks)(consts, args))
+    seen = jax.device_get(quickly(marks)(consts, args))
     guilty = next((i for i, (given, made) in enumerate(seen) if _born(given, made)), None)
     if guilty is None:
         return None
@@ -76,13 +76,13 @@ def _search(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer
     def around(consts: Sequence[Any], args: Sequence[Any]) -> Any:
         return next(itertools.islice(_steps(jaxpr, consts, args), guilty, None))[1:]
 
-    eqn, (given, made) = jaxpr.eqns[guilty], _quickly(around)(consts, args)
+    eqn, (given, made) = jaxpr.eqns[guilty], quickly(around)(consts, args)
     here = (*outer, *_scopes(eqn))
     found = next((o for parts in _inside(eqn, given, here) if (o := _search(*parts)) is not None), None)
     return found or _origin(eqn, given, made, here)
 
 
-def _quickly(fn: Callable[..., Any]) -> Callable[..., Any]:
+def quickly(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled for one call, on a CPU without the optimizations that would take longer than it."""
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(fn, compiler_options=options)
@@ -133,14 +133,14 @@ Parts = tuple[core.Jaxpr, Sequence[Any], Sequence[Any], tuple[str, ...]]
 
 def _inside(eqn: core.JaxprEqn, given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
     """What an equation is made of, with what it is given: a loop turn by turn, a branch, or the body of a call."""
-    opener = _OPEN.get(eqn.primitive.name, _open_call)
+    opener = _OPEN.get(eqn.primitive.name, open_call)
     return opener(eqn.params, given, here)
 
 
 def _open_scan(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
-    fixed, carry, rows = _parts_of_scan(params, given)
+    fixed, carry, rows = parts_of_scan(params, given)
     turns = range(params["length"])
-    body = _quickly(core.jaxpr_as_fun(params["jaxpr"]))
+    body = quickly(core.jaxpr_as_fun(params["jaxpr"]))
     for i in reversed(turns) if params["reverse"] else turns:
         args = (*fixed, *carry, *(x[i] for x in rows))
         made = body(*args)
@@ -150,7 +150,7 @@ def _open_scan(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ..
         carry = made[: len(carry)]
 
 
-def _parts_of_scan(params: dict[str, Any], given: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def parts_of_scan(params: dict[str, Any], given: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """What stays, what is carried on and what is taken row by row."""
     if "ft_in" in params:  # jax 0.12 keeps them as a tree
         fixed, carry, rows = map(list, params["ft_in"].update(given).unpack())
@@ -164,7 +164,7 @@ def _open_cond(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ..
     yield branch.jaxpr, branch.consts, given[1:], here
 
 
-def _open_call(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
+def open_call(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
     for value in params.values():
         body = getattr(value, "jaxpr", value)
         if isinstance(body, core.Jaxpr) and len(body.invars) == len(given):

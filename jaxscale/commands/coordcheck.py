@@ -1,0 +1,70 @@
+"""`jaxscale coordcheck`: whether a config's activations stay the same size as its model widens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxscale.commands.shared import TEXT, config_arguments, load
+from jaxscale.errors import ConfigError
+
+NOT_FLAT = 1
+"""The exit code, where something is not flat."""
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "coordcheck",
+        help="check that activations stay the same size as the model widens (µP)",
+        description="Trains a config's model for a few steps at several widths, on one device, and shows for every "
+        "module how large its\noutput is at the start and how far training moves it. Exits with 1 where a slope in the "
+        "width is not flat:\nthen no learning rate fits two widths. Logits and attention scores may shrink.\n\n"
+        "  jaxscale coordcheck experiments/mup_transfer/mup.gin\n"
+        "  jaxscale coordcheck my.gin --widths 64,128,256,512 --gin.train.lr=1e-3 --out checks",
+        formatter_class=TEXT,
+    )
+    config_arguments(parser)
+    parser.add_argument("--widths", metavar="W,W,...", default="32,64,128,256", help="residual widths (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of training (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each width (default %(default)s)")
+    parser.add_argument("--tolerance", type=float, metavar="SLOPE", help="the steepest slope that is flat (default 0.15)")
+    parser.add_argument("--out", metavar="DIR", help="also leave coordcheck.png and coordcheck.json in this folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace, bindings: list[str]) -> int:
+    """Does it."""
+    from jaxscale.commands.plan import show, told
+    from jaxscale.plan.coordcheck import TOLERANCE, coordcheck
+
+    widths = _widths(args.widths)
+    out = None if args.out is None else Path(args.out)
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    config = load(None, args, bindings)
+    with told() as tell:
+        found = coordcheck(
+            config,
+            widths,
+            steps=args.steps,
+            seeds=args.seeds,
+            tolerance=TOLERANCE if args.tolerance is None else args.tolerance,
+            tell=tell,
+        )
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        found.draw(out / "coordcheck.png")
+        (out / "coordcheck.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
+    show(found, args.json)
+    return 0 if found.flat else NOT_FLAT
+
+
+def _widths(text: str) -> list[int]:
+    try:
+        return [int(w) for w in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--widths {text} is not of the form 32,64,128") from None

@@ -1,0 +1,297 @@
+"""The coordinate check: whether activations, and what training moves them by, stay the same size as a model widens.
+
+(Yang et al. 2022, Tensor Programs V, appendix D.1.) A few steps at several widths, and for every module the mean
+magnitude of its coordinates. Under a parametrisation that transfers all of it is flat in the width, with two exceptions
+that may shrink, logits and attention scores. µP divides these sums by the number of their terms, which is right once
+training has aligned the terms; at the start they are independent, and their sum is smaller by the root of their number.
+The same holds of what the initial head makes of features that have moved, a part of what the logits move by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxscale.errors import ConfigError
+from jaxscale.nn import head_logits
+from jaxscale.optim import Constant
+from jaxscale.plan.activations import recorded
+from jaxscale.plan.search import Tell
+from jaxscale.train import TrainConfig, blueprint_of, make_loss_and_grads, make_step
+from jaxscale.train.prepare import prepare
+from jaxscale.train.state import TrainState
+from jaxscale.train.trace import quickly
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+WIDTHS = (32, 64, 128, 256)
+TOLERANCE = 0.15
+"""A size that goes as the width to a larger power than this, or to a smaller one than its negative, is not flat."""
+
+SUMS = ("logits", "scores")
+"""What may shrink."""
+
+_KEPT = re.compile(r"embed|norm|logits|scores|runs/\d+/blocks/\d+(/(attn|mlp|scores))?")
+"""Modules that are looked at: what each block and each of its sub-layers makes, the ends, and attention's scores."""
+
+Sizes = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinate:
+    """One module's coordinates: mean magnitudes by width, and their slopes in log width.
+
+    Args:
+      name: the module's scope; of stacked layers all together.
+      at_init: before training, a number per width (the geometric mean over seeds and layers).
+      moved: mean magnitude of the change since then, per step and width.
+      init_slope: of the first.
+      moved_slope: of the second, the steepest of all steps.
+    """
+
+    name: str
+    at_init: tuple[float, ...]
+    moved: tuple[tuple[float, ...], ...]
+    init_slope: float
+    moved_slope: float
+
+    def why_not_flat(self, tolerance: float) -> str | None:
+        """What is wrong with it, in words, or `None`."""
+        if not np.isfinite([self.at_init, *self.moved]).all():
+            return "is not finite"
+        shrinks = not self.name.endswith(SUMS)
+        for what, slope in (("is", self.init_slope), ("is moved", self.moved_slope)):
+            if slope > tolerance or shrinks and slope < -tolerance:
+                return f"{what} {'more' if slope > 0 else 'less'}, the wider the model: width to the power {slope:+.2f}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordCheck:
+    """What a coordinate check found; prints as a table.
+
+    Args:
+      parametrisation: in words.
+      widths, steps, seeds: of the check.
+      tolerance: the steepest slope that counts as flat.
+      coordinates: of every module.
+      losses: after each step, per width.
+    """
+
+    parametrisation: str
+    widths: tuple[int, ...]
+    steps: int
+    seeds: int
+    tolerance: float
+    coordinates: tuple[Coordinate, ...]
+    losses: tuple[tuple[float, ...], ...]
+
+    @property
+    def flat(self) -> bool:
+        """Whether everything is."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What is not, a sentence each."""
+        found = ((c, c.why_not_flat(self.tolerance)) for c in self.coordinates)
+        return tuple(f"{c.name} {why}" for c, why in found if why)
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.flat:
+            return f"flat: no slope beyond {self.tolerance:g} under {self.parametrisation}"
+        return "\n".join([f"not flat under {self.parametrisation}:", *self.failures])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {**dataclasses.asdict(self), "flat": self.flat, "failures": list(self.failures)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        title = f"mean magnitudes by width, under {self.parametrisation}: {self.seeds} seeds, {self.steps} steps"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("module", no_wrap=True)
+        for name in (*(f"start, {w}" for w in self.widths), "slope", *(f"moved, {w}" for w in self.widths), "slope", ""):
+            table.add_column(name, justify="right")
+        for c in self.coordinates:
+            numbers = *(f"{n:.3g}" for n in c.at_init), f"{c.init_slope:+.2f}"
+            changes = *(f"{n:.3g}" for n in c.moved[-1]), f"{c.moved_slope:+.2f}"
+            table.add_row(c.name, *numbers, *changes, "not flat" if c.why_not_flat(self.tolerance) else "")
+        yield table
+        yield self.verdict
+
+    def draw(self, path: str | Path) -> Path:
+        """Draws sizes over widths, at the start and of the changes after each step, into a picture."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(3.2 * (self.steps + 1) + 2.2, 3.4), dpi=90, layout="constrained")
+        axes = figure.subplots(1, self.steps + 1)
+        for n, ax in enumerate(axes):
+            for c in self.coordinates:
+                sizes = c.at_init if n == 0 else c.moved[n - 1]
+                ax.plot(self.widths, np.where(np.array(sizes) > 0, sizes, np.nan), "o-", markersize=3, label=c.name)
+            ax.set(xscale="log", yscale="log", xlabel="width", title="at the start" if n == 0 else f"moved by step {n}")
+            ax.set_xticks(self.widths, labels=list(map(str, self.widths)))
+            ax.minorticks_off()
+            ax.grid(alpha=0.25)
+        axes[0].set_ylabel("mean magnitude of a coordinate")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+        figure.suptitle(f"{self.parametrisation}: {'flat' if self.flat else 'not flat'}", fontsize=11)
+        figure.savefig(path)
+        return Path(path)
+
+
+def coordcheck(
+    config: TrainConfig,
+    widths: Sequence[int] = WIDTHS,
+    *,
+    steps: int = 4,
+    seeds: int = 2,
+    tolerance: float = TOLERANCE,
+    tell: Tell = lambda what, done, total: None,
+) -> CoordCheck:
+    """Trains a config's model at several widths for a few steps and measures.
+
+    On one device, whatever the layout, at the peak learning rate from the first step on, since a warm-up would hide
+    what a step does. All widths see the same batches; activations are those of the first.
+
+    Args:
+      config: of the run; its model has `at_width`.
+      widths: of the residual stream, in any order; two at least.
+      steps: of training.
+      seeds: runs of each width, over which sizes are averaged.
+      tolerance: the steepest slope that counts as flat.
+      tell: told what is being done, how far it is, and of how much.
+
+    Raises:
+      ConfigError: arguments out of their range, or a model that cannot be had at a width.
+    """
+    widths = tuple(sorted(set(widths)))
+    if len(widths) < 2 or widths[0] < 1:
+        raise ConfigError(f"a slope needs two widths of at least 1, and was given {list(widths)}; the default is {WIDTHS}")
+    for name, value in (("steps", steps), ("seeds", seeds)):
+        if value < 1:
+            raise ConfigError(f"{name} = {value}: must be at least 1")
+    if not hasattr(config.model, "at_width"):
+        raise ConfigError(f"{type(config.model).__name__} has no at_width(width), so it cannot be had at other widths")
+    plain: dict[str, Any] = dict(layout=None, schedule=Constant(), steps=steps, guards=(), eval_batches=0, prompt=None)
+    configs = [dataclasses.replace(config, model=config.model.at_width(w), **plain) for w in widths]
+    prepared = prepare(configs[0])
+    each = [prepared.place(prepared.loader, step) for step in range(steps + 1)]  # the last is looked at, not learned from
+    batches = {k: jnp.stack([b[k] for b in each]) for k in each[0]}
+    found = []
+    for width, one in zip(widths, configs, strict=True):
+        tell("width", width, widths[-1])
+        run = quickly(jax.vmap(_measured(one), in_axes=(0, None)))
+        found.append(jax.device_get(run(jnp.arange(config.seed, config.seed + seeds), batches)))
+    return CoordCheck(
+        _called(config.model), widths, steps, seeds, tolerance, _coordinates(widths, found),
+        tuple(zip(*(np.mean(f["loss"], axis=0).tolist() for f in found), strict=True)),
+    )  # fmt: skip
+
+
+def _called(model: Any) -> str:
+    parametrisation = getattr(model, "parametrisation", None)
+    return "the standard parametrisation" if parametrisation is None else repr(parametrisation)
+
+
+def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]:
+    """A seed and batches -> before each batch's step, sizes of all activations and of their changes; its loss."""
+    blueprint, schedule = blueprint_of(config)
+    grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
+    step = make_step(grads, blueprint.tx, schedule)
+
+    def run(seed: jax.Array, batches: dict[str, jax.Array]) -> dict[str, Any]:
+        key, first = jax.random.key(seed), {k: v[0] for k, v in batches.items()}
+        watch = functools.partial(_activations, config, blueprint.graphdef, first)
+
+        def turn(carry: tuple[TrainState, Sizes], at: tuple[jax.Array, Any]) -> tuple[tuple[TrainState, Sizes], Any]:
+            (state, start), (number, batch) = carry, at
+            now = watch(state.params)
+            start = jax.tree.map(lambda a, b: jnp.where(number == 0, a, b), now, start)
+            moved = jax.tree.map(lambda a, b: a - b, now, start)
+            state, metrics = step(state, batch)
+            return (state, start), {"size": _sizes(now), "moved": _sizes(moved), "loss": metrics["loss"]}
+
+        params = blueprint.make_params(key)
+        state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), key)
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(watch, params))
+        numbers = jnp.arange(batches["tokens"].shape[0])
+        return jax.lax.scan(turn, (state, start), (numbers, batches))[1]
+
+    return run
+
+
+def _activations(config: TrainConfig, graphdef: nnx.GraphDef, batch: dict[str, jax.Array], params: Any) -> Sizes:
+    """By module; (B, S, ...), or (layers, B, S, ...)."""
+    tokens = batch["tokens"]
+
+    def forward(params: Any) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        hidden = model.hidden(tokens, positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
+        with jax.named_scope("logits"):
+            return head_logits(hidden, model.head_weight(), softcap=None)
+
+    _, found = recorded(forward, params, shape=tokens.shape)
+    for name in [n for n in found if n.endswith("attn/qkv:qkv")]:
+        found[name.replace("attn/qkv:qkv", "scores")] = _scores(*found[name][:2], config.model.score_scale)
+    return {name: found[name] for name in found if _KEPT.fullmatch(name)}
+
+
+def _scores(q: jax.Array, k: jax.Array, scale: float) -> jax.Array:
+    """Attention's scores of all causal pairs, such that a mean over the square is the mean over the pairs."""
+    causal = jnp.tril(jnp.ones((q.shape[-3], q.shape[-3]), jnp.float32))
+    k = jnp.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
+    scores = jnp.einsum("...shd,...thd->...sht", q, k, preferred_element_type=jnp.float32)
+    return scores * scale * (causal / jnp.mean(causal))[:, None]
+
+
+def _sizes(activations: Sizes) -> Sizes:
+    """Mean magnitudes, of each layer where layers are stacked."""
+
+    def size(name: str, x: jax.Array) -> jax.Array:
+        stacked = x.ndim - (4 if name.endswith("scores") else 3)
+        return jnp.mean(jnp.abs(x.astype(jnp.float32)), axis=tuple(range(stacked, x.ndim)))
+
+    return {name: size(name, x) for name, x in activations.items()}
+
+
+def _coordinates(widths: Sequence[int], found: Sequence[dict[str, Any]]) -> tuple[Coordinate, ...]:
+    rows = []
+    for name in found[0]["size"]:
+        at_init = np.array([_pooled(f["size"][name])[0] for f in found])
+        moved = np.array([_pooled(f["moved"][name])[1:] for f in found]).T
+        slopes = _slope(widths, at_init), max((_slope(widths, m) for m in moved), key=abs)
+        rows.append(Coordinate(name, tuple(at_init.tolist()), tuple(map(tuple, moved.tolist())), *slopes))
+    return tuple(rows)
+
+
+def _pooled(sizes: np.ndarray) -> np.ndarray:
+    """By step: the geometric mean over seeds (which come first, then steps) and layers, if any."""
+    with np.errstate(divide="ignore"):
+        logs = np.log(sizes)
+    return np.exp(np.mean(logs.reshape(*logs.shape[:2], -1), axis=(0, 2)))
+
+
+def _slope(widths: Sequence[int], sizes: Sequence[float] | np.ndarray) -> float:
+    """Of log size in log width, by least squares; 0 where all sizes are 0."""
+    if not np.any(sizes):
+        return 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x, y = np.log(widths), np.log(sizes)
+        x = x - x.mean()
+        return float(np.sum(x * (y - y.mean())) / np.sum(x * x))

@@ -27,10 +27,12 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     config_arguments(parser)
-    parser.add_argument("--widths", metavar="W,W,...", default="32,64,128,256", help="residual widths (default %(default)s)")
+    parser.add_argument(
+        "--widths", metavar="W,W,...", default="32,64,128,256", help="residual widths (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of training (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each width (default %(default)s)")
-    parser.add_argument("--tolerance", type=float, metavar="SLOPE", help="the steepest slope that is flat (default 0.15)")
+    parser.add_argument("--tolerance", type=float, metavar="SLOPE", help="a slope up to this is flat (default 0.15)")
     parser.add_argument("--out", metavar="DIR", help="also leave coordcheck.png and coordcheck.json in this folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)

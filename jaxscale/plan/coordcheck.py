@@ -125,7 +125,13 @@ class CoordCheck:
         title = f"mean magnitudes by width, under {self.parametrisation}: {self.seeds} seeds, {self.steps} steps"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("module", no_wrap=True)
-        for name in (*(f"start, {w}" for w in self.widths), "slope", *(f"moved, {w}" for w in self.widths), "slope", ""):
+        for name in (
+            *(f"start, {w}" for w in self.widths),
+            "slope",
+            *(f"moved, {w}" for w in self.widths),
+            "slope",
+            "",
+        ):
             table.add_column(name, justify="right")
         for c in self.coordinates:
             numbers = *(f"{n:.3g}" for n in c.at_init), f"{c.init_slope:+.2f}"
@@ -182,7 +188,7 @@ def coordcheck(
     """
     widths = tuple(sorted(set(widths)))
     if len(widths) < 2 or widths[0] < 1:
-        raise ConfigError(f"a slope needs two widths of at least 1, and was given {list(widths)}; the default is {WIDTHS}")
+        raise ConfigError(f"a slope needs two widths of at least 1, and was given {list(widths)}; as {WIDTHS}")
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
@@ -191,7 +197,9 @@ def coordcheck(
     plain: dict[str, Any] = dict(layout=None, schedule=Constant(), steps=steps, guards=(), eval_batches=0, prompt=None)
     configs = [dataclasses.replace(config, model=config.model.at_width(w), **plain) for w in widths]
     prepared = prepare(configs[0])
-    each = [prepared.place(prepared.loader, step) for step in range(steps + 1)]  # the last is looked at, not learned from
+    each = [
+        prepared.place(prepared.loader, step) for step in range(steps + 1)
+    ]  # the last is looked at, not learned from
     batches = {k: jnp.stack([b[k] for b in each]) for k in each[0]}
     found = []
     for width, one in zip(widths, configs, strict=True):
@@ -248,7 +256,9 @@ def _activations(config: TrainConfig, graphdef: nnx.GraphDef, batch: dict[str, j
 
     _, found = recorded(forward, params, shape=tokens.shape)
     for name in [n for n in found if n.endswith("attn/qkv:qkv")]:
-        found[name.replace("attn/qkv:qkv", "scores")] = _scores(*found[name][:2], config.model.score_scale)
+        q, k, _ = found[name]
+        scale = getattr(config.model, "score_scale", q.shape[-1] ** -0.5)
+        found[name.replace("attn/qkv:qkv", "scores")] = _scores(q, k, scale)
     return {name: found[name] for name in found if _KEPT.fullmatch(name)}
 
 

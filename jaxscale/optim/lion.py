@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import optax
 
@@ -24,6 +25,8 @@ class Lion:
       b2: decay of the momentum.
       weight_decay: times the learning rate, what a decayed parameter loses.
     """
+
+    width_rule: ClassVar[str] = "adam"
 
     b1: float = 0.9
     b2: float = 0.99

@@ -17,7 +17,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, MixtureOfExperts, StableEmbedding
-from jaxscale.optim import NTK, SGD, AdamW, AdamW8bit, EightBit, LAMB8bit, Lion8bit, MuP, SGDM8bit
+from jaxscale.optim import NTK, SGD, AdamW, AdamW8bit, EightBit, LAMB8bit, Lion, Lion8bit, MuP, SGDM8bit
 from jaxscale.optim.base import apply_gradients
 from jaxscale.optim.mup import Role, Widening, role_of
 from jaxscale.testing.layouts import lay
@@ -114,6 +114,7 @@ _adamw = lambda rate, decay: optax.adamw(rate, 0.9, 0.95, weight_decay=decay)  #
 MEMBERS = {
     "AdamW": (AdamW(), _adamw, "adam"),
     "AdamW8bit": (AdamW8bit(storage=ALL_32), _adamw, "adam"),
+    "Lion": (Lion(), lambda rate, decay: optax.lion(rate, weight_decay=decay), "adam"),
     "Lion8bit": (Lion8bit(storage=ALL_32), lambda rate, decay: optax.lion(rate, weight_decay=decay), "adam"),
     "SGD": (SGD(0.9), lambda rate, decay: optax.sgd(rate, 0.9), "sgd"),
     "SGDM8bit": (SGDM8bit(storage=ALL_32), lambda rate, decay: optax.sgd(rate, 0.9), "sgd"),

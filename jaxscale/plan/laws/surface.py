@@ -15,7 +15,10 @@ from jaxscale.plan.laws.robust import minimise
 from jaxscale.plan.laws.table import Table
 
 KEEP = 3
-"""Of the minima found from all starts, so many different ones are where each bootstrap sample starts."""
+"""So many different minima, the lowest, are followed to their end, and are where bootstrap samples start."""
+
+COARSE: dict[str, Any] = {"iterations": 100, "tolerance": 1e-6}
+"""How far a start is followed before minima are compared, and a sample, whose scatter is far larger."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +102,17 @@ class Surface(Law):
         def residuals(p: np.ndarray, rows: np.ndarray) -> np.ndarray:
             return self.log_loss(p, n, d) - measured
 
+        def descend(starts: np.ndarray, weights: np.ndarray, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+            return minimise(residuals, starts, weights, self.delta, **how)
+
         starts = self.starts(n, d, table[self.loss])
-        first, loss = minimise(residuals, starts, np.tile(weights[:1], (len(starts), 1)), self.delta)
-        order = np.argsort(loss, kind="stable")
-        kept = _unlike(first[order], KEEP)
+        first, loss = descend(starts, np.tile(weights[:1], (len(starts), 1)), **COARSE)
+        kept = _unlike(first[np.argsort(loss, kind="stable")], KEEP)
+        kept, loss = descend(kept, np.tile(weights[:1], (len(kept), 1)))
+        kept = kept[np.argsort(loss, kind="stable")]
         samples = len(weights) - 1
-        again, costs = minimise(
-            residuals, np.repeat(kept, samples, axis=0), np.tile(weights[1:], (len(kept), 1)), self.delta
-        )
+        many = np.tile(weights[1:], (len(kept), 1))
+        again, costs = descend(np.repeat(kept, samples, axis=0), many, **COARSE)
         again, costs = again.reshape(len(kept), samples, kept.shape[1]), costs.reshape(len(kept), samples)
         best = np.take_along_axis(again, np.argmin(costs, axis=0)[None, :, None], axis=0)[0]
         return self.told(np.concatenate([kept[:1], best]))

@@ -1,0 +1,322 @@
+"""A sweep from its text to its table: rows, what goes wrong, what is refused, and going on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.config import Text
+from jaxscale.errors import ConfigError, JaxscaleError, RunError
+from jaxscale.sweep import Prepared, Result, Sweep, Trial, sweep_of
+from jaxscale.sweep.search import Grid
+from tests.truth.errors import raises_saying
+from tests.truth.runs import bigram, losses
+from tests.truth.sweeps import BASE, Told, text
+
+LR = 'sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2]}\n'
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("jaxscale.sweep.coordinator.LOOK", 0.0)
+
+
+def run(more: str = LR, runner: Told | None = None, folder: str = "sweep", base: str = BASE, **changes) -> Result:
+    """Runs a text's sweep on a runner that is told its losses."""
+    whole = text(more, base)
+    sweep = js.sweep.Sweep(**{**vars(sweep_of(whole)), **changes, "runner": runner or Told()})
+    return sweep.run(folder, whole, quiet=True)
+
+
+def states(result: Result) -> list[str]:
+    return [row["state"] for row in result.table()]
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_the_run_that_its_settings_make_alone():
+    whole = text('sweep.axes = {"train.lr": [1e-2, 2e-2]}')
+    result = sweep_of(whole).run("sweep", whole, quiet=True)
+    for row in result.table():
+        alone = js.fit(js.TrainConfig(**bigram(eval_batches=1, lr=row["train.lr"])), quiet=True)
+        assert losses(result.run(row)) == losses(alone)
+        assert row["eval_loss"] == alone.metrics()[-1]["eval_loss"]
+        assert (row["state"], row["steps"], row["tokens"]) == ("finished", 4, 4 * 8 * 16)
+        assert (row["parameters"], row["flops"]) == (2 * 32 * 8, 4 * 8 * 16 * 32 * 8 * 6)
+        assert result.run(row).config.lr == row["train.lr"]
+
+
+def test_a_run_that_fails_is_a_row_and_the_sweep_goes_on(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("abc " * 400)
+    base = BASE.replace("@synthetic()", "@text_files()").replace("%WIDTH", "8\nTestBigram.vocab = 256")
+    base += "text_files.heldout = 0.5\n"
+    data = 'sweep.axes = {"text_files.glob": ["none/*.txt", "text/*.txt"], "train.eval_batches": [1]}'
+    base = "\n".join(line for line in base.splitlines() if not line.startswith(("synthetic", "WIDTH")))
+    (tmp_path / "text/b.txt").write_text("cba " * 400)
+    whole = text(data, base + '\ntext_files.glob = "text/*.txt"\n')
+    result = sweep_of(whole).run("sweep", whole, quiet=True)
+    first, second = result.table()
+    assert (first["state"], second["state"]) == ("failed", "finished")
+    assert "none/*.txt" in first["error"] and "\n" not in first["error"]
+    assert result.best() == second
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_column_per_binding_then_what_was_measured():
+    axes = 'sweep.axes = {"train.lr, train.batch_size": [(1e-2, 8), (2e-2, 16)], "WIDTH": [4], "train.seed": [0, 1]}'
+    result = run(axes)
+    rows = list(csv.DictReader((result.path / "results.csv").open()))
+    bound = ["train.lr", "train.batch_size", "WIDTH", "train.seed"]
+    first = ["state", "steps", "tokens", "parameters", "flops", "loss", "eval_loss"]
+    assert list(rows[0]) == [*bound, *first, "seconds", "error", "run"]
+    assert [[row[name] for name in bound] for row in rows] == [
+        ["0.01", "8", "4", "0"],
+        ["0.01", "8", "4", "1"],
+        ["0.02", "16", "4", "0"],
+        ["0.02", "16", "4", "1"],
+    ]
+    assert [row["run"] for row in rows] == ["000", "001", "002", "003"]
+    assert {row["parameters"] for row in rows} == {str(2 * 32 * 4)}
+
+
+def test_the_table_is_derived_from_the_folders():
+    result = run()
+    before = (result.path / "results.csv").read_text()
+    (result.path / "results.csv").unlink()
+    run()
+    assert (result.path / "results.csv").read_text() == before
+
+
+def test_references_stay_as_they_are_written():
+    result = run('sweep.axes = {"train.optimizer": [@SGD(), @fast/AdamW()], "train.lr": [1e-2]}\nfast/AdamW.b1 = 0.5\n')
+    assert [row["train.optimizer"] for row in result.table()] == ["@SGD()", "@fast/AdamW()"]
+    kept = json.loads((result.path / "trials.jsonl").read_text().splitlines()[1])
+    assert kept["bindings"] == {"train.optimizer": "@fast/AdamW()", "train.lr": "0.01"}
+
+
+def test_objects_and_settings_of_python_do_as_well():
+    values = [js.optim.SGD(momentum=0.5), js.optim.AdamW(b1=0.5)]
+    seen = []
+    runner = Told(lambda bindings, step: seen.append(bindings) or 1.0)
+    base = js.TrainConfig(**bigram(eval_batches=1))
+    sweep = Sweep({"train.optimizer": values, "TestBigram.width": [4, 8], "train.lr": [1e-2]}, runner=runner)
+    prepared = Prepared(sweep, base)
+    points = [
+        dict(zip(prepared.space, (o, w, 1e-2), strict=True))
+        for o in prepared.space["train.optimizer"].grid()
+        for w in (4, 8)
+    ]
+    configs = [prepared.base.bind(point)[0] for point in points]
+    assert [(c.optimizer, c.model.width) for c in configs] == [(o, w) for o in values for w in (4, 8)]
+    assert len(sweep.run("sweep", base, quiet=True).table()) == 4 and len(seen) == 16
+
+
+def test_the_best_is_the_lowest_finite_one_that_did_not_fail():
+    def loss(bindings, step):
+        if bindings["train.lr"] == 1e-2:
+            raise RuntimeError("no room")
+        return {2e-2: math.nan, 3e-2: 2.0, 4e-2: 3.0}[bindings["train.lr"]]
+
+    result = run('sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2, 4e-2]}', Told(loss))
+    assert result.best()["train.lr"] == 3e-2
+    assert result.table()[0]["error"] == "no room"
+
+
+def test_no_best_where_nothing_was_measured():
+    def loss(bindings, step):
+        raise RuntimeError("no room")
+
+    with raises_saying(RunError, "no trial of sweep", "eval_loss"):
+        run(runner=Told(loss)).best()
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_written_down_before_it_starts(own_folder):
+    def loss(bindings, step):
+        lines = [json.loads(line) for line in (own_folder / "sweep/trials.jsonl").read_text().splitlines()]
+        assert {"train.lr": repr(bindings["train.lr"])} in [line["bindings"] for line in lines]
+        return 1.0
+
+    assert states(run(runner=Told(loss))) == ["finished"] * 3
+
+
+def test_what_is_done_is_not_touched_again():
+    result = run()
+    runs = [p for p in result.path.rglob("*") if p.parent != result.path]
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in runs if p.is_file()}
+    again = Told()
+    run(runner=again)
+    assert again.started == []
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before} == before
+
+
+def test_more_runs_go_on_in_the_same_folder():
+    run(runs=2)
+    again = Told()
+    assert states(run(runner=again)) == ["finished"] * 3
+    assert again.started == [(2, None)]
+
+
+def test_a_signal_stops_what_runs_and_the_same_sweep_goes_on():
+    def loss(bindings, step):
+        if (bindings["train.lr"], step) == (2e-2, 2):
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    stopped = run(runner=Told(loss, at_once=1))
+    assert states(stopped) == ["finished", "waiting"]
+    assert 0 < stopped.table()[1]["steps"] < 4
+    again = Told()
+    assert states(run(runner=again)) == ["finished"] * 3
+    assert again.started == [(1, None), (2, None)]
+
+
+class Rungs(Grid):
+    """Two steps of each, then the rest of those that are asked for again."""
+
+    def next(self, space, records, steps):
+        trial = super().next(space, records, steps)
+        if trial is not None:
+            return Trial(trial.id, trial.bindings, 2)
+        paused = [r.trial for r in records if r.state == "paused"]
+        return Trial(paused[0].id, paused[0].bindings) if len(paused) == len(records) else None
+
+
+def test_a_paused_trial_goes_on_when_asked_for_again():
+    runner = Told()
+    result = run(runner=runner, search=Rungs())
+    assert states(result) == ["finished", "paused", "paused"]
+    assert runner.started == [(0, 2), (1, 2), (2, 2), (0, None)]
+    assert [row["steps"] for row in result.table()] == [4, 2, 2]
+
+
+class Impatient(Grid):
+    """Gives up what is above 1."""
+
+    def keeps(self, record, records, steps):
+        return record.curve[-1][1] <= 1
+
+
+def test_a_trial_that_is_given_up_is_stopped_for_good():
+    result = run(runner=Told(lambda bindings, step: 1 + (bindings["train.lr"] == 2e-2)), search=Impatient())
+    assert states(result) == ["finished", "stopped", "finished"]
+    assert result.table()[1]["steps"] < 4
+    again = Told()
+    assert states(run(runner=again, search=Impatient())) == ["finished", "stopped", "finished"]
+    assert again.started == []
+
+
+def test_one_process_at_a_time_has_a_sweep():
+    def loss(bindings, step):
+        with raises_saying(RunError, "being swept by another process"):
+            js.sweep.journal.Journal(Path("sweep"), "eval_loss")
+        return 1.0
+
+    run(runner=Told(loss))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (LR.replace("3e-2", "4e-2"), ["holds another sweep", "sweep.axes was", "0.03", "0.04"]),
+        (LR + "train.steps = 5", ["train.steps was 4 and is 5"]),
+        (LR + "train.clip_norm = None", ["train.clip_norm was not bound and is None"]),
+    ],
+    ids=["axes", "run", "new"],
+)
+def test_a_sweep_whose_text_changed_is_refused(changed, words):
+    before = {p: p.read_bytes() for p in run().path.rglob("*") if p.is_file()}
+    with raises_saying(RunError, *words):
+        run(changed)
+    assert {p: p.read_bytes() for p in Path("sweep").rglob("*") if p.is_file()} == before
+
+
+def test_where_runs_go_may_change():
+    run()
+    run(LR + "sweep.runner = @Pool()\nPool.workers = 3")
+
+
+def test_a_folder_of_something_else_is_refused(finished_run):
+    with raises_saying(RunError, "is there already and holds no sweep"):
+        run(folder=str(finished_run.path))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ('sweep.axes = {"train.lrr": [1e-3]}', ["'train' has no parameter 'lrr'", "did you mean 'lr'"]),
+        ('sweep.axes = {"trian.lr": [1e-3]}', ["'trian'", "did you mean 'train'"]),
+        ('sweep.axes = {"WIDHT": [4]}', ["no macro 'WIDHT'", "did you mean 'WIDTH'"]),
+        ('sweep.axes = {"train.lr": []}', ["'train.lr'", "no values"]),
+        ('sweep.axes = {"train.lr": [1e-3, "fast"]}', ["train.lr must be float, not 'fast'"]),
+        ('sweep.axes = {"train.batch_size": [8, 0]}', ["train.batch_size = 0"]),
+        ('sweep.axes = {"train.batch_size": [8, 10], "train.accumulate": [1, 4]}', ["does not divide", "= 10"]),
+        (
+            'sweep.axes = {"train.lr": [1e-3], "AdamW.b1": [0.5, 2]}\ntrain.optimizer = @SGD()',
+            ["no trial reads", "'AdamW.b1'"],
+        ),
+        ("train.lr = 1e-3", ["nothing binds sweep.axes"]),
+        (LR + 'sweep.objective = "eval_los"', ["'eval_los'", "did you mean 'eval_loss'"]),
+        (LR + "train.eval_batches = 0", ["sweep.objective = 'eval_loss'", "train.eval_batches = 0"]),
+        (LR + "sweep.runs = 0", ["sweep.runs = 0"]),
+        ('sweep.axes = {"train.layout": [@Layout()]}\nLayout.mesh = "data=3"', ["data=3"]),
+    ],
+    ids=[
+        "parameter",
+        "name",
+        "macro",
+        "no values",
+        "type",
+        "value",
+        "not together",
+        "nobody reads it",
+        "no axes",
+        "objective",
+        "not measured",
+        "no runs",
+        "layout",
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_starts(more, words):
+    with raises_saying(JaxscaleError, *words):
+        run(more)
+    assert not Path("sweep").exists()
+
+
+def test_a_value_that_has_no_words_in_gin_is_refused():
+    with raises_saying(ConfigError, "sweep.axes", "gin"):
+        Sweep({"train.lr": [1e-2], "train.tokenizer": [object()]}).run("sweep", js.TrainConfig(**bigram()))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_what_it_would_do_and_writes_nothing(own_folder, capsys):
+    (own_folder / "lr.gin").write_text(BASE + LR)
+    assert main(["sweep", "lr.gin", "--dry-run", "--gin.train.steps=10"]) == 0
+    said = capsys.readouterr().out
+    for words in ("0.01", "0.02", "0.03", "3 runs", "30", "3,840", "Grid"):
+        assert words in said
+    assert [p.name for p in own_folder.iterdir()] == ["lr.gin"]
+
+
+def test_a_value_of_python_may_be_gin_text():
+    base = js.TrainConfig(**bigram(eval_batches=1))
+    result = Sweep({"train.optimizer": [Text("@SGD()")]}, runner=Told()).run("sweep", base, quiet=True)
+    assert result.table()[0]["train.optimizer"] == "@SGD()"

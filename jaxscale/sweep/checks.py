@@ -36,10 +36,6 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
     Raises:
       ConfigError: naming the binding that is unknown, of the wrong type, or that nothing reads.
     """
-    if sweep.objective not in METRICS and not sweep.objective.startswith("eval_"):
-        raise ConfigError(
-            f"sweep.objective = {sweep.objective!r} is no metric of a run{near(sweep.objective, METRICS)}"
-        )
     if sweep.runs is not None and sweep.runs < 1:
         raise ConfigError(f"sweep.runs = {sweep.runs}: must be at least 1")
     if sweep.search.total(space) is None and sweep.runs is None:
@@ -50,15 +46,11 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
         config, unread_here = base.bind(point)
         unread &= set(unread_here)
         most = max(most, config.steps)
+        _check_objective(sweep.objective, config)
         alike = dataclasses.replace(config, lr=1.0, seed=0)
         if alike not in shapes and len(shapes) < SHAPES:
             shapes.append(alike)
             check_run(config)
-        if sweep.objective.startswith("eval_") and not config.eval_batches:
-            raise ConfigError(
-                f"sweep.objective = {sweep.objective!r}, and train.eval_batches = 0 never evaluates; raise it, or "
-                "minimise 'loss'"
-            )
     sweep.search.next(space, [], most)  # says what it cannot do with these axes and steps
     if unread:
         name = sorted(unread)[0]
@@ -66,6 +58,16 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
         hint = near(name, known) if known else ""
         raise ConfigError(f"sweep.axes: no trial reads the binding '{name}'{hint}")
     return most
+
+
+def _check_objective(objective: str, config: TrainConfig) -> None:
+    known = (*METRICS, *(f"eval_loss/{name}" for name in config.evaluate_on))
+    if objective not in known:
+        raise ConfigError(f"sweep.objective = {objective!r} is no metric of a run{near(objective, known)}")
+    if objective.startswith("eval_loss") and not config.eval_batches:
+        raise ConfigError(
+            f"sweep.objective = {objective!r}, and train.eval_batches = 0 never evaluates; raise it, or minimise 'loss'"
+        )
 
 
 def _points(space: Mapping[str, Axis]) -> Iterator[dict[str, Any]]:

@@ -86,5 +86,5 @@ class Base:
 def difference(before: str, after: str) -> str:
     """The first binding that two gin texts differ in."""
     was, now = ({k: v for k, _, v in (line.partition(" = ") for line in t.splitlines())} for t in (before, after))
-    key = next(k for k in sorted({**was, **now}) if was.get(k) != now.get(k))
+    key = next((k for k in sorted({**was, **now}) if was.get(k) != now.get(k)), "the order of its lines")
     return f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}"

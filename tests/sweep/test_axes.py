@@ -59,7 +59,7 @@ def test_seeds_are_an_axis():
         (lambda: space_of({"train.lr": 1e-3}, None), ["'train.lr'", "list of values", "0.001"]),
         (lambda: space_of({"train.lr": [1], "train.lr,train.steps": [(1, 2)]}, None), ["'train.lr' twice"]),
         (lambda: space_of({"train.seed": [1]}, 2), ["'train.seed' twice"]),
-        (lambda: space_of({"a.b, a.c": [(1, 2), 3]}, None), ["names 2 bindings", "3 is no tuple"]),
+        (lambda: space_of({"a.b, a.c": [(1, 2), 3]}, None), ["has 2 bindings", "3 is no tuple"]),
         (lambda: space_of({}, 0), ["sweep.seeds = 0"]),
         (lambda: Uniform(2.0, 1.0), ["uniform.low = 2.0", "below high"]),
         (lambda: LogUniform(0.0, 1.0), ["log_uniform.low = 0.0", "above 0"]),

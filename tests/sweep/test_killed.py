@@ -15,21 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.sweep import Result
+from jaxscale.sweep import Job, Result, Trial
+from jaxscale.sweep.configs import Base
+from jaxscale.sweep.outcomes import Outcome
+from jaxscale.sweep.runners.pool import Worker
+from jaxscale.train.checkpoints import Checkpoints
 from tests.truth.runs import ROOT, environment
 from tests.truth.sweeps import BASE
 
-STEPS = 30
+STEPS = 24
 SWEEP = f"""
 train.steps = {STEPS}
-train.checkpoint_every = 3
-sweep.axes = {{"train.lr": [1e-2, 2e-2, 3e-2]}}
+train.checkpoint_every = 8
+sweep.axes = {{"train.lr": [1e-2, 2e-2]}}
 """
 
 # Importing takes longest, and happens once: each sweep is a copy of a process that has done it and has no threads yet.
 FORKS = """
 import os, sys
-import jaxscale.sweep, tests.truth.sweeps
+import jaxscale.sweep, tests.truth.sweeps, matplotlib.pyplot
 from jaxscale.cli import main
 for line in sys.stdin:
     child = os.fork()
@@ -91,59 +95,40 @@ def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
     print(f"seed {seed}")
     moments = random.Random(seed)
     folder, kills = sweeps.folder / "sweep", 0
-    for _ in range(4):
-        more = steps_written(folder) + moments.randrange(STEPS)
-        late = time.monotonic() + moments.uniform(0, 0.1)
+    for by_time in (True, False, False):
+        more = steps_written(folder) + moments.randrange(1, STEPS // 4)
+        late = time.monotonic() + moments.uniform(0, 0.5)
 
-        def there(more: int = more, late: float = late) -> bool:
-            return time.monotonic() > late and steps_written(folder) >= more or is_done(folder)
+        def there(by_time: bool = by_time, more: int = more, late: float = late) -> bool:
+            return time.monotonic() > late if by_time else steps_written(folder) >= more
 
         kills += sweeps("--run", "sweep", until=there) == signal.SIGKILL
     assert sweeps("--run", "sweep") == 0
-    assert kills >= 3
-    assert [row["state"] for row in Result(folder).table()] == ["finished"] * 3
+    assert kills == 3
+    assert [row["state"] for row in Result(folder).table()] == ["finished"] * 2
     assert curves(folder) == curves(sweeps.folder / "whole")
     asked = [json.loads(line)["id"] for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert asked == [0, 1, 2]
-    assert {row["run"] for row in Result(folder).table()} == {"000", "001", "002"}
+    assert asked == [0, 1]
+    assert {row["run"] for row in Result(folder).table()} == {"000", "001"}
 
 
-def is_done(folder: Path) -> bool:
-    return len(list(folder.glob("*/outcome.json"))) == 3
-
-
-def test_a_worker_of_a_pool_that_is_killed_is_replaced_and_its_trial_goes_on(sweeps, own_folder):
-    """And one whose parent is killed ends by itself."""
-    pool = [
-        "--run",
-        "pool",
-        "--gin.sweep.runner=@Pool()",
-        "--gin.Pool.workers=1",
-        "--import",
-        "tests.truth.sweeps",
+def test_a_process_of_a_pool_takes_one_trial_after_another_and_ends_with_its_parent(own_folder):
+    """Its parent's end is the end of what it reads; the trial that it has then stops, and can go on."""
+    shorter, longer = BASE, BASE + "train.steps = 100000\n"
+    jobs = [
+        Job(Trial(i, {}), own_folder / f"sweep/00{i}", Base(text).job_text({}), ("tests.truth.sweeps",))
+        for i, text in enumerate([shorter, longer])
     ]
-    folder, killed = sweeps.folder / "pool", []
-
-    def kill_the_worker_then_the_sweep() -> bool:
-        workers = processes_that_hold(folder)
-        if workers and steps_written(folder) >= 5 and not killed:
-            killed.extend(workers)
-            os.kill(workers[0], signal.SIGKILL)
-        return bool(killed and workers and workers != killed and steps_written(folder) > STEPS)
-
-    assert sweeps(*pool, until=kill_the_worker_then_the_sweep) == signal.SIGKILL
-    assert sweeps("--run", "pool") == 0  # here, as soon as the worker of the other is gone
-    assert curves(folder) == curves(sweeps.folder / "whole")
-
-
-def processes_that_hold(folder: Path) -> list[int]:
-    """Those that have a file of a trial's open."""
-    found = []
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdecimal() and any(
-                str(folder / "jobs") in os.readlink(f) and f.resolve().suffix == ".lock"
-                for f in (process / "fd").iterdir()
-            ):
-                found.append(int(process.name))
-    return found
+    worker = Worker()
+    first = worker.start(jobs[0])
+    while first.alive():
+        time.sleep(0.01)
+    assert Outcome.read(jobs[0].folder).state == "finished"
+    second = worker.start(jobs[1])
+    while not steps_written(own_folder / "sweep") > 6:
+        assert second.alive()
+        time.sleep(0.01)
+    worker.process.stdin.close()
+    assert worker.process.wait(60) == 0
+    outcome = Outcome.read(jobs[1].folder)
+    assert outcome.state == "stopped" and Checkpoints(jobs[1].folder / "checkpoints").steps() == [outcome.steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import signal
@@ -14,8 +15,9 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.config import Text
 from jaxscale.errors import ConfigError, JaxscaleError, RunError
-from jaxscale.sweep import Prepared, Result, Sweep, Trial, sweep_of
+from jaxscale.sweep import Job, Prepared, Result, Sweep, Trial, sweep_of
 from jaxscale.sweep.search import Grid
+from jaxscale.train.metrics import MetricsFile
 from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram, losses
 from tests.truth.sweeps import BASE, Told, text
@@ -182,6 +184,44 @@ def test_a_signal_stops_what_runs_and_the_same_sweep_goes_on():
     again = Told()
     assert states(run(runner=again)) == ["finished"] * 3
     assert again.started == [(1, None), (2, None)]
+
+
+@dataclasses.dataclass
+class _Dies:
+    """A handle on what ended without a word, `steps` further than before."""
+
+    job: Job
+    steps: int
+
+    def __post_init__(self) -> None:
+        file = MetricsFile(self.job.folder / "metrics.jsonl")
+        for step in range(1, self.steps + 1):
+            file.write({"step": step, "loss": 1.0, "eval_loss": 1.0})
+        file.close()
+
+    def alive(self) -> bool:
+        return False
+
+    def why(self) -> str:
+        return "ended by SIGKILL"
+
+
+class Deadly(Told):
+    """The second trial's process dies, each time after so many steps."""
+
+    reached = [1, 2, 2, 2, 2]
+
+    def start(self, jobs):
+        handle = super().start(jobs)
+        return _Dies(jobs[0], self.reached.pop(0)) if jobs[0].trial.id == 1 and self.reached else handle
+
+
+def test_a_trial_whose_process_dies_is_tried_again_until_it_gets_no_further():
+    result = run(runner=Deadly(), folder="often")
+    assert states(result) == ["finished", "failed", "finished"]
+    assert result.table()[1]["error"] == "its process ended by SIGKILL, 3 times at the same step"
+    assert Deadly.reached == [2]  # which is one death more
+    assert states(run(runner=Deadly(), folder="once")) == ["finished"] * 3
 
 
 class Rungs(Grid):

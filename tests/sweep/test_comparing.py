@@ -316,7 +316,10 @@ def test_a_page_needs_no_network(tmp_path):
 def test_what_runs_say_stays_text(tmp_path):
     first = write_run(tmp_path / "<b>a", sample="def " + EVIL, status="failed", error=EVIL)
     (first / "config.gin").write_text(f"train.prompt = {EVIL!r}\n")
-    shown = Page(first, write_run(tmp_path / "b", sample=EVIL, versions={EVIL: EVIL}))
+    second = write_run(tmp_path / "b", sample=EVIL, versions={EVIL: EVIL})
+    (second / "config.gin").write_text("train.prompt = 'x'\n")
+    shown = Page(first, second)
+    assert shown.data["parallel"]["axes"][0]["values"] == [EVIL, "x"]
     assert len(shown.scripts) == 2 and not [tag for tag, _ in shown.tags if tag in ("img", "b")]
     assert shown.text.count(EVIL) >= 4
 

@@ -51,9 +51,14 @@ def load(file: Path) -> tuple[TrainConfig, Sweep | None, str]:
     if any(name.startswith("sweep.") for name in config.unused()):
         config.call("sweep", axes={})  # reads what it is told besides; references in axes stay as they are written
         sweep = sweep_of(text)
-    unread = [name for name in config.unused() if name != "sweep.axes"]
+    unread = [name for name in config.unused() if name != "sweep.axes" and not _is_of_axes(name, sweep)]
     assert not unread, f"{file}: nothing reads {', '.join(unread)}"
     return run, sweep, text
+
+
+def _is_of_axes(name: str, sweep: Sweep | None) -> bool:
+    """Whether a binding is of something that an axis refers to, as `@momentum/SGD()` to `momentum/SGD.momentum`."""
+    return sweep is not None and f"@{name.rpartition('.')[0]}" in str(sweep.axes)
 
 
 def trials(sweep: Sweep, text: str) -> list[TrainConfig]:
@@ -76,10 +81,11 @@ def trials(sweep: Sweep, text: str) -> list[TrainConfig]:
 
 def resolved(file: Path) -> str:
     """A file's resolved form: every setting spelled out, those that it leaves to defaults included."""
-    run, sweep, _ = load(file)
+    run, sweep, loaded = load(file)
     text = config.dumps("train", run.values())
     if sweep is None:
         return text
+    text += "".join(line for line in loaded.splitlines(True) if _is_of_axes(line.partition(" = ")[0], sweep))
     return text + config.dumps("sweep", {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep)})
 
 

@@ -32,7 +32,6 @@ from jaxscale.train.report import Reporter
 from jaxscale.train.run import Run, about, read_config, write_config, write_text
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.state import TrainState
-from jaxscale.train.step import make_eval
 
 RETURNS = 3
 """How often a run goes back without a step beyond the one at which it turned, before it gives up."""
@@ -48,6 +47,7 @@ def fit(
     quiet: bool = False,
     until: int | None = None,
     stop: Callable[[], bool] | None = None,
+    prepare: Callable[[TrainConfig], Prepared] = prepare,
     **settings: Any,
 ) -> Run:
     """Trains a model and leaves a run folder.
@@ -65,6 +65,7 @@ def fit(
       until: stop after this step, with an evaluation and a checkpoint to go on from; the schedule stays that of all
         the config's steps.
       stop: asked after every step; `True` is as good as a signal to stop.
+      prepare: checks the run and opens its data; one of your own may share what several runs have in common.
       **settings: fields of `TrainConfig`.
 
     Returns:
@@ -136,7 +137,7 @@ class _Loop:
         self.watches = [g.watch(watched) for g in config.guards]
         self.now = self.furthest = self.returns = 0
         self.step = prepared.step_of(config)
-        self.evaluate = make_eval(prepared.blueprint, prepared.batch_shardings(), config.loss)
+        self.evaluate = prepared.eval_of(config)
         self.flops = config.model.flops(config.batch_size, config.seq_len)
         devices = 1 if config.layout is None else config.layout.devices
         peak = peak_flops(jax.devices()[0])
@@ -289,7 +290,8 @@ class _Loop:
     def _pass_over(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """A step that is not taken: the data moves on and nothing else."""
         nothing = np.float32(np.nan)
-        return dataclasses.replace(state, step=state.step + 1), {"loss": nothing, "grad_norm": nothing}
+        state = TrainState(state.step + 1, state.params, state.opt_state, state.rng, state.guards)
+        return state, {"loss": nothing, "grad_norm": nothing}
 
     def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
         """Fetches a step's numbers, waiting for it."""

@@ -24,8 +24,8 @@ from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.effects import without_effect
 from jaxscale.train.pipeline import pipelined
-from jaxscale.train.state import Blueprint, describe_model, make_params
-from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
+from jaxscale.train.step import batch_sharding, jit_step, make_eval, make_loss_and_grads, make_step
 
 log = logging.getLogger("jaxscale")
 
@@ -62,13 +62,19 @@ class Prepared:
         """As `jit_step` wants them."""
         return None if self.batch is None else dict.fromkeys(self.keys, self.batch)
 
+    def plain_step(self, config: TrainConfig) -> Callable[[TrainState, Any], Any]:
+        """The training step, a pure function of state and batch."""
+        more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
+        grads = make_loss_and_grads(self.blueprint, **more)
+        return make_step(grads, self.blueprint.tx, self.schedule, config.guards)
+
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted training step."""
-        more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
-        step = make_step(
-            make_loss_and_grads(self.blueprint, **more), self.blueprint.tx, self.schedule, config.guards
-        )  # fmt: skip
-        return jit_step(step, self.blueprint, self.batch_shardings())
+        return jit_step(self.plain_step(config), self.blueprint, self.batch_shardings())
+
+    def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
+        """The jitted evaluation of a batch (see `make_eval`)."""
+        return make_eval(self.blueprint, self.batch_shardings(), config.loss)
 
     @property
     def fingerprint(self) -> str:

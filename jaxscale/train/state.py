@@ -78,17 +78,18 @@ class Blueprint:
 
     def abstract_state(self) -> TrainState:
         """Shapes and dtypes of the state."""
-        return jax.eval_shape(lambda: self._make(0))
+        return jax.eval_shape(lambda: self.make(0))
 
     def init(self, seed: int) -> TrainState:
         """The first state. Its values depend on the seed alone, not on the layout."""
-        return jax.jit(self._make, static_argnums=0, out_shardings=self.shardings())(seed)
+        return jax.jit(self.make, static_argnums=0, out_shardings=self.shardings())(seed)
 
     def with_guards(self, state: TrainState) -> TrainState:
         """A restored state of which each guard remembers what was saved of it, or begins anew."""
         return dataclasses.replace(state, guards=with_memory(self.guards, state.guards, state.step.sharding))
 
-    def _make(self, seed: int) -> TrainState:
+    def make(self, seed: Any) -> TrainState:
+        """The first state, as traced; `seed` may be traced too."""
         params = self.make_params(seed)
         key, kept = jax.random.key(seed), memory_of(self.guards)
         return TrainState(jnp.zeros([], jnp.int32), params, self.tx.init(params), key, kept)
@@ -96,7 +97,7 @@ class Blueprint:
 
 def make_params(model: ModelConfig, seed: int) -> Tree:
     """The model's initial parameters, a nested dict of arrays."""
-    return nnx.to_pure_dict(nnx.split(model.make(nnx.Rngs(params=seed)))[1])
+    return nnx.to_pure_dict(nnx.split(model.make(nnx.Rngs(params=jax.random.key(seed))))[1])
 
 
 def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:

@@ -2,5 +2,8 @@
 
 from jaxscale.sweep.runners.here import Here
 from jaxscale.sweep.runners.pool import Pool
+from jaxscale.sweep.runners.slurm import Slurm
+from jaxscale.sweep.runners.submeshes import SubMeshes
+from jaxscale.sweep.runners.vmapped import Vmapped
 
-__all__ = ["Here", "Pool"]
+__all__ = ["Here", "Pool", "Slurm", "SubMeshes", "Vmapped"]

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from jaxscale.data import Loader
-from jaxscale.errors import ConfigError
+from jaxscale.errors import JaxscaleError
 from jaxscale.layout import HOST
 from jaxscale.optim.base import Schedule
-from jaxscale.sweep.runners.turns import Turns
-from jaxscale.train import TrainConfig
+from jaxscale.sweep.runners.turns import Broken, Turns
+from jaxscale.train import Run, TrainConfig, fit
 from jaxscale.train.prepare import Prepared, blueprint_of, prepare
 from jaxscale.train.state import Blueprint, TrainState
+
+log = logging.getLogger("jaxscale")
 
 Tree = Any
 
@@ -48,20 +51,32 @@ class Lanes:
         self.versions = [0] * len(configs)  # how often what the stack holds of a lane was replaced
         self._stack: TrainState | None = None
 
-    def prepare(self, lane: int, config: TrainConfig) -> Prepared:
-        """Prepares a lane's run; what it has in common with the others is prepared once."""
+    def fit(self, lane: int, config: TrainConfig, **how: Any) -> Run:
+        """`jaxscale.fit` of one of the runs, in its turn; alone where they cannot go together."""
+        config = dataclasses.replace(config, layout=self.configs[0].layout)  # equal, and its devices are known
+        try:
+            return fit(config, prepare=functools.partial(self._prepare, lane), **how)
+        except Broken as e:
+            log.warning("%s: goes on alone, since training it together with others failed: %s", how.get("run"), e)
+            return fit(config, **how)
+
+    def _prepare(self, lane: int, config: TrainConfig) -> Prepared:
         first = self._first
-        loader = Loader(first.loader.source, config.batch_size, config.seed)
         blueprint, schedule = blueprint_of(config)
         blueprint = _LaneBlueprint(**_fields(blueprint), lanes=self, lane=lane)
-        shared = dataclasses.replace(first, blueprint=blueprint, schedule=schedule, loader=loader)
-        return _LanePrepared(**_fields(shared), lanes=self, lane=lane)
+        loader = Loader(first.loader.source, config.batch_size, config.seed)
+        own = dataclasses.replace(first, blueprint=blueprint, schedule=schedule, loader=loader)
+        return _LanePrepared(**_fields(own), lanes=self, lane=lane)
 
     @functools.cached_property
     def _first(self) -> Prepared:
-        prepared = prepare(self.configs[0])
+        """What the runs have in common is prepared once."""
+        try:
+            prepared = prepare(self.configs[0])
+        except JaxscaleError as e:  # perhaps this one's alone
+            raise Broken(str(e)) from e
         if any(s.memory_kind == HOST for s in jax.tree.leaves(prepared.blueprint.shardings())):
-            raise ConfigError("optimizer state in host memory is of one run; vmapped runs keep theirs on the device")
+            raise Broken("state in host memory cannot be stacked")
         return prepared
 
     # --- what is done for all of them at once -------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from jaxscale.sweep.axes import Choice, Integers, LogIntegers, LogUniform, Uniform, Values
 from jaxscale.sweep.base import Axis, Handle, Job, Ledger, Record, Runner, Search, Trial
 from jaxscale.sweep.jobs import run_job
-from jaxscale.sweep.runners import Here, Pool
+from jaxscale.sweep.runners import Here, Pool, Slurm, SubMeshes, Vmapped
 from jaxscale.sweep.search import (
     ASHA,
     BOHB,
@@ -46,11 +46,14 @@ __all__ = [
     "Runner",
     "Search",
     "Storage",
+    "Slurm",
+    "SubMeshes",
     "SuccessiveHalving",
     "Sweep",
     "Trial",
     "Uniform",
     "Values",
+    "Vmapped",
     "run_job",
     "sweep_of",
 ]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -14,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.sweep.base import Job
 from jaxscale.sweep.runners.threads import Threads
 from jaxscale.sweep.jobs import run_job
-from jaxscale.train import TrainConfig
+from jaxscale.train import Run, TrainConfig, fit
 
 log = logging.getLogger("jaxscale")
 
@@ -80,7 +81,7 @@ class SubMeshes:
         devices = self._parts[part]
         try:
             with jax.default_device(devices[0]):  # of what has no layout, in this thread
-                run_job(job, change=functools.partial(laid_on, devices), stop=stop)
+                run_job(job, fit=functools.partial(_fit_on, devices), stop=stop)
         finally:
             self._free.append(part)
 
@@ -90,10 +91,8 @@ class SubMeshes:
             handle.end()
 
 
-def laid_on(devices: Sequence[jax.Device], config: TrainConfig) -> TrainConfig:
-    """The settings, their layout on these devices.
-
-    Raises:
-      LayoutError: it needs more of them.
-    """
-    return config if config.layout is None else dataclasses.replace(config, layout=config.layout.on(devices))
+def _fit_on(devices: Sequence[jax.Device], config: TrainConfig, **how: Any) -> Run:
+    """`jaxscale.fit`, the run's layout on these devices."""
+    if config.layout is not None:
+        config = dataclasses.replace(config, layout=config.layout.on(devices))
+    return fit(config, **how)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
-Work = Callable[[Callable[[], bool]], None]
-"""Runs a trial; asks its argument now and then whether to stop."""
+
+class Work(Protocol):
+    """Runs a trial."""
+
+    def __call__(self, *, stop: Callable[[], bool]) -> None:
+        """Asks `stop` after every step whether to."""
 
 
 class Threads:
@@ -25,7 +30,7 @@ class Threads:
 
     def _run(self, id: int, work: Work) -> None:
         try:
-            work(self._asked[id].is_set)
+            work(stop=self._asked[id].is_set)
         except BaseException as e:
             self._errors.append(f"ended with {type(e).__name__}: {e}")
             raise

@@ -20,7 +20,7 @@ from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.runners import lanes
 from tests.truth.runs import Bigram, bigram
 
-MODEL = js.models.Transformer.Config(depth=1, width=16, heads=2, vocab=32)
+MORE: dict[str, Any] = dict(steps=5, eval_batches=2)
 DIFFER: list[dict[str, Any]] = [
     dict(seed=0, lr=1e-1),
     dict(seed=2**31 + 7, lr=1e-1, schedule=js.optim.WarmupCosine(), clip_norm=0.5),
@@ -29,12 +29,8 @@ DIFFER: list[dict[str, Any]] = [
 """Parameters are compared after gradient descent: an adaptive step makes whole numbers of the rounding of small ones."""
 
 
-def config(**changes: Any) -> js.TrainConfig:
-    return js.TrainConfig(**bigram(**{"model": MODEL, "optimizer": js.optim.SGD(), "steps": 5, "eval_batches": 2, **changes}))
-
-
 def small(**changes: Any) -> js.TrainConfig:
-    return config(**{"model": Bigram(), "steps": 4, "eval_batches": 0, **changes})
+    return js.TrainConfig(**bigram(**{"model": Bigram(), "optimizer": js.optim.SGD(), **changes}))
 
 
 def job(config: js.TrainConfig, folder: Path, id: int, until: int | None = None) -> Job:
@@ -103,7 +99,9 @@ def places(monkeypatch) -> dict[str, set[Any]]:
 def alone(tmp_path_factory) -> list[js.Run]:
     """The runs that differ in what `Vmapped` takes, each by itself on one device."""
     root = tmp_path_factory.mktemp("alone")
-    return [js.fit(config(**each), run=root / f"{i}", quiet=True) for i, each in enumerate(DIFFER)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxscale.train.loop._Loop._picture", lambda self: None)
+        return [js.fit(small(**MORE, **each), run=root / f"{i}", quiet=True) for i, each in enumerate(DIFFER)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,11 +141,19 @@ def test_a_run_without_a_layout_goes_on_on_its_own_device(tmp_path, places):
 @pytest.mark.parametrize("mesh", [None, "data=2", "fsdp=2,tensor=2"], ids=str)
 def test_vmapped_runs_equal_runs_alone(tmp_path, alone, mesh):
     layout = None if mesh is None else js.Layout(mesh)
-    jobs = [job(config(**each, layout=layout), tmp_path, i) for i, each in enumerate(DIFFER)]
+    jobs = [job(small(**MORE, **each, layout=layout), tmp_path, i) for i, each in enumerate(DIFFER)]
     assert len(Vmapped().together(jobs)) == 1
     assert [o.state for o in carry_out(Vmapped(), jobs)] == ["finished"] * 3
     for each, want in zip(jobs, alone, strict=True):
         assert_same_run(js.load(each.folder), want, 1e-5)
+
+
+def test_vmapped_transformers_on_a_mesh_equal_one_alone_on_a_device(tmp_path):
+    model = js.models.Transformer.Config(depth=1, width=16, heads=2, hidden=16, vocab=32)
+    jobs = [job(small(model=model, seed=i, layout=js.Layout("data=2,tensor=2")), tmp_path, i) for i in range(2)]
+    carry_out(Vmapped(), jobs)
+    want = js.fit(small(model=model, seed=1), run=tmp_path / "want", quiet=True)
+    assert_same_run(js.load(jobs[1].folder), want, 1e-5)
 
 
 def test_weight_decay_may_differ_too(tmp_path):

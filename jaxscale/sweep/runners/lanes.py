@@ -277,7 +277,7 @@ class _Rate:
 
 
 def _choose(values: Sequence[Any], lane: Any) -> Any:
-    """The value of a lane. Unlike an index into an array of them, it leaves a Python number's dtype to what it meets."""
+    """The value of a lane. Unlike an index into an array, it leaves a Python number's dtype to what it meets."""
     found = values[0]
     for i, value in enumerate(values[1:], 1):
         found = jnp.where(lane == i, value, found)

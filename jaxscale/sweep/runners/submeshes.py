@@ -13,8 +13,8 @@ import jax
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.sweep.base import Job
-from jaxscale.sweep.runners.threads import Threads
 from jaxscale.sweep.jobs import run_job
+from jaxscale.sweep.runners.threads import Threads
 from jaxscale.train import Run, TrainConfig, fit
 
 log = logging.getLogger("jaxscale")

@@ -14,10 +14,10 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError, JaxscaleError
 from jaxscale.optim import Constant
 from jaxscale.sweep.base import Job
+from jaxscale.sweep.jobs import config_of, run_job
 from jaxscale.sweep.runners.lanes import LOOKED_UP, Lanes
 from jaxscale.sweep.runners.threads import Threads
 from jaxscale.sweep.runners.turns import Turns
-from jaxscale.sweep.jobs import config_of, run_job
 from jaxscale.train import TrainConfig
 
 log = logging.getLogger("jaxscale")

@@ -416,6 +416,7 @@ class _Delegate(ParserDelegate):
 def _check() -> None:
     """Every macro is defined, every bound parameter exists, every value fits its annotation."""
     macros = {scope: b.value for (scope, selector, _), b in _BINDINGS.items() if selector == _MACRO}
+    hints = functools.cache(type_hints)  # `train` alone has thirty bindings
     for value, where in _BINDINGS.values():
         for macro in filter(None, map(_macro, _references(value))):
             if macro not in macros:
@@ -427,11 +428,11 @@ def _check() -> None:
         obj = _configurable(selector).wrapped
         accepted = parameters(obj)
         if name not in accepted and any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            made = type_hints(obj).get("return")  # `llama3_8b(**changes)` takes the fields of what it makes
+            made = hints(obj).get("return")  # `llama3_8b(**changes)` takes the fields of what it makes
             if isinstance(made, type) and dataclasses.is_dataclass(made):
                 obj, accepted = made, parameters(made)
         if name in accepted and accepted[name].kind is not inspect.Parameter.VAR_POSITIONAL:
-            expected = type_hints(obj).get(name, typing.Any)
+            expected = hints(obj).get(name, typing.Any)
             if value is None and accepted[name].default is None:
                 continue  # `lr: float = None` means it may be None
             if not fits(value, expected, macros):

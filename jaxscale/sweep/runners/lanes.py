@@ -157,8 +157,8 @@ class _Programs:
         def step(lane: jax.Array, state: TrainState, batch: Tree, active: jax.Array) -> tuple[TrainState, Tree]:
             config = _looked_up(configs, lane)
             own, schedule = blueprint_of(config)
-            own = dataclasses.replace(first, blueprint=own, schedule=schedule)
-            new, metrics = own.plain_step(config)(state, batch)
+            run = dataclasses.replace(first, blueprint=own, schedule=schedule)
+            new, metrics = run.plain_step(config)(state, batch)
             return jax.tree.map(lambda a, b: jnp.where(active, a, b), new, state), metrics
 
         def steps(stack: TrainState, batches: tuple[Tree, ...], active: jax.Array) -> tuple[TrainState, Tree]:
@@ -169,7 +169,7 @@ class _Programs:
             sums = jax.vmap(first.eval_of(configs[0]))(_stack(params), _stack(batches))
             return _unstack(sums, count)
 
-        inits = lambda: jax.vmap(init)(jnp.arange(count), seeds)  # noqa: E731
+        inits = lambda: jax.vmap(init)(jnp.arange(count), jnp.asarray(seeds))  # noqa: E731
         take = lambda stack, lane: jax.tree.map(lambda x: x[lane], stack)  # noqa: E731
         put = lambda stack, state, lane: jax.tree.map(lambda x, y: x.at[lane].set(y), stack, state)  # noqa: E731
         if whole is None:
@@ -235,7 +235,7 @@ _NAMES = tuple(f.name for f in dataclasses.fields(TrainState))
 register_pytree_with_keys(
     _LaneState,
     lambda state: (tuple((GetAttrKey(name), getattr(state, name)) for name in _NAMES), None),
-    lambda _, parts: TrainState(*parts),
+    lambda _, parts: TrainState(*parts),  # type: ignore[arg-type,return-value]  # nothing of a lane any more
 )
 
 

@@ -285,5 +285,5 @@ def _read(
 
 
 def _default_sharding() -> jax.sharding.Sharding:
-    chosen: Any = jax.config.jax_default_device  # by `jax.default_device`, in this thread
+    chosen = getattr(jax.config, "jax_default_device", None)  # by `jax.default_device`, in this thread
     return jax.sharding.SingleDeviceSharding(chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0])

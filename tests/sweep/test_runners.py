@@ -138,7 +138,7 @@ def test_a_run_without_a_layout_goes_on_on_its_own_device(tmp_path, places):
 # --- vmapped ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", [None, "data=2", "fsdp=2,tensor=2"], ids=str)
+@pytest.mark.parametrize("mesh", [None, "fsdp=2,tensor=2"], ids=str)
 def test_vmapped_runs_equal_runs_alone(tmp_path, alone, mesh):
     layout = None if mesh is None else js.Layout(mesh)
     jobs = [job(small(**MORE, **each, layout=layout), tmp_path, i) for i, each in enumerate(DIFFER)]
@@ -150,17 +150,15 @@ def test_vmapped_runs_equal_runs_alone(tmp_path, alone, mesh):
 
 def test_vmapped_transformers_on_a_mesh_equal_one_alone_on_a_device(tmp_path):
     model = js.models.Transformer.Config(depth=1, width=16, heads=2, hidden=16, vocab=32)
-    jobs = [job(small(model=model, seed=i, layout=js.Layout("data=2,tensor=2")), tmp_path, i) for i in range(2)]
+    jobs = [job(small(model=model, seed=i, layout=js.Layout("data=2")), tmp_path, i) for i in range(2)]
     carry_out(Vmapped(), jobs)
     want = js.fit(small(model=model, seed=1), run=tmp_path / "want", quiet=True)
     assert_same_run(js.load(jobs[1].folder), want, 1e-5)
 
 
 def test_weight_decay_may_differ_too(tmp_path):
-    jobs = [
-        job(small(optimizer=js.optim.AdamW(weight_decay=decay), steps=2), tmp_path, i)
-        for i, decay in enumerate((0, 9.0))
-    ]
+    settings = [small(optimizer=js.optim.AdamW(weight_decay=decay), steps=2) for decay in (0, 9.0)]
+    jobs = [job(each, tmp_path, i) for i, each in enumerate(settings)]
     assert len(Vmapped().together(jobs)) == 1
     carry_out(Vmapped(), jobs)
     want = js.fit(settings[1], run=tmp_path / "want", quiet=True)

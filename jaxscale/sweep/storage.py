@@ -26,6 +26,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.base import FAILED, FINISHED, RUNNING, WAITING, Axis, Record, Trial
 from jaxscale.sweep.configs import difference
 from jaxscale.sweep.journal import Journal, held, run_folder
+from jaxscale.sweep.outcomes import Progress
 from jaxscale.sweep.search.as_optuna import optuna, quietly, shown
 from jaxscale.train.run import write_text
 
@@ -126,6 +127,7 @@ class SharedLedger:
         self._heard: dict[int, tuple[int, float]] = {}  # the last count of each start, and since when it stands
         self._held: dict[int, _Start] = {}  # what this process runs
         self._read: tuple[float, dict[int, list[_Start]]] = (-math.inf, {})
+        self._seen: dict[int, list[_Start]] = {}  # at the last look at the records
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True, name="sweep-beat")
         with self._reach():
@@ -135,14 +137,14 @@ class SharedLedger:
     def records(self) -> list[Record]:
         """See `Ledger`."""
         with self._reach():
-            starts = self._starts()
+            starts = self._seen = self._starts()
         mine = {r.trial.id: r for r in self.journal.records()}
         return [self._record(starts[id], mine.get(id)) for id in sorted(starts)]
 
     def claim(self, trial: Trial) -> Path | None:
         """See `Ledger`. A trial goes on in the folder of its last start where this machine sees it; else in its own."""
         with self._reach():
-            before = self._starts().get(trial.id, [])
+            before = self._seen.get(trial.id, [])  # what this was decided on: a claim of another since then is first
             folder = self._folder(trial, before)
             told = {
                 "id": trial.id,
@@ -150,6 +152,7 @@ class SharedLedger:
                 "until": trial.until,
                 "bindings": {key: gin_config.text(value) for key, value in trial.bindings.items()},
                 "machine": self.machine,
+                "home": machine_in(folder.parent),
                 "host": socket.gethostname(),
                 "run": str(folder.resolve()),
             }
@@ -212,9 +215,10 @@ class SharedLedger:
     def _record(self, starts: Sequence[_Start], mine: Record | None) -> Record:
         """What became of a trial over all its starts; what this process runs is as its folder says."""
         last = starts[-1]
-        if last.trial.id in self._held and mine is not None:
-            return dataclasses.replace(mine, trial=last.trial)
         curve = {step: value for start in starts for step, value in start.values.items()}
+        if mine is not None and self._has(last) and last.told["home"] == self.machine:
+            curve |= dict(mine.curve)  # one that began again has not yet been where others were judged
+            return dataclasses.replace(mine, trial=last.trial, curve=sorted(curve.items()))
         record = Record(last.trial, curve=sorted(curve.items()), run=Path(last.told["run"]))
         ends = [start.told["end"] for start in starts if "end" in start.told]
         if ends:
@@ -222,17 +226,21 @@ class SharedLedger:
         if "end" in last.told:
             record.state, record.error = last.told["end"]["state"], last.told["end"]["error"]
         else:
-            record.state = RUNNING if self._alive(last, mine) else WAITING
+            record.state = RUNNING if self._alive(last) else WAITING
         return record
 
-    def _alive(self, start: _Start, mine: Record | None) -> bool:
+    def _has(self, start: _Start) -> bool:
+        """Whether this process runs it."""
+        ours = self._held.get(start.trial.id)
+        return ours is not None and ours.key == start.key
+
+    def _alive(self, start: _Start) -> bool:
         if start.told.get("free"):
             return False
-        ours = self._held.get(start.trial.id)
-        if ours is not None and ours.key == start.key:
+        if self._has(start):
             return True
         if start.told["machine"] == self.machine:  # of an earlier process, which only a worker can have outlived
-            return mine is not None and mine.state == RUNNING
+            return held(Path(start.told["run"]).parent, start.trial.id)
         count, now = start.told.get("beat", 0), time.monotonic()
         before, since = self._heard.get(start.number, (-1, now))
         if before != count:
@@ -241,12 +249,12 @@ class SharedLedger:
         return now - since < self.shared.patience
 
     def _folder(self, trial: Trial, starts: Sequence[_Start]) -> Path:
-        """Where its last start ran, if this machine sees that, or the one before, ...; else in its own folder."""
+        """That of its last start, if this machine sees it, or of the one before, ...; else one of its own."""
         for start in reversed(starts):
-            if start.told["machine"] == self.machine:
-                break
             folder = Path(start.told["run"])
-            if machine_in(folder.parent) == start.told["machine"] and not held(folder.parent, trial.id):
+            if start.told["home"] == self.machine:
+                break
+            if machine_in(folder.parent) == start.told["home"] and not held(folder.parent, trial.id):
                 return folder
         return run_folder(self.journal.folder, trial.id)
 
@@ -293,12 +301,14 @@ class SharedLedger:
 
     def _settle(self) -> None:
         """Tells how trials of an earlier process in this folder ended, if it was killed before it could."""
-        mine = {r.trial.id: r for r in self.journal.records()}
-        for id, starts in self._starts().items():
-            last, record = starts[-1], mine.get(id)
-            open_and_ours = last.told["machine"] == self.machine and "end" not in last.told
-            if open_and_ours and record is not None and record.state not in (RUNNING, WAITING):
-                self._tell(last, record)
+        for starts in self._starts().values():
+            last, folder = starts[-1], Path(starts[-1].told["run"])
+            if last.told["machine"] == self.machine and "end" not in last.told:
+                progress = Progress(last.trial, folder, self.journal.objective)
+                record = progress.read(running=held(folder.parent, last.trial.id))
+                if record.state not in (RUNNING, WAITING):
+                    self._tell(last, record)
+        self._read = (-math.inf, {})
 
     def _beat(self) -> None:
         """Counts, four times in the time that others are patient for."""
@@ -343,8 +353,15 @@ def _open(url: str) -> Any:
                 raise ConfigError(f"{url} cannot be opened: there is no folder {file.parent}")
             file.open("a").close()
             return storages.JournalStorage(storages.journal.JournalFileBackend(path))
-        patience = {"connect_timeout": 10} if scheme.startswith("postgresql") else {}
-        database = storages.RDBStorage(url, engine_kwargs={"connect_args": patience, "pool_pre_ping": True})
+        arguments = {"connect_timeout": 10} if scheme.startswith("postgresql") else {}
+        how = {"connect_args": arguments, "pool_pre_ping": True}
+        from sqlalchemy.exc import IntegrityError, ProgrammingError
+
+        try:
+            database = storages.RDBStorage(url, engine_kwargs=how)
+        except (IntegrityError, ProgrammingError):  # another machine makes the tables of an empty database just now
+            time.sleep(5)
+            database = storages.RDBStorage(url, engine_kwargs=how)
         return storages.get_storage(database)  # remembers what cannot change any more
 
 

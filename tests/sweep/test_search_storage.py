@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.base import FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
+from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.storage import Storage
 from tests.truth.errors import raises_saying
 from tests.truth.pulling import RUNS, STEPS, open_ledger, pull
@@ -59,6 +61,7 @@ def test_of_two_that_claim_the_same_trial_one_gets_it(machines):
     a, b = machines
     assert a.records() == b.records() == []
     assert a.claim(FIRST) is not None
+    time.sleep(0.1)  # b has to look again
     assert b.claim(FIRST) is None, "its records were of before"
     assert [r.state for r in b.records()] == [RUNNING]
     assert b.claim(Trial(1, {"x": 0.5}, until=3)) is not None
@@ -81,13 +84,30 @@ def test_another_goes_on_where_it_sees_the_folder_and_begins_again_where_it_does
     folder = a.claim(FIRST)
     a.report(ended(FIRST, folder))
     wait_for(lambda: b.records() and b.records()[0].state == PAUSED)
-    further = Trial(0, FIRST.bindings, until=9)
-    assert b.claim(further) == folder.resolve()
-    b.report(Record(further, WAITING, [], {}, 0.0, None, folder))
+    for until in (6, 8):
+        further = Trial(0, FIRST.bindings, until)
+        b.records()
+        assert b.claim(further) == folder.resolve()
+        b.report(ended(further, folder.resolve(), upto=until))
     (folder.parent / "machine").write_text("another disk, mounted at the same place\n")
-    wait_for(lambda: b.records()[0].state == WAITING)
-    assert b.claim(further) == b.journal.folder / "000"
-    assert [step for step, _ in b.records()[0].curve] == [], "its own folder has nothing yet"
+    last = Trial(0, FIRST.bindings)
+    b.records()
+    assert b.claim(last) == b.journal.folder / "000"
+    [record] = b.records()
+    assert record.state == RUNNING and [step for step, _ in record.curve] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_machine_killed_before_it_could_tell_how_a_trial_ended_tells_when_it_is_back(tmp_path, machines, url):
+    a, b = machines
+    folder = a.claim(FIRST)
+    silent(a)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 1.5}\n')
+    Outcome(PAUSED, 3).write(folder)
+    a.journal.close()
+    with contextlib.closing(open_ledger(url, tmp_path / "a")) as back:
+        assert [(r.state, r.curve) for r in back.records()] == [(PAUSED, [(3, 1.5)])]
+    wait_for(lambda: [r.state for r in b.records()] == [PAUSED])
 
 
 def test_a_trial_of_a_silent_machine_is_taken_and_what_that_says_later_counts_for_nothing(machines):

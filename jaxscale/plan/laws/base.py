@@ -67,6 +67,10 @@ class Law:
         """Groups of rows within which settings are drawn; one of all, for most."""
         return np.zeros(len(table), np.int64)
 
+    def freedom_of(self, table: Table) -> tuple[int, int] | None:
+        """Settings that a regression has, and numbers that it fits to them; `None` where settings are many."""
+        return None
+
     def check(self, table: Table) -> None:
         """Says why a table cannot determine the law, before anything is fitted.
 
@@ -102,7 +106,8 @@ class Law:
         Args:
           table: a row per run.
           samples: of the bootstrap (Efron 1979): settings are drawn with replacement, their seeds stay together.
-          level: of the intervals, the percentiles of those samples.
+          level: of the intervals: percentiles of those samples, wider ones where settings are few, since samples
+            scatter less than data do (the expanded percentile interval of Hesterberg 2015, arXiv 1411.5279).
           seed: of the draws.
 
         Raises:
@@ -127,7 +132,7 @@ class Fit:
       best: their values on the whole table, (k,).
       samples: their values on each bootstrap sample, (s, k).
       level: of the intervals.
-      facts: of the table: its name, runs, dropped rows, the columns and ranges of `PLACES`, and FLOPs by size.
+      facts: of the table: its name, runs, dropped rows, the columns and ranges of `PLACES`, FLOPs by size, freedom.
     """
 
     law: Law
@@ -163,7 +168,7 @@ class Fit:
 
     def interval(self, values: Float[np.ndarray, " 1+s"]) -> Interval:
         """Something that follows from the fit, and from each sample."""
-        tail, finite = 50 * (1 - self.level), values[1:][np.isfinite(values[1:])]
+        tail, finite = 100 * _tail(self.level, self.facts["freedom"]), values[1:][np.isfinite(values[1:])]
         low, high = np.percentile(finite, [tail, 100 - tail]) if len(finite) else (np.nan, np.nan)
         return Interval(float(values[0]), float(low), float(high))
 
@@ -276,7 +281,18 @@ def _facts(law: Law, table: Table) -> dict[str, Any]:
     }
     cost = cost_of(table, columns["parameters"], columns["tokens"])
     about = {"name": table.name, "runs": len(table), "dropped": table.dropped, "columns": columns}
-    return {**about, "ranges": ranges, "cost": dataclasses.asdict(cost)}
+    return {**about, "ranges": ranges, "cost": dataclasses.asdict(cost), "freedom": law.freedom_of(table)}
+
+
+def _tail(level: float, freedom: tuple[int, int] | None) -> float:
+    """The share of samples on either side of an interval."""
+    from scipy.special import ndtr, stdtrit
+
+    if freedom is None:
+        return (1 - level) / 2
+    settings, numbers = freedom
+    left = max(settings - numbers, 1)
+    return float(ndtr(-stdtrit(left, (1 + level) / 2) * np.sqrt(settings / left)))
 
 
 def _draws(law: Law, table: Table, samples: int, seed: int) -> Float[np.ndarray, "s n"]:

@@ -80,6 +80,9 @@ class OutOfDistribution(Law):
         """Of x."""
         return getattr(self, self.of)
 
+    def freedom_of(self, table: Table) -> tuple[int, int]:
+        return len(np.unique(self.settings_of(table)[self.front(table)])), 3 if self.floor else 2
+
     def front(self, table: Table) -> Bool[np.ndarray, " n"]:
         """The runs that count."""
         x = table.distinct(self.column)

@@ -65,6 +65,9 @@ class Surface(Law):
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
         return table.distinct(self.parameters, self.tokens)
 
+    def freedom_of(self, table: Table) -> tuple[int, int]:
+        return len(np.unique(self.settings_of(table))), len(self.coefficients)
+
     @property
     def names(self) -> tuple[str, ...]:
         return self.coefficients

@@ -25,7 +25,7 @@ from jaxscale.commands import (
     train,
 )
 from jaxscale.commands.shared import TEXT, import_module, join
-from jaxscale.errors import MISTAKE, ConfigError, JaxscaleError
+from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("jaxscale: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _run(argv: list[str]) -> int:

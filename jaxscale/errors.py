@@ -8,6 +8,9 @@ from collections.abc import Iterable
 MISTAKE = 2
 """Exit code of a command that raised an error of ours: beginning again would not help."""
 
+INTERRUPTED = 130
+"""Exit code of a command that a signal ended before it was done."""
+
 LOST = 70
 """Exit code of a process that ended itself because another was lost, or because none got on."""
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 from jaxscale.commands.shared import TEXT, import_argument
-from jaxscale.errors import ConfigError
+from jaxscale.errors import INTERRUPTED, ConfigError
 
 
 def add(commands: Any) -> None:
@@ -42,11 +41,12 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     if args.run == "":
         raise ConfigError("the name of the sweep's folder is empty; was a variable of the shell not set?")
-    from jaxscale.sweep.runners.pool import environment
-
-    os.environ.update(environment())
     from jaxscale import config as gin_config
     from jaxscale.sweep import Prepared, sweep_of
+    from jaxscale.sweep.comparing.report import report
+    from jaxscale.sweep.programs import keep_programs
+
+    keep_programs()
 
     text = gin_config.load([args.config], bindings)
     sweep = sweep_of(text)
@@ -60,5 +60,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         Reporter().console.print(table_of(prepared))
         return 0
     modules = tuple(args.modules or ())
-    prepared.run(args.run, name=Path(args.config).stem, quiet=args.quiet, imports=modules)
+    result = prepared.run(args.run, name=Path(args.config).stem, quiet=args.quiet, imports=modules)
+    if not result.done():
+        return INTERRUPTED
+    page = report(result.path, metric=result.objective, tell=lambda text: None if args.quiet else print(text))
+    if not args.quiet:
+        print(f"the page that compares them is {page}")
     return 0

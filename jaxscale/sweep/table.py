@@ -12,7 +12,7 @@ from typing import Any
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
 from jaxscale.sweep.axes import split
-from jaxscale.sweep.base import FAILED, Record
+from jaxscale.sweep.base import FAILED, RUNNING, WAITING, Record
 from jaxscale.sweep.journal import read_records
 from jaxscale.sweep.outcomes import score
 from jaxscale.train.run import Run, write_text
@@ -78,6 +78,10 @@ class Result:
     def records(self) -> list[Record]:
         """What became of each trial so far."""
         return read_records(self.path, self.objective)
+
+    def done(self) -> bool:
+        """Whether nothing runs or waits to go on."""
+        return not any(r.state in (RUNNING, WAITING) for r in self.records())
 
     def table(self) -> list[dict[str, Any]]:
         """A dict per trial, as the rows of `results.csv`."""

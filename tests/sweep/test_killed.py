@@ -34,12 +34,14 @@ sweep.axes = {{"train.lr": [1e-2, 2e-2]}}
 FORKS = """
 import os, sys
 import jaxscale.sweep, tests.truth.sweeps, matplotlib.pyplot
-from jaxscale.cli import main
+from jaxscale import config
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
         try:
-            os._exit(main(line.split()))
+            text = config.load(["lr.gin"])
+            jaxscale.sweep.sweep_of(text).run(line.strip(), text, quiet=True)
+            os._exit(0)
         except BaseException:
             os._exit(99)
     print(child, flush=True)
@@ -49,7 +51,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory) -> Iterator[Callable[..., None]]:
-    """Starts the command in a process of its own, and waits for its end or kills it."""
+    """Starts a sweep in a process of its own, and waits for its end or kills it."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "lr.gin").write_text(BASE + SWEEP)
     process = subprocess.Popen(
@@ -62,8 +64,8 @@ def sweeps(tmp_path_factory) -> Iterator[Callable[..., None]]:
     )
     assert process.stdin is not None and process.stdout is not None
 
-    def sweep(*words: str, until: Callable[[], bool] | None = None) -> int:
-        process.stdin.write(" ".join(["sweep", "lr.gin", "--quiet", *words]) + "\n")
+    def sweep(run: str, until: Callable[[], bool] | None = None) -> int:
+        process.stdin.write(run + "\n")
         process.stdin.flush()
         child = int(process.stdout.readline())
         if until is not None:
@@ -90,7 +92,7 @@ def curves(folder: Path) -> list[list[float]]:
 
 
 def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
-    assert sweeps("--run", "whole") == 0
+    assert sweeps("whole") == 0
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     moments = random.Random(seed)
@@ -102,8 +104,8 @@ def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
         def there(by_time: bool = by_time, more: int = more, late: float = late) -> bool:
             return time.monotonic() > late if by_time else steps_written(folder) >= more
 
-        kills += sweeps("--run", "sweep", until=there) == signal.SIGKILL
-    assert sweeps("--run", "sweep") == 0
+        kills += sweeps("sweep", until=there) == signal.SIGKILL
+    assert sweeps("sweep") == 0
     assert kills == 3
     assert [row["state"] for row in Result(folder).table()] == ["finished"] * 2
     assert curves(folder) == curves(sweeps.folder / "whole")

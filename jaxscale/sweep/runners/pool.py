@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxscale.config import register
-from jaxscale.data.cache import cache_folder
 from jaxscale.errors import ConfigError
 from jaxscale.sweep.base import Job
 from jaxscale.sweep.jobs import write_job
+from jaxscale.sweep.programs import environment
 
 
 class Worker:
@@ -123,15 +121,3 @@ class Pool:
             worker.process.kill()
             worker.process.wait()
         self._all.clear()
-
-
-def environment() -> dict[str, str]:
-    """Of a process that runs trials: this one's, with programs kept on disk so that no shape is compiled twice."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache_folder().parent / "xla"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    return {**cache, **os.environ, "PYTHONPATH": path}

@@ -42,7 +42,10 @@ class FusedTransformation(optax.GradientTransformation):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What a run is configured with: makes the transformation once the schedule and the parameters are known."""
+    """What a run is configured with: makes the transformation once the schedule and the parameters are known.
+
+    A class whose `width_rule` is "adam" or "sgd" goes with parametrisations of the width (`jaxscale.optim.mup.RULES`).
+    """
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
         """Builds it.

@@ -224,7 +224,7 @@ def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]
     step = make_step(grads, blueprint.tx, schedule)
 
     def run(seed: jax.Array, batches: dict[str, jax.Array]) -> dict[str, Any]:
-        key, first = jax.random.key(seed), {k: v[0] for k, v in batches.items()}
+        first = {k: v[0] for k, v in batches.items()}
         watch = functools.partial(_activations, config, blueprint.graphdef, first)
 
         def turn(carry: tuple[TrainState, Sizes], at: tuple[jax.Array, Any]) -> tuple[tuple[TrainState, Sizes], Any]:
@@ -235,9 +235,8 @@ def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]
             state, metrics = step(state, batch)
             return (state, start), {"size": _sizes(now), "moved": _sizes(moved), "loss": metrics["loss"]}
 
-        params = blueprint.make_params(key)
-        state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), key)
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(watch, params))
+        state = blueprint.make(seed)
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(watch, state.params))
         numbers = jnp.arange(batches["tokens"].shape[0])
         return jax.lax.scan(turn, (state, start), (numbers, batches))[1]
 

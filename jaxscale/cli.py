@@ -45,6 +45,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
   jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
+  jaxscale sweep experiments/lr_sweep.gin --run runs/lr
   jaxscale coordcheck experiments/mup_transfer/mup.gin
   jaxscale sample runs/demo-1 --prompt "def "
   jaxscale report runs/demo-1 runs/demo-2

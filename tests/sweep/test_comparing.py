@@ -386,3 +386,8 @@ def test_a_run_keeps_its_sample_for_the_page(tmp_path):
 def test_a_metric_that_no_run_has_is_named_with_the_nearest(tmp_path):
     with raises_saying(RunError, "'los'", "did you mean 'loss'"):
         page(read_runs(write_run(tmp_path / "a")), "A page", metric="los")
+
+
+def test_runs_that_all_failed_at_once_are_a_page_of_their_errors(tmp_path):
+    write_run(tmp_path / "a", [], status="failed", error="width = 16 does not suit it")
+    assert "width = 16 does not suit it" in page(read_runs(tmp_path / "a"), "A page", metric="eval_loss")

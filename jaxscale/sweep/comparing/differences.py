@@ -123,15 +123,15 @@ def metrics_of(runs: Sequence[Ran]) -> list[str]:
 
 
 def objective_of(runs: Sequence[Ran], metric: str | None = None) -> str | None:
-    """The metric that runs are judged by: the one asked for, else a held-out loss, else a loss; `None` has no run.
+    """The metric that runs are judged by: the one asked for, else a held-out loss, else a loss; `None` without numbers.
 
     Raises:
-      RunError: no run has the metric that was asked for.
+      RunError: no run has the metric that was asked for, and they have others.
     """
     found = metrics_of(runs)
-    if metric is not None and metric not in found:
+    if metric is not None and found and metric not in found:
         raise RunError(f"no run has a metric '{metric}'{near(metric, found)}")
-    return metric or next(iter(found), None)
+    return metric if found and metric else next(iter(found), None)
 
 
 def is_loss(metric: str) -> bool:

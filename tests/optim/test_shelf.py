@@ -328,7 +328,9 @@ def test_whole_matrices_are_dealt_out_over_the_stack(mesh, layers, spec):
     layout = Layout(mesh)
     with layout:
         x = jax.device_put(np.ones(info.shape, np.float32), layout.sharding(info.axes, info.shape, kind="opt_state"))
-        out, back = jax.jit(lambda x: (y := dealt(x, *info.axes), returned(y, *info.axes)))(x)
+        program = jax.jit(lambda x: (y := dealt(x, *info.axes), returned(y, *info.axes))).lower(x).compile()
+        out, back = program(x)
+    assert ("all-gather" in program.as_text()) == (spec == P("fsdp"))  # where what is left does not divide the stack
     assert back.sharding.is_equivalent_to(x.sharding, 3)
     assert out.sharding.is_equivalent_to(jax.NamedSharding(layout.device_mesh, spec), 3)
 

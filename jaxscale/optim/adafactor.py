@@ -39,7 +39,8 @@ def adafactor(
       momentum: decay of a mean of past updates (before the learning rate); `None` keeps none.
       weight_decay: times the learning rate, what a decayed parameter loses.
       eps: added to the squared gradient.
-      min_dim_size_to_factor: matrices with a smaller side keep the whole second moment.
+      min_dim_size_to_factor: matrices with a smaller side keep the whole second moment; a static argument where
+        hyperparameters are injected.
       multiply_by_parameter_scale: whether updates are relative to the parameter's root mean square.
       mask: a bool per parameter, whether it decays; `None` means all do.
       infos: a `TensorInfo` per parameter; `None` leaves every tensor one layer, as it is.

@@ -36,8 +36,9 @@ def averaged(opt_state: Tree, params: Tree) -> Tree:
         return params
     held = without_biases(params)
     state = states[0]
-    z = jax.tree.map(lambda z, p: jax.device_put(z, p.sharding), state.z, held)  # off the host, if it is there
-    return with_biases(_average(state._replace(base_optimizer_state=(), z=z), held), params)
+    there = lambda tree: jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), tree, held)  # noqa: E731
+    z = there(state.z)  # off the host, if it is there
+    return with_biases(there(_average(state._replace(base_optimizer_state=(), z=z), held)), params)
 
 
 @jax.jit

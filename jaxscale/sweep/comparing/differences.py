@@ -181,13 +181,13 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def worded(value: Any) -> str:
-    """A binding's value, short: numbers to four digits, references without the scope that `config.gin` made up."""
+    """A binding's value, short: numbers to four digits, of a reference such as `@optimizer/AdamW()` its name."""
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):
-        return value.rsplit("/", 1)[-1] if value.startswith("@") else value
+        return value.rsplit("/", 1)[-1].removeprefix("@").removesuffix("()") if value.startswith("@") else value
     return str(value)
 
 

@@ -172,6 +172,12 @@ def test_hyperband_has_the_brackets_of_its_paper():
     assert len(out.at_step(None)) == 1 + 1 + 1 + 2 + 5
 
 
+def test_a_bracket_under_way_does_not_disturb_the_densities_of_lower_rungs():
+    out = carry_out(BOHB(rounds=2), SPACE, curve, STEPS, workers=4, every=2, failing=(40, 45, 60))
+    assert len(out.records) == BOHB(rounds=2).total(SPACE) == 2 * (27 + 12 + 6 + 4)
+    assert sum(r.state == FINISHED for r in out.records) >= 2 * (1 + 1 + 2 + 4) - 2
+
+
 @pytest.mark.parametrize("name", SEARCHES)
 def test_killed_anywhere_and_started_again_it_tries_the_same(name):
     search, space = SEARCHES[name], LISTS if name == "Grid" else SPACE

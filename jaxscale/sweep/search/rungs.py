@@ -76,7 +76,8 @@ def result(record: Record, mark: int, steps: int) -> float | None:
     Raises:
       ConfigError: it is there and nothing was measured.
     """
-    if target(record.trial, steps) == mark:
+    behind = not record.curve or record.curve[-1][0] < mark
+    if behind or target(record.trial, steps) == mark:
         if record.state in (FAILED, STOPPED):
             return math.inf
         if record.state not in (PAUSED, FINISHED):

@@ -113,9 +113,8 @@ class StepLaw(Law):
     def _bowl(self, runs: Table, weights: Float[np.ndarray, " m"], settings: Int[np.ndarray, " m"]) -> Bowl:
         """Of the runs of one (N, D)."""
         n, d, lr, batch, loss = (runs[c] for c in (self.parameters, self.tokens, self.lr, self.batch, self.loss))
-        distinct = np.unique(settings)
-        means = np.array([np.average(loss[settings == s], weights=weights[settings == s]) for s in distinct])
-        first = np.array([np.flatnonzero(settings == s)[0] for s in distinct])
+        distinct, first, which = np.unique(settings, return_index=True, return_inverse=True)
+        means = np.bincount(which, weights * loss) / np.bincount(which, weights)
         best = first[np.argmin(means)]
         centre = float(np.log(lr[best])), float(np.log(batch[best]))
         at = (float(n[0]), float(d[0]), float(lr[best]), float(batch[best]))
@@ -128,7 +127,7 @@ class StepLaw(Law):
             if column[best] == end
         ]
         limit = max(np.sort(means)[min(LEAST, len(means)) - 1], means.min() * (1 + self.margin))
-        rows = np.isin(settings, distinct[means <= limit])
+        rows = means[which] <= limit
         x, y = np.log(lr[rows]) - centre[0], np.log(batch[rows]) - centre[1]
         scale = np.sqrt(weights[rows])
         curve = np.linalg.lstsq(_terms(x, y) * scale[:, None], loss[rows] * scale, rcond=None)[0]

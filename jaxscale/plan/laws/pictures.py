@@ -42,7 +42,8 @@ def surface_picture(law: Surface, fit: Fit, table: Table) -> Any:
             found = optimum(fit, float(budget))
         except ConfigError:  # the law has no valley here, which the curve shows
             continue
-        best.append((found.parameters.value, found.loss.value))
+        if sizes[0] <= found.parameters.value <= sizes[-1]:
+            best.append((found.parameters.value, found.loss.value))
     if best:
         left.plot(*zip(*best, strict=True), "k--", linewidth=1, label="compute-optimal")
     left.set(xscale="log", xlabel=f"N ({law.parameters})", ylabel=law.loss, title=f"{law.name}: isoFLOP curves")

@@ -21,7 +21,6 @@ from jaxscale.sweep.comparing.page import page
 from jaxscale.sweep.comparing.report import report
 from jaxscale.train.metrics import json_row
 from tests.truth.errors import raises_saying
-from tests.truth.runs import bigram
 
 CONFIG = """\
 train.batch_size = 8
@@ -113,24 +112,18 @@ class Page(html.parser.HTMLParser):
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A real run, of a model that compiles at once."""
-    return js.fit(js.TrainConfig(**bigram(eval_batches=1)), run=tmp_path_factory.mktemp("run") / "real", quiet=True)
-
-
-def test_a_run_is_a_row_with_its_bindings_and_its_numbers(trained):
+def test_a_run_is_a_row_with_its_bindings_and_its_numbers(finished_run):
     pytest.importorskip("pandas")
-    row = js.runs(trained.path).iloc[0]
-    config, rows = trained.config, trained.metrics()
+    row = js.runs(finished_run.path).iloc[0]
+    config, rows = finished_run.config, finished_run.metrics()
     assert (row["train.lr"], row["train.seq_len"], row["seed"]) == (config.lr, config.seq_len, config.seed)
-    assert row["model/TestBigram.width"] == config.model.width and row["state"] == "finished"
+    assert row["model/Transformer.width"] == config.model.width and row["state"] == "finished"
     assert row["loss"] == rows[-1]["loss"] and row["eval_loss"] == rows[-1]["eval_loss"]
     assert row["best_loss"] == min(r["loss"] for r in rows)
     assert row["tokens_per_second"] == np.median([r["tokens_per_second"] for r in rows[1:]])
     assert row["tokens"] == config.steps * config.batch_size * config.seq_len
     assert row["flops"] == config.steps * config.model.flops(config.batch_size, config.seq_len)
-    assert (row["parameters"], row["jax"]) == (config.model.param_count(), trained.info["versions"]["jax"])
+    assert (row["parameters"], row["jax"]) == (config.model.param_count(), finished_run.info["versions"]["jax"])
 
 
 def test_a_pattern_is_a_row_for_each_run_and_leaves_other_folders_alone(tmp_path):
@@ -194,10 +187,12 @@ def test_a_run_that_nobody_holds_was_interrupted(tmp_path):
     assert read_runs(path)[0].state == "interrupted"
 
 
-def test_bindings_are_read_without_building_anything(trained):
-    text = (trained.path / "config.gin").read_text() + "# train.guards = (<object>,): not expressible in gin; pass it "
+def test_bindings_are_read_without_building_anything(finished_run):
+    text = (
+        finished_run.path / "config.gin"
+    ).read_text() + "# train.guards = (<object>,): not expressible in gin; pass it "
     found = read_bindings(text + "again from Python\n")
-    assert found["train.lr"] == trained.config.lr and found["train.model"] == "@model/TestBigram()"
+    assert found["train.lr"] == finished_run.config.lr and found["train.model"] == "@model/Transformer()"
     assert found["train.prompt"] is None and found["train.guards"] == "(<object>,)"
 
 

@@ -78,9 +78,9 @@ def test_the_interval_of_three_seeds_is_that_of_all_their_draws():
     """Of 27 draws of three seeds, the median is the least in 7, the middle in 13, the greatest in 7."""
     (placed,) = rank(field(a=[10, 20, 30]), TUNING, "w", draws=4000)
     assert placed.interval == (10, 30)
-    first, second = rank(field(a=[10, 20, 30], b=[20, 20, 20]), TUNING, "w", draws=20000)
-    assert first.first == pytest.approx(7 / 27 + 13 / 27 / 2, abs=0.02)
-    assert second.first == pytest.approx(7 / 27 + 13 / 27 / 2, abs=0.02)
+    first, second = rank(field(a=[10, 20, 30], b=[20, 20, 20]), TUNING, "w", draws=4000)
+    assert first.first == pytest.approx(7 / 27 + 13 / 27 / 2, abs=0.03)
+    assert second.first == pytest.approx(7 / 27 + 13 / 27 / 2, abs=0.03)
     assert first.rank == second.rank == 1.5
 
 
@@ -123,9 +123,9 @@ def test_a_profile_counts_workloads_within_a_ratio_of_the_best():
 def test_the_score_is_the_area_under_the_profile():
     rng = np.random.default_rng(3)
     costs = {w: {e: float(rng.choice([rng.uniform(1, 6), math.inf])) for e in "abc"} for w in "uvwxyz"}
-    taus = np.linspace(1, 4, 30001)
+    taus = np.linspace(1, 4, 3001)
     want = {name: np.mean(line) for name, line in profile(costs, taus).items()}
-    assert score(costs) == pytest.approx(want, abs=1e-4)
+    assert score(costs) == pytest.approx(want, abs=1e-3)
 
 
 def test_runs_become_attempts(tmp_path):

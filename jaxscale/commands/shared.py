@@ -61,7 +61,12 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
     if own is not None:
         settings = read_config(own.parent, bindings)
     elif args.config is not None:
-        gin_config.load([args.config], bindings)
+        try:
+            gin_config.load([args.config], bindings)
+        except ConfigError as e:
+            if "registered as 'sweep'" not in str(e):
+                raise
+            raise ConfigError(f"{args.config} describes a sweep: jaxscale sweep {args.config}") from None
         settings = cast("TrainConfig", gin_config.call("train"))
         for name in gin_config.unused():
             print(f"jaxscale: warning: nothing reads the binding {name}", file=sys.stderr)

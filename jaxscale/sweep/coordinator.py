@@ -81,6 +81,7 @@ class Coordinator:
         """Until there is nothing to start and nothing runs, or it was stopped."""
         try:
             while True:
+                began = time.monotonic()
                 self._look()
                 if self.stopping():
                     self._stop_all()
@@ -91,7 +92,7 @@ class Coordinator:
                 busy = any(r.state in (RUNNING, WAITING) for r in records) and not self.stopping()
                 if not self._running and not busy:
                     return
-                time.sleep(LOOK)
+                time.sleep(max(LOOK, 4 * (time.monotonic() - began)))  # long curves are looked at less often
         finally:
             self.runner.close()
 
@@ -144,11 +145,10 @@ class Coordinator:
                 self._fail(record, sentence(e))
                 self.ledger.report(record)
         for group in self.runner.together(jobs):
-            started = [
-                (Progress(job.trial, job.folder, self.objective), Outcome.read(job.folder)) for job in group
-            ]  # before it runs
+            befores = [Outcome.read(job.folder) for job in group]
             handle = self.runner.start(group)
-            for job, (progress, before) in zip(group, started, strict=True):
+            for job, before in zip(group, befores, strict=True):
+                progress = Progress(job.trial, job.folder, self.objective)
                 record = progress.read(running=True)
                 self._running[job.trial.id] = _Started(handle, progress, before, record, time.time())
 

@@ -91,9 +91,10 @@ class Live:
 
     def _table(self) -> Any:
         from rich.box import SIMPLE_HEAD
+        from rich.console import Group
         from rich.table import Table
 
-        table = Table(title=self._head(), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for name in ("", *self.names, "state", "step", self.objective, "time"):
             table.add_column(name, justify="left" if name in ("", "state") else "right")
         order = sorted(self.records, key=lambda r: (r.state != RUNNING, score(r), r.trial.id))
@@ -106,7 +107,7 @@ class Live:
             table.add_row(f"{record.trial.id:03}", *cells, state, steps, value, clock(record.seconds))
         if len(order) > SHOWN:
             table.caption, table.caption_justify = f"and {len(order) - SHOWN} more in {FILE}", "left"
-        return table
+        return Group(self._head(), table)
 
     def _end(self) -> str:
         waiting = [r for r in self.records if r.state not in (FINISHED, STOPPED, FAILED, "paused")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from jaxscale import config as gin_config
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.axes import space_of
-from jaxscale.sweep.base import Record, Runner, Search
+from jaxscale.sweep.base import RUNNING, Record, Runner, Search
 from jaxscale.sweep.checks import check
 from jaxscale.sweep.configs import Base, difference, loaded
 from jaxscale.sweep.coordinator import Coordinator
@@ -29,6 +30,10 @@ from jaxscale.train.signals import stop_signals
 
 _OWN = ("runner", "runs", "storage")
 """Fields that may change while a sweep is under way, and from machine to machine."""
+
+
+BETWEEN = 2.0
+"""Seconds after which the table is written again for curves that grow."""
 
 
 @register(name="sweep")
@@ -158,15 +163,21 @@ class _Results:
 
     def __init__(self, folder: Path, show: Callable[[Sequence[Record]], None]):
         self.folder, self.show = folder, show
-        self.last: list[Record] | None = None
+        self.records: Sequence[Record] = ()
+        self.states: list[str] = []
+        self.written = 0.0
 
     def changed(self, records: Sequence[Record]) -> None:
+        """At once when a state has, now and then when it is a curve that grows."""
         self.show(records)
-        # seconds of what runs change all the time, and are no news
-        news = [dataclasses.replace(r, seconds=0.0) for r in records]
-        if news != self.last:
-            write_results(self.folder, records)
-            self.last = news
+        self.records, before, self.states = records, self.states, [r.state for r in records]
+        if self.states != before or RUNNING in self.states and time.monotonic() > self.written + BETWEEN:
+            self.write()
+
+    def write(self) -> None:
+        """Writes it."""
+        write_results(self.folder, self.records)
+        self.written = time.monotonic()
 
 
 def open_folder(path: Path | None, text: str, name: str) -> Path:

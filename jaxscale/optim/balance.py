@@ -43,16 +43,16 @@ def balanced(tx: optax.GradientTransformation, rate: float) -> optax.GradientTra
     def update(grads: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         rest = None if params is None else without_biases(params)
         updates, state = tx.update(without_biases(grads), state, rest)
-        return with_biases(updates, moves(grads)), state
+        return _with_biases(updates, moves(grads)), state
 
     def update_and_apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         new, state = apply_gradients(tx, without_biases(grads), state, without_biases(params))
-        return with_biases(new, optax.apply_updates(params, moves(grads))), state
+        return _with_biases(new, optax.apply_updates(params, moves(grads))), state
 
     return FusedTransformation(init, update, update_and_apply, getattr(tx, "notes", ()))
 
 
-def with_biases(rest: Tree, biases: Tree) -> Tree:
+def _with_biases(rest: Tree, biases: Tree) -> Tree:
     """Load biases from the one tree, all else from the other."""
     pick = lambda path, b, r: b if _is_bias(path) else r  # noqa: E731
     return jax.tree_util.tree_map_with_path(pick, biases, rest)

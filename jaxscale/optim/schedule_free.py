@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -11,8 +11,8 @@ from optax.contrib import ScheduleFreeState, schedule_free, schedule_free_eval_p
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.layout import path_name
 from jaxscale.optim.adamw import fractions, not_negative
-from jaxscale.optim.balance import with_biases, without_biases
 from jaxscale.optim.base import Schedule, Tree, decay_mask
 
 
@@ -31,18 +31,19 @@ def averaged(opt_state: Tree, params: Tree) -> Tree:
       opt_state: the optimizer's state.
       params: the parameters in training; the result lies where they do.
     """
-    states = _found(opt_state)
-    if not states:
-        return params
-    held = without_biases(params)
-    state = states[0]
-    there = lambda tree: jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), tree, held)  # noqa: E731
-    z = there(state.z)  # off the host, if it is there
-    return with_biases(there(_average(state._replace(base_optimizer_state=(), z=z), held)), params)
+    held = {path_name(path): p for path, p in jax.tree_util.tree_leaves_with_path(params)}
+    found: dict[str, jax.Array] = {}
+    for state in _found(opt_state):  # one for each group of parameters, where there are groups
+        there = lambda tree: {name: jax.device_put(x, held[name].sharding) for name, x in tree.items()}  # noqa: E731
+        z = there(
+            {path_name(path): z for path, z in jax.tree_util.tree_leaves_with_path(state.z)}
+        )  # maybe off the host
+        found |= there(_average(state._replace(base_optimizer_state=(), z=z), {name: held[name] for name in z}))
+    return jax.tree_util.tree_map_with_path(lambda path, p: found.get(path_name(path), p), params)
 
 
 @jax.jit
-def _average(state: Any, params: Tree) -> Tree:
+def _average(state: Any, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """optax's, in float32, each of its parameter's type."""
     wide = lambda tree: optax.tree.cast(tree, jax.numpy.float32)  # noqa: E731
     x = schedule_free_eval_params(wide(state), wide(params))
@@ -78,6 +79,7 @@ class ScheduleFreeAdamW:
       weight_lr_power: a step's weight in the average is the highest learning rate so far to this power.
     """
 
+    width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -104,6 +106,7 @@ class ScheduleFreeAdamW:
 class ScheduleFreeSGD:
     """Schedule-free gradient descent (Defazio et al. 2024). Otherwise, and in its arguments, as `ScheduleFreeAdamW`."""
 
+    width_rule: ClassVar[str] = "sgd"
     b1: float = 0.9
     weight_decay: float = 0.0
     weight_lr_power: float = 2.0

@@ -377,6 +377,14 @@ def test_schedule_free_runs_are_evaluated_saved_and_sampled_at_the_average(tmp_p
         assert seen == mean(at(run.params())) != mean(at(run.state.params))
 
 
+def test_an_average_is_of_each_group_and_of_no_other_parameter():
+    parts = {n: optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1) for n, b1 in {"one": 0.5, "two": 0.8}.items()}
+    z = {name: jnp.full(3, 1.0) for name in ("one", "two", "none")}
+    state = optax.multi_transform({**parts, "none": optax.sgd(0.1)}, {name: name for name in z}).init(z)
+    x = optim.averaged(state, {name: jnp.full(3, 2.0) for name in z})
+    assert {n: round(float(a[0]), 5) for n, a in x.items()} == {"one": 3.0, "two": 2.25, "none": 2.0}
+
+
 def test_muon_is_chosen_in_gin_and_trains_on_a_pipeline(tmp_path):
     bindings = ["train.model = @Transformer()", "train.optimizer = @Muon()", "Muon.rms = None", "train.lr = 0.02"]
     sizes = dict(depth=2, width=16, heads=2, hidden=32, vocab=32)

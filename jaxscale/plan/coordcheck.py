@@ -136,7 +136,7 @@ class CoordCheck:
         for c in self.coordinates:
             numbers = *(f"{n:.3g}" for n in c.at_init), f"{c.init_slope:+.2f}"
             changes = *(f"{n:.3g}" for n in c.moved[-1]), f"{c.moved_slope:+.2f}"
-            table.add_row(c.name, *numbers, *changes, "not flat" if c.why_not_flat(self.tolerance) else "")
+            table.add_row(c.name, *numbers, *changes, "no" if c.why_not_flat(self.tolerance) else "yes")
         yield table
         yield self.verdict
 
@@ -247,13 +247,14 @@ def _activations(config: TrainConfig, graphdef: nnx.GraphDef, batch: dict[str, j
     """By module; (B, S, ...), or (layers, B, S, ...)."""
     tokens = batch["tokens"]
 
-    def forward(params: Any) -> jax.Array:
+    def forward(params: Any) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params)
         hidden = model.hidden(tokens, positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
-        with jax.named_scope("logits"):
-            return head_logits(hidden, model.head_weight(), softcap=None)
+        return hidden, head_logits(hidden, model.head_weight(), softcap=None)
 
-    _, found = recorded(forward, params, shape=tokens.shape)
+    stream = jax.eval_shape(forward, params)[0].shape  # a module's output, and not what experts report besides
+    (_, logits), found = recorded(forward, params, keep=lambda shape: shape == stream)
+    found["logits"] = logits
     for name in [n for n in found if n.endswith("attn/qkv:qkv")]:
         q, k, _ = found[name]
         scale = getattr(config.model, "score_scale", q.shape[-1] ** -0.5)

@@ -239,3 +239,34 @@ def test_a_mesh_smaller_than_the_machine_is_said_once(caplog):
     with caplog.at_level(logging.WARNING, "jaxscale"):
         fit(layout=js.Layout("data=2"))
     assert [r.message for r in caplog.records].count("mesh 'data=2' uses the first 2 of 8 devices") == 1
+
+
+def test_a_pause_leaves_the_curve_as_it_was():
+    """The schedule stays that of all steps, and the pause has an evaluation and a checkpoint of its own."""
+    settings = bigram(steps=6, schedule=js.optim.WarmupCosine(warmup=2), eval_batches=1)
+    whole = js.fit(js.TrainConfig(**settings), quiet=True)
+    paused = js.fit(js.TrainConfig(**settings), run="paused", until=3, quiet=True)
+    assert paused.info["status"] == "paused" and paused.last_step() == 3
+    assert "eval_loss" in paused.metrics()[-1]
+    again = js.fit(js.TrainConfig(**settings), run="paused", resume=True, quiet=True)
+    assert again.info["status"] == "finished"
+    assert [(r["loss"], r["lr"]) for r in again.metrics()] == [(r["loss"], r["lr"]) for r in whole.metrics()]
+    with raises_saying(RunError, "already taken 6 of 4 steps", "raise until"):
+        js.fit(js.TrainConfig(**settings), run="paused", resume=True, until=4, quiet=True)
+
+
+def test_a_pause_beyond_the_last_step_is_refused():
+    with raises_saying(ConfigError, "until = 7", "1 to 6"):
+        js.fit(js.TrainConfig(**bigram(steps=6)), until=7, quiet=True)
+
+
+def test_whoever_is_asked_after_every_step_may_stop_a_run():
+    asked = []
+    run = js.fit(js.TrainConfig(**bigram(steps=6)), stop=lambda: asked.append(1) or len(asked) == 2, quiet=True)
+    assert run.info["status"] == "stopped" and run.last_step() == 2
+
+
+def test_a_run_killed_before_its_first_step_begins_again_in_its_folder():
+    Path("early").mkdir()
+    Path("early/.lock").touch()  # what is there first
+    assert js.fit(js.TrainConfig(**bigram()), run="early", resume="newest", quiet=True).last_step() == STEPS

@@ -93,7 +93,7 @@ def open_ledger(url: str, folder: Path, patience: float = PATIENCE) -> SharedLed
 def pull(url: str, folder: Path, seconds: float = 0.05) -> list[Record]:
     """Until the sweep is done, whoever does it."""
     with contextlib.closing(open_ledger(url, folder)) as ledger:
-        stopping, said = time.monotonic() + 60, lambda records: None
+        stopping, said = time.monotonic() + 240, lambda records: None
         Coordinator(
             SPACE,
             STEPS,

@@ -14,7 +14,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
-from jaxscale.train import TrainConfig, batch_sharding, blueprint_of, check, jit_step, make_loss_and_grads, make_step
+from jaxscale.optim.base import Schedule
+from jaxscale.train import (
+    Blueprint,
+    TrainConfig,
+    batch_sharding,
+    blueprint_of,
+    check,
+    jit_step,
+    make_loss_and_grads,
+    make_step,
+)
 from jaxscale.train.guards import Guard
 from pallas_kernels.aot import compile_lowered, devices_of
 from pallas_kernels.dispatch import KernelError
@@ -96,7 +106,7 @@ def compile_step(config: TrainConfig, topology: str | None) -> Any:
         if config.layout is None:
             raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
         config = dataclasses.replace(config, layout=config.layout.on(devices))
-    lowered = _lowered(config, (), None)
+    lowered = _lowered(config, *blueprint_of(config), (), None)
     return lowered.compile() if devices is None else compile_lowered(lowered, devices)
 
 
@@ -117,13 +127,17 @@ def lower_step(config: TrainConfig) -> Any:
     """
     if config.layout is not None:
         config = dataclasses.replace(config, layout=config.layout.abstract())
-    check(config)
-    return _lowered(config, config.guards, jax.default_backend())
+    return _lowered(config, *check(config), config.guards, jax.default_backend())
 
 
-def _lowered(config: TrainConfig, guards: tuple[Guard, ...], platform: str | None) -> Any:
+def _lowered(
+    config: TrainConfig,
+    blueprint: Blueprint,
+    schedule: Schedule | None,
+    guards: tuple[Guard, ...],
+    platform: str | None,
+) -> Any:
     """The lowered step of a run on its own layout; `platform` is needed where that has no devices."""
-    blueprint, schedule = blueprint_of(config)
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
     loss_and_grads = make_loss_and_grads(
         blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss

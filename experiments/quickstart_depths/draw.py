@@ -1,0 +1,77 @@
+"""What became of `depths.gin`: the loss over FLOPs of every run, the front they leave, and a table.
+
+    jaxscale sweep experiments/quickstart_depths/depths.gin --run runs/quickstart_depths
+    python experiments/quickstart_depths/draw.py runs/quickstart_depths
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+DEPTH, STEPS = "Transformer.depth", "train.steps"
+
+
+def by_budget(rows: list[dict[str, str]]) -> dict[float, list[dict[str, str]]]:
+    """Finished runs by the budget they were given, small to large."""
+    found = defaultdict(list)
+    for row in rows:
+        if row["state"] == "finished":
+            found[float(f"{float(row['flops']):.0e}")].append(row)
+    return dict(sorted(found.items()))
+
+
+def draw(rows: list[dict[str, str]], path: Path) -> None:
+    """Left the loss over depth, a line a budget; right over FLOPs, a line a depth, and the best at each budget."""
+    budgets = by_budget(rows)
+    figure = Figure(figsize=(12, 4.2), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (budget, some), colour in zip(budgets.items(), ("#9bb8d8", "#3d7ea6", "#16425b"), strict=True):
+        some = sorted(some, key=lambda row: int(row[DEPTH]))
+        left.plot(
+            [int(r[DEPTH]) for r in some], [float(r["eval_loss"]) for r in some], "o-", color=colour,
+            label=f"{budget:.1e} FLOPs",
+        )  # fmt: skip
+        best = min(some, key=lambda r: float(r["eval_loss"]))
+        left.plot(int(best[DEPTH]), float(best["eval_loss"]), "*", color="#d1495b", markersize=15)
+    depths = sorted({int(r[DEPTH]) for r in rows})
+    for depth, colour in zip(depths, ("#66a182", "#edae49", "#8d6a9f", "#444444"), strict=True):
+        some = [(b, float(r["eval_loss"])) for b, group in budgets.items() for r in group if int(r[DEPTH]) == depth]
+        right.plot(*zip(*some, strict=True), "o-", color=colour, label=f"depth {depth}")
+    front = [(b, min(float(r["eval_loss"]) for r in group)) for b, group in budgets.items()]
+    right.plot(*zip(*front, strict=True), color="#d1495b", linewidth=6, alpha=0.35, label="front", zorder=0)
+    left.set(xlabel="depth", ylabel="held-out nats per byte", xticks=range(1, 5), title="what a budget buys, by depth")
+    right.set(xlabel="training FLOPs", xscale="log", title="the compute-optimal front")
+    for ax in (left, right):
+        ax.grid(alpha=0.25)
+        ax.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main(folder: Path) -> None:
+    table = HERE / "results/results.csv"
+    shutil.copy(folder / "results.csv", table)
+    rows = list(csv.DictReader(table.open()))
+    draw(rows, HERE / "results/front.png")
+    print("| FLOPs | depth | width | parameters | steps | tokens | tokens per parameter | held-out nats per byte |")
+    print("|---" * 8 + "|")
+    for budget, some in by_budget(rows).items():
+        best = min(some, key=lambda r: float(r["eval_loss"]))
+        for row in sorted(some, key=lambda r: int(r[DEPTH])):
+            parameters, tokens = int(float(row["parameters"])), int(float(row["tokens"]))
+            loss = f"{float(row['eval_loss']):.4f}"
+            cells = [f"{budget:.1e}", row[DEPTH], 64 * int(row[DEPTH]), f"{parameters:,}", row[STEPS], f"{tokens:,}"]
+            cells += [f"{tokens / parameters:.2f}", f"**{loss}**" if row is best else loss]
+            print(f"| {' | '.join(map(str, cells))} |")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]))

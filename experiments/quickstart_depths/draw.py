@@ -1,7 +1,7 @@
 """What became of `depths.gin`: the loss over FLOPs of every run, the front they leave, and a table.
 
-    jaxscale sweep experiments/quickstart_depths/depths.gin --run runs/quickstart_depths
-    python experiments/quickstart_depths/draw.py runs/quickstart_depths
+jaxscale sweep experiments/quickstart_depths/depths.gin --run runs/quickstart_depths
+python experiments/quickstart_depths/draw.py runs/quickstart_depths
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 DEPTH, STEPS = "Transformer.depth", "train.steps"
+SHADES = ("#9bb8d8", "#6699c2", "#3d6f96", "#16425b")
+COLOURS = ("#66a182", "#edae49", "#8d6a9f", "#444444")
 
 
 def by_budget(rows: list[dict[str, str]]) -> dict[float, list[dict[str, str]]]:
@@ -32,7 +34,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     budgets = by_budget(rows)
     figure = Figure(figsize=(12, 4.2), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
-    for (budget, some), colour in zip(budgets.items(), ("#9bb8d8", "#3d7ea6", "#16425b"), strict=True):
+    for (budget, some), colour in zip(budgets.items(), SHADES, strict=False):
         some = sorted(some, key=lambda row: int(row[DEPTH]))
         left.plot(
             [int(r[DEPTH]) for r in some], [float(r["eval_loss"]) for r in some], "o-", color=colour,
@@ -41,7 +43,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
         best = min(some, key=lambda r: float(r["eval_loss"]))
         left.plot(int(best[DEPTH]), float(best["eval_loss"]), "*", color="#d1495b", markersize=15)
     depths = sorted({int(r[DEPTH]) for r in rows})
-    for depth, colour in zip(depths, ("#66a182", "#edae49", "#8d6a9f", "#444444"), strict=True):
+    for depth, colour in zip(depths, COLOURS, strict=False):
         some = [(b, float(r["eval_loss"])) for b, group in budgets.items() for r in group if int(r[DEPTH]) == depth]
         right.plot(*zip(*some, strict=True), "o-", color=colour, label=f"depth {depth}")
     front = [(b, min(float(r["eval_loss"]) for r in group)) for b, group in budgets.items()]

@@ -1,6 +1,6 @@
 """Draws held-out losses over learning rates, a line per width, and prints them as a table.
 
-python experiments/mup_transfer/figure.py                                # of results/losses.csv, which transfer.py leaves
+python experiments/mup_transfer/figure.py                                # of results/losses.csv
 python experiments/mup_transfer/figure.py runs/mup_transfer/results.csv  # of the sweep
 """
 

@@ -49,7 +49,7 @@ def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
     prepared = prepare(config)
     runs = list(itertools.product(RATES, SEEDS))
     batches = {seed: _batches(prepared, config, seed) for seed in SEEDS}
-    of_run = jax.tree.map(lambda *x: jnp.stack(x), *(batches[seed] for _, seed in runs))
+    of_run = _stacked([batches[seed] for _, seed in runs])
     heldout = jax.tree.map(
         lambda *x: jnp.stack(x), *({k: b[k] for k in prepared.keys} for b in prepared.heldout["eval_loss"])
     )
@@ -72,8 +72,11 @@ def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
 
 def _batches(prepared: Prepared, config: TrainConfig, seed: int) -> Any:
     loader = Loader(prepared.loader.source, config.batch_size, seed)
-    each = [prepared.place(loader, step) for step in range(config.steps)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *each)
+    return _stacked([prepared.place(loader, step) for step in range(config.steps)])
+
+
+def _stacked(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
 def main() -> None:

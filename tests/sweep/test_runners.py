@@ -178,17 +178,18 @@ def test_a_nan_in_one_run_stays_there_and_is_dealt_with_as_alone(tmp_path):
         assert_same_run(js.load(got.folder), js.load(want.folder), 1e-6)
 
 
-def test_vmapped_runs_pause_stop_and_go_on(tmp_path):
+def test_vmapped_runs_pause_stop_and_go_on(tmp_path, caplog):
     straight = [job(small(seed=i), tmp_path / "a", i) for i in range(2)]
     carry_out(Vmapped(), straight)
-    assert [o.state for o in carry_out(Vmapped(), [job(small(seed=0), tmp_path, 0, until=2)])] == ["paused"]
-    both = [job(small(seed=i), tmp_path, i) for i in range(2)]  # one at step 2 and one at 0
+    assert [o.state for o in carry_out(Vmapped(), [job(small(seed=1), tmp_path, 1, until=2)])] == ["paused"]
+    both = [job(small(seed=i), tmp_path, i) for i in range(2)]  # one at step 0 and one at 2
     runner = Vmapped()
     handle = runner.start(both)
-    handle.stop(1)
+    handle.stop(0)
     wait(lambda: not handle.alive())
-    assert outcome(both[0]).state == "finished" and outcome(both[1]).state == "stopped"
-    assert [o.state for o in carry_out(runner, both[1:])] == ["finished"]
+    assert outcome(both[0]).state == "stopped" and outcome(both[1]).state == "finished"
+    assert [o.state for o in carry_out(runner, both[:1])] == ["finished"]
+    assert "goes on alone" not in caplog.text
     for got, want in zip(both, straight, strict=True):
         assert_same_run(js.load(got.folder), js.load(want.folder), 1e-5)
 

@@ -93,7 +93,10 @@ class Lanes:
         return {lane: self._look(lane) for lane in asked}
 
     def step(self, asked: Mapping[int, tuple[TrainState, Tree]]) -> dict[int, tuple[TrainState, Tree]]:
-        """Steps, each on its own state and batch; lanes that did not ask stay as they are."""
+        """Steps, each on its own state and batch.
+
+        Lanes that did not ask step on somebody's batch, and put their own state back when they ask again.
+        """
         with self._in_force():
             if self._stack is None:
                 self._stack = self._programs.init()
@@ -102,10 +105,8 @@ class Lanes:
                     self._put(state, lane)
             any_batch = next(batch for _, batch in asked.values())
             batches = tuple(asked[i][1] if i in asked else any_batch for i in range(len(self.configs)))
-            active = np.asarray([i in asked for i in range(len(self.configs))])
-            self._stack, metrics = self._programs.step(self._stack, batches, active)
-        for lane in asked:
-            self.versions[lane] += 1
+            self._stack, metrics = self._programs.step(self._stack, batches)
+        self.versions = [version + 1 for version in self.versions]
         return {lane: (self._look(lane), metrics[lane]) for lane in asked}
 
     def evaluate(self, asked: Mapping[int, tuple[Tree, Tree]]) -> dict[int, tuple[jax.Array, jax.Array]]:
@@ -154,15 +155,14 @@ class _Programs:
         def init(lane: jax.Array, seed: jax.Array) -> TrainState:
             return blueprint_of(_looked_up(configs, lane))[0].make(seed)
 
-        def step(lane: jax.Array, state: TrainState, batch: Tree, active: jax.Array) -> tuple[TrainState, Tree]:
+        def step(lane: jax.Array, state: TrainState, batch: Tree) -> tuple[TrainState, Tree]:
             config = _looked_up(configs, lane)
             own, schedule = blueprint_of(config)
             run = dataclasses.replace(first, blueprint=own, schedule=schedule)
-            new, metrics = run.plain_step(config)(state, batch)
-            return jax.tree.map(lambda a, b: jnp.where(active, a, b), new, state), metrics
+            return run.plain_step(config)(state, batch)
 
-        def steps(stack: TrainState, batches: tuple[Tree, ...], active: jax.Array) -> tuple[TrainState, Tree]:
-            stack, metrics = jax.vmap(step)(jnp.arange(count), stack, _stack(batches), active)
+        def steps(stack: TrainState, batches: tuple[Tree, ...]) -> tuple[TrainState, Tree]:
+            stack, metrics = jax.vmap(step)(jnp.arange(count), stack, _stack(batches))
             return stack, _unstack(metrics, count)
 
         def evaluate(params: tuple[Tree, ...], batches: tuple[Tree, ...]) -> tuple[Tree, ...]:
@@ -181,7 +181,7 @@ class _Programs:
         self.take = jax.jit(take, in_shardings=(stack, whole), out_shardings=alone)
         self.put = jax.jit(put, donate_argnums=0, in_shardings=(stack, alone, whole), out_shardings=stack)
         self.step = jax.jit(
-            steps, donate_argnums=0, in_shardings=(stack, (batch,) * count, whole), out_shardings=(stack, whole)
+            steps, donate_argnums=0, in_shardings=(stack, (batch,) * count), out_shardings=(stack, whole)
         )
         self.evaluate = jax.jit(
             evaluate, in_shardings=((alone.params,) * count, (batch,) * count), out_shardings=whole

@@ -62,10 +62,12 @@ class Turns:
     def _answer_if_all_wait(self) -> None:
         if not self._asked or self._asked.keys() != self._members:
             return
-        asked, self._asked = self._asked, {}
+        what = next(iter(self._asked.values()))[0]  # others wait, perhaps to be joined by those that are answered now
+        mine = {m: value for m, (w, value) in self._asked.items() if w == what}
+        for member in mine:
+            del self._asked[member]
         try:
-            for what in dict.fromkeys(what for what, _ in asked.values()):
-                self._answers |= what({m: value for m, (w, value) in asked.items() if w == what})
+            self._answers |= what(mine)
         except Exception as e:  # whatever it is, each of them goes on without the others
             self._why = e
         self._turn.notify_all()

@@ -83,7 +83,7 @@ def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Found:
 def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
     optimizer = c.optimizer
     name = type(optimizer).__name__
-    if getattr(optimizer, "nesterov", False) and not getattr(optimizer, "momentum", None):
+    if getattr(optimizer, "nesterov", False) and not getattr(optimizer, "momentum", True):  # Muon calls its own beta
         yield f"{name}.nesterov", True, "there is no momentum to look ahead along"
     if hasattr(optimizer, "storage"):
         state = blueprint.abstract_state().opt_state

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from jaxscale.errors import ConfigError, near
 from jaxscale.plan.laws.cost import Cost, cost_of
 from jaxscale.plan.laws.table import Table
+from jaxscale.plan.shown import Shown
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -123,7 +124,7 @@ class Law:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(Shown):
     """A fitted law.
 
     Args:

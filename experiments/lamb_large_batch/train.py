@@ -1,6 +1,6 @@
 """How far does each optimizer go as the batch grows and the number of rows seen stays?
 
-    python experiments/lamb_large_batch/train.py          # about three minutes on two cores; resumes where it stopped
+    python experiments/lamb_large_batch/train.py          # four minutes of processor time; resumes where it stopped
     python experiments/lamb_large_batch/train.py --table  # from results/losses.json: the table and the picture
 
 Every optimizer sees the same rows in the same order, at every batch size once through. All learning rates of a cell
@@ -44,8 +44,10 @@ def data(prepared: Prepared) -> tuple[dict[str, jax.Array], dict[str, jax.Array]
     return prepared.place(prepared.loader, 0), {k: x[:HELDOUT] for k, x in held.items()}
 
 
-def cell(prepared: Prepared, optimizer: Optimizer, rates: list[float], batch: int, rows: Any, held: Any) -> list[float]:
-    """Held-out nats per byte after one pass, for every learning rate."""
+def cell(
+    prepared: Prepared, optimizer: Optimizer, rates: list[float], batch: int, rows: Any, held: Any
+) -> list[float | None]:
+    """Held-out nats per byte after one pass, for every learning rate; `None` where it diverged."""
     blueprint, config = prepared.blueprint, js.config.call("train")
     steps = ROWS // batch
     parts = {k: x.reshape(steps, batch, *x.shape[1:]) for k, x in rows.items()}
@@ -66,7 +68,8 @@ def cell(prepared: Prepared, optimizer: Optimizer, rates: list[float], batch: in
         (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), parts)
         return loss(params, held)
 
-    return [float(x) for x in jax.jit(jax.vmap(train))(jnp.asarray(rates))]
+    found = (float(x) for x in jax.jit(jax.vmap(train))(jnp.asarray(rates)))
+    return [x if np.isfinite(x) else None for x in found]  # JSON has no NaN
 
 
 def measure() -> None:
@@ -83,12 +86,12 @@ def measure() -> None:
             found[key] = dict(zip(map(str, rates), cell(prepared, optimizer, rates, batch, rows, held), strict=True))
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-            print(key, {r: round(x, 3) for r, x in found[key].items()}, flush=True)  # noqa: T201
+            print(key, found[key], flush=True)  # noqa: T201
 
 
-def best(found: dict[str, dict[str, float]], name: str, batch: int) -> tuple[float, str]:
+def best(found: dict[str, dict[str, float | None]], name: str, batch: int) -> tuple[float, str]:
     """Lowest held-out loss of a cell, and its learning rate."""
-    return min((loss, rate) for rate, loss in found[f"{name}/{batch}"].items() if np.isfinite(loss))
+    return min((loss, rate) for rate, loss in found[f"{name}/{batch}"].items() if loss is not None)
 
 
 def table() -> None:
@@ -96,7 +99,9 @@ def table() -> None:
     found = json.loads(RESULTS.read_text())
     print(f"| batch | steps | {' | '.join(OPTIMIZERS)} |\n|---|---|{'---|' * len(OPTIMIZERS)}")  # noqa: T201
     for batch in BATCHES:
-        cells = ("{:.3f} ({})".format(*best(found, name, batch)) for name in OPTIMIZERS)
+        losses = {name: best(found, name, batch) for name in OPTIMIZERS}
+        first = min(losses.values())
+        cells = (f"**{x:.3f}** ({rate})" if (x, rate) == first else f"{x:.3f} ({rate})" for x, rate in losses.values())
         print(f"| {batch} | {ROWS // batch} | {' | '.join(cells)} |")  # noqa: T201
     figure = Figure(figsize=(5.5, 3.6), layout="constrained")
     axes = figure.subplots()

@@ -1,6 +1,6 @@
 """How far does each optimizer go as the batch grows and the number of rows seen stays?
 
-    python experiments/lamb_large_batch/train.py          # four minutes of processor time; resumes where it stopped
+    python experiments/lamb_large_batch/train.py          # five minutes of processor time; resumes where it stopped
     python experiments/lamb_large_batch/train.py --table  # from results/losses.json: the table and the picture
 
 Every optimizer sees the same rows in the same order, at every batch size once through. All learning rates of a cell

@@ -51,22 +51,23 @@ class Problem(NamedTuple):
     steps: int
     every: int
     target: float
+    rungs: int = 4
     most: int | None = None  # combinations
 
 
-SEARCHES: dict[str, Callable[[int], Search]] = {
-    "Random": lambda s: Random(seed=s),
-    "QuasiRandom": lambda s: QuasiRandom(seed=s),
-    "KDE": lambda s: KDE(seed=s),
-    "OptunaSearch (TPE)": lambda s: OptunaSearch(seed=s),
-    "Random + Extrapolated": lambda s: Random(seed=s, stopper=Extrapolated()),
-    "KDE + Extrapolated": lambda s: KDE(seed=s, stopper=Extrapolated()),
-    "TPE + Median pruner": lambda s: OptunaSearch(seed=s, pruner="Median"),
-    "Hyperband": lambda s: Hyperband(rounds=12, sampler=Random(seed=s)),
-    "BOHB": lambda s: BOHB(rounds=12, sampler=KDE(seed=s)),
-    "BOHB + Extrapolated": lambda s: BOHB(rounds=12, sampler=KDE(seed=s), stopper=Extrapolated()),
-    "ASHA": lambda s: ASHA(sampler=Random(seed=s)),
-    "ASHA (KDE)": lambda s: ASHA(sampler=KDE(seed=s)),
+SEARCHES: dict[str, Callable[[int, int], Search]] = {
+    "Random": lambda s, rungs: Random(seed=s),
+    "QuasiRandom": lambda s, rungs: QuasiRandom(seed=s),
+    "KDE": lambda s, rungs: KDE(seed=s),
+    "OptunaSearch (TPE)": lambda s, rungs: OptunaSearch(seed=s),
+    "Random + Extrapolated": lambda s, rungs: Random(seed=s, stopper=Extrapolated()),
+    "KDE + Extrapolated": lambda s, rungs: KDE(seed=s, stopper=Extrapolated()),
+    "TPE + Median pruner": lambda s, rungs: OptunaSearch(seed=s, pruner="Median"),
+    "Hyperband": lambda s, rungs: Hyperband(rounds=12, rungs=rungs, sampler=Random(seed=s)),
+    "BOHB": lambda s, rungs: BOHB(rounds=12, rungs=rungs, sampler=KDE(seed=s)),
+    "BOHB + Extrapolated": lambda s, rungs: BOHB(rounds=12, rungs=rungs, sampler=KDE(seed=s), stopper=Extrapolated()),
+    "ASHA": lambda s, rungs: ASHA(rungs=rungs, sampler=Random(seed=s)),
+    "ASHA (KDE)": lambda s, rungs: ASHA(rungs=rungs, sampler=KDE(seed=s)),
 }
 
 
@@ -118,7 +119,7 @@ def table(seed: int) -> Problem:
         return curves[tuple(b[n] for n in names)][max(m for m in marks if m <= step)]
 
     space = {n: Values(tuple(v)) for n, v in values.items()}
-    return Problem(space, curve, marks[-1], marks[0], ends[max(len(rows) // 100 - 1, 0)], len(rows))
+    return Problem(space, curve, marks[-1], marks[0], ends[len(rows) // 100 - 1], 3, len(rows))
 
 
 def come_to_target(problem: Problem, search: Search, seed: int) -> dict[str, float | None]:
@@ -155,7 +156,7 @@ def main() -> None:
                 continue
             if name in ("Hyperband", "BOHB", "BOHB + Extrapolated") and problem.most is not None:
                 continue  # brackets want more trials than the table has
-            done.append({"search": name, "seed": seed, **come_to_target(problem, search(seed), seed)})
+            done.append({"search": name, "seed": seed, **come_to_target(problem, search(seed, problem.rungs), seed)})
             with file.open("a") as f:
                 f.write(json.dumps(done[-1]) + "\n")
     print(summary(done))

@@ -58,6 +58,12 @@ def test_more_cannot_be_held_out_than_there_is():
         held_out(Chinchilla(), read_table(GRID), "parameters", 5)
 
 
+def test_valleys_are_not_judged_by_runs_that_show_none():
+    fit = IsoFLOP().fit(read_table(planted.isoflop_runs(0)), samples=0)
+    with raises_saying(ConfigError, "none of the FLOP budgets", "three sizes or more"):
+        fit.errors(read_table(LARGE))
+
+
 def test_rows_that_failed_or_never_ended_are_left_out_and_counted():
     rows = [
         *GRID,

@@ -145,7 +145,8 @@ def space_of(axes: Mapping[str, Any], seeds: int | None) -> dict[str, Axis]:
       seeds: an axis `train.seed` of 0, 1, ... beside them.
 
     Raises:
-      ConfigError: an axis without values, of values that do not fit its bindings, or of a binding that another has.
+      ConfigError: an axis without values, with one of them twice, of values that do not fit its bindings, or of a
+        binding that another has.
     """
     space = {key: _axis(key, values) for key, values in axes.items()}
     if seeds is not None:
@@ -185,6 +186,14 @@ def _axis(key: str, values: Any) -> Axis:
             f"sweep.axes['{key}'] must be a list of values, or a distribution such as @log_uniform(), not {values!r}"
         )
     count, grid = len(names_of(key)), values.grid()
+    if grid is not None and not isinstance(grid, range):
+        seen = [repr(value) for value in grid]  # 1 is not 1.0
+        twice = next((value for value in seen if seen.count(value) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"sweep.axes['{key}'] has {twice} twice, which would be the same run; leave one of them, or say "
+                "sweep.seeds = 2"
+            )
     for value in grid if grid is not None and count > 1 else ():
         if not isinstance(value, tuple | list) or len(value) != count:
             raise ConfigError(

@@ -60,12 +60,25 @@ def test_seeds_are_an_axis():
         (lambda: space_of({"train.lr": [1], "train.lr,train.steps": [(1, 2)]}, None), ["'train.lr' twice"]),
         (lambda: space_of({"train.seed": [1]}, 2), ["'train.seed' twice"]),
         (lambda: space_of({"a.b, a.c": [(1, 2), 3]}, None), ["has 2 bindings", "3 is no tuple"]),
+        (lambda: space_of({"train.lr": [1e-3, 2e-3, 0.001]}, None), ["'train.lr'", "0.001 twice", "sweep.seeds"]),
         (lambda: space_of({}, 0), ["sweep.seeds = 0"]),
         (lambda: Uniform(2.0, 1.0), ["uniform.low = 2.0", "below high"]),
         (lambda: LogUniform(0.0, 1.0), ["log_uniform.low = 0.0", "above 0"]),
         (lambda: Choice(()), ["choice.values is empty"]),
     ],
-    ids=["nothing", "no values", "no list", "twice", "seeds twice", "no tuple", "no seed", "order", "log", "choice"],
+    ids=[
+        "nothing",
+        "no values",
+        "no list",
+        "twice",
+        "seeds twice",
+        "no tuple",
+        "value twice",
+        "no seed",
+        "order",
+        "log",
+        "choice",
+    ],
 )
 def test_what_is_no_axis_is_said(make, words):
     with raises_saying(ConfigError, *words):

@@ -52,8 +52,9 @@ class Worker:
     def _answers(self) -> None:
         assert self.process.stdout is not None
         for _ in self.process.stdout:
-            assert self.has is not None
-            self.has.done, self.has = True, None
+            task, self.has = self.has, None  # first: who sees that it is done may give this worker the next
+            assert task is not None
+            task.done = True
 
 
 class Task:

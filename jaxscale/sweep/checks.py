@@ -38,8 +38,14 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
     """
     if sweep.runs is not None and sweep.runs < 1:
         raise ConfigError(f"sweep.runs = {sweep.runs}: must be at least 1")
-    if sweep.search.total(space) is None and sweep.runs is None:
+    total = sweep.search.total(space)
+    if total is None and sweep.runs is None:
         raise ConfigError(f"{type(sweep.search).__name__} has no end here; say sweep.runs = 20, or how many it may try")
+    if total is not None and total > (sweep.runs or total) and getattr(sweep.search, "waits", False):
+        raise ConfigError(
+            f"sweep.runs = {sweep.runs}: {type(sweep.search).__name__} judges a rung once all of it are there, and of "
+            f"its {total} trials some would never begin; set it to {total}, or choose sweep.search = @ASHA()"
+        )
     unread = {name for key in space for name in names_of(key)}
     most, shapes = 0, list[TrainConfig]()
     for point in _points(space):

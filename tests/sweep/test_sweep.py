@@ -318,6 +318,11 @@ def test_a_folder_of_something_else_is_refused():
         (LR + 'sweep.objective = "eval_los"', ["'eval_los'", "did you mean 'eval_loss'"]),
         (LR + "train.eval_batches = 0", ["sweep.objective = 'eval_loss'", "train.eval_batches = 0"]),
         (LR + "sweep.runs = 0", ["sweep.runs = 0"]),
+        (
+            'sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2]}\nsweep.search = @SuccessiveHalving()\nsweep.runs = 2\n'
+            "SuccessiveHalving.trials = 3\nSuccessiveHalving.rungs = 2",
+            ["sweep.runs = 2", "SuccessiveHalving", "set it to 3", "@ASHA()"],
+        ),
         ('sweep.axes = {"train.layout": [@Layout()]}\nLayout.mesh = "data=3"', ["data=3"]),
     ],
     ids=[
@@ -333,6 +338,7 @@ def test_a_folder_of_something_else_is_refused():
         "objective",
         "not measured",
         "no runs",
+        "a rung that never fills",
         "layout",
     ],
 )

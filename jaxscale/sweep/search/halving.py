@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
@@ -22,6 +23,8 @@ class SuccessiveHalving(Rungs):
     Args:
       trials: how many begin; with the defaults 27, 9, 3 and 1 reach the four rungs.
     """
+
+    waits: ClassVar[bool] = True
 
     trials: int = 27
 

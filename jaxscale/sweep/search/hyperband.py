@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
@@ -26,6 +27,8 @@ class Hyperband(Rungs):
     Args:
       rounds: how many times all brackets are gone through; `None` has no end.
     """
+
+    waits: ClassVar[bool] = True
 
     rounds: int | None = 1
 

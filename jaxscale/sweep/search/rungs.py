@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from jaxscale.errors import ConfigError
 from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Axis, Record, Trial
@@ -23,6 +24,9 @@ class Rungs:
       sampler: draws new trials.
       stopper: ends trials between rungs; by default none.
     """
+
+    waits: ClassVar[bool] = False
+    """Whether a rung is judged only once all of its trials are there."""
 
     eta: int = 3
     rungs: int = 4

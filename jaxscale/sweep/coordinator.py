@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxscale.errors import JaxscaleError
 from jaxscale.sweep.base import (
     FAILED,
     RUNNING,
@@ -140,7 +139,7 @@ class Coordinator:
                 break
             try:
                 jobs.append(Job(trial, folder, self.base.job_text(trial.bindings), self.imports))
-            except JaxscaleError as e:
+            except Exception as e:  # of a part of somebody's own, say: a run that fails is a row
                 record = Progress(trial, folder, self.objective).read()
                 self._fail(record, sentence(e))
                 self.ledger.report(record)

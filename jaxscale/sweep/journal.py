@@ -129,7 +129,7 @@ def held(folder: Path, id: int) -> bool:
     """Whether a process, of whatever sweep, is running the trial."""
     try:
         with job_file(run_folder(folder, id), "lock").open("rb") as f:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS wants no more of a reader, and two may ask at once
     except BlockingIOError:
         return True
     except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import fcntl
 import json
 import math
 import signal
@@ -16,6 +17,8 @@ from jaxscale.cli import main
 from jaxscale.config import Text
 from jaxscale.errors import ConfigError, JaxscaleError, RunError
 from jaxscale.sweep import Job, Prepared, Result, Sweep, Trial, sweep_of
+from jaxscale.sweep.configs import Base
+from jaxscale.sweep.journal import held, job_file, run_folder
 from jaxscale.sweep.search import Grid
 from jaxscale.train.metrics import MetricsFile
 from tests.truth.errors import raises_saying
@@ -70,6 +73,20 @@ def test_a_run_that_fails_is_a_row_and_the_sweep_goes_on(tmp_path):
     assert (first["state"], second["state"]) == ("failed", "finished")
     assert "none/*.txt" in first["error"] and "\n" not in first["error"]
     assert result.best() == second
+
+
+def test_a_run_that_cannot_be_described_is_a_row_too(monkeypatch):
+    whole = Base.job_text
+
+    def job_text(self, bindings):
+        if bindings["train.lr"] == 2e-2:
+            raise ValueError("no such width")  # of somebody's own class
+        return whole(self, bindings)
+
+    monkeypatch.setattr(Base, "job_text", job_text)
+    result = run()
+    assert states(result) == ["finished", "failed", "finished"]
+    assert result.table()[1]["error"] == "ValueError: no such width"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -257,6 +274,16 @@ def test_a_trial_that_is_given_up_is_stopped_for_good():
     again = Told()
     assert states(run(runner=again, search=Impatient())) == ["finished", "stopped", "finished"]
     assert again.started == []
+
+
+def test_who_looks_whether_a_trial_runs_does_not_hold_it(tmp_path):
+    lock = job_file(run_folder(tmp_path, 0), "lock")
+    lock.parent.mkdir()
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # another process, which looks as well
+        assert not held(tmp_path, 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert held(tmp_path, 0)
 
 
 def test_one_process_at_a_time_has_a_sweep():

@@ -80,7 +80,7 @@ class Sweep:
           imports: modules for the processes of the runs to import, beside those that gin text imports itself.
 
         Returns:
-          its folder, where the results are.
+          its folder, where the results are; of a shared sweep, what became of all machines' trials.
 
         Raises:
           JaxscaleError: something does not fit, before anything is started.
@@ -155,7 +155,7 @@ class Prepared:
                 lambda: bool(signals),
                 results.changed,
             ).run()
-        return Result(path, self.sweep.objective)
+        return Result(path, self.sweep.objective, None if shared is None else results.records)
 
 
 class _Results:

@@ -63,13 +63,15 @@ class Result:
     Args:
       path: the folder.
       objective: what its search minimises; by default as its `sweep.gin` says.
+      records: of its trials, where they are known; by default those in the folder, which of a sweep that machines
+        share are this machine's alone.
 
     Raises:
       RunError: the folder is no sweep.
     """
 
-    def __init__(self, path: str | Path, objective: str | None = None):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, objective: str | None = None, records: Sequence[Record] | None = None):
+        self.path, self._records = Path(path), records
         self.objective = objective or _objective(self.path)
 
     def __repr__(self) -> str:
@@ -77,7 +79,7 @@ class Result:
 
     def records(self) -> list[Record]:
         """What became of each trial so far."""
-        return read_records(self.path, self.objective)
+        return read_records(self.path, self.objective) if self._records is None else list(self._records)
 
     def done(self) -> bool:
         """Whether nothing runs or waits to go on."""

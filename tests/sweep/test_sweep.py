@@ -152,6 +152,15 @@ def test_the_best_is_the_lowest_finite_one_that_did_not_fail():
     assert result.table()[0]["error"] == "no room"
 
 
+def test_the_best_of_a_shared_sweep_may_be_another_machines(own_folder):
+    pytest.importorskip("optuna")
+    url = f"journal://{own_folder}/storage"
+    first = run(runner=Told(lambda bindings, step: bindings["train.lr"]), folder="first", storage=url)
+    second = run(folder="second", storage=url)  # there is nothing left for it
+    assert second.done() and [row["eval_loss"] for row in second.table()] == [1e-2, 2e-2, 3e-2]
+    assert second.run().path.samefile(first.run().path)
+
+
 def test_no_best_where_nothing_was_measured():
     def loss(bindings, step):
         raise RuntimeError("no room")

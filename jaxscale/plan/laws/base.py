@@ -60,6 +60,10 @@ class Law:
         """The law with what it takes from the table itself, such as a centre."""
         return self
 
+    def counted(self, table: Table) -> Table:
+        """The rows that the law is fitted on, and that the bootstrap draws from; all, for most."""
+        return table
+
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
         """Which setting each row is a run of: the bootstrap draws settings, and with one all its seeds."""
         raise NotImplementedError
@@ -118,6 +122,7 @@ class Law:
             raise ConfigError(f"an interval of level {level} does not exist; use a share such as 0.9")
         law = self.on(table)
         law.check(table)
+        table = law.counted(table)
         weights = np.concatenate([np.ones((1, len(table))), _draws(law, table, samples, seed)])
         found = law.solve(table, weights)
         return Fit(law, law.names, found[0], found[1:], level, _facts(law, table))

@@ -24,7 +24,7 @@ class OutOfDistribution(Law):
 
     x is the parameters, the tokens or the FLOPs. For parameters the runs with the most tokens of each size count, for
     tokens those of the most parameters, for FLOPs those that no cheaper run beats on the training distribution. The
-    bootstrap draws runs, so that a difference of exponents has an interval of its own.
+    bootstrap draws among these, the same for all corpora, so that a difference of exponents has an interval of its own.
 
     Args:
       of: what x is: "parameters", "tokens" or "flops".
@@ -48,7 +48,7 @@ class OutOfDistribution(Law):
     says: ClassVar[str] = "L(x) = A x^-alpha (+ E) on each corpus"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "losses", tuple(self.losses))
+        object.__setattr__(self, "losses", (self.losses,) if isinstance(self.losses, str) else tuple(self.losses))
         if self.of not in PLACES:
             raise ConfigError(f"the law 'ood' is not of '{self.of}'{near(self.of, PLACES)}")
 
@@ -70,6 +70,9 @@ class OutOfDistribution(Law):
             out += [f"alpha({loss})", f"A({loss})", *([f"E({loss})"] if self.floor else [])]
         first = self.losses[0]
         return (*out, *(f"alpha({loss}) - alpha({first})" for loss in self.losses[1:]))
+
+    def counted(self, table: Table) -> Table:
+        return table.where(self.front(table))
 
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
         columns = (self.parameters, self.tokens, self.column)

@@ -83,6 +83,13 @@ def test_a_difference_of_exponents_that_excludes_none_is_told():
     assert fit.parameters["alpha(eval_loss/far) - alpha(eval_loss)"].high < -0.05
 
 
+def test_runs_that_do_not_count_leave_exponents_and_their_intervals_alone():
+    rows = planted.ood_runs(seed=2, seeds=1)
+    more = [row | {"tokens": row["tokens"] / n, "eval_loss": n * row["eval_loss"]} for row in rows for n in (2, 4, 8)]
+    alone, among = (OutOfDistribution().fit(read_table(table), samples=50) for table in (rows, rows + more))
+    assert among.parameters == alone.parameters
+
+
 def test_farseers_published_numbers_come_back_from_runs_without_noise():
     table = read_table(planted.surface_runs(planted.farseer_loss, seed=0, noise=0.0, sizes=6))
     fit = Farseer().fit(table, samples=0)

@@ -56,7 +56,7 @@ class Coordinate:
       at_init: before training, a number per width (the geometric mean over seeds and layers).
       moved: mean magnitude of the change since then, per step and width.
       init_slope: of the first.
-      moved_slope: of the second, the steepest of all steps.
+      moved_slope: of the second, the steepest of all steps; of what may shrink, the largest.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Coordinate:
 
     def why_not_flat(self, tolerance: float) -> str | None:
         """What is wrong with it, in words, or `None`."""
-        if not np.isfinite([self.at_init, *self.moved]).all():
-            return "is not finite"
+        if not all(np.isfinite(x).all() for x in (self.at_init, self.moved, self.init_slope, self.moved_slope)):
+            return "is not finite, or is nothing at some widths alone"
         shrinks = not self.name.endswith(SUMS)
         for what, slope in (("is", self.init_slope), ("is moved", self.moved_slope)):
             if slope > tolerance or shrinks and slope < -tolerance:
@@ -285,9 +285,15 @@ def _coordinates(widths: Sequence[int], found: Sequence[dict[str, Any]]) -> tupl
     for name in found[0]["size"]:
         at_init = np.array([_pooled(f["size"][name])[0] for f in found])
         moved = np.array([_pooled(f["moved"][name])[1:] for f in found]).T
-        slopes = _slope(widths, at_init), max((_slope(widths, m) for m in moved), key=abs)
+        slopes = _slope(widths, at_init), _steepest(name, [_slope(widths, m) for m in moved])
         rows.append(Coordinate(name, tuple(at_init.tolist()), tuple(map(tuple, moved.tolist())), *slopes))
     return tuple(rows)
+
+
+def _steepest(name: str, slopes: Sequence[float]) -> float:
+    """Of several steps: the one that says most against it, and a NaN before all others."""
+    weight = (lambda slope: slope) if name.endswith(SUMS) else abs
+    return max(slopes, key=lambda slope: np.inf if np.isnan(slope) else weight(slope))
 
 
 def _pooled(sizes: np.ndarray) -> np.ndarray:

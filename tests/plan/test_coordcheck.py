@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU
 from jaxscale.plan.activations import recorded
-from jaxscale.plan.coordcheck import Coordinate, _slope, coordcheck
+from jaxscale.plan.coordcheck import Coordinate, _slope, _steepest, coordcheck
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.state import describe_model
 from tests.truth.compare import assert_leaves_agree
@@ -92,6 +92,17 @@ def test_what_is_flat(case):
 
 def test_numbers_that_are_not_finite_are_not_flat():
     assert "not finite" in Coordinate("norm", (1.0,), ((np.nan,),), 0.0, np.nan).why_not_flat(0.15)
+
+
+def test_a_module_that_moves_at_some_widths_alone_is_not_flat():
+    moved = np.array([0.0, 1.0])
+    slope = _steepest("norm", [0.1, _slope((16, 32), moved)])
+    assert "some widths" in Coordinate("norm", (1.0, 1.0), (tuple(moved),), 0.0, slope).why_not_flat(0.15)
+
+
+@pytest.mark.parametrize("name, slope", [("norm", -0.4), ("logits", 0.3)])
+def test_a_step_that_shrinks_logits_hides_none_that_lets_them_grow(name, slope):
+    assert _steepest(name, [-0.4, 0.3, 0.0]) == slope
 
 
 @pytest.mark.parametrize("name", PARAMETRISATIONS)

@@ -60,13 +60,16 @@ def test_a_budget_is_spent(fitted, capsys):
     [
         (["fit", "{table}", "--law", "chinchila"], "no law 'chinchila'; did you mean 'chinchilla'?"),
         (["fit", "{table}", "--set", "detla=1"], "no law here has a setting 'detla'; did you mean 'delta'?"),
+        (["fit", "{table}", "--set", "delta=small"], "--set delta=small: give a number, such as delta=0.001"),
+        (["fit", "{table}", "--law", "ood", "--set", "losses=eval_los"], "no column 'eval_los'; did you mean"),
+        (["fit", "{table}", "--out", "{table}"], "is a file; name a folder"),
         (["fit", "{table}", "--hold-out", "parameters:x"], "is not of the form COLUMN or COLUMN:COUNT"),
         (["fit", "nowhere"], "there is no nowhere"),
         (["predict", "{table}", "--flops", "1"], "is no fitted law"),
         (["predict", "{fit}"], "--parameters N --tokens D, or --flops C"),
         (["predict", "{fit}", "--tokens", "1e9"], "give both of them"),
     ],
-    ids=["law", "setting", "hold-out", "table", "no fit", "nothing asked", "half asked"],
+    ids=["law", "setting", "its value", "one loss", "out", "hold-out", "table", "no fit", "nothing asked", "half asked"],
 )
 def test_a_mistake_is_one_sentence(fitted, capsys, argv, said):
     paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json"}

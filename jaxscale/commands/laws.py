@@ -77,6 +77,8 @@ def run_fit(args: argparse.Namespace, bindings: list[str]) -> int:
     out = None if args.out is None else Path(args.out)
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a folder")
     fits = [law.fit(table, samples=args.samples, level=args.level) for law in laws]
     judged = [] if args.hold_out is None else [held_out(law, table, *_hold_out(args.hold_out)) for law in laws]
     if out is not None:
@@ -144,7 +146,13 @@ def _laws(args: argparse.Namespace) -> list[Law]:
         if name not in known:
             raise ConfigError(f"--set {given}: no law here has a setting '{name}'{near(name, known)}")
         settings[name] = _value(text)
+        for default in (of[name].default for of in fields.values() if name in of):
+            if isinstance(default, str | bool | float) and type(settings[name]) is not type(default):
+                raise ConfigError(f"--set {given}: give {_KINDS[type(default)]}, such as {name}={default}")
     return [LAWS[name](**{k: v for k, v in settings.items() if k in fields[name]}) for name in names]
+
+
+_KINDS: dict[type, str] = {float: "a number", bool: "True or False", str: "a column or a word"}
 
 
 def _value(text: str) -> Any:

@@ -69,7 +69,7 @@ def test_a_budget_is_spent(fitted, capsys):
         (["predict", "{fit}"], "--parameters N --tokens D, or --flops C"),
         (["predict", "{fit}", "--tokens", "1e9"], "give both of them"),
     ],
-    ids=["law", "setting", "its value", "one loss", "out", "hold-out", "table", "no fit", "nothing asked", "half asked"],
+    ids=["law", "setting", "its value", "one loss", "out", "split", "csv", "no fit", "nothing asked", "half asked"],
 )
 def test_a_mistake_is_one_sentence(fitted, capsys, argv, said):
     paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json"}

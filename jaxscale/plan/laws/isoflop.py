@@ -129,8 +129,8 @@ class IsoFLOP(Law):
         found = self.valleys(table, np.ones(len(table)))
         if not found:
             raise ConfigError(
-                f"none of the FLOP budgets of {table.name} has its lowest loss between its smallest and largest size, and "
-                "this law is judged by that; judge it by runs of three sizes or more to a budget"
+                f"none of the FLOP budgets of {table.name} has its lowest loss between its smallest and largest size, "
+                "and this law is judged by that; judge it by runs of three sizes or more to a budget"
             )
         c, n, d = np.array([valley[:3] for valley in found]).T
         one: Any = params

@@ -48,7 +48,7 @@ class Attempt:
       setting: what was tuned, such as a learning rate.
       seed: of the run.
       steps: until the target was reached; infinite where it was not.
-      seconds: as long as those steps take, compilation left out; `None` where times are not known.
+      seconds: as long as those steps take, compilation left out; infinite where they are, `None` where not known.
       final: the last value of the metric.
     """
 
@@ -81,7 +81,7 @@ class Placed:
     Args:
       entrant: its name.
       setting: the one that tuning chose.
-      cost: the median over seeds; infinite where fewer than half reach the target.
+      cost: the median over seeds; infinite unless more than half reach the target.
       interval: that median's 95% bootstrap interval over seeds.
       reached: how many seeds reached the target, of how many.
       rank: 1 is first; of ties, the mean.
@@ -132,7 +132,7 @@ def attempts_of(
                 values[0] if len(values) == 1 else values,
                 int(bound.get("train.seed", 0)),
                 steps,
-                None if each is None else steps * each,
+                math.inf if math.isinf(steps) else None if each is None else steps * each,
                 math.inf if end is None or math.isnan(end) else end,
             )
         )
@@ -143,7 +143,7 @@ def tune(attempts: Sequence[Attempt], tuning: Tuning) -> dict[tuple[str, str], A
     """The setting that each (workload, entrant) chooses: least median steps to the target, then least final value.
 
     Raises:
-      ConfigError: an entrant spent more, or less, than the budget.
+      ConfigError: an entrant spent more, or less, than the budget, or has not one run of each setting and seed.
     """
     chosen = {}
     for pair, mine in _by_pair(attempts).items():
@@ -158,8 +158,11 @@ def tune(attempts: Sequence[Attempt], tuning: Tuning) -> dict[tuple[str, str], A
                 f"{tuning.settings}"
             )
         for setting, each in tried.items():
-            if len(each) != len(tuning.seeds):
-                raise ConfigError(f"{entrant} at {workload} has {len(each)} tuning runs of {setting}, not one a seed")
+            if (have := sorted(a.seed for a in each)) != sorted(tuning.seeds):
+                raise ConfigError(
+                    f"{entrant} at {workload} has tuning runs of {setting} with seeds {have}, and the budget is one "
+                    f"with each of {sorted(tuning.seeds)}"
+                )
         chosen[pair] = min(tried, key=lambda s: tuple(np.median([(a.steps, a.final) for a in tried[s]], axis=0)))
     return chosen
 
@@ -180,7 +183,7 @@ def rank(
       seed: of the bootstrap.
 
     Raises:
-      ConfigError: an entrant has other seeds than the rest, or none.
+      ConfigError: an entrant has other seeds than the rest, one twice, or none.
     """
     names, settings, table = _table(attempts, tuning, workload, cost)
     medians = np.median(table, axis=1)
@@ -293,15 +296,18 @@ def _table(
     rows: list[list[float]] = []
     expected: list[int] | None = None
     for (_, entrant), setting in chosen.items():
-        mine = {a.seed: a for a in here if a.entrant == entrant and a.setting == setting and a.seed not in tuning.seeds}
-        seeds = sorted(mine)
+        mine = [a for a in here if a.entrant == entrant and a.setting == setting and a.seed not in tuning.seeds]
+        mine.sort(key=lambda a: a.seed)
+        seeds = [a.seed for a in mine]
+        if len(set(seeds)) < len(seeds):
+            raise ConfigError(f"{entrant} at {workload} with {setting} has seeds {seeds}; give one run of each")
         expected = seeds if expected is None else expected
         if seeds != expected or not seeds:
             raise ConfigError(
                 f"{entrant} at {workload} with {setting} has seeds {seeds} beside those of tuning, and "
                 f"{names[0] if names else 'every entrant'} has {expected or 'to have some'}; run the same for all"
             )
-        values = [getattr(mine[s], cost) for s in seeds]
+        values = [getattr(a, cost) for a in mine]
         if None in values:
             raise ConfigError(f"a run of {entrant} at {workload} has no times; rank by steps")
         names.append(entrant)

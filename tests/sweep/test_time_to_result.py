@@ -134,7 +134,21 @@ def test_runs_become_attempts(tmp_path):
     first, second = attempts_of(read_runs(tmp_path), Workload("tiny", target=2.5))
     assert (first.entrant, first.setting, first.seed, first.steps, first.final) == ("@optimizer/Lion()", 0.1, 3, 4, 2.0)
     assert first.seconds == pytest.approx(4 * 8 * 16 / 1280)
-    assert second.steps == second.final == math.inf
+    assert second.steps == second.seconds == second.final == math.inf
+
+
+def test_a_run_that_failed_before_it_had_times_takes_forever(tmp_path):
+    write_run(tmp_path / "a", [5], lr=0.1)
+    (attempt,) = attempts_of(read_runs(tmp_path), Workload("tiny", target=2.5))
+    assert attempt.seconds == math.inf
+
+
+@pytest.mark.parametrize(
+    "seed, said", [(0, "seeds [0, 0], and the budget is one with each of [0]"), (2, "has seeds [1, 2, 2, 3]")]
+)
+def test_a_seed_that_an_entrant_has_twice_is_refused(seed, said):
+    with raises_saying(ConfigError, "a at w", said):
+        rank([*field(a=[1, 2, 3]), Attempt("a", "w", 0.1, seed, 5)], TUNING, "w")
 
 
 def test_entrants_with_other_seeds_are_refused():

@@ -21,14 +21,14 @@ UNIT = 2.0**-22
 
 
 def error_of(got: Any, truth: np.ndarray) -> float:
-    """The norm of the deviation over that of the truth, in float64.
+    """The norm of the deviation over that of the truth, in float64; of a truth that is zero, the deviation's own.
 
     Raises:
       AssertionError: another shape.
     """
     got = np.asarray(got).astype(np.float64)
     assert got.shape == truth.shape, (got.shape, truth.shape)
-    return float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
+    return float(np.linalg.norm(got - truth) / (np.linalg.norm(truth) or 1.0))
 
 
 def allowed(plain: float, dtype: Any) -> float:

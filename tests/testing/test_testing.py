@@ -55,6 +55,13 @@ def test_an_op_is_as_exact_as_a_plain_one_in_its_value_and_each_gradient(dtype):
     }
 
 
+def test_a_gradient_that_is_zero_is_found_to_be():
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    op = lambda x, y: 2 * x + jax.lax.stop_gradient(y)  # noqa: E731
+    compare_op(op, op, x, x).check()
+    assert not compare_op(lambda x, y: 2 * x + y, op, x, x).ok
+
+
 def test_integers_have_no_gradient():
     table, ids = jax.random.normal(jax.random.key(0), (8, 4)), jnp.array([3, 1, 3])
     row = compare_op(lambda t, i: t[i], lambda t, i: jnp.take(t, i, axis=0), table, ids).rows["float32 (3, 4)"]

@@ -111,6 +111,7 @@ INFOS = {
 ROLES = {"embed/weight": Role("lookup", 1, 4), "up/kernel": Role("hidden", 4, 2), "norm/scale": Role("vector", 1, 4)}
 ALL_32 = EightBit(min_size=10**9)
 _adamw = lambda rate, decay: optax.adamw(rate, 0.9, 0.95, weight_decay=decay)  # noqa: E731
+_free = lambda base, rate: optax.contrib.schedule_free(base, rate, 0.9)  # noqa: E731
 MEMBERS = {
     "AdamW": (AdamW(), _adamw, "adam"),
     "AdamW8bit": (AdamW8bit(storage=ALL_32), _adamw, "adam"),
@@ -118,6 +119,12 @@ MEMBERS = {
     "Lion8bit": (Lion8bit(storage=ALL_32), lambda rate, decay: optax.lion(rate, weight_decay=decay), "adam"),
     "SGD": (SGD(0.9), lambda rate, decay: optax.sgd(rate, 0.9), "sgd"),
     "SGDM8bit": (SGDM8bit(storage=ALL_32), lambda rate, decay: optax.sgd(rate, 0.9), "sgd"),
+    "ScheduleFreeAdamW": (
+        optim.ScheduleFreeAdamW(),
+        lambda rate, decay: _free(optax.adamw(rate, 0.0, 0.999, weight_decay=decay), rate),
+        "adam",
+    ),
+    "ScheduleFreeSGD": (optim.ScheduleFreeSGD(), lambda rate, decay: _free(optax.sgd(rate), rate), "sgd"),
 }  # fmt: skip
 FACTORS = {
     "adam": {"embed": 1, "up": 1 / 4, "norm": 1},
@@ -146,6 +153,26 @@ def test_each_tensor_has_its_rate_and_loses_what_decay_takes_of_all(member, form
         one = truth(0.1 * factor, decay)
         want = after(one, params[name], [g[name] for g in grads], _through_updates)
         assert_leaves_agree(got[name], want, gradient_norm=0.0, what=name)
+
+
+@pytest.mark.parametrize(
+    "optimizer, rule", [(optim.ScheduleFreeAdamW(weight_decay=0.0), "adam"), (optim.ScheduleFreeSGD(), "sgd")]
+)
+def test_schedule_free_averages_are_those_of_each_tensor_alone(optimizer, rule):
+    random = np.random.default_rng(0)
+    params, *grads = (jax.tree.map(lambda i: jnp.asarray(random.normal(size=i.shape)), INFOS) for _ in range(4))
+
+    def average(tx, params, grads):
+        state = tx.init(params)
+        for g in grads:
+            params, state = apply_gradients(tx, g, state, params)
+        return optim.averaged(state, params)
+
+    got = average(Widening(MuP(), ROLES, 1.0, None).make(optimizer, lambda _: 0.1, INFOS), params, grads)
+    for name, factor in FACTORS[rule].items():
+        alone = optimizer.make(lambda _, rate=0.1 * factor: rate, {name: INFOS[name]})
+        want = average(alone, {name: params[name]}, [{name: g[name]} for g in grads])
+        assert_leaves_agree(got[name], want[name], gradient_norm=0.0, what=name)
 
 
 def test_sharded_equals_unsharded():

@@ -12,6 +12,7 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.sweep.axes import names_of
 from jaxscale.sweep.base import Axis
 from jaxscale.sweep.configs import Base
+from jaxscale.sweep.search.stopping import Never
 from jaxscale.train import TrainConfig
 from jaxscale.train.prepare import check as check_run
 
@@ -53,6 +54,7 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
         unread &= set(unread_here)
         most = max(most, config.steps)
         _check_objective(sweep.objective, config)
+        _check_stopping(sweep, config)
         alike = dataclasses.replace(config, lr=1.0, seed=0)
         if alike not in shapes and len(shapes) < SHAPES:
             shapes.append(alike)
@@ -73,6 +75,16 @@ def _check_objective(objective: str, config: TrainConfig) -> None:
     if objective.startswith("eval_loss") and not config.eval_batches:
         raise ConfigError(
             f"sweep.objective = {objective!r}, and train.eval_batches = 0 never evaluates; raise it, or minimise 'loss'"
+        )
+
+
+def _check_stopping(sweep: Sweep, config: TrainConfig) -> None:
+    """What ends runs early has to see them before their end."""
+    field = next((f for f in ("stopper", "pruner") if getattr(sweep.search, f, None) not in (Never(), None)), None)
+    if field and sweep.objective.startswith("eval_loss") and not 0 < config.eval_every < config.steps:
+        raise ConfigError(
+            f"{type(sweep.search).__name__}.{field} would see no curve: train.eval_every = {config.eval_every} of "
+            f"{config.steps} steps measures {sweep.objective} at the end only; set it to {max(config.steps // 10, 1)}"
         )
 
 

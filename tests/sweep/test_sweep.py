@@ -359,6 +359,10 @@ def test_a_folder_of_something_else_is_refused():
             "SuccessiveHalving.trials = 3\nSuccessiveHalving.rungs = 2",
             ["sweep.runs = 2", "SuccessiveHalving", "set it to 3", "@ASHA()"],
         ),
+        (
+            LR + "sweep.search = @Grid()\nGrid.stopper = @Extrapolated()",
+            ["Grid.stopper", "train.eval_every = 0 of 4 steps", "set it to 1"],
+        ),
         ('sweep.axes = {"train.layout": [@Layout()]}\nLayout.mesh = "data=3"', ["data=3"]),
     ],
     ids=[
@@ -375,6 +379,7 @@ def test_a_folder_of_something_else_is_refused():
         "not measured",
         "no runs",
         "a rung that never fills",
+        "no curve",
         "layout",
     ],
 )

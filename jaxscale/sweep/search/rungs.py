@@ -39,6 +39,12 @@ class Rungs:
             raise ConfigError(f"{name}.eta = {self.eta}: at least 2 trials have to compete for a place; set it to 2")
         if self.rungs < 1:
             raise ConfigError(f"{name}.rungs = {self.rungs}: there is at least 1, the last step; set it to 1")
+        field = next((f for f in ("stopper", "pruner") if getattr(self.sampler, f, None) not in (Never(), None)), None)
+        if field is not None:
+            raise ConfigError(
+                f"{name}.sampler has a {field}, and of its sampler a search by halving asks for new trials only; give "
+                f"{name}.stopper"
+            )
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
         """What the stopper says."""

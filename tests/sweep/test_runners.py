@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxscale as js
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep import Job, Slurm, SubMeshes, Trial, Vmapped
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.runners import lanes
@@ -238,6 +238,16 @@ def test_a_slurm_job_is_found_again_and_not_submitted_twice(tmp_path, monkeypatc
     assert again.alive() and (tmp_path / "submitted").read_text() == text
     again.stop(0)
     assert (tmp_path / "sweep" / "jobs" / "000.stop").exists()
+
+
+def test_a_job_that_slurm_does_not_take_is_one_sentence(tmp_path, monkeypatch):
+    for name, text in {"sbatch": "echo Invalid account 1>&2; exit 1", "srun": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(RunError, match=r"^SLURM did not take the run 000: .*Invalid account$"):
+        Slurm().start([job(small(), tmp_path / "sweep", 0)])
+    assert not (tmp_path / "sweep" / "jobs" / "000.slurm.json").exists()
 
 
 def test_slurm_without_submitit_or_a_cluster_is_one_sentence(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, RunError, near
 from jaxscale.sweep.base import Job
-from jaxscale.sweep.jobs import read_job, run_job, write_job
+from jaxscale.sweep.jobs import read_job, run_job, sentence, write_job
 from jaxscale.sweep.journal import job_file
 from jaxscale.train.run import write_text
 
@@ -84,7 +84,11 @@ class Slurm:
             return there
         file = write_job(job)
         _stop_file(file).unlink(missing_ok=True)
-        submitted = self._executor(file.parent / "slurm", job.folder.name).submit(carry_out, str(file))
+        executor = self._executor(file.parent / "slurm", job.folder.name)
+        try:
+            submitted = executor.submit(carry_out, str(file))
+        except RuntimeError as e:  # of sbatch; runs submitted before go on, and are found by the next start
+            raise RunError(f"SLURM did not take the run {job.folder.name}: {sentence(e)}") from e
         told = {"id": submitted.job_id, "cluster": self.cluster, "until": job.trial.until}
         write_text(note, json.dumps(told) + "\n")
         return Submitted(submitted, file, _ALIVE[self.cluster])

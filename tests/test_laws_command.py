@@ -68,10 +68,13 @@ def test_a_budget_is_spent(fitted, capsys):
         (["predict", "{table}", "--flops", "1"], "is no fitted law"),
         (["predict", "{fit}"], "--parameters N --tokens D, or --flops C"),
         (["predict", "{fit}", "--tokens", "1e9"], "give both of them"),
+        (["predict", "{fit}", "--tokens", "1e9", "--parameters", "0"], "parameters = 0"),
+        (["predict", "{old}", "--flops", "1e20"], "has other settings than the law 'chinchilla'"),
     ],
-    ids=["law", "setting", "its value", "one loss", "out", "split", "csv", "no fit", "nothing asked", "half asked"],
+    ids=["law", "setting", "its value", "one loss", "out", "split", "csv", "no fit", "nothing", "half", "zero", "old"],
 )
 def test_a_mistake_is_one_sentence(fitted, capsys, argv, said):
-    paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json"}
+    paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json", "old": fitted / "old.json"}
+    paths["old"].write_text(paths["fit"].read_text().replace('"delta"', '"width"'))
     assert main(["laws", *(word.format(**paths) for word in argv)]) == 2
     assert said in capsys.readouterr().err

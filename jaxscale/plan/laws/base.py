@@ -169,7 +169,14 @@ class Fit(Shown):
         return Cost(**self.facts["cost"])
 
     def predict(self, **where: float) -> dict[str, Interval]:
-        """What the law says of a place, as `predict(parameters=1e9, tokens=2e10)`; which it takes, the law knows."""
+        """What the law says of a place, as `predict(parameters=1e9, tokens=2e10)`; which it takes, the law knows.
+
+        Raises:
+          ConfigError: another place than the law is of, or a number that is not above 0.
+        """
+        for name, x in where.items():
+            if not x > 0:
+                raise ConfigError(f"{name} = {x:g} has no logarithm; give a number above 0")
         return {name: self.interval(x) for name, x in self.law.at(self.everything, **where).items()}
 
     def interval(self, values: Float[np.ndarray, " 1+s"]) -> Interval:
@@ -232,7 +239,10 @@ def load_fit(path: str | Path, laws: Mapping[str, type[Law]]) -> Fit:
         raise ConfigError(f"{path} is no fitted law ({e}); make one with jaxscale laws fit SWEEP --out DIR") from None
     if name not in laws:
         raise ConfigError(f"{path} is of the law '{name}'{near(name, laws)}")
-    law = laws[name](**found["settings"])
+    try:
+        law = laws[name](**found["settings"])
+    except (KeyError, TypeError) as e:
+        raise ConfigError(f"{path} has other settings than the law '{name}' ({e}); fit it again") from None
     return Fit(law, tuple(names), np.array(values, np.float64), samples, found["level"], facts)
 
 

@@ -10,6 +10,15 @@ import jax
 
 from jaxscale.data.cache import cache_folder
 
+_NUMERICS = (
+    "jax_platforms",
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+"""Options that decide what numbers a run gives, and may have been set in this process by `jax.config`."""
+
 
 def keep_programs() -> None:
     """In this process; where somebody has chosen a folder, that is left alone."""
@@ -19,10 +28,11 @@ def keep_programs() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that runs trials: our modules, as many simulated devices as here, and the same kept programs."""
+    """Of a process that runs trials: our modules, devices and numerics as here, and the same kept programs."""
     options = _kept()
     if _set("jax_compilation_cache_dir") is not None:
         options = {name: _set(name) for name in options}
+    options |= {name: _set(name) for name in _NUMERICS if _set(name) not in (None, "")}
     if _set("jax_num_cpu_devices") > 0:
         options["jax_num_cpu_devices"] = _set("jax_num_cpu_devices")
     root = str(Path(__file__).resolve().parents[2])

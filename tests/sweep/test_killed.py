@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxscale.sweep import Job, Result, Trial
 from jaxscale.sweep.configs import Base
 from jaxscale.sweep.outcomes import Outcome
+from jaxscale.sweep.programs import environment as pool_environment
 from jaxscale.sweep.runners.pool import Worker
 from jaxscale.train.checkpoints import Checkpoints
 from tests.truth.runs import ROOT, environment
@@ -112,6 +114,14 @@ def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
     asked = [json.loads(line)["id"] for line in (folder / "trials.jsonl").read_text().splitlines()]
     assert asked == [0, 1]
     assert {row["run"] for row in Result(folder).table()} == {"000", "001"}
+
+
+def test_a_process_of_a_pool_calculates_as_this_one_does():
+    with jax.default_matmul_precision("highest"), jax.default_prng_impl("rbg"):
+        told = pool_environment()
+    what = "import jax; print(jax.config.jax_default_matmul_precision, jax.config.jax_default_prng_impl)"
+    command = [sys.executable, "-c", what]
+    assert subprocess.check_output(command, env=told, text=True).split() == ["highest", "rbg"]
 
 
 def test_a_process_of_a_pool_takes_one_trial_after_another_and_ends_with_its_parent(own_folder):

@@ -8,6 +8,8 @@ import json
 import pytest
 
 from jaxscale.cli import main
+from jaxscale.commands.laws import NAMES
+from jaxscale.plan.laws import LAWS
 from tests.truth import planted
 
 
@@ -26,6 +28,12 @@ def fitted(tmp_path_factory):
     table = write(folder / "results.csv", planted.surface_runs(planted.chinchilla_loss, seed=0))
     assert main(["laws", "fit", table, "--samples", "10", "--out", str(folder / "out")]) == 0
     return folder
+
+
+def test_the_help_names_every_law(capsys):
+    with pytest.raises(SystemExit):
+        main(["laws", "fit", "--help"])
+    assert tuple(LAWS) == NAMES and ", ".join(NAMES) in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_fit_leaves_a_file_and_a_picture(fitted):
@@ -66,12 +74,27 @@ def test_a_budget_is_spent(fitted, capsys):
         (["fit", "{table}", "--hold-out", "parameters:x"], "is not of the form COLUMN or COLUMN:COUNT"),
         (["fit", "nowhere"], "there is no nowhere"),
         (["predict", "{table}", "--flops", "1"], "is no fitted law"),
+        (["predict", "nowhere.json", "--flops", "1"], "nowhere.json cannot be read: no such file"),
         (["predict", "{fit}"], "--parameters N --tokens D, or --flops C"),
         (["predict", "{fit}", "--tokens", "1e9"], "give both of them"),
         (["predict", "{fit}", "--tokens", "1e9", "--parameters", "0"], "parameters = 0"),
         (["predict", "{old}", "--flops", "1e20"], "has other settings than the law 'chinchilla'"),
     ],
-    ids=["law", "setting", "its value", "one loss", "out", "split", "csv", "no fit", "nothing", "half", "zero", "old"],
+    ids=[
+        "law",
+        "setting",
+        "its value",
+        "one loss",
+        "out",
+        "split",
+        "csv",
+        "no fit",
+        "no file",
+        "nothing",
+        "half",
+        "0",
+        "old",
+    ],
 )
 def test_a_mistake_is_one_sentence(fitted, capsys, argv, said):
     paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json", "old": fitted / "old.json"}

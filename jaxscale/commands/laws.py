@@ -15,6 +15,9 @@ from jaxscale.errors import ConfigError, near
 if TYPE_CHECKING:
     from jaxscale.plan.laws import HeldOut, Law, Table
 
+NAMES = ("chinchilla", "isoflop", "farseer", "steplaw", "ood")
+"""Of `jaxscale.plan.laws.LAWS`, which takes too long to import for a help text."""
+
 
 def add(commands: Any) -> None:
     """Adds the command."""
@@ -34,7 +37,8 @@ def add(commands: Any) -> None:
     fit = actions.add_parser("fit", help="fit laws to a table", formatter_class=TEXT)
     import_argument(fit)
     fit.add_argument("table", metavar="SWEEP|CSV", help="a sweep's folder, or a CSV with a row per run")
-    fit.add_argument("--law", metavar="NAME,...", default="chinchilla", help="which laws (default: chinchilla)")
+    known = ", ".join(NAMES)
+    fit.add_argument("--law", metavar="NAME,...", default="chinchilla", help=f"which of {known} (default: %(default)s)")
     fit.add_argument("--body", action="store_true", help="N leaves out embeddings and the output head")
     fit.add_argument(
         "--set",

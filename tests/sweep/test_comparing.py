@@ -13,7 +13,7 @@ import pytest
 
 import jaxscale as js
 from jaxscale.cli import main
-from jaxscale.errors import RunError
+from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.comparing import read_runs
 from jaxscale.sweep.comparing.differences import curves_of, differing, groups_of, shared
 from jaxscale.sweep.comparing.folders import read_bindings
@@ -163,6 +163,8 @@ def test_curves_are_a_row_for_each_number(tmp_path):
     assert list(table[table.metric == "loss"].value) == [3, 2, 1]
     assert table[table.metric == "eval_loss"][["step", "value"]].values.tolist() == [[3, 1.5]]
     assert set(js.curves(tmp_path / "a", "loss").metric) == {"loss"}
+    with raises_saying(ConfigError, "no run has a metric 'evalloss'; did you mean 'eval_loss'"):
+        js.curves(tmp_path / "a", ["loss", "evalloss"])
 
 
 @pytest.mark.parametrize("lost", ["run.json", "config.gin", "metrics.jsonl"])

@@ -235,7 +235,10 @@ def load_fit(path: str | Path, laws: Mapping[str, type[Law]]) -> Fit:
         name, facts = found["law"], found["table"]
         names, values = list(found["parameters"]), [p["value"] for p in found["parameters"].values()]
         samples = np.array(found["samples"], np.float64).reshape(-1, len(names))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except OSError as e:
+        why = (e.strerror or type(e).__name__).lower()
+        raise ConfigError(f"{path} cannot be read: {why}; make it with jaxscale laws fit SWEEP --out DIR") from None
+    except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is no fitted law ({e}); make one with jaxscale laws fit SWEEP --out DIR") from None
     if name not in laws:
         raise ConfigError(f"{path} is of the law '{name}'{near(name, laws)}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.errors import RunError
+from jaxscale.errors import ConfigError, RunError, near
 from jaxscale.sweep.comparing.differences import best, is_loss, metrics_of
 from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
 
@@ -44,10 +44,15 @@ def curves(what: Patterns = "runs/*", metrics: str | Iterable[str] | None = None
 
     Raises:
       RunError: one names no run, or pandas is not installed.
+      ConfigError: no run has a metric of that name, and they have others.
     """
     pandas = _pandas("jaxscale.curves")
     found = read_runs(what)
-    wanted = [metrics] if isinstance(metrics, str) else metrics_of(found) if metrics is None else list(metrics)
+    known = metrics_of(found)
+    wanted = [metrics] if isinstance(metrics, str) else known if metrics is None else list(metrics)
+    for name in wanted if known else ():
+        if name not in known:
+            raise ConfigError(f"no run has a metric '{name}'{near(name, known)}")
     rows = [
         (run.name, str(run.path), step, name, value)
         for run in found

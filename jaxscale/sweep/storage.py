@@ -373,11 +373,20 @@ def _reaching(url: str, kind: type[ConfigError] | type[RunError]) -> Iterator[No
     except (ConfigError, RunError):
         raise
     except ImportError as e:
-        name = e.name or "its driver"
-        raise kind(f"the storage {_safe(url)} needs {name}, which is not installed: pip install {name}") from None
+        name = e.name or getattr(e.__cause__, "name", None) or "a driver"  # Optuna raises one of its own, from that
+        raise kind(f"the storage {_safe(url)} needs {name}, which is not installed: {_remedy(url, name)}") from None
     except Exception as e:  # of the storage's driver, of SQLAlchemy, of Optuna, of the file system
         words = " ".join(str(e.__cause__ or e).split("\n(Background")[0].split())
         raise kind(f"the storage {_safe(url)} cannot be reached: {words}") from e
+
+
+def _remedy(url: str, driver: str) -> str:
+    """How to come by a database's driver; a plain postgresql:// means another one with SQLAlchemy 2.0 than with 2.1."""
+    scheme, _, rest = _safe(url).partition("://")
+    if not scheme.startswith("postgresql"):
+        return f"pip install {driver}"
+    again = "" if driver == "psycopg" else f" and write postgresql+psycopg://{rest}"
+    return f'pip install "psycopg[binary]"{again}'
 
 
 def _safe(url: str) -> str:

@@ -279,7 +279,7 @@ def test_stopping_saves_steps_and_the_best_is_found_all_the_same():
         (lambda: ASHA(eta=1), ["ASHA.eta = 1", "2"]),
         (lambda: ASHA(rungs=0), ["ASHA.rungs = 0", "1"]),
         (lambda: ASHA(sampler=Random(stopper=Extrapolated())), ["ASHA.sampler has a stopper", "ASHA.stopper"]),
-        (lambda: ASHA(rungs=6).next(SPACE, [], STEPS), ["ASHA.rungs = 6", "set it to 5", "243"]),
+        (lambda: ASHA(rungs=6).next(SPACE, [], STEPS), ["hold no 6 rungs at eta = 3", "set it to 5", "243"]),
         (lambda: KDE(good=15), ["KDE.good = 15"]),
         (lambda: Extrapolated(worse=0.2), ["Extrapolated.worse = 0.2"]),
         (lambda: Extrapolated(points=2), ["Extrapolated.points = 2"]),

@@ -192,6 +192,25 @@ def test_a_storage_that_cannot_be_reached_is_said_in_a_sentence(url, words):
         Storage(url).connect("")
 
 
+@pytest.mark.parametrize(
+    "url, words",
+    [
+        ("postgresql+psycopg://u:secret@host/x", ["needs psycopg,", 'pip install "psycopg[binary]"']),
+        (
+            "postgresql+psycopg2://u:secret@host/x",
+            ["needs psycopg2,", "[binary]", "write postgresql+psycopg://u@host/x"],
+        ),
+        ("mysql://u:secret@host/x", ["needs MySQLdb,", "pip install MySQLdb"]),
+    ],
+    ids=["psycopg", "psycopg2", "mysql"],
+)
+def test_a_driver_that_is_not_installed_is_named_with_its_command(monkeypatch, url, words):
+    for name in ("psycopg", "psycopg2", "MySQLdb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with raises_saying(ConfigError, *words):
+        Storage(url).connect("")
+
+
 def test_a_database_that_goes_away_is_said_in_a_sentence(machines, monkeypatch):
     a, _ = machines
 

@@ -61,7 +61,7 @@ class Rungs:
         if marks[0] < 1:
             fit = int(math.log(steps, self.eta)) + 1
             raise ConfigError(
-                f"{type(self).__name__}.rungs = {rungs}: {steps} steps have no such many rungs at eta = {self.eta}; "
+                f"{type(self).__name__}.rungs = {rungs}: {steps} steps hold no {rungs} rungs at eta = {self.eta}; "
                 f"set it to {fit} or raise train.steps to {self.eta ** (rungs - 1)}"
             )
         return marks

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError("the name of the sweep's folder is empty; was a variable of the shell not set?")
     from jaxscale import config as gin_config
     from jaxscale.sweep import Prepared, sweep_of
+    from jaxscale.sweep.axes import check_bindings, space_of
     from jaxscale.sweep.comparing.report import report
     from jaxscale.sweep.programs import keep_programs
 
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     text = gin_config.load([args.config], bindings)
     sweep = sweep_of(text)
+    check_bindings(bindings, space_of(sweep.axes, sweep.seeds))
     if args.storage is not None:
         sweep = dataclasses.replace(sweep, storage=args.storage)
     prepared = Prepared(sweep, text)
@@ -57,6 +59,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         from jaxscale.sweep.dry import table_of
         from jaxscale.train.report import Reporter
 
+        storage = prepared.storage()
+        if storage is not None:
+            storage.check(prepared.text)
         Reporter().console.print(table_of(prepared))
         return 0
     modules = tuple(args.modules or ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.config import register
@@ -174,6 +174,21 @@ def split(bindings: Mapping[str, Any]) -> dict[str, Any]:
         names = names_of(key)
         out |= {key: value} if len(names) == 1 else dict(zip(names, value, strict=True))
     return out
+
+
+def check_bindings(bindings: Iterable[str], space: Mapping[str, Axis]) -> None:
+    """That no binding given beside a sweep's text, as `train.lr = 0.5`, is one that the sweep gives values itself.
+
+    Raises:
+      ConfigError: one is, and no run would have its value.
+    """
+    tried = {name for key in space for name in names_of(key)}
+    for binding in bindings:
+        name, _, value = (part.strip() for part in binding.partition("="))
+        if name in tried:
+            raise ConfigError(
+                f"{name} = {value} has no effect: it is an axis of the sweep; leave it out, or take the axis out"
+            )
 
 
 def _axis(key: str, values: Any) -> Axis:

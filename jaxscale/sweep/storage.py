@@ -66,6 +66,21 @@ class Storage:
         with quietly(), _reaching(url, ConfigError):
             return Shared(backend, url, study or "sweep", text, self.patience)
 
+    def check(self, text: str) -> None:
+        """Opens the storage, and makes no study in it; Optuna's own tables, or an empty journal, it may.
+
+        Args:
+          text: of the sweep.
+
+        Raises:
+          ConfigError: as `connect`.
+        """
+        url, _, study = self.url.partition("#")
+        backend, study = _open(url), study or "sweep"
+        with quietly(), _reaching(url, ConfigError):
+            with contextlib.suppress(KeyError):  # there is none of that name yet
+                _told(backend, backend.get_study_id_from_name(study), url, study, text)
+
 
 class Shared:
     """A study that machines share."""
@@ -78,16 +93,8 @@ class Shared:
             backend.set_study_user_attr(self.study, "sweep", text)
         except module.exceptions.DuplicatedStudyError:
             self.study = backend.get_study_id_from_name(study)
-        told = backend.get_study_user_attrs(self.study)
-        if "sweep" not in told:
-            if backend.get_all_trials(self.study, deepcopy=False):
-                raise ConfigError(f"{_safe(url)} has a study '{study}' that is no sweep of ours; append #another_name")
+        if not _told(backend, self.study, url, study, text):
             backend.set_study_user_attr(self.study, "sweep", text)
-        elif told["sweep"] != text:
-            raise ConfigError(
-                f"{_safe(url)} holds another sweep as '{study}': {difference(told['sweep'], text)}; take that back, or "
-                "append #another_name to the URL"
-            )
 
     def ledger(self, journal: Journal, space: Mapping[str, Axis]) -> SharedLedger:
         """What this machine's coordinator talks to.
@@ -363,6 +370,21 @@ def _open(url: str) -> Any:
             time.sleep(5)
             database = storages.RDBStorage(url, engine_kwargs=how)
         return storages.get_storage(database)  # remembers what cannot change any more
+
+
+def _told(backend: Any, key: int, url: str, study: str, text: str) -> bool:
+    """Whether a study has been told its sweep, which has to be this one."""
+    told = backend.get_study_user_attrs(key)
+    if "sweep" not in told:
+        if backend.get_all_trials(key, deepcopy=False):
+            raise ConfigError(f"{_safe(url)} has a study '{study}' that is no sweep of ours; append #another_name")
+        return False
+    if told["sweep"] != text:
+        raise ConfigError(
+            f"{_safe(url)} holds another sweep as '{study}': {difference(told['sweep'], text)}; take that back, or "
+            "append #another_name to the URL"
+        )
+    return True
 
 
 @contextlib.contextmanager

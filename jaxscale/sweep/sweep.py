@@ -131,10 +131,14 @@ class Prepared:
         self.space = space_of(axes, sweep.seeds)
         self.steps = check(sweep, self.space, self.base)
 
+    def storage(self) -> Storage | None:
+        """What machines share, if they do."""
+        storage = self.sweep.storage
+        return Storage(storage) if isinstance(storage, str) else storage
+
     def run(self, folder: str | Path | None, *, name: str, quiet: bool, imports: tuple[str, ...]) -> Result:
         """See `Sweep.run`."""
-        storage = self.sweep.storage
-        storage = Storage(storage) if isinstance(storage, str) else storage
+        storage = self.storage()
         shared = None if storage is None else storage.connect(self.text)
         path = open_folder(None if folder is None else Path(folder), self.text, name)
         journal = Journal(path, self.sweep.objective)

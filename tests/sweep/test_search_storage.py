@@ -172,6 +172,10 @@ def test_another_sweep_does_not_mix_in(url):
     Storage(url).connect("train.lr = 1\n")
     with raises_saying(ConfigError, "train.lr was 1 and is 2", "#another_name"):
         Storage(url).connect("train.lr = 2\n")
+    with raises_saying(ConfigError, "train.lr was 1 and is 2", "#another_name"):
+        Storage(url).check("train.lr = 2\n")
+    Storage(url).check("train.lr = 1\n")
+    Storage(f"{url}#another_name").check("train.lr = 3\n")
     Storage(f"{url}#another_name").connect("train.lr = 2\n")
 
 

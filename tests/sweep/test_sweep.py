@@ -406,6 +406,33 @@ def test_the_command_lists_what_it_would_do_and_writes_nothing(own_folder, capsy
     assert [p.name for p in own_folder.iterdir()] == ["lr.gin"]
 
 
+def test_a_dry_run_looks_into_the_storage(own_folder, capsys):
+    (own_folder / "lr.gin").write_text(BASE + LR)
+    pytest.importorskip("optuna")
+    assert main(["sweep", "lr.gin", "--dry-run", "--storage", "journal:///nowhere/at/all/file"]) == 2
+    assert "there is no folder /nowhere/at/all" in capsys.readouterr().err
+    assert main(["sweep", "lr.gin", "--dry-run", "--storage", f"journal://{own_folder}/log"]) == 0
+    assert (own_folder / "log").read_text() == "", "no study"
+
+
+@pytest.mark.parametrize(
+    "more, binding",
+    [
+        (LR, "train.lr=0.5"),
+        ('sweep.axes = {"WIDTH, train.lr": [(8, 1e-2)]}\n', "WIDTH=4"),
+        (f"{LR}sweep.seeds = 2\n", "train.seed=1"),
+    ],
+    ids=["binding", "macro", "seed"],
+)
+def test_a_binding_of_the_command_line_that_is_an_axis_is_refused(own_folder, capsys, more, binding):
+    (own_folder / "lr.gin").write_text(BASE + more)
+    assert main(["sweep", "lr.gin", "--dry-run", f"--gin.{binding}"]) == 2
+    assert (
+        f"{binding.replace('=', ' = ')} has no effect: it is an axis of the sweep; leave it out"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_value_of_python_may_be_gin_text():
     base = js.TrainConfig(**bigram(eval_batches=1))
     result = Sweep({"train.optimizer": [Text("@SGD()")]}, runner=Told()).run("sweep", base, quiet=True)

@@ -25,8 +25,9 @@ def by_budget(rows: list[dict[str, str]]) -> dict[float, list[dict[str, str]]]:
     found = defaultdict(list)
     for row in rows:
         if row["state"] == "finished":
-            found[float(f"{float(row['flops']):.0e}")].append(row)
-    return dict(sorted(found.items()))
+            found[f"{float(row['flops']):.0e}"].append(row)
+    means = {sum(float(row["flops"]) for row in some) / len(some): some for some in found.values()}
+    return {float(f"{mean:.1e}"): some for mean, some in sorted(means.items())}
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:

@@ -131,6 +131,12 @@ def unwrap(value: typing.Any) -> typing.Any:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+def meant(value: object) -> str:
+    """Ends an error message where an instance belongs and a class, or its name, was given: `; write @AdamW()`."""
+    entry = _BY_NAME.get(value) if isinstance(value, str) else _behind_gin(value) or _BY_ID.get(id(value))
+    return f"; write @{entry.name}()" if entry is not None else ""
+
+
 def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allow_imports: bool = True) -> str:
     """Replaces the current config by these files and then these bindings, and checks names and types.
 
@@ -449,6 +455,11 @@ def _hint(value: object, expected: object) -> str:
         return f"; write {value.capitalize()}"
     if typing.get_origin(expected) is typing.Literal and isinstance(value, str):
         return near(value, map(str, typing.get_args(expected)))
+    if isinstance(value, str) and value in _BY_NAME:
+        entry = _BY_NAME[value]
+        whole = isinstance(entry.obj, type)  # a class is mostly meant to be made, a function to be passed
+        found = (ConfigurableReference(entry.selector, evaluate) for evaluate in (whole, not whole))
+        return next((f"; write {_words(ref)}" for ref in found if fits(ref, expected, {})), "")
     return "; write it with round brackets" if isinstance(value, list) and typing.get_origin(expected) is tuple else ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ Statement: TypeAlias = BindingStatement | BlockDeclaration | ImportStatement
 
 # What gin's parser raises at a malformed text; a ValueError or TypeError comes from an impossible dict or constant.
 _MALFORMED = (SyntaxError, tokenize.TokenError, StopIteration, TypeError, ValueError)
+
+_BARE = re.compile(r"(?<==)\s*([A-Za-z_]\w*)(\(\))?\s*(#.*)?$")
+"""A word without quotes or an `@`, at the end of a line."""
 
 
 def read_file(
@@ -145,7 +149,10 @@ def _syntax_error(error: Exception, name: str) -> ConfigError:
     message, line = "the text ends too early", None
     if isinstance(error, SyntaxError):
         message, line = (error.msg or "cannot be parsed").split("\n")[0].rstrip(". "), error.lineno
-        if error.text and error.text.strip():
+        bare = _BARE.search(error.text or "") if message.startswith("malformed node") else None
+        if bare:
+            message = f"'{bare[1]}' is no value; write @{bare[1]}() for what is registered, or '{bare[1]}' for a text"
+        elif error.text and error.text.strip():
             message += f" in '{error.text.strip()}'"
     elif isinstance(error, tokenize.TokenError):
         message, (line, _) = error.args

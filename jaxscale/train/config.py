@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from jaxscale.config import register
+from jaxscale.config import meant, register
 from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, python_stdlib
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
@@ -97,7 +97,7 @@ class TrainConfig:
             value = getattr(self, name)
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
             if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
-                raise ConfigError(f"train.{name} must be {what}, not {value!r}")
+                raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value)}")
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         self._check_guards()
@@ -148,6 +148,10 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Every setting by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def _called(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
 
 
 # What each part is asked to do, and what it is called; a class without its brackets is the usual slip.

@@ -67,11 +67,17 @@ def test_a_value_of_the_parts_is_refused_by_the_parts():
 @pytest.mark.parametrize(
     "setting, value, words",
     [
-        ("model", js.models.Transformer.Config, ["a model such as Transformer()", "not <class"]),
+        (
+            "model",
+            js.models.Transformer.Config,
+            ["a model such as Transformer()", "not the class TransformerConfig; write @Transformer()"],
+        ),
         ("model", js.optim.AdamW(), ["a model", "not AdamW("]),
         ("data", "python_stdlib", ["a corpus such as python_stdlib()", "not 'python_stdlib'"]),
         ("tokenizer", "bytes", ["a tokenizer such as ByteTokenizer()"]),
         ("optimizer", "adamw", ["an optimizer such as AdamW()"]),
+        ("optimizer", "Muon", ["not 'Muon'; write @Muon()"]),
+        ("optimizer", js.optim.SOAP, ["not the class SOAP; write @SOAP()"]),
         ("schedule", None, ["a schedule such as WarmupCosine()", "not None"]),
         ("layout", "data=8", ["Layout('data=8')", "or None", "not 'data=8'"]),
     ],

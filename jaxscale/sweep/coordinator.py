@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -155,16 +156,21 @@ class Coordinator:
         waiting = next((r.trial for r in records if r.state == WAITING), None)
         if waiting is not None:
             return waiting
-        trial = self.search.next(self.space, records, self.steps)
-        if trial is not None and trial.id == len(records) and self.runs is not None and trial.id >= self.runs:
-            return None
-        return trial
+        return wanted(self.search, self.space, records, self.steps, self.runs)
 
     def _stop_all(self) -> None:
         if not self._told_to_stop:
             for id, started in self._running.items():
                 started.handle.stop(id)
         self._told_to_stop = True
+
+
+def wanted(
+    search: Search, space: Mapping[str, Axis], records: Sequence[Record], steps: int, runs: int | None
+) -> Trial | None:
+    """What a search asks for next, of no more than so many trials."""
+    trial = search.next(space, records, steps)
+    return None if trial is not None and trial.id == len(records) and trial.id >= (runs or math.inf) else trial
 
 
 def _seconds(started: _Started, alive: bool) -> float:

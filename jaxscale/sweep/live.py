@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.sweep.axes import names_of, split
-from jaxscale.sweep.base import FAILED, FINISHED, RUNNING, STOPPED, Axis, Record
+from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Axis, Record
+from jaxscale.sweep.coordinator import wanted
 from jaxscale.sweep.outcomes import plain, score
 from jaxscale.sweep.table import FILE, best_of
 from jaxscale.train.report import Reporter, clock
@@ -20,16 +22,21 @@ SHOWN = 20
 """Trials on the screen: what runs, then the best, then the others."""
 
 
+_LEFT = {PAUSED: "left at a rung", STOPPED: "stopped early", FAILED: "failed"}
+
+
 class Live:
     """Shows a sweep's records.
 
     Args:
       folder, sweep, space, steps: of the sweep.
+      fresh: none of it was in the folder before.
       quiet: say nothing.
     """
 
-    def __init__(self, folder: Path, sweep: Sweep, space: Mapping[str, Axis], steps: int, *, quiet: bool):
+    def __init__(self, folder: Path, sweep: Sweep, space: Mapping[str, Axis], steps: int, *, fresh: bool, quiet: bool):
         self.folder, self.objective, self.steps = folder, sweep.objective, steps
+        self.sweep, self.space, self.fresh = sweep, space, fresh
         self.names = [name for key in space for name in names_of(key)]
         self.total = sweep.search.total(space)
         if sweep.runs is not None:
@@ -60,7 +67,7 @@ class Live:
         if self._states is None:
             self._states = {r.trial.id: r.state for r in records if r.state in (FINISHED, FAILED, STOPPED)}
             if records:
-                self.reporter.say(f"going on in {self.folder}: {self._done(records)}")
+                self.reporter.say(f"{'sweeping' if self.fresh else 'going on'} in {self.folder}: {self._came(records)}")
         self.records = records
         self._pace.look(records)
         for record in records:
@@ -80,8 +87,22 @@ class Live:
         said = f"{len(ended)} of {self.total if self.total is not None else len(records)} runs done"
         return said + (f", {failed} failed" if failed else "")
 
-    def _head(self) -> str:
-        parts = [str(self.folder), self._done(self.records)]
+    def _came(self, records: Sequence[Record]) -> str:
+        """What is done; of a search that is over and did not take all to their end, what became of them."""
+        count = Counter(r.state for r in records)
+        if not (count[PAUSED] or count[STOPPED]) or not self._over(records):
+            return self._done(records)
+        parts = [f"{count[FINISHED]} {'run' if count[FINISHED] == 1 else 'runs'} finished"]
+        parts += [f"{count[state]} {words}" for state, words in _LEFT.items() if count[state]]
+        return f"{', '.join(parts)}; the search is over"
+
+    def _over(self, records: Sequence[Record]) -> bool:
+        if any(r.state in (RUNNING, WAITING) for r in records):
+            return False
+        return wanted(self.sweep.search, self.space, records, self.steps, self.sweep.runs) is None
+
+    def _head(self, done: str) -> str:
+        parts = [str(self.folder), done]
         best = best_of(self.records)
         if best is not None:
             bound = ", ".join(f"{name} = {plain(value)}" for name, value in split(best.trial.bindings).items())
@@ -107,14 +128,13 @@ class Live:
             table.add_row(f"{record.trial.id:03}", *cells, state, steps, value, clock(record.seconds))
         if len(order) > SHOWN:
             table.caption, table.caption_justify = f"and {len(order) - SHOWN} more in {FILE}", "left"
-        return Group(self._head(), table)
+        return Group(self._head(self._done(self.records)), table)
 
     def _end(self) -> str:
-        waiting = [r for r in self.records if r.state not in (FINISHED, STOPPED, FAILED, "paused")]
         table = f"the table is in {self.folder / FILE}"
-        if waiting:
+        if not self._over(self.records):
             return f"stopped with {self._done(self.records)}; the same sweep with --run {self.folder} goes on; {table}"
-        return f"{self._head()}; {table}"
+        return f"{self._head(self._came(self.records))}; {table}"
 
 
 class _Pace:

@@ -143,7 +143,7 @@ class Prepared:
         path = open_folder(None if folder is None else Path(folder), self.text, name)
         journal = Journal(path, self.sweep.objective)
         ledger = journal if shared is None else shared.ledger(journal, self.space)
-        live = Live(path, self.sweep, self.space, self.steps, quiet=quiet)
+        live = Live(path, self.sweep, self.space, self.steps, fresh=not journal.records(), quiet=quiet)
         results = _Results(path, live.show)
         with contextlib.closing(ledger), stop_signals() as signals, live:
             Coordinator(

@@ -130,7 +130,7 @@ class CoordCheck:
             "slope",
             *(f"moved, {w}" for w in self.widths),
             "slope",
-            "",
+            "flat",
         ):
             table.add_column(name, justify="right")
         for c in self.coordinates:
@@ -138,6 +138,9 @@ class CoordCheck:
             changes = *(f"{n:.3g}" for n in c.moved[-1]), f"{c.moved_slope:+.2f}"
             table.add_row(c.name, *numbers, *changes, "no" if c.why_not_flat(self.tolerance) else "yes")
         yield table
+        yield f"flat: no slope in log width beyond ±{self.tolerance:g}; {' and '.join(SUMS)} may shrink"
+        if len(self.widths) < 3:
+            yield f"a slope of {len(self.widths)} widths is noisy; give three or more"
         yield self.verdict
 
     def draw(self, path: str | Path) -> Path:

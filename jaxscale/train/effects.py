@@ -1,4 +1,5 @@
-"""Settings that were given and change nothing: each is said, since whoever gave one believes otherwise."""
+"""Settings that were given and change nothing, or work against another: each is said, since whoever gave one believes
+otherwise."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale.data.markov import Synthetic
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy
-from jaxscale.optim import is_quantized, without_biases
+from jaxscale.optim import ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.state import Blueprint
 
@@ -23,6 +25,8 @@ Found = Iterator[tuple[str, Any, str]]
 def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     """A sentence for each setting that differs from its default and changes nothing in this run.
 
+    And one for a schedule that falls under a schedule-free optimizer, whose average takes the place of that.
+
     Args:
       config: the run's settings.
       blueprint: what they make.
@@ -30,7 +34,8 @@ def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     found = [one for look in _LOOKS for one in look(config, blueprint)]
     named = [f"{name} = {_short(value)} has no effect: {why}" for name, value, why in found]
     idle = ((type(g).__name__, g.idle(config)) for g in config.guards)
-    return named + [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
+    named += [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
+    return named + list(_falls_twice(config))
 
 
 def _short(value: Any) -> str:
@@ -89,6 +94,18 @@ def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
         state = blueprint.abstract_state().opt_state
         if not any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
             yield "train.optimizer", name, "every parameter keeps 32 bits (EightBit.min_size, EightBit.keep)"
+
+
+def _falls_twice(c: TrainConfig) -> Iterator[str]:
+    if not isinstance(c.optimizer, ScheduleFreeAdamW | ScheduleFreeSGD):
+        return
+    rate = c.schedule.make(c.lr, c.steps)
+    *before, last = (float(rate(jnp.asarray(step))) for step in (*range(0, c.steps, -(-c.steps // 8)), c.steps - 1))
+    if last < 0.99 * max(before):
+        yield (
+            f"train.schedule = {c.schedule!r} lets the learning rate of {type(c.optimizer).__name__} fall, which its "
+            "average does already: set train.schedule = @Constant()"
+        )
 
 
 def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:

@@ -422,3 +422,11 @@ def test_what_cannot_be_is_one_sentence(what):
     make, words = WRONG[what]
     with raises_saying(ConfigError, *words):
         make()
+
+
+@pytest.mark.parametrize(
+    "schedule, falls", [(optim.WarmupCosine(), True), (optim.Constant(2), False)], ids=["cosine", "flat"]
+)
+def test_a_rate_that_falls_beside_an_average_is_said(schedule, falls, caplog):
+    prepare(js.TrainConfig(**bigram(optimizer=optim.ScheduleFreeAdamW(), schedule=schedule)))
+    assert ("set train.schedule = @Constant()" in caplog.text) == falls

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU
 from jaxscale.plan.activations import recorded
-from jaxscale.plan.coordcheck import Coordinate, _slope, _steepest, coordcheck
+from jaxscale.plan.coordcheck import CoordCheck, Coordinate, _slope, _steepest, coordcheck
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.state import describe_model
 from tests.truth.compare import assert_leaves_agree
@@ -88,6 +89,16 @@ def test_what_is_flat(case):
     name, init, moved, words = PLANTED[case]
     found = Coordinate(name, (1.0,), ((1.0,),), init, moved).why_not_flat(0.15)
     assert words in found if words else found is None
+
+
+@pytest.mark.parametrize("widths", [(16, 32), (16, 32, 64)])
+def test_the_table_tells_its_rule_and_that_two_widths_are_noisy(widths, capsys):
+    found = CoordCheck("MuP()", widths, 1, 1, 0.15, (Coordinate("norm", widths, (widths,), 0.0, 0.0),), ((1.0,),))
+    Console(width=120).print(found)
+    said = capsys.readouterr().out
+    assert "flat: no slope in log width beyond ±0.15; logits and scores may shrink" in said
+    assert ("is noisy" in said) == (len(widths) < 3)
+    assert any(line.split()[-1] == "flat" for line in said.splitlines() if "slope" in line and "width" not in line)
 
 
 def test_numbers_that_are_not_finite_are_not_flat():

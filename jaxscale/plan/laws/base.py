@@ -55,6 +55,8 @@ class Law:
     name: ClassVar[str]
     says: ClassVar[str]
     """The formula, in a line."""
+    where: ClassVar[str] = ""
+    """How the parameters' names are those of the formula, where they are not the same."""
 
     def on(self, table: Table) -> Self:
         """The law with what it takes from the table itself, such as a centre."""

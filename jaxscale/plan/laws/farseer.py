@@ -46,7 +46,11 @@ class Farseer(Surface):
     centre: tuple[float, float] | None = None
 
     name: ClassVar[str] = "farseer"
-    says: ClassVar[str] = "L(N, D) = exp(a3 N^gamma + b3) + exp(a2 N^beta + b2) / D^exp(a1 N^alpha + b1)"
+    says: ClassVar[str] = "L(N, D) = G(N) + B(N) / D^A(N)"
+    where: ClassVar[str] = (
+        "log A(N) = log_A + A_slope (x^A_curve - 1) / A_curve, with x = N / the central N; alike log G(N), and B(N) as "
+        "B / D^A at the central D. In the paper: exp(a N^curve + b) each, with alpha, beta, gamma the curves of A, B, G"
+    )
     sizes: ClassVar[int] = 4
     coefficients: ClassVar[tuple[str, ...]] = (
         "log_A", "A_slope", "A_curve", "log_B", "B_slope", "B_curve", "log_G", "G_slope", "G_curve",

@@ -12,18 +12,28 @@ from jaxscale.plan.laws.front import Optimum
 from jaxscale.plan.laws.table import BODY
 from jaxscale.plan.plan_tables import table_of
 
+SPREAD = 1000
+"""Between the ends of an interval; a parameter with more is not determined."""
+
 
 def fit_tables(fit: Fit) -> Iterator[Any]:
     """Formula, parameters, and what they were fitted on."""
     facts = fit.facts
     left = f", {facts['dropped']} more left out" if facts["dropped"] else ""
     table = table_of(f"{fit.law.name}: {fit.law.says}", "parameter", "value", *_ends(fit))
+    unsure = False
     for name, interval in fit.parameters.items():
-        table.add_row(name, *_numbers(interval, fit))
+        loose = len(fit.samples) > 0 and _is_open(interval)
+        unsure |= loose
+        table.add_row(f"{name} *" if loose else name, *_numbers(interval, fit))
     n = facts["columns"]["parameters"]
     counted = "without embeddings" if n == BODY else f"column '{n}'"
     table.caption, table.caption_justify = f"{facts['runs']} runs of {facts['name']}{left}; N is {counted}", "left"
     yield table
+    if fit.law.where:
+        yield fit.law.where
+    if unsure:
+        yield f"* not determined by these runs: no width of its interval, or a factor above {SPREAD} between its ends"
 
 
 def prediction_table(title: str, fit: Fit, found: dict[str, Interval]) -> Any:
@@ -58,6 +68,13 @@ def error_table(rows: list[tuple[str, str, int, dict[str, np.ndarray]]]) -> Any:
 def held_out_words(found: HeldOut) -> str:
     """What was kept from a fit."""
     return f"{found.column} above {found.above:.4g}"
+
+
+def _is_open(x: Interval) -> bool:
+    """Whether every sample gave the same, as at a bound, or the samples gave sizes of any order."""
+    if np.isclose(x.low, x.high, rtol=1e-9, atol=0):
+        return True
+    return x.low * x.high > 0 and not 1 / SPREAD <= x.low / x.high <= SPREAD
 
 
 def _ends(fit: Fit) -> tuple[str, ...]:

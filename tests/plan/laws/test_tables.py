@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxscale.errors import ConfigError
 from jaxscale.plan.laws import (
     BODY,
     Chinchilla,
     Farseer,
+    Fit,
     IsoFLOP,
     OutOfDistribution,
     StepLaw,
@@ -93,3 +96,21 @@ def test_parameters_without_the_vocabularys_are_counted_from_a_sweeps_runs(tmp_p
 def test_a_table_that_is_not_there_is_named(tmp_path):
     with raises_saying(ConfigError, "there is no", "results.csv"):
         read_table(tmp_path)
+
+
+def test_a_parameter_that_the_runs_do_not_determine_is_marked(capsys):
+    facts = {"name": "grid", "runs": 9, "dropped": 0, "columns": {"parameters": "parameters"}, "freedom": None}
+    samples = np.array([[2.0, 1.0, 1e-2, 0.3, 0.4], [2.0, 2.0, 1e5, -0.3, 0.5]])
+    law = Chinchilla()
+    Console(width=150).print(Fit(law, law.names, samples[0], samples.repeat(20, axis=0), 0.9, facts))
+    said = capsys.readouterr().out
+    marked = [name for name in law.names if f"{name} *" in said]
+    assert marked == ["E", "B"] and "* not determined by these runs" in said
+
+
+def test_farseers_names_are_mapped_to_its_formula(capsys):
+    facts = {"name": "grid", "runs": 9, "dropped": 0, "columns": {"parameters": "parameters"}, "freedom": None}
+    law = Farseer()
+    Console(width=300).print(Fit(law, law.names, np.ones(9), np.zeros((0, 9)), 0.9, facts))
+    said = capsys.readouterr().out
+    assert "log A(N) = log_A + A_slope (x^A_curve - 1) / A_curve" in said and "not determined" not in said

@@ -30,7 +30,7 @@ from jaxscale.train import TrainConfig, check
 from pallas_kernels.errors import KernelError
 
 HERE = Path(__file__).parent
-FILES = sorted(HERE.parent.glob("**/*.gin"))
+FILES = sorted(f for f in HERE.parent.glob("**/*.gin") if "\nLayout.mesh = " in f.read_text())
 LINE = re.compile(r"^([\w/]+)\.(\w+) = (.+)$")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +194,8 @@ class SOAP:
     one_sided: bool = False
     weight_decay: float = 0.01
     others: tuple[str, ...] = ()
+
+    why_no_vmap: ClassVar[str] = "SOAP's decompositions of several runs at once never came back on a CPU (jax 0.10.2)"
 
     def __post_init__(self) -> None:
         fractions(self, "b1", "b2")

@@ -71,6 +71,8 @@ class Lanes:
     @functools.cached_property
     def _first(self) -> Prepared:
         """What the runs have in common is prepared once."""
+        if why := getattr(self.configs[0].optimizer, "why_no_vmap", None):
+            raise Broken(why)
         try:
             prepared = prepare(self.configs[0])
         except JaxscaleError as e:  # perhaps this one's alone

@@ -102,7 +102,7 @@ def piece(run: Path, reads: Path, mesh: str, until: int, steps: int = STEPS) -> 
     def stopping(self: Any, done: int) -> Any:
         if done + 1 == until and until != steps:
             self._stopping = lambda step: step == until
-            self.stop["signal"] = "the plan"
+            self.signals["signal"] = "the plan"
         return place(self, done)
 
     js.train.loop._Loop._place = stopping  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from jaxscale.commands import (
     train,
 )
 from jaxscale.commands.shared import TEXT, import_module, join
-from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError
+from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError, near
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
@@ -94,6 +94,9 @@ def _run(argv: list[str]) -> int:
     sys.path.insert(0, os.getcwd())  # a config may import a module beside it, as a script may
     bindings, rest = split_overrides(argv)
     parser = _parser()
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    if rest and not rest[0].startswith("-") and rest[0] not in names:
+        raise ConfigError(f"there is no command '{rest[0]}' (see jaxscale --help){near(rest[0], names)}")
     args = parser.parse_args(rest)
     if args.command is None:
         parser.print_help()

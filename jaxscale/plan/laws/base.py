@@ -6,6 +6,7 @@ rows (`solve`) and what follows from parameters (`at`); the bootstrap, the inter
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
+class Law(abc.ABC):
     """What a law has to say for itself; a subclass is one.
 
     Its fields are its settings. Columns are those of a sweep's `results.csv`.
@@ -66,9 +67,9 @@ class Law:
         """The rows that the law is fitted on, and that the bootstrap draws from; all, for most."""
         return table
 
+    @abc.abstractmethod
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
         """Which setting each row is a run of: the bootstrap draws settings, and with one all its seeds."""
-        raise NotImplementedError
 
     def strata_of(self, table: Table) -> Int[np.ndarray, " n"]:
         """Groups of rows within which settings are drawn; one of all, for most."""
@@ -78,34 +79,34 @@ class Law:
         """Settings that a regression has, and numbers that it fits to them; `None` where settings are many."""
         return None
 
+    @abc.abstractmethod
     def check(self, table: Table) -> None:
         """Says why a table cannot determine the law, before anything is fitted.
 
         Raises:
           ConfigError: naming the variation that is missing, and the nearest design that has it.
         """
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def names(self) -> tuple[str, ...]:
         """Of the parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def solve(self, table: Table, weights: Float[np.ndarray, "s n"]) -> Float[np.ndarray, "s k"]:
         """Parameters for each weighting of the rows; the first is of the data as they are."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def at(self, params: Mapping[str, Float[np.ndarray, " s"]], **where: float) -> dict[str, Float[np.ndarray, " s"]]:
         """Predictions, by name, for each sample of the parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def errors(self, params: Mapping[str, float], table: Table) -> dict[str, Float[np.ndarray, " m"]]:
         """How far predictions are from measurements, as shares of these, by what is predicted."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def picture(self, fit: Fit, table: Table) -> Any:
         """A matplotlib figure of the fit over its table."""
-        raise NotImplementedError
 
     def fit(self, table: Table, *, samples: int = 200, level: float = 0.9, seed: int = 0) -> Fit:
         """Fits the law.

@@ -42,6 +42,9 @@ def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--between", type=float, nargs=2, default=(2, 12), metavar="SECONDS", help="least and most between two kills"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -51,8 +54,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="jaxscale-sweeps-"))
     (folder / "lr.gin").write_text(TEXT)
     start(folder, "whole").wait()
-    while sum(sum(row["kills"].values()) for row in rows) < args.kills:
-        row = disturbed(folder, len(rows), random.Random(f"{args.seed} {len(rows)}"))
+    while (left := args.kills - sum(sum(row["kills"].values()) for row in rows)) > 0:
+        row = disturbed(folder, len(rows), random.Random(f"{args.seed} {len(rows)}"), args.between, left)
         rows.append(row)
         with args.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -75,15 +78,21 @@ def start(folder: Path, run: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "jaxscale.cli", *words], cwd=folder, env=kept)
 
 
-def disturbed(folder: Path, number: int, chance: random.Random) -> dict[str, object]:
-    """One sweep, killed until it is done."""
+def disturbed(
+    folder: Path, number: int, chance: random.Random, between: tuple[float, float], most: int
+) -> dict[str, object]:
+    """One sweep, killed until it is done, or `most` times and then left alone.
+
+    Where a start of a process takes as long as the time between two kills, no trial gets any further: a trial that ends
+    three times at one step counts as failed. Choose `between` by the machine.
+    """
     path, began, kills, starts = folder / f"sweep-{number}", time.time(), Counter[str](), 0
     ended: dict[Path, tuple[int, ...]] = {}
     while True:
         process, starts = start(folder, path.name), starts + 1
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(chance.uniform(2, 12))
+                process.wait(chance.uniform(*between) if kills.total() < most else None)
             if process.poll() is not None:
                 break
             ended |= {run: touched(run) for run in finished(path) if run not in ended}
@@ -107,6 +116,7 @@ def disturbed(folder: Path, number: int, chance: random.Random) -> dict[str, obj
         "touched": sum(touched(run) != before for run, before in ended.items()),
         "other": sum(losses(got, a) != losses(whole, b) for a, b in zip(rows, whole.table(), strict=True)),
         "seconds": round(time.time() - began),
+        "between": list(between),
     }
 
 

@@ -31,6 +31,9 @@ def add(commands: Any) -> None:
         metavar="URL",
         help="pull trials from what other machines pull from too: journal:///path/file, or postgresql://user@host/name",
     )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="of the sweep in --run, try what has failed once more"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.add_argument("--dry-run", action="store_true", help="list the runs and what they come to, and start none")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -41,6 +44,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     if args.run == "":
         raise ConfigError("the name of the sweep's folder is empty; was a variable of the shell not set?")
+    if args.retry_failed and args.run is None:
+        raise ConfigError("--retry-failed tries runs of a sweep once more; name its folder with --run DIR")
     from jaxscale import config as gin_config
     from jaxscale.sweep import Prepared, sweep_of
     from jaxscale.sweep.axes import check_bindings, space_of
@@ -65,7 +70,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         Reporter().console.print(table_of(prepared))
         return 0
     modules = tuple(args.modules or ())
-    result = prepared.run(args.run, name=Path(args.config).stem, quiet=args.quiet, imports=modules)
+    how = {"name": Path(args.config).stem, "quiet": args.quiet, "imports": modules}
+    result = prepared.run(args.run, **how, retry_failed=args.retry_failed)
     if not result.done():
         return INTERRUPTED
     tell = (lambda text: None) if args.quiet else print

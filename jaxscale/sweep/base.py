@@ -101,6 +101,13 @@ class Ledger(Protocol):
     def report(self, record: Record) -> bool:
         """Tells how far one of this machine's trials is, and how it ended; `False` where it is another's by now."""
 
+    def retry_failed(self) -> list[int]:
+        """Makes every trial that has failed a waiting one; where it goes on from, its checkpoints say.
+
+        Returns:
+          their ids.
+        """
+
     def close(self) -> None:
         """Gives up nothing: what runs stays claimed until it falls silent."""
 

@@ -83,8 +83,9 @@ class Base:
         return scoped[0] if len(scoped) == 1 and name not in self.names else name
 
 
-def difference(before: str, after: str) -> str:
-    """The first binding that two gin texts differ in."""
+def differences(before: str, after: str) -> str:
+    """Every binding that two gin texts differ in, with what it was and is."""
     was, now = ({k: v for k, _, v in (line.partition(" = ") for line in t.splitlines())} for t in (before, after))
-    key = next((k for k in sorted({**was, **now}) if was.get(k) != now.get(k)), "the order of its lines")
-    return f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}"
+    keys = [k for k in sorted({**was, **now}) if was.get(k) != now.get(k)]
+    each = [f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}" for key in keys]
+    return ", ".join(each) or "its lines are in another order"

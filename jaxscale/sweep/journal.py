@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import time
@@ -12,12 +13,13 @@ from typing import Any
 
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
-from jaxscale.sweep.base import RUNNING, STOPPED, WAITING, Record, Trial
-from jaxscale.sweep.outcomes import Progress
+from jaxscale.sweep.base import FAILED, RUNNING, STOPPED, WAITING, Record, Trial
+from jaxscale.sweep.outcomes import FILE as OUTCOME
+from jaxscale.sweep.outcomes import Outcome, Progress
 
 FILE = "trials.jsonl"
 JOBS = "jobs"
-"""Where each trial's `007.json`, `007.lock` and `007.log` are, beside the runs' own folders."""
+"""Where each trial's `007.json`, `007.lock`, `007.log` and `007.failed-1.json` are, beside the runs' own folders."""
 
 
 class Journal:
@@ -76,6 +78,15 @@ class Journal:
         self._records[record.trial.id] = record
         return True
 
+    def retry_failed(self) -> list[int]:
+        """See `Ledger`."""
+        failed = [record for record in self.records() if record.state == FAILED]
+        for record in failed:
+            folder = run_folder(self.folder, record.trial.id)
+            try_again(folder)
+            self._records[record.trial.id] = Progress(record.trial, folder, self.objective).read()
+        return [record.trial.id for record in failed]
+
     def close(self) -> None:
         """See `Ledger`."""
         self._file.close()
@@ -123,6 +134,20 @@ def run_folder(folder: Path, id: int) -> Path:
 def job_file(run: Path, kind: str) -> Path:
     """`jobs/007.json`, `.lock` or `.log` of the trial whose run folder this is."""
     return run.parent / JOBS / f"{run.name}.{kind}"
+
+
+def try_again(run: Path) -> None:
+    """Lets a trial that has failed be started once more; what it failed with stays as `jobs/007.failed-1.json`."""
+    outcome = Outcome.read(run)
+    if outcome is None or outcome.state != FAILED:
+        return
+    try:
+        number = next(n for n in itertools.count(1) if not job_file(run, f"failed-{n}.json").exists())
+        (run / OUTCOME).rename(job_file(run, f"failed-{number}.json"))
+        if any(run.iterdir()):  # else it never began, and a run begins in an empty folder
+            Outcome(STOPPED, 0, outcome.seconds).write(run)
+    except OSError as e:
+        raise RunError(f"cannot write into {run}: {e.strerror}") from e
 
 
 def held(folder: Path, id: int) -> bool:

@@ -62,6 +62,11 @@ class Live:
         if kind is None:
             self.reporter.say(self._end())
 
+    def retried(self, ids: Sequence[int]) -> None:
+        """Which trials that failed are to be tried once more."""
+        which = ", ".join(f"{id:03}" for id in ids)
+        self.reporter.say(f"trying again what failed: {which}" if ids else "no run of this sweep has failed")
+
     def show(self, records: Sequence[Record]) -> None:
         """The records as they are now."""
         if self._states is None:

@@ -24,8 +24,8 @@ from jaxscale import config as gin_config
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.base import FAILED, FINISHED, RUNNING, WAITING, Axis, Record, Trial
-from jaxscale.sweep.configs import difference
-from jaxscale.sweep.journal import Journal, held, run_folder
+from jaxscale.sweep.configs import differences
+from jaxscale.sweep.journal import Journal, held, run_folder, try_again
 from jaxscale.sweep.outcomes import Progress
 from jaxscale.sweep.search.as_optuna import optuna, quietly, shown
 from jaxscale.train.run import write_text
@@ -135,6 +135,7 @@ class SharedLedger:
         self._held: dict[int, _Start] = {}  # what this process runs
         self._read: tuple[float, dict[int, list[_Start]]] = (-math.inf, {})
         self._seen: dict[int, list[_Start]] = {}  # at the last look at the records
+        self._again: dict[int, int] = {}  # trials that failed and are wanted once more, with the number of that start
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True, name="sweep-beat")
         with self._reach():
@@ -172,6 +173,8 @@ class SharedLedger:
             if before and "end" not in before[-1].told:
                 self._end(before[-1].key, "FAIL")  # of a machine that fell silent
             self._held[trial.id] = starts[len(before)]
+        if self._again.pop(trial.id, None) is not None:
+            try_again(folder)
         if folder.parent == self.journal.folder:
             self.journal.claim(trial)
         return folder
@@ -189,6 +192,13 @@ class SharedLedger:
             del self._held[record.trial.id]
             self._read = (-math.inf, {})
         return mine
+
+    def retry_failed(self) -> list[int]:
+        """See `Ledger`; those of other machines as well. Who claims the next start first has it."""
+        with self._reach():
+            ends = {id: starts[-1] for id, starts in self._starts().items()}
+        self._again = {id: s.number for id, s in ends.items() if s.told.get("end", {}).get("state") == FAILED}
+        return sorted(self._again)
 
     def close(self) -> None:
         """See `Ledger`."""
@@ -232,6 +242,8 @@ class SharedLedger:
             record.metrics, record.seconds = dict(ends[-1]["metrics"]), ends[-1]["seconds"]
         if "end" in last.told:
             record.state, record.error = last.told["end"]["state"], last.told["end"]["error"]
+            if self._again.get(last.trial.id) == last.number:
+                record.state, record.error = WAITING, None
         else:
             record.state = RUNNING if self._alive(last) else WAITING
         return record
@@ -381,8 +393,8 @@ def _told(backend: Any, key: int, url: str, study: str, text: str) -> bool:
         return False
     if told["sweep"] != text:
         raise ConfigError(
-            f"{_safe(url)} holds another sweep as '{study}': {difference(told['sweep'], text)}; take that back, or "
-            "append #another_name to the URL"
+            f"{_safe(url)} holds another sweep as '{study}': {differences(told['sweep'], text)}; take that back, "
+            "or append #another_name to the URL"
         )
     return True
 

@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep.axes import space_of
 from jaxscale.sweep.base import RUNNING, Record, Runner, Search
 from jaxscale.sweep.checks import check
-from jaxscale.sweep.configs import Base, difference, loaded
+from jaxscale.sweep.configs import Base, differences, loaded
 from jaxscale.sweep.coordinator import Coordinator
 from jaxscale.sweep.journal import Journal
 from jaxscale.sweep.live import Live
@@ -69,6 +69,7 @@ class Sweep:
         name: str = "sweep",
         quiet: bool = False,
         imports: Sequence[str] = (),
+        retry_failed: bool = False,
     ) -> Result:
         """Carries it out, or goes on with what is in `folder`.
 
@@ -78,6 +79,8 @@ class Sweep:
           name: what a new folder is called.
           quiet: print nothing.
           imports: modules for the processes of the runs to import, beside those that gin text imports itself.
+          retry_failed: start runs that have failed once more, from their newest checkpoints; what each failed with
+            stays in `jobs/`.
 
         Returns:
           its folder, where the results are; of a shared sweep, what became of all machines' trials.
@@ -85,7 +88,8 @@ class Sweep:
         Raises:
           JaxscaleError: something does not fit, before anything is started.
         """
-        return Prepared(self, base).run(folder, name=name, quiet=quiet, imports=tuple(imports))
+        prepared = Prepared(self, base)
+        return prepared.run(folder, name=name, quiet=quiet, imports=tuple(imports), retry_failed=retry_failed)
 
 
 def sweep_of(text: str) -> Sweep:
@@ -136,7 +140,15 @@ class Prepared:
         storage = self.sweep.storage
         return Storage(storage) if isinstance(storage, str) else storage
 
-    def run(self, folder: str | Path | None, *, name: str, quiet: bool, imports: tuple[str, ...]) -> Result:
+    def run(
+        self,
+        folder: str | Path | None,
+        *,
+        name: str,
+        quiet: bool,
+        imports: tuple[str, ...],
+        retry_failed: bool = False,
+    ) -> Result:
         """See `Sweep.run`."""
         storage = self.storage()
         shared = None if storage is None else storage.connect(self.text)
@@ -146,6 +158,8 @@ class Prepared:
         live = Live(path, self.sweep, self.space, self.steps, fresh=not journal.records(), quiet=quiet)
         results = _Results(path, live.show)
         with contextlib.closing(ledger), stop_signals() as signals, live:
+            if retry_failed:
+                live.retried(ledger.retry_failed())
             Coordinator(
                 self.space,
                 self.steps,
@@ -199,7 +213,7 @@ def open_folder(path: Path | None, text: str, name: str) -> Path:
     except OSError:
         raise RunError(f"{path} is there already and holds no sweep; name another folder") from None
     if before != text:
-        raise RunError(f"{path} holds another sweep: {difference(before, text)}; take that back, or name a new folder")
+        raise RunError(f"{path} holds another sweep: {differences(before, text)}; take that back, or name a new folder")
     return path
 
 

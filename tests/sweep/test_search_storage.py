@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from jaxscale.errors import ConfigError, RunError
-from jaxscale.sweep.base import FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
+from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.storage import Storage
 from tests.truth.errors import raises_saying
@@ -138,6 +139,23 @@ def test_what_is_handed_back_is_anybodys_at_once_and_what_is_given_up_nobodys(ma
     b.claim(FIRST)
     b.report(ended(FIRST, folder, STOPPED))
     wait_for(lambda: a.records()[0].state == STOPPED)
+
+
+def test_what_failed_on_one_machine_is_tried_again_by_whoever_is_asked_to(machines):
+    a, b = machines
+    folder = a.claim(FIRST)
+    Outcome(FAILED, 2, 1.5, "no space left on device").write(folder)
+    a.report(dataclasses.replace(ended(FIRST, folder, FAILED, 2), error="no space left on device"))
+    wait_for(lambda: b.records() and b.records()[0].state == FAILED)
+    assert b.retry_failed() == [0]
+    [record] = b.records()
+    assert (record.state, record.error) == (WAITING, None)
+    assert b.claim(record.trial) == folder.resolve(), "it goes on where its checkpoints are"
+    assert json.loads((folder.parent / "jobs/000.failed-1.json").read_text())["error"] == "no space left on device"
+    wait_for(lambda: a.records()[0].state == RUNNING)
+    Outcome(FAILED, 2, 1.5, "no space left on device").write(folder)
+    b.report(dataclasses.replace(ended(FIRST, folder, FAILED, 2), error="no space left on device"))
+    assert b.records()[0].state == FAILED, "once more is once"
 
 
 def test_two_processes_share_a_sweep_and_one_killed_loses_nothing(tmp_path, url):

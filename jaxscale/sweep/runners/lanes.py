@@ -73,6 +73,8 @@ class Lanes:
         """What the runs have in common is prepared once."""
         if why := getattr(self.configs[0].optimizer, "why_no_vmap", None):
             raise Broken(why)
+        if self.configs[0].start is not None:
+            raise Broken("parameters of another run are read for each run by itself")
         try:
             prepared = prepare(self.configs[0])
         except JaxscaleError as e:  # perhaps this one's alone

@@ -55,6 +55,18 @@ def test_a_prediction_beyond_the_runs_says_how_far(fitted, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["eval_loss"]["value"] == pytest.approx(planted.chinchilla_loss(1e11, 2e12), rel=0.02)
     assert any("parameters = 1e+11 is 39.1 times the largest" in note for note in found["notes"])
+    assert main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: parameters = 1e+11 is 39.1 times the largest that the law was fitted on; no run says" in said
+
+
+def test_a_prediction_among_the_runs_and_just_beyond_them_is_not_called_untried(fitted, capsys):
+    argv = ["laws", "predict", str(fitted / "out/chinchilla.json"), "--tokens", "10B", "--json", "--parameters"]
+    notes = []
+    for parameters in ("1B", "5B"):
+        assert main([*argv, parameters]) == 0
+        notes.append(json.loads(capsys.readouterr().out)["notes"])
+    assert notes == [[], ["parameters = 5e+09 is 1.95 times the largest that the law was fitted on"]]
 
 
 def test_a_budget_is_spent(fitted, capsys):

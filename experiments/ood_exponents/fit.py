@@ -21,6 +21,7 @@ TASKS = {"decoder": "next_value", "encoder": "masked_horizon"}
 
 def main() -> None:
     """Fits, and writes."""
+    RESULTS.mkdir(exist_ok=True)
     if len(sys.argv) > 1:
         write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
     rows = read_rows(RESULTS / "runs.csv")

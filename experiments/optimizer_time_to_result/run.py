@@ -10,6 +10,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 import platform
 import re
 import subprocess
@@ -75,7 +76,7 @@ def train(folder: Path) -> None:
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
         .stdout.strip(),
     }  # fmt: skip
-    (RESULTS / "ranking.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "ranking.json").write_text(json.dumps(plain(found), indent=1) + "\n")
 
 
 def finish(sweep: Any, folder: Path, text: str) -> None:
@@ -87,6 +88,15 @@ def finish(sweep: Any, folder: Path, text: str) -> None:
 def named(optimizer: str) -> str:
     """`@momentum/SGD()` in a table."""
     return re.sub(r"@(?:\w+/)*(\w+)\(\)", r"\1", optimizer)
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: a cost that is not finite, of a target never reached, is null."""
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -119,11 +129,16 @@ def table() -> str:
         ends = [float(a["final"]) for a in mine if float(a["setting"]) == p["setting"] and int(a["seed"]) in SEEDS]
         (low, high), (least, most) = p["interval"], p["ranks"]
         lines.append(
-            f"| {p['entrant']} | {p['setting']:g}{edge} | {p['cost']:g} | {low:g} to {high:g} | {p['reached'][0]} of "
-            f"{p['reached'][1]} | {p['rank']:g} | {least:g} to {most:g} | {p['first']:.0%} | "
+            f"| {p['entrant']} | {p['setting']:g}{edge} | {said(p['cost'])} | {said(low)} to {said(high)} | "
+            f"{p['reached'][0]} of {p['reached'][1]} | {p['rank']:g} | {least:g} to {most:g} | {p['first']:.0%} | "
             f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) |"
         )
     return "\n".join([*lines, "", f"Kendall's tau between seeds: {found['stability']:.2f}."])
+
+
+def said(cost: float | None) -> str:
+    """Steps; never, where the target was not reached."""
+    return "never" if cost is None else f"{cost:g}"
 
 
 def picture() -> None:

@@ -115,7 +115,7 @@ def run_predict(args: argparse.Namespace, bindings: list[str]) -> int:
     if isinstance(fit.law, Surface) and given.keys() == {"flops"}:
         best = optimum(fit, given["flops"], Cost() if args.six_nd else None)
         shown, found = optimum_table(fit, best), dataclasses.asdict(best)
-        far = fit.beyond(parameters=best.parameters.value, tokens=best.tokens.value)
+        far = fit.beyond(**given, parameters=best.parameters.value, tokens=best.tokens.value)
     else:
         values = fit.predict(**given)
         places = ", ".join(f"{name} = {x:.4g}" for name, x in given.items())
@@ -130,7 +130,7 @@ def run_predict(args: argparse.Namespace, bindings: list[str]) -> int:
         console = _console()
         console.print(shown)
         for sentence in far:
-            console.print(f"note: {sentence}")
+            console.print(f"warning: {sentence}")
     return 0
 
 

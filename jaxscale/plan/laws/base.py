@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 PLACES = ("parameters", "tokens", "flops")
 """Where a law can be asked, by names that every law has for its columns."""
 
+FAR = 10.0
+"""So many times beyond the runs a prediction is told to be untried."""
+
+UNTRIED = "no run says whether the law holds there, and its interval does not either: it tells how the runs scatter"
+
 REDRAWS = 200
 """So often a bootstrap sample that cannot determine the law is drawn anew."""
 
@@ -193,14 +198,15 @@ class Fit(Shown):
         return self.law.errors(self.values, table)
 
     def beyond(self, **where: float) -> list[str]:
-        """Sentences on what lies outside of the runs that the law was fitted on."""
+        """Sentences on what lies outside of the runs that the law was fitted on, with the factor."""
         ranges = self.facts["ranges"]
         out = []
         for name, x in where.items():
             low, high = ranges.get(name, (x, x))
             if not low * 0.999 <= x <= high * 1.001:
                 times = f"{x / high:.3g} times the largest" if x > high else f"{low / x:.3g} times below the smallest"
-                out.append(f"{name} = {x:.4g} is {times} that the law was fitted on")
+                far = f"; {UNTRIED}" if max(x / high, low / x) >= FAR else ""
+                out.append(f"{name} = {x:.4g} is {times} that the law was fitted on{far}")
         return out
 
     def to_json(self) -> dict[str, Any]:

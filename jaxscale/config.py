@@ -23,43 +23,39 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import gin
-from gin.config import ConfigurableReference, ParserDelegate
+from gin.config import ConfigurableReference
 from gin.config_parser import BindingStatement, BlockDeclaration, ImportStatement
 
+from jaxscale.config_check import Binding, check
 from jaxscale.config_parse import Statement, read_file, read_text, split_overrides
+from jaxscale.config_registry import (
+    BY_ID,
+    BY_NAME,
+    MACRO,
+    Key,
+    References,
+    behind_gin,
+    configurable,
+    find,
+    known,
+    macro_of,
+    meant,
+    name_of,
+    register,
+    registered,
+    short,
+    words,
+)
 from jaxscale.config_text import LOST, Inexpressible, Parts, Text, Writer, literal
-from jaxscale.config_types import fits, parameters, say, type_hints
+from jaxscale.config_types import parameters
 from jaxscale.errors import ConfigError, near
 
-__all__ = ["REQUIRED", "Bound", "Text", "call", "clear", "dumps", "isolated", "load", "lost", "parse", "raw"]
-__all__ += ["register", "registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
+__all__ = ["REQUIRED", "Bound", "Text", "call", "clear", "dumps", "isolated", "load", "lost", "meant", "parse"]
+__all__ += ["raw", "register", "registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
 
 REQUIRED = gin.REQUIRED
-_MACRO = "gin.macro"
 
-T = typing.TypeVar("T", bound=Callable)
-Key = tuple[str, str, str]  # scope, full selector, parameter
-
-
-class _Entry(typing.NamedTuple):
-    """A registered object, the name configs call it by, and gin's full selector."""
-
-    name: str
-    obj: Callable
-    selector: str
-
-
-class _Binding(typing.NamedTuple):
-    """A parsed value and the place it was written at (`demo.gin:3`)."""
-
-    value: object
-    where: str
-
-
-_BY_NAME: dict[str, _Entry] = {}
-_BY_SELECTOR: dict[str, _Entry] = {}
-_BY_ID: dict[int, _Entry] = {}  # entries keep their object alive, so an id stays its own
-_BINDINGS: dict[Key, _Binding] = {}
+_BINDINGS: dict[Key, Binding] = {}
 _READ: set[Key] = set()
 
 
@@ -75,66 +71,7 @@ class Bound(functools.partial):
         return hash((self.func, self.args, tuple(sorted(self.keywords))))
 
 
-# --- registering ------------------------------------------------------------------------------------------------------
-
-
-@typing.overload
-def register(obj: T, *, name: str | None = None) -> T: ...
-@typing.overload
-def register(obj: None = None, *, name: str | None = None) -> Callable[[T], T]: ...
-def register(obj=None, *, name=None):
-    """Makes a class or function known to configs as `@name`, in place; plain calls from Python stay untouched.
-
-    Args:
-        obj: The class or function; left out when used as `@register(name=...)`.
-        name: What configs call it; by default its `__name__`.
-
-    Returns:
-        The very object (so classes keep their identity and pickle), or a decorator.
-
-    Raises:
-        ConfigError: The name belongs to another object.
-    """
-    if obj is None:
-        return functools.partial(register, name=name)
-    name = name or obj.__name__
-    known = _BY_NAME.get(name)
-    again = known is not None and _origin(known.obj) == _origin(obj)  # a module or a notebook cell run a second time
-    if known is not None and known.obj is not obj and not again:
-        raise ConfigError(
-            f"two objects want the config name '{name}': {'.'.join(_origin(known.obj))} and {'.'.join(_origin(obj))}"
-        )
-    # A full selector of our own keeps `constant` or `macro` apart from gin's objects of that name.
-    selector = f"jaxscale_registry.{name}"
-    with gin.config.interactive_mode(), gin.unlock_config():
-        gin.register(selector)(obj)
-    if known is not None:
-        _BY_ID.pop(id(known.obj), None)
-    entry = _Entry(name, obj, selector)
-    _BY_NAME[name] = _BY_SELECTOR[selector] = _BY_ID[id(obj)] = entry
-    return obj
-
-
-def registered() -> dict[str, Callable]:
-    """Name -> object of everything registered, sorted by name."""
-    return {name: _BY_NAME[name].obj for name in sorted(_BY_NAME)}
-
-
-def unwrap(value: typing.Any) -> typing.Any:
-    """The plain function or class behind gin's own wrapper of it, where no binding would be lost; else `value`."""
-    entry = _behind_gin(value)
-    if entry is None or any(selector == entry.selector for _, selector, _ in _BINDINGS):
-        return value
-    return entry.obj
-
-
 # --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def meant(value: object) -> str:
-    """Ends an error message where an instance belongs and a class, or its name, was given: `; write @AdamW()`."""
-    entry = _BY_NAME.get(value) if isinstance(value, str) else _behind_gin(value) or _BY_ID.get(id(value))
-    return f"; write @{entry.name}()" if entry is not None else ""
 
 
 def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allow_imports: bool = True) -> str:
@@ -155,14 +92,14 @@ def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allo
     clear()
     imports: dict[str, None] = {}
     try:
-        read = [read_file(Path(file), _Delegate(), allow_imports=allow_imports) for file in files]
-        read += [read_text(text, _Delegate(), allow_imports=allow_imports) for text in bindings]
+        read = [read_file(Path(file), References(), allow_imports=allow_imports) for file in files]
+        read += [read_text(text, References(), allow_imports=allow_imports) for text in bindings]
         for statement, where in itertools.chain.from_iterable(read):
             if isinstance(statement, ImportStatement):
                 imports[statement.format()] = None
             _bind(statement, where)
         try:
-            _check()
+            check(_BINDINGS)
         except RecursionError:
             raise ConfigError("a macro of the config refers to itself without end") from None
         for key, binding in _BINDINGS.items():
@@ -208,19 +145,48 @@ def call(name: str, /, **kwargs: object) -> object:
         ConfigError: The name is unknown, or an argument without a default is neither bound nor passed.
     """
     *scopes, last = name.split("/")
-    selector = _find(last)
+    selector = find(last)
     if selector is None:
-        raise ConfigError(f"nothing is registered as '{last}'{near(last, _BY_NAME)}")
+        raise ConfigError(f"nothing is registered as '{last}'{near(last, BY_NAME)}")
     try:
         values = _arguments(selector, tuple(scopes), kwargs)
     except RecursionError:
         raise ConfigError(f"the config of '{name}' refers to itself without end") from None
-    return _build(_configurable(selector).wrapped, selector, tuple(scopes), {**values, **kwargs})
+    return _build(configurable(selector).wrapped, selector, tuple(scopes), {**values, **kwargs})
 
 
 def unused() -> list[str]:
     """Bindings of the loaded config that no `call` has read so far, such as `model/Rotary.theta`; macros included."""
-    return sorted(_name(key) for key in _BINDINGS if key not in _READ)
+    return sorted(name_of(key) for key in _BINDINGS if key not in _READ)
+
+
+def _bind(statement: Statement, where: str) -> None:
+    """Enters a parsed statement into the bindings; a later one of the same key replaces an earlier one."""
+    if isinstance(statement, BlockDeclaration):
+        known(statement.selector, where)
+    elif isinstance(statement, BindingStatement):
+        scope, selector, parameter, value, _ = statement
+        if parameter:
+            key = (scope, known(selector, where), parameter)
+        else:
+            key = ("/".join(filter(None, (scope, selector))), MACRO, "value")
+        _BINDINGS[key] = Binding(value, where)
+
+
+def _line(key: Key) -> str:
+    return f"{name_of(key)} = {words(_BINDINGS[key].value)}\n"
+
+
+def _macros_first(line: str) -> tuple[bool, str]:
+    return "." in line.split(" = ")[0], line
+
+
+def unwrap(value: typing.Any) -> typing.Any:
+    """The plain function or class behind gin's own wrapper of it, where no binding would be lost; else `value`."""
+    entry = behind_gin(value)
+    if entry is None or any(selector == entry.selector for _, selector, _ in _BINDINGS):
+        return value
+    return entry.obj
 
 
 # --- values as they are written ---------------------------------------------------------------------------------------
@@ -237,9 +203,9 @@ def raw(name: str) -> object:
     """
     scope, _, last = name.rpartition("/")
     selector, dot, parameter = last.rpartition(".")
-    key = (scope, _find(selector) or selector, parameter) if dot else (name, _MACRO, "value")
+    key = (scope, find(selector) or selector, parameter) if dot else (name, MACRO, "value")
     if key not in _BINDINGS:
-        raise ConfigError(f"nothing binds '{name}'{near(name, map(_name, _BINDINGS))}")
+        raise ConfigError(f"nothing binds '{name}'{near(name, map(name_of, _BINDINGS))}")
     _READ.add(key)
     return _unresolved(_BINDINGS[key].value)
 
@@ -271,7 +237,7 @@ def resolve(text: str) -> object:
 
 
 def _value(text: str) -> object:
-    [(statement, _)] = read_text(f"_ = {text}", _Delegate(), allow_imports=False)
+    [(statement, _)] = read_text(f"_ = {text}", References(), allow_imports=False)
     return statement.value
 
 
@@ -286,11 +252,11 @@ def _unresolved(value: object) -> typing.Any:
         return tuple(_unresolved(v) for v in value)
     if type(value) is dict:
         return {_unresolved(k): _unresolved(v) for k, v in value.items()}
-    macro = _macro(value)
-    if macro is not None and (macro, _MACRO, "value") in _BINDINGS:
-        _READ.add((macro, _MACRO, "value"))
-        return _unresolved(_BINDINGS[macro, _MACRO, "value"].value)
-    return Text(_words(value)) if isinstance(value, ConfigurableReference) else value
+    macro = macro_of(value)
+    if macro is not None and (macro, MACRO, "value") in _BINDINGS:
+        _READ.add((macro, MACRO, "value"))
+        return _unresolved(_BINDINGS[macro, MACRO, "value"].value)
+    return Text(words(value)) if isinstance(value, ConfigurableReference) else value
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -324,11 +290,11 @@ def _parts(value: object) -> Parts:
         name, values, evaluate = _parts(value.func)
         if not evaluate:
             return name, {**values, **value.keywords}, False
-    elif entry := _BY_ID.get(id(value)):
+    elif entry := BY_ID.get(id(value)):
         return entry.name, {}, False
-    elif entry := _behind_gin(value):
+    elif entry := behind_gin(value):
         return entry.name, _arguments(entry.selector, (), ()), False
-    elif (entry := _BY_ID.get(id(type(value)))) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
+    elif (entry := BY_ID.get(id(type(value)))) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
         names = [n for n, p in parameters(entry.obj).items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if all(hasattr(value, n) for n in names):
             return entry.name, {n: getattr(value, n) for n in names}, True
@@ -340,7 +306,7 @@ def _parts(value: object) -> Parts:
 
 def _build(obj: Callable, selector: str, scopes: tuple[str, ...], values: dict[str, object]) -> object:
     """Calls `obj`, after asking for what it needs and nobody gave."""
-    name = "/".join((*scopes, _short(selector)))
+    name = "/".join((*scopes, short(selector)))
     for parameter in parameters(obj).values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -378,9 +344,9 @@ def _resolve(value: object, scopes: tuple[str, ...]) -> object:
         return {_resolve(k, scopes): _resolve(v, scopes) for k, v in value.items()}
     if not isinstance(value, ConfigurableReference):
         return value
-    if macro := _macro(value):
-        _READ.add((macro, _MACRO, "value"))
-        return _resolve(_BINDINGS[macro, _MACRO, "value"].value, scopes)
+    if macro := macro_of(value):
+        _READ.add((macro, MACRO, "value"))
+        return _resolve(_BINDINGS[macro, MACRO, "value"].value, scopes)
     if value.configurable.selector == "gin.constant":
         return value.scoped_configurable_fn()
     # As in gin, a scope written at a reference replaces the current one; without, the current one is inherited.
@@ -390,161 +356,3 @@ def _resolve(value: object, scopes: tuple[str, ...]) -> object:
         return _build(obj, selector, inner, _arguments(selector, inner, ()))
     values = _arguments(selector, inner, ())
     return Bound(obj, **values) if values else obj
-
-
-# --- parsing and checking ---------------------------------------------------------------------------------------------
-
-
-def _bind(statement: Statement, where: str) -> None:
-    """Enters a parsed statement into the bindings; a later one of the same key replaces an earlier one."""
-    if isinstance(statement, BlockDeclaration):
-        _known(statement.selector, where)
-    elif isinstance(statement, BindingStatement):
-        scope, selector, parameter, value, _ = statement
-        if parameter:
-            key = (scope, _known(selector, where), parameter)
-        else:
-            key = ("/".join(filter(None, (scope, selector))), _MACRO, "value")
-        _BINDINGS[key] = _Binding(value, where)
-
-
-class _Delegate(ParserDelegate):
-    """Makes gin's references, from our names first. gin passes SyntaxErrors on as they are, hence their use here."""
-
-    def configurable_reference(self, scoped_selector: str, evaluate: bool) -> ConfigurableReference:
-        *scopes, last = scoped_selector.split("/")
-        selector = _find(last)
-        if selector is None:
-            raise SyntaxError(f"nothing is registered as '@{last}'{near(last, _BY_NAME)}")
-        return ConfigurableReference("/".join([*scopes, selector]), evaluate)
-
-
-def _check() -> None:
-    """Every macro is defined, every bound parameter exists, every value fits its annotation."""
-    macros = {scope: b.value for (scope, selector, _), b in _BINDINGS.items() if selector == _MACRO}
-    hints = functools.cache(type_hints)  # `train` alone has thirty bindings
-    for value, where in _BINDINGS.values():
-        for macro in filter(None, map(_macro, _references(value))):
-            if macro not in macros:
-                raise ConfigError(f"{where}: the macro '%{macro}' is not defined{near(macro, macros)}")
-    for key, (value, where) in _BINDINGS.items():
-        _, selector, name = key
-        if selector == _MACRO:
-            continue
-        obj = _configurable(selector).wrapped
-        accepted = parameters(obj)
-        if name not in accepted and any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            made = hints(obj).get("return")  # `llama3_8b(**changes)` takes the fields of what it makes
-            if isinstance(made, type) and dataclasses.is_dataclass(made):
-                obj, accepted = made, parameters(made)
-        if name in accepted and accepted[name].kind is not inspect.Parameter.VAR_POSITIONAL:
-            expected = hints(obj).get(name, typing.Any)
-            if value is None and accepted[name].default is None:
-                continue  # `lr: float = None` means it may be None
-            if not fits(value, expected, macros):
-                said = f"{_name(key)} must be {say(expected)}, not {_words(value)}{_hint(value, expected)}"
-                raise ConfigError(f"{where}: {said}")
-        elif not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            raise ConfigError(f"{where}: '{_short(selector)}' has no parameter '{name}'{near(name, accepted)}")
-
-
-def _hint(value: object, expected: object) -> str:
-    if isinstance(value, ConfigurableReference) and not value.evaluate:
-        return f"; write {_words(value)}() for an instance"
-    if isinstance(value, str) and value.lower() in ("true", "false", "none"):
-        return f"; write {value.capitalize()}"
-    if typing.get_origin(expected) is typing.Literal and isinstance(value, str):
-        return near(value, map(str, typing.get_args(expected)))
-    if isinstance(value, str) and value in _BY_NAME:
-        entry = _BY_NAME[value]
-        whole = isinstance(entry.obj, type)  # a class is mostly meant to be made, a function to be passed
-        found = (ConfigurableReference(entry.selector, evaluate) for evaluate in (whole, not whole))
-        return next((f"; write {_words(ref)}" for ref in found if fits(ref, expected, {})), "")
-    return "; write it with round brackets" if isinstance(value, list) and typing.get_origin(expected) is tuple else ""
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def _find(selector: str) -> str | None:
-    """gin's full selector of a name: ours first, else whatever gin alone knows; None when nobody does."""
-    if selector in _BY_NAME:
-        return _BY_NAME[selector].selector
-    try:
-        return _configurable(selector).selector
-    except (KeyError, ValueError):  # none of that name, or several and none of them ours
-        return None
-
-
-def _configurable(selector: str) -> gin.config.Configurable:
-    return ConfigurableReference(selector, False).configurable
-
-
-def _known(selector: str, where: str) -> str:
-    found = _find(selector)
-    if found is None:
-        raise ConfigError(f"{where}: nothing is registered as '{selector}'{near(selector, _BY_NAME)}")
-    return found
-
-
-def _behind_gin(value: object) -> _Entry | None:
-    """The entry whose gin wrapper `value` is."""
-    if isinstance(value, type):
-        entry = _BY_ID.get(id(value.__bases__[0])) if value.__bases__ else None
-    else:
-        entry = _BY_ID.get(id(getattr(value, "__wrapped__", None)))
-    if entry is None or _configurable(entry.selector).wrapper is not value:
-        return None
-    return entry
-
-
-def _origin(obj: Callable) -> tuple[str, str]:
-    return getattr(obj, "__module__", None) or "", getattr(obj, "__qualname__", repr(obj))
-
-
-def _short(selector: str) -> str:
-    return _BY_SELECTOR[selector].name if selector in _BY_SELECTOR else selector
-
-
-def _name(key: Key) -> str:
-    scope, selector, parameter = key
-    return scope if selector == _MACRO else f"{scope}/{_short(selector)}.{parameter}".lstrip("/")
-
-
-def _line(key: Key) -> str:
-    return f"{_name(key)} = {_words(_BINDINGS[key].value)}\n"
-
-
-def _macros_first(line: str) -> tuple[bool, str]:
-    return "." in line.split(" = ")[0], line
-
-
-def _macro(value: object) -> str | None:
-    """The name of the macro that a reference reads, or None."""
-    if isinstance(value, ConfigurableReference) and value.configurable.selector == _MACRO:
-        return "/".join(value.scopes)
-    return None
-
-
-def _references(value: object) -> Iterator[ConfigurableReference]:
-    """Every reference in a parsed value, however deep in containers."""
-    if isinstance(value, ConfigurableReference):
-        yield value
-    elif isinstance(value, dict):
-        yield from _references([*value.keys(), *value.values()])
-    elif isinstance(value, (list, tuple)):
-        for element in value:
-            yield from _references(element)
-
-
-def _words(value: object) -> str:
-    """A parsed value as gin text, with our short names in its references."""
-
-    def reference(ref: object, path: tuple[str, ...]) -> str:
-        if not isinstance(ref, ConfigurableReference):
-            return repr(ref)
-        if ref.configurable.selector in (_MACRO, "gin.constant"):
-            return "%" + "/".join(ref.scopes)
-        return "@" + "/".join((*ref.scopes, _short(ref.configurable.selector))) + "()" * ref.evaluate
-
-    return literal(value, reference, ())

@@ -1,8 +1,8 @@
 """Kernels for TPU and GPU, each beside its float32 reference: imports JAX and nothing of jaxscale.
 
 Ops: `pallas_kernels.softmax`, `pallas_kernels.blockwise`, `pallas_kernels.flash_attention`,
-`pallas_kernels.cut_cross_entropy`. Each takes `implementation=`: `None` is the best one for the platform a program is
-lowered for, a name is that one or an error. `chosen()` tells what was chosen and why.
+`pallas_kernels.cut_cross_entropy`, `pallas_kernels.decode_attention`. Each takes `implementation=`: `None` is the best
+one for the platform a program is lowered for, a name is that one or an error. `chosen()` tells what was chosen and why.
 """
 
 from __future__ import annotations

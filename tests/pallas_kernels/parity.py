@@ -37,6 +37,7 @@ from pallas_kernels.blockwise import (
     update_blockwise,
 )
 from pallas_kernels.cut_cross_entropy import linear_cross_entropy
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import KernelError
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
 
@@ -111,6 +112,7 @@ def cases() -> Iterator[Case]:
     yield from _blockwise_cases()
     yield from _attention_cases()
     yield from _loss_cases()
+    yield from _decode_cases()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -320,6 +322,39 @@ def _loss_and_gradients(x: Any, w: Any, targets: Any, d: Any, options: dict[str,
 
     y, (dx, dw) = jax.jit(lambda x, w: (f(x, w), jax.vjp(f, x, w)[1](d)))(x, w)
     return y, dx, dw
+
+
+# decode attention ------------------------------------------------------------------------------------------------
+
+_CACHES: dict[str, dict[str, Any]] = {
+    "contiguous, grouped": {"pages": (136, 1)},
+    "pages, 3 queries, window": {"pages": (16, 9), "queries": 3, "window": 40},
+    "pages dealt out, softcap": {"pages": (16, 9), "stride": 2, "softcap": 2.0},
+}
+
+
+def _decode_cases() -> Iterator[Case]:
+    from tests.pallas_kernels.decode_attention import cases
+
+    for feature, given in _CACHES.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            case = {"dtype": dtype, "widths": (64, 64), "heads": (4, 2), "queries": 1, **given}
+            arrays, options = cases.make(case, pages=True)
+            # one run shows both
+            ours = functools.cache(functools.partial(_decoded, arrays, options))
+            plain = functools.cache(functools.partial(cases.plain, arrays, options))
+            right = functools.cache(functools.partial(cases.truth, arrays, options))
+            for i, part in enumerate(("out", "lse")):
+                yield Case(
+                    "decode_attention", feature, dtype, part,
+                    lambda how, ours=ours, i=i: _finite(ours(how)[i]),
+                    lambda plain=plain, i=i: _finite(plain()[i]),
+                    lambda right=right, i=i: _finite(right()[i]),
+                )  # fmt: skip
+
+
+def _decoded(arrays: Any, options: dict[str, Any], how: str) -> Any:
+    return jax.jit(lambda a: decode_attention(*a, **options, implementation=how))(arrays)
 
 
 # the table -------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_the_gates_command_names_an_unknown_op(capsys):
     with pytest.raises(SystemExit):
         gate.main(["sofmax"])
     assert (
-        "no kernels of 'sofmax'; there are blockwise, cut_cross_entropy, flash_attention, softmax"
+        "no kernels of 'sofmax'; there are blockwise, cut_cross_entropy, decode_attention, flash_attention, softmax"
         in capsys.readouterr().err
     )
 

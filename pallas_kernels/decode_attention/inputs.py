@@ -1,0 +1,181 @@
+"""What attention to a cache is given: arrays, what is known before tracing, and the checks before anything is traced.
+
+Keys lie in pages, and a row's table names its pages in order; a cache without pages is one page a row. `first` and
+`stride` say which pages of a text a table names when devices have dealt them out among themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.errors import KernelError
+from pallas_kernels.flash_attention.inputs import Score
+
+__all__ = ["How", "Inputs", "checked", "starts"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Inputs(NamedTuple):
+    """The arrays.
+
+    Args:
+      q: (B, Q, H, D).
+      k: (P, page, K, D).
+      v: (P, page, K, Dv), or `None`: the first Dv widths of keys.
+      positions: int32 (B, Q).
+      tables: int32 (B, N).
+      first: int32 ().
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array | None
+    positions: jax.Array
+    tables: jax.Array
+    first: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What is known before tracing besides shapes.
+
+    Args:
+      score: scale and soft-cap.
+      window: latest places a query sees, its own included, or `None`.
+      value_dim: Dv.
+      stride: pages of a text from one of a table's entries to the next.
+    """
+
+    score: Score
+    window: int | None
+    value_dim: int
+    stride: int
+
+
+def starts(first: Any, stride: int, page: int, entries: int) -> jax.Array:
+    """The place of the first key of each entry of a table, int32."""
+    return (jnp.asarray(first, jnp.int32) + jnp.arange(entries, dtype=jnp.int32) * stride) * page
+
+
+def checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    positions: Any,
+    lengths: Any,
+    tables: Any,
+    first: Any,
+    stride: int,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    value_dim: int | None,
+) -> tuple[Inputs, How]:
+    """The arguments of `decode_attention` in order, or a sentence on what is wrong with them.
+
+    Raises:
+      KernelError: as documented there.
+    """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), None if v is None else jnp.asarray(v)
+    _check_arrays(q, k, v)
+    (b, n, _, d), (pages, page) = q.shape, k.shape[:2]
+    value_dim = _value_dim(d, v, value_dim)
+    positions = _positions(positions, lengths, b, n)
+    tables = _tables(tables, b, pages)
+    if tables.shape[1] * page * stride >= 2**30:
+        raise _error(f"{tables.shape[1]} pages of {page} keys, every {stride}-th of a text, pass place 2**30")
+    if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__") or int(window) < 1):
+        raise _error(
+            f"window has to be an integer of at least 1 (the query's own place counts) or None, not {window!r}"
+        )
+    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+        raise _error(f"stride has to be an integer of at least 1, not {stride!r}")
+    softcap, scale = _number("softcap", softcap), _number("scale", scale)
+    if softcap is not None and softcap <= 0:
+        raise _error(f"softcap has to be greater than 0 or None, not {softcap}")
+    first = jnp.asarray(first)
+    if first.ndim or not jnp.issubdtype(first.dtype, jnp.integer):
+        raise _error(f"first has to be one integer, not {first.dtype.name} of shape {first.shape}")
+    score = Score("softmax", d**-0.5 if scale is None else scale, softcap, 0.0)
+    how = How(score, None if window is None else min(int(window), 2**30), value_dim, stride)
+    return Inputs(q, k, v, positions, tables, first.astype(jnp.int32)), how
+
+
+def _error(what: str) -> KernelError:
+    return KernelError(f"decode_attention: {what}")
+
+
+def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array | None) -> None:
+    shapes = {"q": (q, "(rows, queries, heads, head_dim)"), "k": (k, "(pages, page, key heads, head_dim)")}
+    for name, (x, words) in (shapes | ({} if v is None else {"v": (v, "(pages, page, key heads, width)")})).items():
+        if x.ndim != 4:
+            raise _error(f"{name} has to be {words}, not of shape {x.shape}")
+        if x.dtype.name not in DTYPES:
+            raise _error(
+                f"takes float32, bfloat16 or float16, and {name} is {x.dtype.name}; convert with {name}.astype"
+            )
+        if x.dtype != q.dtype:
+            raise _error(f"q is {q.dtype.name} and {name} is {x.dtype.name}; they have to share a dtype")
+        if 0 in x.shape:
+            raise _error(f"{name} of shape {x.shape} has nothing in it to attend with")
+    if v is not None and k.shape[:3] != v.shape[:3]:
+        raise _error(f"k of shape {k.shape} and v of shape {v.shape} differ before the last axis")
+    if q.shape[3] != k.shape[3]:
+        raise _error(f"the head_dim of q is {q.shape[3]}, and that of k is {k.shape[3]}")
+    if q.shape[2] % k.shape[2]:
+        near = max(1, round(q.shape[2] / k.shape[2])) * k.shape[2]
+        raise _error(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads; {near} would be")
+
+
+def _value_dim(d: int, v: jax.Array | None, value_dim: int | None) -> int:
+    if v is not None:
+        if value_dim not in (None, v.shape[3]):
+            raise _error(f"value_dim is {value_dim}, and v is {v.shape[3]} wide; leave value_dim out")
+        return int(v.shape[3])
+    if value_dim is None:
+        raise _error("without v, values are the first value_dim widths of k; name value_dim")
+    if not 1 <= value_dim <= d:
+        raise _error(f"value_dim has to be from 1 to the {d} widths of k, not {value_dim}")
+    return value_dim
+
+
+def _positions(positions: Any, lengths: Any, b: int, n: int) -> jax.Array:
+    if (positions is None) == (lengths is None):
+        raise _error("name either positions, (rows, queries), or lengths, (rows,)")
+    name, given, want = ("lengths", lengths, (b,)) if positions is None else ("positions", positions, (b, n))
+    found = jnp.asarray(given)
+    if found.shape != want or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise _error(f"{name} has to be integers of shape {want}, not {found.dtype.name} of shape {found.shape}")
+    found = found.astype(jnp.int32)
+    return found if positions is not None else jnp.maximum(found[:, None] - n + jnp.arange(n, dtype=jnp.int32), -1)
+
+
+def _tables(tables: Any, b: int, pages: int) -> jax.Array:
+    if tables is None:
+        if pages != b:
+            raise _error(f"there are {b} rows of queries and {pages} of keys; name a row's pages by tables")
+        return jnp.asarray(np.arange(b, dtype=np.int32)[:, None])
+    tables = jnp.asarray(tables)
+    if tables.ndim != 2 or tables.shape[0] != b or not tables.shape[1]:
+        raise _error(f"tables has to be ({b}, pages of a row), not of shape {tables.shape}")
+    if not jnp.issubdtype(tables.dtype, jnp.integer):
+        raise _error(f"tables has to be integers, not {tables.dtype.name}")
+    return tables.astype(jnp.int32)
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, jax.core.Tracer):
+        raise _error(f"{name} has to be known before tracing; multiply q instead, or fix it")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _error(f"{name} has to be a number or None, not {value!r}") from None

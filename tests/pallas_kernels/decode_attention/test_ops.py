@@ -1,0 +1,114 @@
+"""Attention to a cache: XLA's form against float64, parts that merge, what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.parallel.context import Part, merge
+from jaxscale.testing.ops import allowed, error_of
+from pallas_kernels.decode_attention import decode_attention, xla
+from pallas_kernels.dispatch import KernelError
+from tests.pallas_kernels.decode_attention.cases import CASES, make, plain, truth
+from tests.pallas_kernels.flash_attention.cases import name_of
+
+finite = lambda lse: np.where(np.isneginf(lse), 0, lse)  # noqa: E731
+
+
+def check(arrays, options, **how):
+    """As exact as a plain implementation, and -inf where that is."""
+    run = jax.jit(lambda a, p, t: decode_attention(*a, **options | {"positions": p, "tables": t}, **how))
+    got = run(arrays, options["positions"], options["tables"])
+    want, simple = truth(arrays, options), plain(arrays, options)
+    assert all(x.dtype == jnp.float32 for x in got)
+    np.testing.assert_array_equal(np.isneginf(got[1]), np.isneginf(want[1]))
+    for a, b, c in zip(got, want, simple, strict=True):
+        assert error_of(finite(a), finite(b)) <= allowed(error_of(finite(c), finite(b)), a.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypatch):
+    if CASES.index(case) % 2:
+        monkeypatch.setattr(xla, "CHUNK_BYTES", 1)  # 32 keys at a time, the least
+    check(*make(case), implementation="xla")
+
+
+def test_the_dense_form_is_the_truth():
+    check(*make(CASES[0]), implementation="dense")
+
+
+def test_lengths_are_positions_at_the_end():
+    (q, k, v), options = make({"dtype": "float32", "widths": (8, 8), "heads": (2, 1), "queries": 2, "pages": (16, 2)})
+    lengths = np.array([7, 20, 0])
+    positions = lengths[:, None] + [[-2, -1]]
+    k, v, tables = jnp.nan_to_num(k), jnp.nan_to_num(v), options["tables"]
+    got = jax.jit(lambda n: decode_attention(q, k, v, lengths=n, tables=tables))(lengths)
+    want = jax.jit(lambda p: decode_attention(q, k, v, positions=p, tables=tables))(np.maximum(positions, -1))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.asarray(got[0][2]).any() and np.isneginf(got[1][2]).all()
+
+
+def test_pages_dealt_out_to_devices_merge_to_the_whole():
+    (q, k, v), options = make({"dtype": "float32", "widths": (8, 8), "heads": (2, 1), "queries": 2, "pages": (4, 9)})
+    tables, devices = options["tables"], 3
+
+    @jax.jit
+    def both():
+        dealt = ({"tables": tables[:, i::devices], "first": i, "stride": devices} for i in range(devices))
+        parts = (Part(*decode_attention(q, k, v, **options | of_device)) for of_device in dealt)
+        return decode_attention(q, k, v, **options), functools.reduce(merge, parts)
+
+    whole, merged = both()
+    np.testing.assert_allclose(merged.out, whole[0], atol=1e-6)
+    np.testing.assert_allclose(merged.lse, whole[1], atol=1e-6)
+
+
+def test_no_more_is_looked_at_than_the_longest_row_has():
+    q, k = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 64, 1, 8))
+    text = jax.jit(lambda q, k, n: decode_attention(q, k, k, lengths=n)).lower(q, k, np.array([3, 5])).as_text()
+    assert "while" not in text  # a chunk is the whole of it
+    k = jnp.ones((2, 2**17, 1, 8))
+    text = jax.jit(lambda q, k, n: decode_attention(q, k, k, lengths=n)).lower(q, k, np.array([3, 5])).as_text()
+    assert "while" in text
+
+
+ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q": (2, 1, 3, 16)}, "3 query heads are not a multiple of 2 key heads; 4 would be"),
+        ({"v": (2, 16, 2, 16)}, "differ before the last axis"),
+        ({"k": (3, 32, 2, 16), "v": (3, 32, 2, 16)}, "2 rows of queries and 3 of keys"),
+        ({"lengths": None}, "either positions"),
+        ({"lengths": np.array([1.0, 2.0])}, r"integers of shape \(2,\), not float"),
+        ({"tables": np.zeros((3, 1), int)}, r"tables has to be \(2, pages of a row\)"),
+        ({"window": 0}, "window has to be"),
+        ({"softcap": -1.0}, "softcap has to be"),
+        ({"stride": 0}, "stride has to be"),
+        ({"value_dim": 8}, "value_dim is 8, and v is 16 wide"),
+        ({"v": None}, "name value_dim"),
+        ({"dtype": jnp.int32}, "takes float32, bfloat16 or float16, and q is int32"),
+        ({"implementation": "xal"}, "did you mean 'xla'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_what_does_not_fit_is_one_sentence(change, says):
+    shapes = ARRAYS | {n: change[n] for n in ARRAYS if n in change}
+    arrays = (None if s is None else jnp.ones(s, change.get("dtype", jnp.float32)) for s in shapes.values())
+    options = {n: x for n, x in change.items() if n not in (*ARRAYS, "dtype")}
+    with pytest.raises(KernelError, match=says):
+        decode_attention(*arrays, **({"lengths": np.array([3, 5])} | options))
+
+
+@pytest.mark.parametrize("mode", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
+def test_it_has_no_gradient_and_says_so(mode):
+    k = jnp.ones(ARRAYS["k"])
+    f = lambda q: decode_attention(q, k, k, lengths=np.array([3, 5]))[0].sum()  # noqa: E731
+    with pytest.raises(KernelError, match="no gradient.*flash_attention"):
+        mode(f)(jnp.ones(ARRAYS["q"]))

@@ -20,8 +20,11 @@ AXES: dict[str, str] = {
     "heads": "query heads",
     "kv_heads": "key and value heads (fewer than `heads` in grouped-query attention)",
     "head_dim": "width of one head",
+    "latent": "a narrow vector that all heads' keys and values, or queries, are made of (multi-head latent attention)",
+    "latent_in": "`latent` in the matrices that heads are made by; FSDP splits it in parameters",
     "vocab": "token ids",
     "positions": "learned absolute positions",
+    "rank": "the rank of an adapter's two matrices",
     "norm": "the width of a normalisation's scale and bias, outside of FSDP's split of `embed`",
     # stacks
     "layers": "copies of a repeating group of blocks, stacked and scanned; pipeline splits it",

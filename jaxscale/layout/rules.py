@@ -94,9 +94,9 @@ _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
 _ENDS: dict[str, Target] = {"vocab": "pipeline"}
 # Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
 # (`expert` splits experts; it is no replica of those.)
-_WIDTHS = ("embed", "norm", "expert_embed")
+_WIDTHS = ("embed", "norm", "expert_embed", "latent_in")
 _ALL: dict[str, Target] = dict.fromkeys(_WIDTHS, ("data", "fsdp"))
-_FSDP: dict[str, Target] = {"embed": "fsdp", "expert_embed": "fsdp"}
+_FSDP: dict[str, Target] = {"embed": "fsdp", "expert_embed": "fsdp", "latent_in": "fsdp"}
 # Within FSDP's piece first, so that what crosses `data` is that piece only.
 _NESTED: dict[str, Target] = dict.fromkeys(_WIDTHS, ("fsdp", "data"))
 _USED: dict[str, Target] = {**_BATCH, **_TENSOR, "experts": "expert"}

@@ -3,12 +3,18 @@
 from jaxscale.models.base import Model, ModelConfig
 from jaxscale.models.presets import (
     deepseek_moe_16b,
+    deepseek_v2_lite,
+    deepseek_v3,
+    gemma2_2b,
+    gemma2_9b,
     gemma3,
     gpt2,
     llama3_8b,
     llama3_70b,
     llama3_405b,
     mixtral_8x7b,
+    olmo2_7b,
+    phi3_mini,
     qwen3,
 )
 from jaxscale.models.transformer import Transformer
@@ -21,11 +27,17 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "deepseek_moe_16b",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "gemma2_2b",
+    "gemma2_9b",
     "gemma3",
     "gpt2",
     "llama3_8b",
     "llama3_70b",
     "llama3_405b",
     "mixtral_8x7b",
+    "olmo2_7b",
+    "phi3_mini",
     "qwen3",
 ]

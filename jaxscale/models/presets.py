@@ -8,7 +8,21 @@ from typing import Any
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.models.transformer_config import Learned, TransformerConfig
-from jaxscale.nn import GELU, GeGLU, LayerNorm, LinearScaling, MixtureOfExperts, Rotary, SoftmaxRouter
+from jaxscale.nn import (
+    GELU,
+    GeGLU,
+    GroupLimit,
+    LayerNorm,
+    LinearScaling,
+    MixtureOfExperts,
+    MultiHeadLatent,
+    QKNorm,
+    Rotary,
+    SigmoidRouter,
+    SoftmaxRouter,
+    UnitOffsetRMSNorm,
+    YarnScaling,
+)
 
 
 def _changed(config: TransformerConfig, preset: str, changes: dict[str, Any]) -> TransformerConfig:
@@ -131,6 +145,123 @@ def qwen3(**changes: Any) -> TransformerConfig:
     return _changed(config, "qwen3", changes)
 
 
+def _gemma2(depth: int, width: int, heads: int, hidden: int) -> TransformerConfig:
+    return TransformerConfig(
+        depth=depth,
+        vocab=256000,
+        width=width,
+        heads=heads,
+        kv_heads=heads // 2,
+        head_dim=256,
+        hidden=hidden,
+        norm=UnitOffsetRMSNorm,
+        mlp=GeGLU,
+        windows=(4096, None),
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        attention_scale=256**-0.5,
+        tied=True,
+        post_norm=True,
+        embed_scale=width**0.5,
+        dtype="bfloat16",
+        memory="full",
+    )
+
+
+@register
+def gemma2_2b(**changes: Any) -> TransformerConfig:
+    """Gemma 2 2B (Gemma Team 2024): every other layer local, soft caps, norms before and after each sub-layer."""
+    return _changed(_gemma2(26, 2304, 8, 9216), "gemma2_2b", changes)
+
+
+@register
+def gemma2_9b(**changes: Any) -> TransformerConfig:
+    """Gemma 2 9B (Gemma Team 2024)."""
+    return _changed(_gemma2(42, 3584, 16, 14336), "gemma2_9b", changes)
+
+
+@register
+def phi3_mini(**changes: Any) -> TransformerConfig:
+    """Phi-3-mini, 3.8B parameters, the one for 4096 tokens (Abdin et al. 2024)."""
+    config = TransformerConfig(
+        depth=32,
+        vocab=32064,
+        width=3072,
+        heads=32,
+        hidden=8192,
+        norm_eps=1e-5,
+        windows=(2047,),
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "phi3_mini", changes)
+
+
+@register
+def olmo2_7b(**changes: Any) -> TransformerConfig:
+    """OLMo 2 7B (OLMo Team 2024): norms after the sub-layers alone, and of all heads' queries and keys together."""
+    config = TransformerConfig(
+        depth=32,
+        vocab=100352,
+        width=4096,
+        heads=32,
+        hidden=11008,
+        positions=Rotary(500000.0),
+        qk_norm=QKNorm(across_heads=True),
+        pre_norm=False,
+        post_norm=True,
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "olmo2_7b", changes)
+
+
+@register
+def deepseek_v2_lite(**changes: Any) -> TransformerConfig:
+    """DeepSeek-V2-Lite, 15.7B parameters (Liu et al. 2024): multi-head latent attention and small experts."""
+    config = TransformerConfig(
+        depth=27,
+        vocab=102400,
+        width=2048,
+        heads=16,
+        hidden=10944,
+        attention_layer=MultiHeadLatent(),
+        mlp=MixtureOfExperts(
+            experts=64, top_k=6, hidden=1408, router=SoftmaxRouter(normalized=False), shared=2, balance_loss=0.001
+        ),
+        dense_layers=1,
+        positions=Rotary(10000.0, YarnScaling(40.0, 32.0, 1.0, 4096, mscale=0.707, mscale_all_dim=0.707)),
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "deepseek_v2_lite", changes)
+
+
+@register
+def deepseek_v3(**changes: Any) -> TransformerConfig:
+    """DeepSeek-V3, 671B parameters (Liu et al. 2024), without the layer that predicts a second token."""
+    config = TransformerConfig(
+        depth=61,
+        vocab=129280,
+        width=7168,
+        heads=128,
+        hidden=18432,
+        attention_layer=MultiHeadLatent(q_rank=1536),
+        mlp=MixtureOfExperts(
+            experts=256,
+            top_k=8,
+            hidden=2048,
+            router=SigmoidRouter(scale=2.5, limit=GroupLimit(groups=8, chosen=4, best=2)),
+            shared=1,
+        ),
+        dense_layers=3,
+        positions=Rotary(10000.0, YarnScaling(40.0, 32.0, 1.0, 4096, mscale=1.0, mscale_all_dim=1.0)),
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "deepseek_v3", changes)
+
+
 @register
 def gemma3(**changes: Any) -> TransformerConfig:
     """Gemma 3 4B, text half (Gemma Team 2025): five local layers for each global one."""
@@ -142,11 +273,12 @@ def gemma3(**changes: Any) -> TransformerConfig:
         kv_heads=4,
         head_dim=256,
         hidden=10240,
+        norm=UnitOffsetRMSNorm,
         mlp=GeGLU,
         positions=Rotary(1000000.0, LinearScaling(8.0)),
         local_positions=Rotary(10000.0),
         windows=(1024, 1024, 1024, 1024, 1024, None),
-        qk_norm=True,
+        qk_norm=QKNorm(UnitOffsetRMSNorm),
         tied=True,
         post_norm=True,
         embed_scale=2560**0.5,

@@ -18,7 +18,6 @@ from jaxscale.layout import constrain
 from jaxscale.models.base import arrange
 from jaxscale.models.transformer_config import Learned, TransformerConfig, rotary_of
 from jaxscale.nn import (
-    Attention,
     Block,
     Context,
     Embedding,
@@ -95,7 +94,7 @@ class Transformer(nnx.Module):
             tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
         told: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
         context = self.context(tokens.shape[1], positions=positions, order=order, **told)
-        x, stats = self.layers(self.begin(tokens, positions, order), context, cache=cache)
+        x, stats = self.layers(self.begin(tokens, positions, order, packed=cache is not None), context, cache=cache)
         x = self.finish(x)
         return (x if order is None or arranged else arrange(x, np.argsort(order))), stats
 
@@ -106,15 +105,18 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "b s"],
         positions: Int[Array, "b s"] | None = None,
         order: Int[np.ndarray, "s"] | None = None,
+        *,
+        packed: bool = False,
     ) -> Any:
-        """What the first layer is given; columns stand in the order of `order`."""
+        """What the first layer is given; columns stand in the order of `order`, or are `packed` of many texts."""
         c = self.config
         with jax.named_scope("embed"):
             x = self.embed(tokens)
             if c.embed_scale is not None:
                 x = x * jnp.asarray(c.embed_scale, x.dtype)
             if self.positions is not None:
-                _check_length(c, tokens.shape[1])
+                if not packed:
+                    _check_length(c, tokens.shape[1])
                 x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions, order), tokens.shape))
             return c.stack.enter(x)
 
@@ -134,7 +136,7 @@ class Transformer(nnx.Module):
             positions = jnp.where(segment_ids == 0, _place(seq, None, order), positions)
         kinds = (rotary_of(c.positions), c.local_positions)
         place = _place(seq, positions, order)
-        rotary = {r: r.tables(place, c.sizes.head_dim) for r in kinds if r is not None}
+        rotary = {r: r.tables(place, c.sizes.rotary_dim) for r in kinds if r is not None}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
         return Context(positions, segment_ids, rotary, order=columns, **told)
 
@@ -178,6 +180,13 @@ class Transformer(nnx.Module):
             _check_groups(self.config, order)
         return order
 
+    def refuse_length(self, length: int) -> None:
+        """Raises `ConfigError` where texts that grow up to `length` need other positions than they began with."""
+        for rotary in (rotary_of(self.config.positions), self.config.local_positions):
+            refuse = getattr(None if rotary is None else rotary.scaling, "refuse_length", None)
+            if refuse is not None:
+                refuse(length)
+
     def head_weight(self) -> Float[Array, "v e"]:
         """The output head as it is kept: the token embedding when tied."""
         return (self.embed if self.head is None else self.head).weight.get_value()
@@ -200,7 +209,7 @@ def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...]
     blocks = []
     for window, make_mlp in layers:
         positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
-        attn = Attention(
+        attn = c.attention_layer(
             z.width,
             z.heads,
             z.kv_heads,
@@ -210,7 +219,7 @@ def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...]
             window=window,
             softcap=c.attention_softcap,
             scale=c.attention_scale if c.widening is None else c.widening.attention_scale,
-            qk_norm=c.qk_norm,
+            qk_norm=c.qk_norm_of,
             bias=c.qkv_bias or c.bias,
             out_bias=c.bias,
             out_scale=out_scale,
@@ -225,10 +234,11 @@ def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...]
             Block(
                 attn,
                 mlp,
-                norm(),
-                None if c.parallel else norm(),
+                norm() if c.pre_norm else None,
+                norm() if c.pre_norm and not c.parallel else None,
                 attn_post_norm=norm() if c.post_norm else None,
                 mlp_post_norm=norm() if c.post_norm else None,
+                parallel=c.parallel,
                 memory=MemoryPolicy.of(c.memory),
                 dropout=c.dropout,
             )

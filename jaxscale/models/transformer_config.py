@@ -18,11 +18,15 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.layout import TensorInfo, abstract
 from jaxscale.nn import (
     AttentionKernel,
+    AttentionLayer,
     Embedding,
     Experts,
     FeedForward,
     MemoryPolicy,
     MixtureOfExperts,
+    MultiHead,
+    Projection,
+    QKNorm,
     RMSNorm,
     Rotary,
     Run,
@@ -63,16 +67,19 @@ class TransformerConfig:
       dense_layers: so many of the first layers (DeepSeek).
       mlp_every: of the layers after those, all but every n-th one (GShard: 2).
       attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
+      attention_layer: what makes queries, keys and values for it: `MultiHead()`, or `MultiHeadLatent(...)` (DeepSeek),
+        which has widths of its own.
       positions: `Rotary(...)`, `Learned(length)` or `None`.
       windows: attention windows of consecutive layers, repeated over the depth: `(1024, 1024, None)` is two local
         layers for each global one.
       local_positions: positions of the layers that have a window, when they differ (Gemma 3).
-      qk_norm: RMS-normalise queries and keys.
+      qk_norm: RMS-normalise each head's queries and keys; or another `QKNorm(...)`.
       attention_softcap, logit_softcap: soft caps on attention scores and output logits (Gemma 2).
-      attention_scale: factor on the scores, `1 / sqrt(head_dim)` by default.
+      attention_scale: factor on the scores, `1 / sqrt(head_dim)` by default (`MultiHeadLatent` has its own).
       qkv_bias, bias: biases on the query, key and value projections, and on all the others.
       tied: the output head is the token embedding.
       parallel: attention and feed-forward side by side, of one norm.
+      pre_norm: norms before each sub-layer; without them `post_norm` has to be (OLMo-2).
       post_norm: norms after each sub-layer as well (Gemma 2).
       embedding: `Embedding`, or `StableEmbedding` for training with 8-bit optimizer states.
       embed_scale: factor on token embeddings (Gemma: sqrt of the width).
@@ -105,10 +112,11 @@ class TransformerConfig:
     dense_layers: int = 0
     mlp_every: int = 1
     attention: AttentionKernel = dot_product_attention
+    attention_layer: AttentionLayer = MultiHead()
     positions: Rotary | Learned | None = Rotary()
     windows: tuple[int | None, ...] = (None,)
     local_positions: Rotary | None = None
-    qk_norm: bool = False
+    qk_norm: bool | QKNorm = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     attention_scale: float | None = None
@@ -116,6 +124,7 @@ class TransformerConfig:
     bias: bool = False
     tied: bool = False
     parallel: bool = False
+    pre_norm: bool = True
     post_norm: bool = False
     embedding: Callable[..., Embedding] = Embedding
     embed_scale: float | None = None
@@ -138,9 +147,10 @@ class TransformerConfig:
         """All sizes, those left to `depth` worked out."""
         width = self.width or max(64, 64 * self.depth)
         head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
-        heads = self.heads or max(1, width // head_dim)
+        dims = self.attention_layer.dims(head_dim)
+        heads = self.heads or max(1, width // dims.key)
         hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if _gated(self.mlp) else 4 * width)
-        return Sizes(width, heads, self.kv_heads or heads, head_dim, hidden)
+        return Sizes(width, heads, self.kv_heads or heads, dims.key, hidden, dims.value, dims.rotary)
 
     def at_width(self, width: int) -> TransformerConfig:
         """The same model with another residual width, and all else that is width in proportion.
@@ -149,9 +159,14 @@ class TransformerConfig:
         else there are more of them, and of key heads with them.
 
         Raises:
-          ConfigError: a size that does not come out whole.
+          ConfigError: a size that does not come out whole, or an attention whose sizes do not follow the width.
         """
         was = self.sizes
+        if not self.attention_layer.widens:
+            raise ConfigError(
+                f"{type(self.attention_layer).__name__} has widths of its own, of which it is not worked out how they "
+                "follow the model's; use MultiHead()"
+            )
 
         def scaled(name: str, value: int | None, new: int, old: int) -> int | None:
             if value is not None and value * new % old:
@@ -176,10 +191,17 @@ class TransformerConfig:
         return None if self.parametrisation is None else self.parametrisation.of(self)
 
     @property
+    def qk_norm_of(self) -> QKNorm | None:
+        """What normalises queries and keys."""
+        return (QKNorm() if self.qk_norm else None) if isinstance(self.qk_norm, bool) else self.qk_norm
+
+    @property
     def score_scale(self) -> float:
         """The factor on attention scores that is in force."""
         scale = self.attention_scale if self.widening is None else self.widening.attention_scale
-        return self.sizes.head_dim**-0.5 if scale is None else scale
+        if scale is not None:
+            return scale
+        return self.attention_layer.score_scale(self.sizes.head_dim, rotary_of(self.positions))
 
     @property
     def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
@@ -247,20 +269,30 @@ class TransformerConfig:
         for window in self.layer_windows():
             w = min(window or seq, seq)
             pairs += w * (w + 1) // 2 + (seq - w) * w
-        attend = 2 * batch * pairs * z.heads * z.head_dim
+        per_head = 2 * batch * pairs * z.heads
         tokens = 2 * batch * seq * self.depth
         through = [(_hidden(m, z.hidden), _gated(m), _scores(m)) for m in self.layer_mlps()]
         per_layer = 2 * batch * seq * z.width
         return {
-            "qkv": tokens * z.width * z.head_dim * (z.heads + 2 * z.kv_heads),
-            "scores": attend,
-            "attn_out": attend,
-            "residual_mid": tokens * z.width * z.head_dim * z.heads,
+            "qkv": tokens * sum(p.inner * p.outer for p in self.projections()),
+            "scores": per_head * z.head_dim,
+            "attn_out": per_head * z.value_dim,
+            "residual_mid": tokens * z.width * z.value_dim * z.heads,
             "router": per_layer * sum(scores for _, _, scores in through),
             "mlp_up": per_layer * sum(hidden * (1 + gated) for hidden, gated, _ in through),
             "mlp_down": per_layer * sum(hidden for hidden, _, _ in through),
             "logits": 2 * batch * seq * z.width * self.vocab,
         }
+
+    @property
+    def kept_width(self) -> int:
+        """How many numbers a layer's cache keeps of a token."""
+        return self.attention_layer.kept_width(self.sizes.kv_heads, self.sizes.head_dim)
+
+    def projections(self) -> tuple[Projection, ...]:
+        """The products with weights before one layer's scores."""
+        z = self.sizes
+        return self.attention_layer.projections(z.width, z.heads, z.kv_heads, z.head_dim)
 
     def activations(self, batch: int, seq: int, layer: int = -1) -> dict[str, tuple[TensorInfo, ...]]:
         """What one layer, by default the last, leaves for its backward pass, by the tensors that memory policies name.
@@ -288,33 +320,42 @@ class TransformerConfig:
             up = (one_up,) * gates + tensors("mlp_up", {"seq": seq, "mlp": shared}, gates if shared else 0)
         heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
         kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
-        norms = (1 if self.parallel else 2) + 2 * self.post_norm
+        values = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.value_dim}
+        mixed = {"seq": seq, "heads": z.heads, "head_dim": z.value_dim}
+        latent = {"seq": seq, "latent": sum(p.outer for p in self.projections() if p.axis == "latent")}
+        norms = (1 if self.parallel else 2) * self.pre_norm + 2 * self.post_norm
         inner = 1 if self.dtype == "float32" else 2
         dense = self.attention is dot_product_attention
         return {
             "residual": tensors("residual", stream),
             "residual_mid": tensors("residual_mid", stream, 0 if self.parallel else 1),
             "norm": tensors("norm", stream, norms),
-            "qkv": tensors("q", heads) + tensors("kv", kv, 2),
+            "qkv": tensors("q", heads) + tensors("kv", kv) + tensors("kv", values),
             "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
-            "attn_out": tensors("attn_out", heads),
+            "attn_out": tensors("attn_out", mixed),
             "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
             "mlp_up": up,
             "mlp_hidden": tuple(dataclasses.replace(i, path="mlp_hidden") for i in up[::gates]),
             "unnamed": tensors("norm", stream, norms * inner, "float32")
+            + tensors("latent", latent, (2 * inner + 1) * bool(latent["latent"]))
             + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * (3 if gates > 1 else 1),
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A transformer's sizes: residual width, heads, key/value heads, head width, feed-forward width."""
+    """A transformer's sizes: residual width, heads, key/value heads, width of a query and key, feed-forward width.
+
+    And of a value, and of what rotary positions turn; both as wide as a key but in attentions that say otherwise.
+    """
 
     width: int
     heads: int
     kv_heads: int
     head_dim: int
     hidden: int
+    value_dim: int
+    rotary_dim: int
 
 
 def _gated(mlp: Any) -> bool:
@@ -378,8 +419,19 @@ def _check(c: TransformerConfig) -> None:
         raise ConfigError(
             f"Transformer.kv_heads = {z.kv_heads} does not divide heads = {z.heads}; the nearest that does is {fit}"
         )
-    if z.head_dim % 2 and (rotary_of(c.positions) or c.local_positions):
+    if z.rotary_dim % 2 and (rotary_of(c.positions) or c.local_positions):
         raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
+    c.attention_layer.check(c)
+    if not c.pre_norm and not (c.post_norm and not c.parallel):
+        raise ConfigError(
+            "Transformer.pre_norm = False leaves sub-layers one after the other with the norms behind them; set "
+            "post_norm = True and parallel = False"
+        )
+    if c.parametrisation is not None and not c.attention_layer.widens:
+        raise ConfigError(
+            f"Transformer.parametrisation is not worked out for {type(c.attention_layer).__name__}, whose widths are "
+            "its own; use MultiHead()"
+        )
     if c.parametrisation is not None and c.embedding is not Embedding:
         raise ConfigError(
             f"Transformer.parametrisation goes with Embedding, whose initial values are the same at any width, and not "

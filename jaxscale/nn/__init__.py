@@ -1,6 +1,7 @@
 """Flax layers whose parameters and activations carry logical axis names."""
 
 from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
+from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection
 from jaxscale.nn.block import Block
 from jaxscale.nn.cache import Cache, Group, Kept, LayerCache, Packed, RunCache
 from jaxscale.nn.context import Context, dropout
@@ -8,14 +9,23 @@ from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRi
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.head import head_logits
+from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
-from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.reversible import ReversibleRun
-from jaxscale.nn.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
-from jaxscale.nn.routers import ExpertChoiceRouter, Router, SigmoidRouter, SoftmaxRouter
+from jaxscale.nn.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    Rotary,
+    YarnScaling,
+    rotate,
+)
+from jaxscale.nn.routers import ExpertChoiceRouter, GroupLimit, Router, SigmoidRouter, SoftmaxRouter
 from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
 
@@ -25,6 +35,7 @@ __all__ = [
     "TENSORS",
     "Attention",
     "AttentionKernel",
+    "AttentionLayer",
     "Block",
     "Cache",
     "Context",
@@ -35,17 +46,25 @@ __all__ = [
     "GatherAttention",
     "GeGLU",
     "Group",
+    "GroupLimit",
+    "HeadDims",
     "Kept",
+    "LatentAttention",
     "LayerCache",
     "LayerNorm",
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "MemoryPolicy",
     "MixtureOfExperts",
+    "MultiHead",
+    "MultiHeadLatent",
     "Part",
     "NTKScaling",
     "Packed",
+    "Projection",
+    "QKNorm",
     "RMSNorm",
     "ReversibleRun",
     "RingAttention",
@@ -60,6 +79,7 @@ __all__ = [
     "SwiGLU",
     "TokenRingAttention",
     "UlyssesAttention",
+    "UnitOffsetRMSNorm",
     "YarnScaling",
     "attention_mask",
     "auxiliary_loss",

@@ -17,7 +17,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import Kept, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.norms import RMSNorm
+from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.rotary import Rotary, rotate
 
 
@@ -69,13 +69,15 @@ def dot_product_attention(
     mask = attention_mask(
         q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids, positions=positions, window=window
     )
-    if softcap is None:
+    if softcap is None and k.shape[-1] == v.shape[-1]:
         return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale), "attn_out")
     b, s, h, d = q.shape
     kv = k.shape[2]
     q = q.reshape(b, s, kv, h // kv, d)
     scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.float32)
-    scores = softcap * jnp.tanh(scores * (1 / math.sqrt(d) if scale is None else scale) / softcap)
+    scores = scores * (1 / math.sqrt(d) if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     if mask is not None:
         scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
@@ -123,7 +125,7 @@ class Attention(nnx.Module):
       kernel: an `AttentionKernel`.
       rotary: rotates queries and keys, or `None`.
       window: see `dot_product_attention`; likewise `softcap` and `scale`.
-      qk_norm: RMS-normalise each head's queries and keys (Henry et al. 2020).
+      qk_norm: normalise queries and keys, or `None`.
       bias, out_bias: biases on the input and output projections.
       out_scale: multiplies the initial standard deviation of the output projection.
       norm_eps: of the query and key norms.
@@ -143,7 +145,7 @@ class Attention(nnx.Module):
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
-        qk_norm: bool = False,
+        qk_norm: QKNorm | None = None,
         bias: bool = False,
         out_bias: bool = False,
         out_scale: float = 1.0,
@@ -158,9 +160,9 @@ class Attention(nnx.Module):
         self.k = linear({"embed": width}, {"kv_heads": kv_heads, "head_dim": head_dim}, bias=bias)
         self.v = linear({"embed": width}, {"kv_heads": kv_heads, "head_dim": head_dim}, bias=bias)
         self.out = linear({"heads": heads, "head_dim": head_dim}, {"embed": width}, bias=out_bias, scale=out_scale)
-        norm = partial(RMSNorm, head_dim, axis="head_dim", eps=norm_eps, dtype=dtype, param_dtype=param_dtype)
-        self.q_norm = norm() if qk_norm else None
-        self.k_norm = norm() if qk_norm else None
+        self.qk_norm, types = qk_norm, dict[str, Any](eps=norm_eps, dtype=dtype, param_dtype=param_dtype)
+        self.q_norm = None if qk_norm is None else qk_norm.make("heads", heads, head_dim, **types)
+        self.k_norm = None if qk_norm is None else qk_norm.make("kv_heads", kv_heads, head_dim, **types)
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
         self.kept = Kept(kv_heads, head_dim, head_dim, dtype)  # of a token, by a cache
@@ -171,8 +173,8 @@ class Attention(nnx.Module):
             q = constrain(q, "batch", "seq", "heads", "head_dim")
             k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
             v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
+            if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+                q, k = self.qk_norm.apply(self.q_norm, q), self.qk_norm.apply(self.k_norm, k)
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)

@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain
-from jaxscale.nn.attention import Attention
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.stats import Stats
@@ -22,34 +21,36 @@ class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`; or both of one norm side by side (`parallel`).
 
     Args:
-      attn, mlp: the two sub-layers; an mlp that `reports` is told which tokens are no padding
-        and returns statistics beside its output, and so does the block.
-      attn_norm, mlp_norm: before them; a parallel block has no `mlp_norm` (Wang & Komatsuzaki 2021).
+      attn, mlp: the two sub-layers; attention is called as `Attention`. An mlp that `reports` is told which tokens are
+        no padding and returns statistics beside its output, and so does the block.
+      attn_norm, mlp_norm: before them, or `None` (OLMo-2).
       attn_post_norm, mlp_post_norm: after them, before the addition (Gemma 2), or `None`.
+      parallel: both sub-layers of one norm, `attn_norm` (Wang & Komatsuzaki 2021).
       memory: what is made in tiles; the rest of a policy is `Run`'s to follow.
       dropout: probability on each sub-layer's output, when the context carries a key.
     """
 
     def __init__(
         self,
-        attn: Attention,
+        attn: Any,
         mlp: Any,
-        attn_norm: nnx.Module,
+        attn_norm: nnx.Module | None,
         mlp_norm: nnx.Module | None,
         *,
         attn_post_norm: nnx.Module | None = None,
         mlp_post_norm: nnx.Module | None = None,
+        parallel: bool = False,
         memory: MemoryPolicy = _NONE,
         dropout: float = 0.0,
     ):
         self.attn, self.mlp = attn, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
-        self.memory, self.dropout = memory, dropout
+        self.parallel, self.memory, self.dropout = parallel, memory, dropout
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         x = checkpoint_name(x, "residual")
-        if self.mlp_norm is None:
+        if self.parallel:
             h = self._norm(self.attn_norm, x)
             y, stats = self._feed(h, context)
             # one reduction for both sub-layers
@@ -64,7 +65,7 @@ class Block(nnx.Module):
 
     def feed(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         """What the feed-forward layer adds, of a block whose sub-layers follow each other, and what it reports."""
-        assert self.mlp_norm is not None
+        assert not self.parallel
         y, stats = self._feed(self._norm(self.mlp_norm, x), context)
         return self._drop(y, context, 1), stats
 
@@ -81,12 +82,14 @@ class Block(nnx.Module):
                 y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
         return self._post(self.mlp_post_norm, y), stats
 
-    def _norm(self, norm: nnx.Module, x: Array) -> Array:
+    def _norm(self, norm: nnx.Module | None, x: Array) -> Array:
+        if norm is None:
+            return x
         with jax.named_scope("norm"):
             return checkpoint_name(self.memory.tiled("norm", norm)(x), "norm")
 
     def _post(self, norm: nnx.Module | None, y: Array) -> Array:
-        return y if norm is None else self._norm(norm, _cut(y))
+        return self._norm(norm, y if norm is None else _cut(y))
 
     def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
         key = None if context.key is None else jax.random.split(context.key)[sub_layer]

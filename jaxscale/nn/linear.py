@@ -13,13 +13,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, in_use, named
+from jaxscale.nn.adapted import Adapted
 from jaxscale.parallel import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.deferred import Deferred, Use, at_once
 
 
 def project(
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."] | Deferred,
+    kernel: Float[Array, "..."] | Deferred | Adapted,
     axes: tuple[str, ...],
     contracted: tuple[int, ...],
     dtype: Any,
@@ -34,7 +35,8 @@ def project(
 
     Args:
       x: activations.
-      kernel: the parameter, in the type it is kept in; `Deferred`, its gradient is left for later.
+      kernel: the parameter, in the type it is kept in; `Deferred`, its gradient is left for later; `Adapted`, it is
+        frozen, and a product of low rank is added.
       axes: logical axis per dimension of `kernel`.
       contracted: dimensions of `kernel` that are summed over, all leading or all trailing.
       dtype: of the multiplication's inputs.
@@ -45,6 +47,11 @@ def project(
     """
     if isinstance(kernel, Deferred):
         return _project_deferred(x, kernel, axes, contracted, dtype, out_dtype)
+    if isinstance(kernel, Adapted):
+        y = _project(x, jax.lax.stop_gradient(kernel.kernel), axes, contracted, dtype, out_dtype)
+        taken, given = axes[: len(contracted)], axes[len(contracted) :]
+        h = _project(x, kernel.a, (*taken, "rank"), contracted, dtype, dtype) * kernel.scale
+        return y + _project(h, kernel.b, ("rank", *given), (0,), dtype, out_dtype)
     return _project(x, kernel, axes, contracted, dtype, out_dtype)
 
 
@@ -191,7 +198,7 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
       LayoutError: `overlap`, and the layout cuts `tensor` but not so that there is a ring.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
-        kernels, axes = tuple(at_once(m.kernel.get_value()) for m in linears), tuple(m.axes for m in linears)
+        kernels, axes = tuple(map(_whole, linears)), tuple(m.axes for m in linears)
         return [m.biased(y) for m, y in zip(linears, gather_matmul(x, kernels, axes, linears[0].dtype), strict=True)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
@@ -200,8 +207,14 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
 def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False) -> Float[Array, "b s e"]:
     """What `linear` makes of a hidden activation for the residual stream; arguments as `into`."""
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
-        return linear.biased(matmul_scatter(h, at_once(linear.kernel.get_value()), linear.axes, linear.dtype))
+        return linear.biased(matmul_scatter(h, _whole(linear), linear.axes, linear.dtype))
     return linear(h)
+
+
+def _whole(linear: Linear) -> Array:
+    """The kernel as one array, for products that are not `project`'s."""
+    kernel: Any = linear.kernel.get_value()
+    return kernel.merged(len(linear.contracted)) if isinstance(kernel, Adapted) else at_once(kernel)
 
 
 def _hidden(linears: tuple[Linear, ...]) -> list[str]:

@@ -34,6 +34,7 @@ class MixtureOfExperts:
       hidden: the hidden width of one; the model's own `hidden` by default.
       router: which ones: `SoftmaxRouter()`, `SigmoidRouter()`, `ExpertChoiceRouter()`.
       shared: as many more that every token is given to (Dai et al. 2024), kept as one feed-forward layer.
+      shared_gate: what the shared ones add is weighed by a sigmoid of its own for each token (Qwen1.5-MoE).
       expert: what they are: `SwiGLU`, `GeGLU`, `GELU`.
       capacity: an expert takes `capacity * top_k / experts` of a group's tokens and drops the others; `None` drops
         none.
@@ -50,6 +51,7 @@ class MixtureOfExperts:
     hidden: int | None = None
     router: Router = SoftmaxRouter()
     shared: int = 0
+    shared_gate: bool = False
     expert: type[FeedForward] = SwiGLU
     capacity: float | None = None
     group: int | None = None
@@ -77,6 +79,13 @@ class MixtureOfExperts:
             raise ConfigError(
                 f"{type(self.router).__name__} fills slots and needs to know how many; set MixtureOfExperts.capacity, "
                 "1.0 for as many as there are choices"
+            )
+        limit = getattr(self.router, "limit", None)
+        if limit is not None:
+            limit.check(self.experts, self.top_k)
+        if self.shared_gate and not self.shared:
+            raise ConfigError(
+                "MixtureOfExperts.shared_gate = True weighs shared experts; set shared, or leave it False"
             )
         for name in ("balance_loss", "z_loss"):
             if not getattr(self, name) >= 0:
@@ -165,6 +174,9 @@ class Experts(nnx.Module):
         self.down = made(DOWN, c.experts, one, width, scale=out_scale)
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.shared = c.expert(width, shared, out_scale=out_scale, rngs=rngs, **types) if shared else None
+        normal = jax.nn.initializers.truncated_normal(truncated_std(width))
+        gate = named(normal, "norm")  # as long as a norm's scale, and as little worth gathering
+        self.shared_gate = nnx.Param(gate(rngs.params(), (width,), param_dtype)) if c.shared_gate else None
         self.dtype = dtype
 
     def __call__(
@@ -184,7 +196,7 @@ class Experts(nnx.Module):
             y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
         if self.shared is not None:
             with jax.named_scope("shared"):
-                y = y + self.shared(constrain(x, "batch", "seq", "embed"))
+                y = y + self._weighed(self.shared(constrain(x, "batch", "seq", "embed")), x)
         with jax.named_scope("router"):
             return y, self._stats(scores, routed, bias, capacity, real)
 
@@ -194,6 +206,14 @@ class Experts(nnx.Module):
         kernel = in_use(self.router.get_value(), ("embed", "router"), jnp.float32)
         scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
         return constrain(scores, "expert_batch", "expert_seq", None)
+
+    def _weighed(self, y: Array, x: Array) -> Array:
+        """What shared experts make, by their gate, which is float32 as a router's scores are."""
+        if self.shared_gate is None:
+            return y
+        gate = self.shared_gate.get_value().astype(jnp.float32)
+        score = jnp.sum(constrain(x, "batch", "seq", "embed").astype(jnp.float32) * gate, axis=-1, keepdims=True)
+        return (y.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(y.dtype)
 
     def _stats(self, scores: Array, routed: Any, bias: Array | None, capacity: Capacity | None, real: Array) -> Stats:
         """Over all real tokens of the batch that the layer was given, wherever they are."""

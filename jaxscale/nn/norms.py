@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,6 +53,28 @@ class RMSNorm(nnx.Module):
 
 
 @register
+class UnitOffsetRMSNorm(RMSNorm):
+    """`x / rms(x) * (1 + scale)`, whose scale begins at zero (Gemma). Arguments as `RMSNorm`."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        axis: str = "norm",
+        eps: float = 1e-6,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+    ):
+        self.eps, self.dtype = eps, dtype
+        self.scale = _parameter(jax.nn.initializers.zeros, width, axis, param_dtype)
+
+    def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+        x = x.astype(jnp.float32)
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return (y * (1.0 + self.scale.get_value().astype(jnp.float32))).astype(self.dtype)
+
+
+@register
 class LayerNorm(nnx.Module):
     """`(x - mean(x)) / std(x) * scale + bias` over the last dimension (Ba et al. 2016). Arguments as `RMSNorm`."""
 
@@ -70,3 +96,29 @@ class LayerNorm(nnx.Module):
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return (y * self.scale.get_value() + self.bias.get_value()).astype(self.dtype)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """How queries and keys are normalised before they are turned.
+
+    Args:
+      norm: by what; called as `norm(width, axis=..., eps=..., dtype=..., param_dtype=...)`.
+      across_heads: all heads of a token together (OLMo-2), rather than each by itself (Henry et al. 2020).
+    """
+
+    norm: Callable[..., nnx.Module] = RMSNorm
+    across_heads: bool = False
+
+    def make(self, axis: str, heads: int, head_dim: int, **types: Any) -> nnx.Module:
+        """The norm of projections (..., heads, head_dim) whose heads go by the name `axis`."""
+        if self.across_heads:
+            return self.norm(heads * head_dim, axis=axis, **types)
+        return self.norm(head_dim, axis="head_dim", **types)
+
+    def apply(self, norm: nnx.Module, x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:
+        """Projections normalised by what `make` made."""
+        if not self.across_heads:
+            return norm(x)
+        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)

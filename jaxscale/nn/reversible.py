@@ -33,7 +33,7 @@ class ReversibleRun(Run):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if any(block.mlp_norm is None for block in self.blocks):
+        if any(block.parallel for block in self.blocks):
             raise ConfigError(
                 "ReversibleRun needs attention and feed-forward one after the other; set Transformer.parallel = False"
             )

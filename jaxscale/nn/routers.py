@@ -59,6 +59,47 @@ class Router(Protocol):
 
 @register
 @dataclasses.dataclass(frozen=True)
+class GroupLimit:
+    """A token's experts are all of a few groups, so that it goes to few devices (DeepSeek-V2, Liu et al. 2024).
+
+    Args:
+      groups: into so many consecutive ones the experts are split.
+      chosen: those that a token's experts may be of, the ones of the highest scores.
+      best: a group's score is the sum of so many of its best experts' (1 in DeepSeek-V2, 2 in V3).
+    """
+
+    groups: int = 8
+    chosen: int = 4
+    best: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.best >= 1 and 1 <= self.chosen <= self.groups):
+            raise ConfigError(
+                f"GroupLimit(groups={self.groups}, chosen={self.chosen}, best={self.best}): each is at least 1, and no "
+                "more are chosen than there are"
+            )
+
+    def check(self, experts: int, top_k: int) -> None:
+        """Raises `ConfigError` where it leaves fewer than `top_k` of `experts`, or cannot split them."""
+        each = experts // self.groups
+        if experts % self.groups or self.best > each or self.chosen * each < top_k:
+            raise ConfigError(
+                f"GroupLimit(groups={self.groups}, chosen={self.chosen}, best={self.best}) does not go with {experts} "
+                f"experts of which {top_k} are chosen: groups have to be of one size, of at least {self.best}, and "
+                f"{self.chosen} of them hold {top_k}"
+            )
+
+    def __call__(self, values: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
+        """The values that experts are chosen by, -inf outside of the chosen groups."""
+        grouped = values.reshape(*values.shape[:-1], self.groups, -1)
+        score = jnp.sum(lax.top_k(grouped, self.best)[0], axis=-1)
+        chosen = lax.top_k(score, self.chosen)[1]
+        inside = jnp.any(chosen[..., None] == jnp.arange(self.groups), axis=-2)
+        return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(values.shape)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
 class SoftmaxRouter:
     """The `top_k` experts of the largest softmax (Shazeer et al. 2017; Fedus et al. 2022 with `top_k = 1`).
 
@@ -66,11 +107,18 @@ class SoftmaxRouter:
       normalized: weights are divided by their sum over the chosen (Mixtral, Jiang et al. 2024); else they are the
         probabilities themselves (Switch; DeepSeekMoE).
       balanced: choose by probability plus a bias that training balances.
+      scale: multiplies the weights (16 in DeepSeek-V2).
+      limit: to a few groups of experts, or `None`.
     """
 
     normalized: bool = True
     balanced: bool = False
+    scale: float = 1.0
+    limit: GroupLimit | None = None
     needs_capacity = False
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
 
     def probabilities(self, scores: Array) -> Array:
         """Their softmax."""
@@ -80,7 +128,7 @@ class SoftmaxRouter:
         self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
     ) -> Choices:
         """The choice, of every token."""
-        return _choose(self.probabilities(scores), bias, real, top_k, self.normalized, 1.0)
+        return _choose(self, self.probabilities(scores), bias, real, top_k)
 
 
 @register
@@ -92,16 +140,17 @@ class SigmoidRouter:
       normalized: weights are sigmoids divided by their sum over the chosen; else the sigmoids themselves.
       scale: multiplies the weights (2.5 in DeepSeek-V3).
       balanced: choose by sigmoid plus a bias that training balances, without an auxiliary loss.
+      limit: to a few groups of experts, or `None`.
     """
 
     normalized: bool = True
     scale: float = 1.0
     balanced: bool = True
+    limit: GroupLimit | None = None
     needs_capacity = False
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ConfigError(f"SigmoidRouter.scale = {self.scale}: must be above 0")
+        _check_scale(self)
 
     def probabilities(self, scores: Array) -> Array:
         """Sigmoids, divided by their sum over experts."""
@@ -112,7 +161,7 @@ class SigmoidRouter:
         self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
     ) -> Choices:
         """The choice, of every token."""
-        return _choose(jax.nn.sigmoid(scores), bias, real, top_k, self.normalized, self.scale)
+        return _choose(self, jax.nn.sigmoid(scores), bias, real, top_k)
 
 
 @register
@@ -152,17 +201,25 @@ class ExpertChoiceRouter:
         return Slots(jnp.where(weight > 0, token, capacity.group), weight)
 
 
-def _choose(values: Array, bias: Array | None, real: Array, top_k: int, normalized: bool, scale: float) -> Choices:
+def _check_scale(router: SoftmaxRouter | SigmoidRouter) -> None:
+    if not router.scale > 0:
+        raise ConfigError(f"{type(router).__name__}.scale = {router.scale}: must be above 0")
+
+
+def _choose(
+    router: SoftmaxRouter | SigmoidRouter, values: Array, bias: Array | None, real: Array, top_k: int
+) -> Choices:
+    limit = router.limit or (lambda v: v)
     by = lax.stop_gradient(values if bias is None else values + bias)
     # by hand, since a partitioner may bring all tokens to one place to sort them
     ids = sharded_op(
-        lambda v: lax.top_k(v, top_k)[1], by, axes=(_SCORES,), out_axes=_SCORES, name="the routers' scores"
+        lambda v: lax.top_k(limit(v), top_k)[1], by, axes=(_SCORES,), out_axes=_SCORES, name="the routers' scores"
     )
     weights = _picked(values, ids)
-    if normalized:
+    if router.normalized:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     ids = jnp.where(real[..., None], ids, values.shape[-1])
-    return Choices(ids, constrain(scale * weights, *_SCORES))
+    return Choices(ids, constrain(router.scale * weights, *_SCORES))
 
 
 def _picked(values: Float[Array, "... n"], at: Int[Array, "... k"]) -> Float[Array, "... k"]:

@@ -13,36 +13,50 @@ from jaxscale.models import (
     Learned,
     TransformerConfig,
     deepseek_moe_16b,
+    deepseek_v2_lite,
+    deepseek_v3,
+    gemma2_2b,
+    gemma2_9b,
     gemma3,
     gpt2,
     llama3_8b,
     llama3_70b,
     llama3_405b,
     mixtral_8x7b,
+    olmo2_7b,
+    phi3_mini,
     qwen3,
 )
-from jaxscale.nn import GELU, GeGLU, MixtureOfExperts
+from jaxscale.nn import GELU, GeGLU, GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRouter
 from jaxscale.train.state import describe_model
 from tests.truth.errors import raises_saying
 
 SMALL = dict(vocab=61, width=32, heads=4, head_dim=8, hidden=48)
 
 
-@pytest.mark.parametrize(
-    "config, published",
-    [
-        (gpt2(), 124_439_808),
-        (llama3_8b(), 8_030_261_248),
-        (llama3_70b(), 70_553_706_496),
-        (llama3_405b(), 405_853_388_800),
-        (mixtral_8x7b(), 46_702_792_704),
-        (qwen3(), 8_190_735_360),
-        (gemma3(), 3_880_263_168),
-    ],
-    ids=["gpt2", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "qwen3", "gemma3"],
-)
-def test_a_preset_has_the_published_number_of_parameters(config, published):
-    assert config.param_count() == published
+PUBLISHED = {
+    gpt2: 124_439_808,
+    llama3_8b: 8_030_261_248,
+    llama3_70b: 70_553_706_496,
+    llama3_405b: 405_853_388_800,
+    mixtral_8x7b: 46_702_792_704,
+    qwen3: 8_190_735_360,
+    gemma2_2b: 2_614_341_888,
+    gemma2_9b: 9_241_705_984,
+    gemma3: 3_880_263_168,
+    phi3_mini: 3_821_079_552,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED, ids=lambda p: p.__name__)
+def test_a_preset_has_the_published_number_of_parameters(preset):
+    assert preset().param_count() == PUBLISHED[preset]
+
+
+def test_presets_whose_papers_round_have_the_published_number_of_parameters():
+    assert round(olmo2_7b().param_count() / 1e9, 1) == 7.3
+    assert round(deepseek_v2_lite().param_count() / 1e9, 1) == 15.7
+    assert round(deepseek_v3().param_count() / 1e9) == 671
 
 
 def test_mixtures_have_the_published_numbers_of_active_parameters():
@@ -116,7 +130,7 @@ def _by_hand(config, batch, seq):
         for i in range(seq):
             for j in range(i + 1):
                 pairs += window is None or i - j < window
-    per_pair = 2 * config.sizes.heads * config.sizes.head_dim * 2  # a score, and a value mixed in
+    per_pair = 2 * config.sizes.heads * (config.sizes.head_dim + config.sizes.value_dim)  # a score, a value mixed in
     return batch * (seq * 2 * (kernels + head) + pairs * per_pair)
 
 
@@ -128,6 +142,8 @@ def _by_hand(config, batch, seq):
         TransformerConfig(depth=2, **SMALL, mlp=GELU, tied=True, bias=True, positions=Learned(32), parallel=True),
         TransformerConfig(depth=5, **SMALL, mlp=MixtureOfExperts(hidden=24, shared=2), dense_layers=2, mlp_every=2),
         TransformerConfig(depth=5, **{**SMALL, "head_dim": 16}, windows=(1, None), qk_norm=True, post_norm=True),
+        TransformerConfig(depth=2, width=32, heads=4, attention_layer=MultiHeadLatent(8, 12, 6, 4, 10)),
+        TransformerConfig(depth=2, width=32, heads=4, attention_layer=MultiHeadLatent(8, None, 6, 4, 10)),
     ],
 )
 @pytest.mark.parametrize("batch, seq", [(1, 1), (3, 17)])
@@ -172,3 +188,23 @@ def test_a_sequence_longer_than_the_learned_positions_is_refused():
 def test_a_config_is_a_value():
     assert TransformerConfig(windows=[4, None]) == TransformerConfig(windows=(4, None))
     assert hash(gemma3()) == hash(gemma3())
+
+
+def test_what_an_attention_from_latents_has_no_place_for_is_refused():
+    layer = MultiHeadLatent()
+    for field, value in (("head_dim", 64), ("kv_heads", 2), ("qk_norm", True), ("qkv_bias", True)):
+        with raises_saying(ConfigError, f"Transformer.{field} = {value}", "MultiHeadLatent", "leave it out"):
+            TransformerConfig(width=64, heads=4, attention_layer=layer, **{field: value})
+    with raises_saying(ConfigError, "MultiHeadLatent has widths of its own", "MultiHead()"):
+        TransformerConfig(width=64, heads=4, attention_layer=layer).at_width(128)
+
+
+def test_a_model_without_any_norms_is_refused():
+    with raises_saying(ConfigError, "pre_norm = False", "post_norm = True"):
+        TransformerConfig(pre_norm=False)
+
+
+def test_groups_that_experts_cannot_be_limited_to_are_refused():
+    for limit in (GroupLimit(3, 2), GroupLimit(8, 1), GroupLimit(4, 2, best=3)):
+        with raises_saying(ConfigError, "does not go with 8 experts of which 2 are chosen"):
+            MixtureOfExperts(experts=8, top_k=2, router=SoftmaxRouter(limit=limit))

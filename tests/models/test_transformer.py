@@ -14,13 +14,19 @@ from jaxscale.models import Learned, TransformerConfig
 from jaxscale.nn import (
     GELU,
     GeGLU,
+    GroupLimit,
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     MixtureOfExperts,
+    MultiHeadLatent,
     NTKScaling,
+    QKNorm,
     Rotary,
     SigmoidRouter,
+    SoftmaxRouter,
+    UnitOffsetRMSNorm,
     YarnScaling,
 )
 from jaxscale.train.loss import token_losses
@@ -32,6 +38,7 @@ from tests.truth.params import random_params
 
 Small = functools.partial(TransformerConfig, depth=2, vocab=61, width=32, heads=4, head_dim=8, hidden=48)
 
+LONG_SHORT = [tuple(np.linspace(1, last, 4)) for last in (2, 7)]
 CONFIGS = {
     "llama": Small(kv_heads=2),
     "gpt2": Small(norm=LayerNorm, norm_eps=1e-5, mlp=GELU, positions=Learned(16), bias=True, tied=True),
@@ -48,11 +55,12 @@ CONFIGS = {
     "gemma3": Small(
         depth=5,
         kv_heads=1,
+        norm=UnitOffsetRMSNorm,
         mlp=GeGLU,
         positions=Rotary(1e6, LinearScaling(8.0)),
         local_positions=Rotary(1e4),
         windows=(3, 3, None),
-        qk_norm=True,
+        qk_norm=QKNorm(UnitOffsetRMSNorm),
         tied=True,
         post_norm=True,
         embed_scale=32**0.5,
@@ -74,6 +82,27 @@ CONFIGS = {
         dense_layers=1,
         mlp_every=2,
         windows=(4, None, 3),
+    ),
+    "olmo2": Small(kv_heads=2, qk_norm=QKNorm(across_heads=True), pre_norm=False, post_norm=True),
+    "phi3": Small(positions=Rotary(1e4, LongRopeScaling(*LONG_SHORT, 6, 4.0))),
+    "phi4": Small(positions=Rotary(fraction=0.5)),
+    "deepseek v2": Small(
+        depth=3,
+        head_dim=None,
+        attention_layer=MultiHeadLatent(16, None, 8, 6, 10),
+        positions=Rotary(1e4, YarnScaling(4.0, 32.0, 1.0, 64, 0.7, 0.8)),
+        mlp=MixtureOfExperts(
+            experts=8, hidden=8, shared=2, router=SoftmaxRouter(normalized=False, scale=3.0, limit=GroupLimit(4, 2))
+        ),
+        dense_layers=1,
+    ),
+    "deepseek v3": Small(
+        head_dim=None,
+        attention_layer=MultiHeadLatent(16, 24, 8, 6, 10),
+        mlp=MixtureOfExperts(
+            experts=8, hidden=8, shared=1, router=SigmoidRouter(scale=2.5, limit=GroupLimit(4, 2, best=2))
+        ),
+        windows=(4, None),
     ),
     "recomputed": Small(memory="full", windows=(4, None)),
 }

@@ -30,6 +30,7 @@ LAYERS = {
         top_k=1, router=SoftmaxRouter(normalized=False), expert=GELU, capacity=1.0, balance_loss=0.1, z_loss=0.2
     ),
     "gshard": Four(capacity=0.75, group=4, balance_loss=0.3),
+    "qwen_moe": Four(hidden=2, router=SoftmaxRouter(normalized=False), shared=2, shared_gate=True),
     "deepseek_v3": Four(top_k=3, router=SigmoidRouter(scale=2.5), shared=1, balance_loss=0.1),
     "sigmoid with slots": Four(router=SigmoidRouter(normalized=False, balanced=False), capacity=1.5, z_loss=0.1),
     "balanced softmax": Four(router=SoftmaxRouter(balanced=True), expert=GELU),
@@ -214,6 +215,7 @@ def test_slots_go_to_first_choices_first_and_then_by_position():
         (dict(experts=0), ["experts = 0", "at least 1"]),
         (dict(capacity=0), ["capacity = 0", "above 0", "None"]),
         (dict(shared=-1), ["shared = -1", "at least 0"]),
+        (dict(shared_gate=True), ["shared_gate = True", "set shared"]),
         (dict(router=ExpertChoiceRouter()), ["ExpertChoiceRouter", "capacity", "1.0"]),
         (dict(balance_loss=-0.1), ["balance_loss = -0.1", "at least 0"]),
     ],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import ConfigError
-from jaxscale.nn import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling, rotate
+from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, NTKScaling, Rotary, YarnScaling, rotate
 from tests.truth import numpy_transformer as truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -21,6 +21,10 @@ SCALINGS = [
     YarnScaling(),
     YarnScaling(40.0, 32.0, 1.0, 128),
     YarnScaling(0.5),
+    YarnScaling(40.0, 32.0, 1.0, 128, mscale=0.7, mscale_all_dim=1.1),
+    # of the two rows, one is longer than it was trained on
+    LongRopeScaling(tuple(np.linspace(1, 3, 16)), tuple(np.linspace(2, 40, 16)), original_length=100, factor=32.0),
+    LongRopeScaling((1.0,) * 16, (2.0,) * 16, original_length=100, length=101),
 ]
 
 
@@ -33,10 +37,12 @@ def test_queries_are_turned_by_the_published_angles(scaling, theta):
     cos, sin = Rotary(theta, scaling).tables(jnp.asarray(place), head_dim)
     assert cos.dtype == sin.dtype == jnp.float32 and cos.shape == (2, length, head_dim // 2)
     got = rotate(jnp.asarray(x), cos, sin)
-    frequencies, factor = truth.rotary_frequencies(head_dim, theta, scaling)
-    want = np.stack([truth.rotate(row, p, frequencies) * factor for row, p in zip(x, place, strict=True)])
+    want = []
+    for row, p in zip(x, place, strict=True):
+        frequencies, factor = truth.rotary_frequencies(head_dim, theta, scaling, int(p.max()) + 1)
+        want.append(truth.rotate(row, p, frequencies) * factor)
     # an angle of a hundred radians is known in float32 to 4e-6
-    assert_leaves_agree(np.asarray(got), want)
+    assert_leaves_agree(np.asarray(got), np.stack(want))
 
 
 @pytest.mark.parametrize("scaling", [NTKScaling(4.0), Llama3Scaling(), YarnScaling()], ids=str)
@@ -66,6 +72,20 @@ def test_bfloat16_queries_are_turned_in_float32():
     got = rotate(x, cos, sin)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, rotate(x.astype(jnp.float32), cos, sin).astype(jnp.bfloat16))
+
+
+def test_a_fraction_of_a_head_is_turned_and_the_rest_is_as_it_was():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 2, 16)), jnp.float32)
+    turned = rotate(x, *Rotary(fraction=0.5).tables(jnp.arange(4)[None], 16))
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(turned[..., :8], rotate(x[..., :8], *Rotary().tables(jnp.arange(4)[None], 8)))
+    with raises_saying(ConfigError, "Rotary.fraction = 0.2", "3"):
+        Rotary(fraction=0.2).tables(jnp.arange(4)[None], 16)
+
+
+def test_factors_that_are_not_one_for_each_pair_are_refused():
+    with raises_saying(ConfigError, "LongRopeScaling.short has 3 factors", "8 pairs"):
+        Rotary(scaling=LongRopeScaling((1.0,) * 3, (1.0,) * 8)).tables(jnp.arange(4)[None], 16)
 
 
 def test_an_odd_head_is_refused():

@@ -19,7 +19,8 @@ def layer(
 
     Args:
       c: which layer.
-      p: its parameters: router (E, X), load_bias (X), gate, up (X, E, F) and down (X, F, E), and shared's.
+      p: its parameters: router (E, X), load_bias (X), gate, up (X, E, F) and down (X, F, E), and shared's,
+        with a shared_gate (E).
       x: activations.
       real: (B, S), which tokens are no padding; all by default.
     """
@@ -29,7 +30,8 @@ def layer(
     y, load, dropped = _by_experts(c, p, x, probabilities, real) if _ec(c) else _by_tokens(c, p, x, values, real)
     if c.shared:
         matrices = [p["shared"][n]["kernel"] if n in p["shared"] else None for n in ("gate", "up", "down")]
-        y = y + _expert(c, x, *matrices)
+        weight = 1 / (1 + np.exp(-(x @ p["shared_gate"])))[..., None] if c.shared_gate else 1.0
+        y = y + weight * _expert(c, x, *matrices)
     share = load / load.sum()
     mean = probabilities[real].mean(0)
     balance = c.experts * sum(f * q for f, q in zip(share, mean, strict=True))
@@ -73,23 +75,34 @@ def _by_tokens(
     group = s if c.capacity is None else min(c.group or s, s)
     slots = math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * group / c.experts)
     assert isinstance(c.router, SoftmaxRouter | SigmoidRouter)
-    factor = c.router.scale if isinstance(c.router, SigmoidRouter) else 1.0
     for row in range(b):
         for start in range(0, s, group):
             used = np.zeros(c.experts)
             for rank in range(c.top_k):  # everyone's first choice before anyone's second
                 for at in start + np.flatnonzero(real[row, start : start + group]):
                     v = values[row, at]
-                    best = np.argsort(-(v + p.get("load_bias", 0.0)), kind="stable")[: c.top_k]
+                    by = _limited(c, v + p.get("load_bias", 0.0))
+                    best = np.argsort(-by, kind="stable")[: c.top_k]
                     expert = best[rank]
                     load[expert] += 1
                     if used[expert] >= slots:
                         lost += 1
                         continue
                     used[expert] += 1
-                    weight = factor * v[expert] / (v[best].sum() if c.router.normalized else 1.0)
+                    weight = c.router.scale * v[expert] / (v[best].sum() if c.router.normalized else 1.0)
                     y[row, at] += weight * _expert(c, x[row, at], *_matrices(p, expert))
     return y, load, lost / (real.sum() * c.top_k)
+
+
+def _limited(c: MixtureOfExperts, values: np.ndarray) -> np.ndarray:
+    """A token's values, nothing outside of the groups whose best experts are worth the most."""
+    limit = getattr(c.router, "limit", None)
+    if limit is None:
+        return values
+    each = c.experts // limit.groups
+    worth = [sum(sorted(values[g * each : (g + 1) * each])[-limit.best :]) for g in range(limit.groups)]
+    kept = sorted(range(limit.groups), key=lambda g: -worth[g])[: limit.chosen]
+    return np.array([v if i // each in kept else -np.inf for i, v in enumerate(values)])
 
 
 def _by_experts(

@@ -18,10 +18,14 @@ from jaxscale.nn import (
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     MixtureOfExperts,
+    MultiHeadLatent,
     NTKScaling,
+    QKNorm,
     RMSNorm,
     SwiGLU,
+    UnitOffsetRMSNorm,
     YarnScaling,
 )
 from tests.truth import numpy_experts
@@ -101,26 +105,63 @@ def _row(c: TransformerConfig, p: Tree, tokens: np.ndarray, place: np.ndarray, d
 
 def _layer(c, p, x, place, document, window):  # type: ignore[no-untyped-def]
     post = (lambda name, y: _norm(c, p[name], y)) if c.post_norm else (lambda name, y: y)
-    h = _norm(c, p["attn_norm"], x)
-    attention = post("attn_post_norm", _attention(c, p["attn"], h, place, document, window))
+    pre = (lambda name, y: _norm(c, p[name], y)) if c.pre_norm else (lambda name, y: y)
+    attend = _latent_attention if isinstance(c.attention_layer, MultiHeadLatent) else _attention
+    h = pre("attn_norm", x)
+    attention = post("attn_post_norm", attend(c, p["attn"], h, place, document, window))
     if c.parallel:
         return x + attention + post("mlp_post_norm", _feed_forward(c, p["mlp"], h, document != 0))
     x = x + attention
-    return x + post("mlp_post_norm", _feed_forward(c, p["mlp"], _norm(c, p["mlp_norm"], x), document != 0))
+    return x + post("mlp_post_norm", _feed_forward(c, p["mlp"], pre("mlp_norm", x), document != 0))
 
 
 def _attention(c, p, h, place, document, window):  # type: ignore[no-untyped-def]
     q, k, v = (np.einsum("se,ehd->shd", h, p[n]["kernel"]) + p[n].get("bias", 0.0) for n in "qkv")
     if c.qk_norm:
-        q, k = (_rms_norm(a, p[n]["scale"], c.norm_eps) for a, n in ((q, "q_norm"), (k, "k_norm")))
-    positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
-    if positions is not None and not isinstance(positions, Learned):
-        frequencies, factor = rotary_frequencies(q.shape[-1], positions.theta, positions.scaling)
-        q, k = (rotate(a, place, frequencies) * factor for a in (q, k))
+        q, k = (_qk_norm(c, p[n]["scale"], a) for a, n in ((q, "q_norm"), (k, "k_norm")))
+    q, k = _turned(c, window, place, q, k)
     mixed = attention(
         q, k, v, place=place, document=document, window=window, softcap=c.attention_softcap, scale=c.attention_scale
     )
     return np.einsum("shd,hde->se", mixed, p["out"]["kernel"]) + p["out"].get("bias", 0.0)
+
+
+def _qk_norm(c: TransformerConfig, scale: np.ndarray, x: np.ndarray) -> np.ndarray:
+    how = c.qk_norm if isinstance(c.qk_norm, QKNorm) else QKNorm()
+    scale = scale + 1 if how.norm is UnitOffsetRMSNorm else scale
+    flat = x.reshape(len(x), -1) if how.across_heads else x
+    return _rms_norm(flat, scale, c.norm_eps).reshape(x.shape)
+
+
+def _turned(c, window, place, *xs):  # type: ignore[no-untyped-def]
+    """Queries and keys turned by their positions, those of their first dimensions that are to be."""
+    positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
+    if positions is None or isinstance(positions, Learned):
+        return xs
+    turned = int(xs[0].shape[-1] * positions.fraction)
+    frequencies, factor = rotary_frequencies(turned, positions.theta, positions.scaling, int(place.max()) + 1)
+    return [
+        np.concatenate([rotate(x[..., :turned], place, frequencies) * factor, x[..., turned:]], axis=-1) for x in xs
+    ]
+
+
+def _latent_attention(c, p, h, place, document, window):  # type: ignore[no-untyped-def]
+    """Equations 9 to 19 and 37 to 47 of DeepSeek-V2 (Liu et al. 2024); the score's factor is its released code's."""
+    z, eps = c.attention_layer, c.attention_layer.norm_eps
+    c_q = h if z.q_rank is None else _rms_norm(h @ p["q_down"]["kernel"], p["q_norm"]["scale"], eps)
+    c_kv = _rms_norm(h @ p["kv_down"]["kernel"], p["kv_norm"]["scale"], eps)
+    q, k, v = (np.einsum("sl,lhd->shd", x, p[n]["kernel"]) for x, n in ((c_q, "q"), (c_kv, "k"), (c_kv, "v")))
+    q_r = np.einsum("sl,lhd->shd", c_q, p["q_rotary"]["kernel"])
+    q_r, k_r = _turned(c, window, place, q_r, (h @ p["k_rotary"]["kernel"])[:, None])
+    q = np.concatenate([q, q_r], -1)
+    k = np.concatenate([k, np.repeat(k_r, k.shape[1], 1)], -1)
+    scale = c.attention_scale
+    if scale is None:
+        scale = (z.plain_dim + z.rotary_dim) ** -0.5
+        if isinstance(c.positions.scaling, YarnScaling):
+            scale *= (1 + 0.1 * c.positions.scaling.mscale_all_dim * math.log(c.positions.scaling.factor)) ** 2
+    mixed = attention(q, k, v, place=place, document=document, window=window, softcap=c.attention_softcap, scale=scale)
+    return np.einsum("shd,hde->se", mixed, p["out"]["kernel"])
 
 
 def attention(
@@ -168,8 +209,11 @@ def rotate(x: np.ndarray, place: np.ndarray, frequencies: np.ndarray) -> np.ndar
     return np.concatenate([z.real, z.imag], -1)
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: Any) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair of dimensions, and the factor on rotated queries and keys."""
+def rotary_frequencies(head_dim: int, theta: float, scaling: Any, length: int = 0) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair of dimensions, and the factor on rotated queries and keys.
+
+    `length` is that of the text, by which LongRoPE goes.
+    """
     pairs = range(head_dim // 2)
     if isinstance(scaling, NTKScaling):
         # "NTK-aware": base b * s^(D / (D - 2)) (Peng et al. 2023, section 3.1)
@@ -182,9 +226,13 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: Any) -> tuple[np.nd
     if isinstance(scaling, Llama3Scaling):
         return np.array([_llama3(f, scaling) for f in plain]), 1.0
     if isinstance(scaling, YarnScaling):
-        return np.array([_yarn(i, head_dim, theta, f, scaling) for i, f in enumerate(plain)]), (
-            1.0 if scaling.factor <= 1 else 1.0 + 0.1 * math.log(scaling.factor)
-        )
+        turned = np.array([_yarn(i, head_dim, theta, f, scaling) for i, f in enumerate(plain)])
+        log = math.log(max(scaling.factor, 1.0))
+        return turned, (1.0 + 0.1 * scaling.mscale * log) / (1.0 + 0.1 * scaling.mscale_all_dim * log)
+    if isinstance(scaling, LongRopeScaling):
+        factors = scaling.long if (scaling.length or length) > scaling.original_length else scaling.short
+        attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
+        return np.array(plain) / np.array(factors), attention
     raise NotImplementedError(scaling)
 
 
@@ -242,6 +290,8 @@ def _gelu(x: np.ndarray) -> np.ndarray:
 
 
 def _norm(c: TransformerConfig, p: Tree, x: np.ndarray) -> np.ndarray:
+    if c.norm is UnitOffsetRMSNorm:
+        return _rms_norm(x, 1 + p["scale"], c.norm_eps)
     if c.norm is RMSNorm:
         return _rms_norm(x, p["scale"], c.norm_eps)
     assert c.norm is LayerNorm

@@ -1,0 +1,184 @@
+"""What a `Transformer` takes as `attention_layer`: it makes a block's attention, and says how wide its heads are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+from flax import nnx
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.nn.attention import Attention
+from jaxscale.nn.latent import LatentAttention
+from jaxscale.nn.rotary import Rotary
+
+_OF_MULTI_HEAD = ("qk_norm", "bias", "out_bias", "norm_eps", "overlap")
+"""What `Attention` is told and others need not take, whose `check` refuses what would have no effect."""
+
+
+class HeadDims(NamedTuple):
+    """Widths of a head: of queries and keys, of values, and of what rotary positions turn."""
+
+    key: int
+    value: int
+    rotary: int
+
+
+class Projection(NamedTuple):
+    """A product (tokens x inner) @ (inner x outer) on the way to queries, keys or values; `axis` names the outer."""
+
+    inner: int
+    outer: int
+    axis: str
+
+
+class AttentionLayer(Protocol):
+    """Makes a block's attention; whether it `widens` is whether its sizes follow the model's width."""
+
+    @property
+    def widens(self) -> bool: ...
+
+    def dims(self, head_dim: int) -> HeadDims:
+        """Of one of its heads, in a model whose own is `head_dim`."""
+        ...
+
+    def score_scale(self, head_dim: int, rotary: Rotary | None) -> float:
+        """The factor on scores, where a model sets none."""
+        ...
+
+    def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
+        """Its products with weights before the scores."""
+        ...
+
+    def kept_width(self, kv_heads: int, head_dim: int) -> int:
+        """How many numbers a cache keeps of a token."""
+        ...
+
+    def check(self, config: Any) -> None:
+        """Raises `ConfigError` for fields of a `Transformer` that it has no place for."""
+        ...
+
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
+        """The layer; arguments as `Attention`."""
+        ...
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MultiHead:
+    """Multi-head, grouped-query or multi-query attention: `jaxscale.nn.Attention`."""
+
+    widens = True
+
+    def dims(self, head_dim: int) -> HeadDims:
+        """See `AttentionLayer`."""
+        return HeadDims(head_dim, head_dim, head_dim)
+
+    def score_scale(self, head_dim: int, rotary: Rotary | None) -> float:
+        """See `AttentionLayer`."""
+        return head_dim**-0.5
+
+    def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
+        """See `AttentionLayer`."""
+        return (Projection(width, (heads + 2 * kv_heads) * head_dim, "heads"),)
+
+    def kept_width(self, kv_heads: int, head_dim: int) -> int:
+        """See `AttentionLayer`."""
+        return 2 * kv_heads * head_dim
+
+    def check(self, config: Any) -> None:
+        """See `AttentionLayer`."""
+
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
+        """See `AttentionLayer`."""
+        return Attention(width, heads, kv_heads, head_dim, **told)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MultiHeadLatent:
+    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): keys and values of all heads from one narrow vector.
+
+    A cache keeps that vector and one rotary key for all heads (`jaxscale.nn.LatentAttention`).
+
+    Args:
+      kv_rank: width of the vector that keys and values are made of.
+      q_rank: of the one that queries are made of; `None` makes them of the residual stream.
+      plain_dim: width of the part of queries and keys that is not turned.
+      rotary_dim: of the part that is, which all heads' keys have in common.
+      value_dim: width of a value.
+      norm_eps: of the norms of those vectors.
+
+    Raises:
+      ConfigError: a width below 1, or an odd `rotary_dim`.
+    """
+
+    kv_rank: int = 512
+    q_rank: int | None = None
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    norm_eps: float = 1e-6
+
+    widens = False
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "q_rank", "plain_dim", "rotary_dim", "value_dim"):
+            value = getattr(self, name)
+            if (value is not None or name != "q_rank") and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"MultiHeadLatent.{name} = {value!r}: must be a whole number of at least 1")
+        if self.rotary_dim % 2:
+            raise ConfigError(
+                f"MultiHeadLatent.rotary_dim = {self.rotary_dim}: rotary positions turn pairs, so make it even"
+            )
+
+    def dims(self, head_dim: int) -> HeadDims:
+        """See `AttentionLayer`."""
+        return HeadDims(self.plain_dim + self.rotary_dim, self.value_dim, self.rotary_dim)
+
+    def score_scale(self, head_dim: int, rotary: Rotary | None) -> float:
+        """See `AttentionLayer`: one over the root of a query's width, times `YarnScaling.score_factor`."""
+        factor = getattr(None if rotary is None else rotary.scaling, "score_factor", 1.0)
+        return (self.plain_dim + self.rotary_dim) ** -0.5 * factor
+
+    def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
+        """See `AttentionLayer`."""
+        queries, found = heads * (self.plain_dim + self.rotary_dim), []
+        if self.q_rank is not None:
+            found = [Projection(width, self.q_rank, "latent")]
+        return (
+            *found,
+            Projection(self.q_rank or width, queries, "heads"),
+            Projection(width, self.kv_rank + self.rotary_dim, "latent"),
+            Projection(self.kv_rank, heads * (self.plain_dim + self.value_dim), "heads"),
+        )
+
+    def kept_width(self, kv_heads: int, head_dim: int) -> int:
+        """See `AttentionLayer`."""
+        return self.kv_rank + self.rotary_dim
+
+    def check(self, config: Any) -> None:
+        """See `AttentionLayer`."""
+        for name, why in (
+            ("head_dim", "its heads are plain_dim + rotary_dim wide"),
+            ("kv_heads", "each of its heads has keys of its own"),
+            ("qk_norm", "what it normalises are the narrow vectors"),
+            ("qkv_bias", "it has no biases"),
+            ("bias", "it has no biases"),
+        ):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"Transformer.{name} = {getattr(config, name)!r} has no effect with MultiHeadLatent: {why}; "
+                    "leave it out"
+                )
+        if "attention" in config.overlap:
+            raise ConfigError(
+                "Transformer.overlap names 'attention', and MultiHeadLatent's first products are not cut by tensor, so "
+                "that there is nothing to overlap; take it out"
+            )
+
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
+        """See `AttentionLayer`."""
+        taken = {name: value for name, value in told.items() if name not in _OF_MULTI_HEAD}
+        return LatentAttention(width, heads, self, **taken)

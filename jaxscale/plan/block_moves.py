@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.errors import ConfigError
 from jaxscale.layout import Boxes, TensorInfo
-from jaxscale.nn import MemoryPolicy, MixtureOfExperts
+from jaxscale.nn import MemoryPolicy, MixtureOfExperts, MultiHead
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.parallel.experts import TOKENS
 from jaxscale.plan.attention_moves import Heads, attention_moves
@@ -54,7 +55,15 @@ class Blocks:
           params: a `TensorInfo` for each of its parameters, "layers" first.
           window: of its attention.
           last: of its group, so that nothing needs its output again.
+
+        Raises:
+          ConfigError: an attention layer that nothing is known of.
         """
+        if not isinstance(self.model.attention_layer, MultiHead):
+            raise ConfigError(
+                f"what {type(self.model.attention_layer).__name__} sends is not worked out: the planner's collectives "
+                "are those of MultiHead(); `jaxscale explain --compile` reads them off the compiled program"
+            )
         inside = jax.tree.map(lambda i: dataclasses.replace(i, axes=i.axes[1:], shape=i.shape[1:]), params)
         attn, mlp = inside["attn"], inside["mlp"]
         routed = "router" in mlp
@@ -65,6 +74,10 @@ class Blocks:
         found = attention_moves(
             self.model.attention, heads, window, self.segments, attend, self.forward + self.again, self.backward
         )
+        norm = self.model.qk_norm_of
+        if norm is not None and norm.across_heads:  # a number for each token, of queries and of keys
+            times, over = self.forward + self.again + self.backward, self.mover.over("heads")
+            found += 2 * self.mover.send("all-reduce", over, heads.ids, times, "norms over all heads, summed")
         ends = self._makes_output_again(last)
         if self.model.parallel and not routed:
             both = {f"attn/{k}": v for k, v in attn.items()} | {f"mlp/{k}": v for k, v in dense.items()}

@@ -51,6 +51,7 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
     """
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
+    no_adapters(config)
     for part in ("memory", "sizes", "runs", "layer_mlps"):
         if not hasattr(config.model, part):
             name = type(config.model).__name__
@@ -65,6 +66,18 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
         step.scalars,
     )  # fmt: skip
     return [c for part in parts for c in part()]
+
+
+def no_adapters(config: TrainConfig) -> None:
+    """That a run trains its model, which is what arithmetic knows.
+
+    Raises:
+      ConfigError: it trains adapters.
+    """
+    if config.adapters is not None:
+        raise ConfigError(
+            "arithmetic knows no adapters; jaxscale explain --compile reads memory and traffic off their compiled step"
+        )
 
 
 def sized(layout: Layout, devices: int) -> Layout:

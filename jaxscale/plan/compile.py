@@ -86,12 +86,13 @@ def compile_for(
         return compile_lowered(jitted.lower(*jax.tree.map(place, args)), used)
 
 
-def compile_step(config: TrainConfig, topology: str | None) -> Any:
-    """Compiles the training step of a run for hardware that is not here, as `fit` would there but for its guards.
+def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[Guard] = ()) -> Any:
+    """Compiles the training step of a run for hardware that is not here, as `fit` would there with these guards.
 
     Args:
       config: the run's settings; its layout is laid over the topology. Its data is not opened.
       topology: as for `topology_devices`; `None` is this machine.
+      guards: that are part of the step; `config.guards` are those of `fit`.
 
     Returns:
       a `jax.stages.Compiled` of `(state, batch) -> (state, metrics)`.
@@ -106,7 +107,8 @@ def compile_step(config: TrainConfig, topology: str | None) -> Any:
         if config.layout is None:
             raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
         config = dataclasses.replace(config, layout=config.layout.on(devices))
-    lowered = _lowered(config, *blueprint_of(config), (), None)
+    blueprint, schedule = blueprint_of(config)
+    lowered = _lowered(config, blueprint, schedule, tuple(guards), None)
     return lowered.compile() if devices is None else compile_lowered(lowered, devices)
 
 
@@ -149,7 +151,7 @@ def _lowered(
             state = jax.tree.map(
                 lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, blueprint.shardings()
             )
-        traced = step.trace(state, abstract_batch(config))
+        traced = step.trace(state, abstract_batch(config), *blueprint.abstract_frozen())
         return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 

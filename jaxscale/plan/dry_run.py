@@ -80,7 +80,9 @@ def dry_run(config: TrainConfig) -> DryRun:
         tokens=config.batch_size * config.seq_len,
         micro_batches=config.accumulate,
         flops=config.model.flops(config.batch_size, config.seq_len),
-        parameter_bytes=sum(row.bytes_per_device for row in describe(blueprint.infos, layout)),
+        parameter_bytes=sum(
+            row.bytes_per_device for tree in (blueprint.infos, blueprint.frozen) for row in describe(tree, layout)
+        ),
         state_bytes=_bytes_per_device(blueprint.abstract_state(), blueprint.shardings()),
         operations=lowered.as_text().count("\n"),
         seconds=seconds,

@@ -134,6 +134,8 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
     kind = there.chip.kinds[0] if there is not None and there.chip.kinds else None
     compiled = estimated = flops = None
     notes = [*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)]
+    if blueprint.adaptation is not None:
+        notes.append(blueprint.adaptation.describe())
     with choosing() as kernels:
         try:
             flops = of_step(config, there.devices if there else None, kind=kind)
@@ -148,7 +150,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
             compiled = _compiled(config, topology, blueprint, layout)
     return Explanation(
         "on one device" if layout is None else str(layout),
-        tuple(describe(blueprint.infos, layout)),
+        tuple(row for tree in (blueprint.frozen, blueprint.infos) for row in describe(tree, layout)),
         tuple(describe(blueprint.infos, layout, "grads")),
         state,
         sum(r.bytes_per_device for r in state),
@@ -168,7 +170,7 @@ def _compiled(config: TrainConfig, topology: str | None, blueprint: Blueprint, l
     where = topology or f"{jax.device_count()} device(s) of this machine ({jax.devices()[0].device_kind})"
     sizes = {} if layout is None else layout.sizes
     found = traffic(collectives(program, sizes, None if layout is None else layout.across)) if sizes else ()
-    memory = program_memory(program, weight_shapes(blueprint.infos, layout))
+    memory = program_memory(program, weight_shapes([blueprint.infos, blueprint.frozen], layout))
     return Compiled(where, found, memory, _by_tensor(memory, config, layout))
 
 
@@ -224,7 +226,7 @@ def _local(info: TensorInfo, layout: Layout | None) -> tuple[int, ...]:
 def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
     if not is_pipelined(blueprint):
         return ()
-    return pipelined(blueprint, config.loss, config.z_loss).notes(config.micro_batch)
+    return pipelined(blueprint.of_model(), config.loss, config.z_loss).notes(config.micro_batch)
 
 
 def _called(kernel: Any) -> str:

@@ -90,6 +90,9 @@ def costs(
 
 
 def cache_bytes(config: TransformerConfig, context: int, itemsize: int = 2) -> int:
-    """Bytes of one user's keys and values: 2 x kv heads x head dim a position and layer, of a window its length."""
+    """Bytes of what is kept of one user's tokens: `config.kept_width` a position and layer, of a window its length.
+
+    That is 2 x kv heads x head dim, or of multi-head latent attention what keys and values are made of.
+    """
     positions = sum(min(window or context, context) for window in config.layer_windows())
-    return 2 * positions * config.sizes.kv_heads * config.sizes.head_dim * itemsize
+    return positions * config.kept_width * itemsize

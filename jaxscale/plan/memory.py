@@ -14,7 +14,7 @@ from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState, state_infos
-from jaxscale.plan.communication import sized
+from jaxscale.plan.communication import no_adapters, sized
 from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import (
@@ -129,6 +129,7 @@ def model_of(config: TrainConfig) -> Any:
     Raises:
       ConfigError: it does not.
     """
+    no_adapters(config)
     for part in ("memory", "activations", "products", "runs", "dtype"):
         if not hasattr(config.model, part):
             raise ConfigError(

@@ -197,7 +197,7 @@ def out_of_memory_said(config: TrainConfig, hardware: str | None = None) -> Iter
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
-        if not is_out_of_memory(e):
+        if not is_out_of_memory(e) or config.adapters is not None:
             raise
         raise out_of_memory(e, config, hardware) from None
 

@@ -59,11 +59,8 @@ class Product:
 def products(model: TransformerConfig, seq: int) -> list[Product]:
     """Every product with weights of one forward pass; `Transformer.products`, with the sizes that make them."""
     z, depth = model.sizes, model.depth
-    wide = z.heads * z.head_dim
-    found = [
-        Product("qkv", 1, z.width, wide + 2 * z.kv_heads * z.head_dim, ("outer", "heads"), depth),
-        Product("residual_mid", 1, wide, z.width, ("inner", "heads"), depth),
-    ]
+    found = [Product("qkv", 1, p.inner, p.outer, ("outer", p.axis), depth) for p in model.projections()]
+    found.append(Product("residual_mid", 1, z.heads * z.value_dim, z.width, ("inner", "heads"), depth))
     mlps = model.layer_mlps()
     for mlp in dict.fromkeys(mlps):
         layers = mlps.count(mlp)
@@ -211,18 +208,23 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
     share = at.share("batch", "seq", "heads", "layers")
     pairs = model.depth * batch * z.heads * seq * seq
     made = {name: float(n) for name, n in model.products(batch, seq).items()}
-    queries = batch * seq * z.heads * z.head_dim * model.depth
-    keys = batch * seq * z.kv_heads * z.head_dim * model.depth
-    streamed = (queries + keys) * size
+    width = {"scores": z.head_dim, "attn_out": z.value_dim}
+    rows = batch * seq * model.depth * size
+    streamed = {name: rows * (z.heads + z.kv_heads) * d for name, d in width.items()}
     if model.attention is not dot_product_attention:
         return [
-            Op(name, "attention", made[name] * share * at.passes(name), streamed * share * at.passes(name), model.dtype)
-            for name in ("scores", "attn_out")
+            Op(name, "attention", made[name] * share * at.passes(name), n * share * at.passes(name), model.dtype)
+            for name, n in streamed.items()
         ]
-    full = 2 * pairs * z.head_dim
     kept = {"scores": FLOAT32 * pairs, "attn_out": size * pairs}
     ops = [
-        Op(name, "attention", full * share * at.passes(name), (streamed + held) * share * at.passes(name), model.dtype)
+        Op(
+            name,
+            "attention",
+            2 * pairs * width[name] * share * at.passes(name),
+            (streamed[name] + held) * share * at.passes(name),
+            model.dtype,
+        )
         for name, held in kept.items()
     ]
     softmax = (FLOAT32 + size) * pairs * share * at.passes("scores")
@@ -235,8 +237,8 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
     z, size = model.sizes, jnp.dtype(model.dtype).itemsize
     tokens = config.batch_size * config.seq_len
     stream = tokens * z.width * model.depth * at.share("batch", "residual_seq", "layers")
-    heads = tokens * (z.heads + z.kv_heads) * z.head_dim * model.depth * at.share("batch", "seq", "heads", "layers")
-    norms = (1 if model.parallel else 2) + 2 * model.post_norm
+    heads = tokens * (z.heads + z.kv_heads) * z.rotary_dim * model.depth * at.share("batch", "seq", "heads", "layers")
+    norms = (1 if model.parallel else 2) * model.pre_norm + 2 * model.post_norm
     again = at.again["mlp_up"]  # what makes the hidden layer again makes what leads to it
     elements = {
         "norms": 4 * norms * stream,  # a branch and the stream come in, their sum and its norm go out

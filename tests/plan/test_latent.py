@@ -1,0 +1,42 @@
+"""What the planner says of multi-head latent attention: what it can work out, and by name what it cannot."""
+
+from __future__ import annotations
+
+from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig, deepseek_v3
+from jaxscale.nn import MultiHeadLatent
+from jaxscale.plan import explain, plan_for
+from jaxscale.plan.longctx import cache_bytes
+from jaxscale.plan.work import products
+from jaxscale.train import TrainConfig
+from tests.truth.errors import raises_saying
+
+MODEL = TransformerConfig(
+    depth=2, vocab=64, width=32, heads=4, hidden=64, attention_layer=MultiHeadLatent(16, 16, 8, 4, 8)
+)
+
+
+def test_products_are_those_that_flops_count():
+    made = MODEL.products(2, 8)
+    for name in ("qkv", "residual_mid"):
+        assert sum(p.flops for p in products(MODEL, 8) if p.name == name) * 2 * 8 == made[name]
+
+
+def test_what_is_kept_of_a_token_is_the_published_size():
+    """512 + 64 numbers a layer (Liu et al. 2024, DeepSeek-V2, table 1)."""
+    assert cache_bytes(deepseek_v3(), context=1) == 61 * 576 * 2
+
+
+def test_a_run_is_explained_and_what_it_sends_is_read_off_the_program():
+    config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,tensor=2"), batch_size=4, seq_len=8)
+    found = explain(config, compile=True)
+    rows = {r.path: r for r in found.params}
+    assert rows["runs/0/blocks/0/attn/k/kernel"].axes == ("layers", "latent_in", "heads", "head_dim")
+    assert found.compiled.traffic
+
+
+def test_a_plan_names_the_attention_whose_collectives_it_does_not_know():
+    config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,tensor=2"), batch_size=4, seq_len=8)
+    with raises_saying(ConfigError, "what MultiHeadLatent sends is not worked out", "jaxscale explain --compile"):
+        plan_for(config, "h100:4")

@@ -1,0 +1,57 @@
+"""`jaxscale export`: writes a run's parameters as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from jaxscale.commands.shared import TEXT, import_argument, no_bindings
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "export",
+        help="write a run's parameters as a Hugging Face folder",
+        description="Writes a run's parameters as a Hugging Face folder: config.json, safetensors, and what came with "
+        "an imported checkpoint.\nA model that no family can say is refused, with what the nearest cannot.\n\n"
+        "  jaxscale export runs/qwen3-tuned models/qwen3-tuned\n"
+        "  jaxscale export runs/demo-1 models/demo --family llama --dtype bfloat16",
+        formatter_class=TEXT,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
+    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    import_argument(parser)
+    parser.add_argument("--family", help="theirs, as llama (default: the one it came from, else the first that fits)")
+    parser.add_argument("--step", type=int, help="whose checkpoint (default: the newest)")
+    parser.add_argument("--dtype", help="bfloat16 or float32 (default: as it is kept)")
+    parser.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="the most of a file (default 5)")
+    parser.add_argument(
+        "--check", action="store_true", help="compare logits with transformers, which has to be installed, in float32"
+    )
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace, bindings: list[str]) -> int:
+    """Does it."""
+    no_bindings(args, bindings)
+    from jaxscale import load
+    from jaxscale.errors import ConfigError
+    from jaxscale.train.pretrained import export_checkpoint
+
+    if not args.shard_size > 0:
+        raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
+
+    def say(sentence: str) -> None:
+        print(f"jaxscale: {sentence}", file=sys.stderr)
+
+    told = {"family": args.family, "step": args.step, "dtype": args.dtype, "say": say}
+    out = export_checkpoint(load(args.run), args.out, shard_bytes=int(args.shard_size * 10**9), **told)
+    files = sorted(out.glob("*.safetensors"))
+    print(f"{out}: {sum(f.stat().st_size for f in files):,} bytes of safetensors in {len(files)} file(s)")
+    if args.check:
+        from jaxscale.train.same_logits import compare
+
+        print(compare(out))
+    return 0

@@ -1,0 +1,117 @@
+"""What travels with the weights: the files beside them, and what they say of tokens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data import HFTokenizer
+from jaxscale.errors import DataError
+from jaxscale.interop.fields import read_json
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+FILES = (
+    CONFIG,
+    GENERATION,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""Copied as they are."""
+
+
+def copy_companions(folder: Path, out: Path, but: Sequence[str] = ()) -> list[str]:
+    """Copies those of `FILES` that are there, byte for byte; returns their names."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = [name for name in FILES if name not in but and (folder / name).is_file()]
+    for name in found:
+        shutil.copyfile(folder / name, out / name)
+    return found
+
+
+class Companions:
+    """What the files beside a checkpoint say of its tokens.
+
+    Args:
+      folder: that holds them.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; empty where there is none."""
+        return self._json(CONFIG)
+
+    @cached_property
+    def tokenizer(self) -> HFTokenizer:
+        """Its tokenizer; what ends a text is what `tokenizer_config.json` says.
+
+        Raises:
+          DataError: it came without a tokenizer.json.
+        """
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            raise DataError(
+                f"{self.folder} has no tokenizer.json, so that there is no text, only token ids; bring one "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(DIR) writes it)"
+            )
+        return HFTokenizer(str(file.absolute()), eos=self._token("eos_token"))
+
+    def _token(self, name: str) -> str | None:
+        """A special token's text, in either form that they write."""
+        said = self._json("tokenizer_config.json").get(name) or self._json("special_tokens_map.json").get(name)
+        return said.get("content") if isinstance(said, dict) else said
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: the generation config's, else config.json's, else the tokenizer's own.
+
+        Raises:
+          DataError: none is told.
+        """
+        for name in (GENERATION, CONFIG):
+            said = self._json(name).get("eos_token_id")
+            if said is not None:
+                return tuple(int(i) for i in (said if isinstance(said, list) else [said]))
+        return (self.tokenizer.eos_id,)
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """Ids that open a text, as the family was trained: what the tokenizer puts before one."""
+        own, adds = self.tokenizer, self._json("tokenizer_config.json").get("add_bos_token")
+        if adds is False:
+            return ()
+        bos = self._token("bos_token")
+        if adds and bos is not None:
+            found = own.token_to_id(bos)
+            return () if found is None else (found,)
+        return own.opening
+
+    def prompt_ids(self, text: str) -> np.ndarray:
+        """The ids that a prompt starts from; an empty one needs something to go on from, and gets an opening or an end.
+
+        Raises:
+          DataError: there is no tokenizer, or an empty prompt and nothing to open with.
+        """
+        ids = [*self.opening, *self.tokenizer.encode(text).tolist()]
+        if not ids:
+            bos = self._json(CONFIG).get("bos_token_id")
+            ids = [int(bos) if isinstance(bos, int) else self.end_ids[0]]
+        return np.asarray(ids, np.int32)

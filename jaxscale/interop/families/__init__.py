@@ -1,0 +1,39 @@
+"""The families: a file each, and a line here."""
+
+from jaxscale.interop.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from jaxscale.interop.family import Family
+
+FAMILIES: tuple[Family, ...] = (
+    gpt2.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    olmo2.FAMILY,
+    phi3.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+)
+"""In the order in which an export tries them."""
+
+__all__ = ["FAMILIES"]

@@ -1,0 +1,167 @@
+"""DeepSeek-V2 (Liu et al. 2024): keys and values from narrow vectors, small experts of a few groups, shared ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import CheckpointError
+from jaxscale.interop.families.llama import ENDS, IGNORED, LAYER, MLP, NORMS, rotary
+from jaxscale.interop.families.qwen3_moe import EXPERTS
+from jaxscale.interop.family import Family
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.maps import Map, fused
+from jaxscale.interop.rope import read_rotary, rotary_json
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRouter, SwiGLU
+
+_ATTENTION = LAYER + "self_attn."
+_SHARED = LAYER + "mlp.shared_experts."
+
+
+def pairs(n: int) -> np.ndarray:
+    """Where each of our turned dimensions, i and i + n/2 of a pair, stands among theirs, 2i and 2i + 1."""
+    return np.arange(n).reshape(-1, 2).T.reshape(-1)
+
+
+def _queries(matrix: str) -> tuple[Map, ...]:
+    plain = Map("attn/q/kernel", "", "e h d", "(h d) e")
+    turned = Map("attn/q_rotary/kernel", "", "e h d", "(h d) e", flip=("d", pairs))
+    return fused(f"{_ATTENTION}{matrix}.weight", "d", plain, turned)
+
+
+_LAYERS = (
+    Map("attn/q_down/kernel", _ATTENTION + "q_a_proj.weight", "e r", "r e"),
+    Map("attn/q_norm/scale", _ATTENTION + "q_a_layernorm.weight", "r"),
+    *fused(
+        _ATTENTION + "kv_a_proj_with_mqa.weight",
+        "r",
+        Map("attn/kv_down/kernel", "", "e r", "r e"),
+        Map("attn/k_rotary/kernel", "", "e r", "r e", flip=("r", pairs)),
+    ),
+    Map("attn/kv_norm/scale", _ATTENTION + "kv_a_layernorm.weight", "r"),
+    *fused(
+        _ATTENTION + "kv_b_proj.weight",
+        "d",
+        Map("attn/k/kernel", "", "r h d", "(h d) r"),
+        Map("attn/v/kernel", "", "r h d", "(h d) r"),
+    ),
+    Map("attn/out/kernel", _ATTENTION + "o_proj.weight", "h d e", "e (h d)"),
+    *EXPERTS,
+    Map("mlp/load_bias", LAYER + "mlp.gate.e_score_correction_bias", "x"),
+    Map("mlp/shared/gate/kernel", _SHARED + "gate_proj.weight", "e f", "f e"),
+    Map("mlp/shared/up/kernel", _SHARED + "up_proj.weight", "e f", "f e"),
+    Map("mlp/shared/down/kernel", _SHARED + "down_proj.weight", "f e", "e f"),
+)
+
+
+def table(m: TransformerConfig) -> tuple[Map, ...]:
+    """The lines of a model, whose queries are made of the stream or of a narrow vector."""
+    narrow = isinstance(m.attention_layer, MultiHeadLatent) and m.attention_layer.q_rank is not None
+    return (*ENDS, *NORMS, *_queries("q_b_proj" if narrow else "q_proj"), *_LAYERS, *MLP)
+
+
+def common(c: Fields) -> dict[str, Any]:
+    """What V2 and V3 say alike, but for the experts."""
+    c.only("hidden_act", "silu")
+    c.only("attention_bias", False)
+    c.only("mlp_bias", False)
+    c.only("moe_layer_freq", 1)
+    heads = c.size("num_attention_heads")
+    c.only("num_key_value_heads", heads)
+    for name in ("max_position_embeddings", "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"):
+        c.get(name, None)
+    return dict(
+        depth=c.size("num_hidden_layers"),
+        vocab=c.size("vocab_size"),
+        width=c.size("hidden_size"),
+        heads=heads,
+        hidden=c.size("intermediate_size"),
+        norm_eps=float(c.get("rms_norm_eps", 1e-6)),
+        attention_layer=MultiHeadLatent(
+            kv_rank=c.size("kv_lora_rank", 512),
+            q_rank=c.size("q_lora_rank", None if "q_lora_rank" in c.values else 1536),
+            plain_dim=c.size("qk_nope_head_dim", 128),
+            rotary_dim=c.size("qk_rope_head_dim", 64),
+            value_dim=c.size("v_head_dim", 128),
+        ),
+        dense_mlp=SwiGLU,
+        dense_layers=c.get("first_k_dense_replace", 0),
+        positions=read_rotary(c),
+        tied=c.get("tie_word_embeddings", False),
+    )
+
+
+def experts(c: Fields, router: Any) -> MixtureOfExperts:
+    """The experts of V2 and V3."""
+    return MixtureOfExperts(
+        c.size("n_routed_experts"),
+        c.size("num_experts_per_tok"),
+        hidden=c.size("moe_intermediate_size"),
+        router=router,
+        shared=c.size("n_shared_experts"),
+    )
+
+
+def limit(c: Fields, best: int) -> GroupLimit | None:
+    """The groups that a token's experts are of; `None` where they may be of all."""
+    groups = c.size("n_group", 1)
+    chosen = c.size("topk_group", groups)
+    return GroupLimit(groups, chosen, best) if chosen < groups else None
+
+
+def common_json(m: TransformerConfig) -> dict[str, Any]:
+    """`common` and `experts`, back."""
+    if not isinstance(m.attention_layer, MultiHeadLatent) or not isinstance(m.mlp, MixtureOfExperts):
+        raise CheckpointError("it has attention_layer = MultiHeadLatent(...) and experts, and the model has others")
+    z, layer, mlp = m.sizes, m.attention_layer, m.mlp
+    groups = getattr(mlp.router, "limit", None)
+    return {
+        **rotary_json(rotary(m)),
+        "num_hidden_layers": m.depth,
+        "vocab_size": m.vocab,
+        "hidden_size": z.width,
+        "num_attention_heads": z.heads,
+        "num_key_value_heads": z.heads,
+        "intermediate_size": z.hidden,
+        "rms_norm_eps": m.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": m.tied,
+        "kv_lora_rank": layer.kv_rank,
+        "q_lora_rank": layer.q_rank,
+        "qk_nope_head_dim": layer.plain_dim,
+        "qk_rope_head_dim": layer.rotary_dim,
+        "v_head_dim": layer.value_dim,
+        "first_k_dense_replace": m.dense_layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": mlp.experts,
+        "num_experts_per_tok": mlp.top_k,
+        "moe_intermediate_size": mlp.hidden or z.hidden,
+        "n_shared_experts": mlp.shared,
+        "n_group": 1 if groups is None else groups.groups,
+        "topk_group": 1 if groups is None else groups.chosen,
+        "routed_scaling_factor": getattr(mlp.router, "scale", 1.0),
+        "norm_topk_prob": bool(getattr(mlp.router, "normalized", False)),
+    }
+
+
+def _model(c: Fields) -> TransformerConfig:
+    c.only("scoring_func", "softmax")
+    c.only("norm_topk_prob", False)
+    grouped = c.only("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
+    groups = limit(c, best=1)
+    router = SoftmaxRouter(
+        normalized=False, scale=float(c.get("routed_scaling_factor", 1.0)), limit=groups if grouped else None
+    )
+    return TransformerConfig(**common(c), mlp=experts(c, router))
+
+
+def _config(m: TransformerConfig) -> dict[str, Any]:
+    said = common_json(m)
+    method = "greedy" if said["n_group"] == 1 else "group_limited_greedy"
+    return {**said, "mlp_bias": False, "scoring_func": "softmax", "topk_method": method}
+
+
+FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", _model, _config, table, IGNORED)

@@ -1,0 +1,52 @@
+"""Gemma 3, text (Gemma Team 2025): Gemma 2 with normalised queries and keys, and other angles in local layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxscale.interop.families.gemma2 import NORMS, common, common_json
+from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, MLP, rotary
+from jaxscale.interop.families.qwen3 import QK_NORM
+from jaxscale.interop.family import Family
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.rope import read_rotary, rotary_json
+from jaxscale.interop.windows import FULL, SLIDING
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import QKNorm, Rotary, UnitOffsetRMSNorm
+
+
+def _model(c: Fields) -> TransformerConfig:
+    return TransformerConfig(
+        **common(c, c.size("sliding_window_pattern", c.size("_sliding_window_pattern", 6)), None, None),
+        **_positions(c),
+        qk_norm=QKNorm(UnitOffsetRMSNorm),
+    )
+
+
+def _positions(c: Fields) -> dict[str, Any]:
+    """Angles of global and of local layers: newer files say them by layer type, older ones of local layers a base."""
+    said = c.get("rope_parameters", {})
+    if FULL not in said and SLIDING not in said:
+        return {
+            "positions": read_rotary(c, 1e6),
+            "local_positions": Rotary(float(c.get("rope_local_base_freq", 10000.0))),
+        }
+    of = lambda kind, theta: read_rotary(Fields({**c.values, "rope_parameters": said.get(kind)}, c.what), theta)  # noqa: E731
+    return {"positions": of(FULL, 1e6), "local_positions": of(SLIDING, 1e4)}
+
+
+def _config(m: TransformerConfig) -> dict[str, Any]:
+    local = m.local_positions or rotary(m)
+    if local.scaling is None:  # what every version reads
+        return {**common_json(m), **rotary_json(rotary(m)), "rope_local_base_freq": local.theta}
+    return {**common_json(m), "rope_parameters": {FULL: _said(rotary(m)), SLIDING: _said(local)}}
+
+
+def _said(positions: Rotary) -> dict[str, Any]:
+    found = rotary_json(positions)
+    scaling = found.pop("rope_scaling", {"rope_type": "default"})
+    return {**found, **scaling}
+
+
+_TABLE = (*ENDS, *ATTENTION, *QK_NORM, *NORMS, *MLP)
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", _model, _config, _TABLE, IGNORED)

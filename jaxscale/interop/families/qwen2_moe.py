@@ -1,0 +1,65 @@
+"""Qwen 2 with experts, and Qwen1.5-MoE (Yang et al. 2024): shared ones too, weighed by a gate of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxscale.errors import CheckpointError
+from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, LAYER, MLP, NORMS, rotary, sizes, sizes_json
+from jaxscale.interop.families.qwen2 import windows_json
+from jaxscale.interop.families.qwen3_moe import EXPERTS, experts, experts_json
+from jaxscale.interop.family import Family
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.maps import Map
+from jaxscale.interop.rope import read_rotary, rotary_json
+from jaxscale.interop.windows import FULL, by_types
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MixtureOfExperts
+
+_SHARED = LAYER + "mlp.shared_expert."
+
+_TABLE = (
+    *ENDS,
+    *ATTENTION,
+    *NORMS,
+    *MLP,
+    *EXPERTS,
+    Map("mlp/shared/gate/kernel", _SHARED + "gate_proj.weight", "e f", "f e"),
+    Map("mlp/shared/up/kernel", _SHARED + "up_proj.weight", "e f", "f e"),
+    Map("mlp/shared/down/kernel", _SHARED + "down_proj.weight", "f e", "e f"),
+    Map("mlp/shared_gate", LAYER + "mlp.shared_expert_gate.weight", "(one e)", "one e", sizes=(("one", 1),)),
+)
+
+
+def _model(c: Fields) -> TransformerConfig:
+    c.only("hidden_act", "silu")
+    for name in ("max_position_embeddings", "max_window_layers"):
+        c.get(name, None)
+    c.only("qkv_bias", True)
+    used, types = c.only("use_sliding_window", False, True), c.get("layer_types", None)
+    if used and types is None:
+        raise CheckpointError(f"{c.what} has use_sliding_window = True and no layer_types; say in which layers")
+    window = c.get("sliding_window", 4096)
+    one, shared = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
+    if shared % one:
+        raise CheckpointError(
+            f"{c.what} has shared_expert_intermediate_size = {shared}, which is no multiple of moe_intermediate_size = "
+            f"{one}; here shared experts are as wide as the others"
+        )
+    return TransformerConfig(
+        **sizes(c),
+        **experts(c, shared=shared // one, shared_gate=True),
+        positions=read_rotary(c),
+        windows=by_types(c, types or [FULL] * c.size("num_hidden_layers"), window if used else None),
+        qkv_bias=True,
+        tied=c.get("tie_word_embeddings", False),
+    )
+
+
+def _config(m: TransformerConfig) -> dict[str, Any]:
+    said = {**sizes_json(m), **rotary_json(rotary(m)), **windows_json(m), **experts_json(m), "qkv_bias": True}
+    assert isinstance(m.mlp, MixtureOfExperts)  # or `experts_json` had said so
+    return {**said, "shared_expert_intermediate_size": m.mlp.shared * said["moe_intermediate_size"]}
+
+
+FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _model, _config, _TABLE, IGNORED)

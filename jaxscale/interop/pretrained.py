@@ -1,0 +1,98 @@
+"""A Hugging Face folder, checked and ready to be read: its config as ours, its tensors by our names."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import CheckpointError, near
+from jaxscale.interop.families import FAMILIES
+from jaxscale.interop.family import Family, family_of
+from jaxscale.interop.fields import Fields, read_json
+from jaxscale.interop.safetensors import SafeTensors
+from jaxscale.interop.transfer import Foreign
+from jaxscale.models import TransformerConfig
+
+log = logging.getLogger("jaxscale")
+
+PRECISIONS = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """What a folder holds.
+
+    Args:
+      folder: the folder.
+      family: whose.
+      values: its config.json.
+      config: the same, as ours.
+      arrays: its tensors as ours, "params/embed/weight" and so on.
+      length: the most positions that it says it was made for.
+    """
+
+    folder: Path
+    family: Family
+    values: dict[str, Any]
+    config: TransformerConfig
+    arrays: Foreign
+    length: int
+
+
+def open_pretrained(
+    folder: str | Path, *, dtype: str | None = None, say: Callable[[str], None] = log.warning
+) -> Pretrained:
+    """Opens a folder; everything that can be wrong with its names and shapes is found now, and no value is read.
+
+    Args:
+      folder: with config.json and safetensors.
+      dtype: of parameters and arithmetic, "bfloat16" or "float32"; by default the first where all of it is, else the
+        second, so that no value is rounded.
+      say: takes a sentence for the user.
+
+    Raises:
+      CheckpointError: a family, a field or a dtype that is not known; tensors that are missing, extra or misshapen;
+        pickled weights only.
+    """
+    folder = Path(folder)
+    if dtype is not None and dtype not in PRECISIONS:
+        raise CheckpointError(f"dtype = '{dtype}' is not one to import into{near(dtype, PRECISIONS)}")
+    tensors = SafeTensors(folder)
+    file = folder / "config.json"
+    values = read_json(file)
+    family = family_of(values, FAMILIES, str(file))
+    fields = Fields(values, str(file))
+    config = family.model(fields)
+    unread = fields.unread()
+    if unread:
+        say(f"{file} says {', '.join(unread)}, which this family does not look at here")
+    arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
+    if dtype is None:
+        dtype, why = _lossless(arrays.dtypes())
+        if why:
+            say(f"{folder} has tensors of {why}; they are kept as float32, which holds their values (or give a dtype)")
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
+    length = fields.values.get("max_position_embeddings") or fields.values.get("n_positions") or 2048
+    return Pretrained(folder, family, values, config, _foreign(family, config, tensors), int(length))
+
+
+def _foreign(family: Family, config: TransformerConfig, tensors: SafeTensors) -> Foreign:
+    ignored = tuple(p.replace("{depth}", str(config.depth)) for p in family.ignored)
+    ignored = (*ignored, *((r"lm_head\.weight",) if config.tied else ()))  # a tied head may be said twice
+    return Foreign(tensors, family.bind(config), ignored, family.prefix)
+
+
+def _lossless(dtypes: set[np.dtype]) -> tuple[str, str]:
+    """Which precision holds all values, and what is to be said of it."""
+    names = sorted(d.name for d in dtypes)
+    if names == ["bfloat16"]:
+        return "bfloat16", ""
+    wide = [n for n in names if n not in ("bfloat16", "float16", "float32")]
+    if wide:
+        raise CheckpointError(f"it has tensors of {', '.join(wide)}; give a dtype to round them to")
+    return "float32", "" if names == ["float32"] else " and ".join(names)

@@ -1,0 +1,212 @@
+"""Tensors in safetensors files: a JSON header of their places, and their bytes as they are.
+
+https://huggingface.co/docs/safetensors: eight bytes with the header's length, little-endian; the header, by name of
+tensor its dtype, shape and first and past-the-last byte; the tensors, in row-major order. A folder holds one file or,
+with an index that says which tensor is where, several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxscale.errors import CheckpointError, near
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_HEADER_LIMIT = 100_000_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Args:
+      file: which.
+      dtype: as the format names it, "BF16".
+      shape: its own.
+      start, stop: its bytes, from the beginning of the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafeTensors(Mapping[str, Stored]):
+    """The tensors of a folder, by name.
+
+    Args:
+      folder: with a `model.safetensors`, or an index and the files it names.
+
+    Raises:
+      CheckpointError: there are none, pickled ones only, or a header that does not describe its file.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._tensors: dict[str, Stored] = {}
+        self._lock = threading.Lock()
+        for file in _files(self.folder):
+            for name, tensor in read_header(file).items():
+                if name in self._tensors:
+                    raise CheckpointError(f"the tensor {name} is in {self._tensors[name].file.name} and in {file.name}")
+                self._tensors[name] = tensor
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @cached_property
+    def _maps(self) -> dict[Path, mmap.mmap]:
+        maps = {}
+        for file in sorted({t.file for t in self._tensors.values()}):
+            with file.open("rb") as f:
+                maps[file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        return maps
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[np.ndarray]:
+        """A tensor as it lies in its file: pages are read where it is looked at, and let go of afterwards.
+
+        One is looked at at a time, so that what is resident is never more than one of them; nothing may keep a view.
+
+        Raises:
+          CheckpointError: a dtype that is not known here.
+        """
+        found = self._tensors[name]
+        dtype = dtype_of(found, name)
+        with self._lock:
+            whole = self._maps[found.file]
+            count = math.prod(found.shape)
+            # read-only memory, and so is the array
+            yield np.frombuffer(whole, dtype, count, found.start).reshape(found.shape)
+            if count and hasattr(whole, "madvise"):
+                first = found.start - found.start % mmap.PAGESIZE
+                whole.madvise(mmap.MADV_DONTNEED, first, found.stop - first)
+
+    def fingerprint(self) -> list[list[Any]]:
+        """Name, size and time of change of every file: what an import that goes on compares."""
+        files = sorted({t.file for t in self._tensors.values()})
+        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
+def dtype_of(tensor: Stored, name: str) -> np.dtype:
+    """NumPy's dtype of a tensor.
+
+    Raises:
+      CheckpointError: it is quantised, or new.
+    """
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            f"the tensor {name} is of type {tensor.dtype}, which has no values without a scale; bring a checkpoint in "
+            "BF16, F16 or F32"
+        )
+    return DTYPES[tensor.dtype]
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder of a Hugging Face checkpoint")
+    if (folder / INDEX).is_file():
+        try:
+            named = json.loads((folder / INDEX).read_text())["weight_map"]
+            files = sorted(set(named.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(f"{folder / INDEX} is no index of tensors: {e!r}") from None
+        if any("/" in name or name.startswith(".") for name in files):
+            raise CheckpointError(f"{folder / INDEX} names a file outside of its folder")
+        missing = [name for name in files if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its index names; download it whole")
+        return [folder / name for name in files]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    names = sorted(p.name for p in folder.iterdir())
+    pickled = [n for n in names if n.endswith(_PICKLES)]
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has pickled weights only ({', '.join(pickled[:3])}), and unpickling runs whatever code is in "
+            "them; bring them as safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+        )
+    raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{near(SINGLE, names)}")
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of one file.
+
+    Raises:
+      CheckpointError: it is no safetensors file, or was cut short.
+    """
+    try:
+        with file.open("rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            length = int.from_bytes(f.read(8), "little")
+            if length > min(_HEADER_LIMIT, max(size - 8, 0)):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(f.read(length))
+        header.pop("__metadata__", None)
+        begin = 8 + length
+        tensors = {name: _stored(file, begin, **entry) for name, entry in header.items()}
+        at = begin
+        for name, t in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+            wanted = math.prod(t.shape) * (DTYPES[t.dtype].itemsize if t.dtype in DTYPES else 0)
+            if t.start != at or t.stop < t.start or (t.dtype in DTYPES and t.stop - t.start != wanted):
+                raise ValueError(f"the tensor {name} is not where its bytes are")
+            at = t.stop
+        if at != size:
+            raise ValueError(f"the file has {size} bytes and its header describes {at}; it was cut short or added to")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {e}") from None
+    return tensors
+
+
+def _stored(file: Path, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:
+    start, stop = data_offsets
+    return Stored(file, dtype, tuple(int(n) for n in shape), begin + int(start), begin + int(stop))
+
+
+def write_header(f: IO[bytes], tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+    """Begins a file: the header of tensors whose bytes follow in this order."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    f.write(len(text).to_bytes(8, "little") + text)

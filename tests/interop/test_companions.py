@@ -1,0 +1,71 @@
+"""What came with a checkpoint says how a text begins and where it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxscale.errors import DataError
+from jaxscale.interop import Companions, copy_companions
+from jaxscale.interop.companions import FILES
+
+tokenizers = pytest.importorskip("tokenizers")
+
+WORDS = {"<s>": 1, "</s>": 2, "<|im_end|>": 3, "a": 4, "b": 5}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, **WORDS}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>", "<|im_end|>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2, "bos_token_id": 1}))
+    return tmp_path
+
+
+def _about(folder, **said):
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return Companions(folder)
+
+
+def test_a_prompt_opens_as_the_tokenizer_opens_texts_and_is_not_closed(folder):
+    assert Companions(folder).prompt_ids("a b").tolist() == [1, 4, 5]
+    assert Companions(folder).prompt_ids("").tolist() == [1]
+    # what is written like a special token is text
+    assert 2 not in Companions(folder).prompt_ids("a </s> b").tolist()
+
+
+def test_its_config_says_whether_there_is_an_opening(folder):
+    assert _about(folder, add_bos_token=False, bos_token="<s>").prompt_ids("a").tolist() == [4]
+    assert _about(folder, add_bos_token=False, bos_token="<s>").prompt_ids("").tolist() == [1]
+    told = _about(folder, add_bos_token=True, bos_token={"content": "</s>", "lstrip": False})
+    assert told.prompt_ids("a").tolist() == [2, 4]
+
+
+def test_texts_end_where_generation_config_says_else_config_else_the_tokenizer(folder):
+    assert Companions(folder).end_ids == (2,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
+    assert Companions(folder).end_ids == (3, 2)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text("{}")
+    assert _about(folder, eos_token="<|im_end|>").end_ids == (3,)
+
+
+def test_without_a_tokenizer_there_are_ids_only(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="has no tokenizer.json, so that there is no text"):
+        Companions(folder).prompt_ids("a")
+
+
+def test_all_of_them_travel_byte_for_byte_and_nothing_else(tmp_path):
+    for name in (*FILES, "pytorch_model.bin", "modeling_own.py"):
+        (tmp_path / name).write_bytes(name.encode() + b"\r\n\xff")
+    assert copy_companions(tmp_path, tmp_path / "out") == list(FILES)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == {
+        n: n.encode() + b"\r\n\xff" for n in FILES
+    }

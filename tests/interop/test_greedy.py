@@ -1,0 +1,30 @@
+"""Imported models go on as `transformers` does: the same 64 likeliest tokens, one at a time and on any layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import jaxscale as js
+from jaxscale.train.pretrained import import_checkpoint
+from tests.truth import foreign
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+PROMPT = np.random.default_rng(1).integers(3, foreign.VOCAB, 9).tolist()
+NAMES = ("gpt2", "llama", "llama3", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+CASES = [(name, None) for name in NAMES]
+CASES += [("llama3", "tensor=4"), ("qwen3", "data=2,tensor=2,context=2")]
+
+
+@pytest.mark.parametrize("name, mesh", CASES, ids=lambda x: str(x))
+def test_the_likeliest_tokens_are_those_of_transformers(name, mesh, tmp_path):
+    import_checkpoint(foreign.save(name, tmp_path / "theirs"), tmp_path / "run", say=lambda _: None)
+    layout = None if mesh is None else js.Layout(mesh)
+    run = js.load(str(tmp_path / "run"))
+    found = run.generate(PROMPT, temperature=0, max_tokens=64, ignore_end=True, layout=layout)
+    how = transformers.GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = foreign.make(name).generate(torch.tensor([PROMPT]), generation_config=how)[0, len(PROMPT) :]
+    assert list(found.ids) == wanted.tolist() and found.text == ""

@@ -1,0 +1,190 @@
+"""Config files as they are published say what our presets say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxscale import models
+from jaxscale.errors import CheckpointError
+from jaxscale.interop.families import FAMILIES
+from jaxscale.interop.family import family_of, same_model
+from jaxscale.interop.fields import Fields
+from jaxscale.nn import LongRopeScaling
+from tests.truth.errors import raises_saying
+
+_DEEPSEEK = {
+    "attention_bias": False,
+    "ep_size": 1,
+    "hidden_act": "silu",
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+}
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+_GEMMA2 = {
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+
+PUBLISHED = {
+    "deepseek_v2_lite": _DEEPSEEK
+    | {
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "vocab_size": 102400,
+    },
+    "deepseek_v3": _DEEPSEEK
+    | {
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    },
+    "gemma2_2b": _GEMMA2
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+    },
+    "gemma2_9b": _GEMMA2
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+    },
+    "olmo2_7b": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "model_type": "olmo2",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    "phi3_mini": {
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "model_type": "phi3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+        "vocab_size": 32064,
+    },
+}
+
+
+def _read(values):
+    fields = Fields(values, "config.json")
+    config = family_of(values, FAMILIES, "config.json").model(fields)
+    assert fields.unread() == []
+    return config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_our_preset(name):
+    config, preset = _read(PUBLISHED[name]), getattr(models, name)()
+    assert same_model(config, preset)
+    assert not same_model(config, dataclasses.replace(preset, norm_eps=0.1))
+
+
+def test_long_phi3_goes_by_the_length_of_a_text_by_either_name_for_it():
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    for kind in ("su", "longrope"):
+        changes = {"rope_scaling": {"type": kind, **factors}, "max_position_embeddings": 131072}
+        scaling = _read(PUBLISHED["phi3_mini"] | changes).positions.scaling
+        assert scaling == LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v2_lite", {"attention_bias": True}, "attention_bias = True"),
+        ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (
+            "olmo2_7b",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "Phi-3 alone",
+        ),
+    ],
+)
+def test_what_a_family_does_not_express_is_refused(name, changes, said):
+    with raises_saying(CheckpointError, said):
+        _read(PUBLISHED[name] | changes)

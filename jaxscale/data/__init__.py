@@ -8,6 +8,8 @@ A corpus is named here as it is in a gin file. Nothing heavy is imported before 
 
 from jaxscale.data.batch import KEYS, Batch, Corpus, Ordered, Source
 from jaxscale.data.cache import cache_folder
+from jaxscale.data.chat import ChatTemplate
+from jaxscale.data.chat_files import ChatFiles as chat_files
 from jaxscale.data.devices import to_devices
 from jaxscale.data.loader import Loader, heldout_batches
 from jaxscale.data.markov import Synthetic as synthetic
@@ -24,6 +26,7 @@ __all__ = [
     "PACKINGS",
     "Batch",
     "ByteTokenizer",
+    "ChatTemplate",
     "Corpus",
     "HFTokenizer",
     "Loader",
@@ -32,6 +35,7 @@ __all__ = [
     "TokenFile",
     "Tokenizer",
     "cache_folder",
+    "chat_files",
     "heldout_batches",
     "mixture",
     "python_stdlib",

@@ -20,11 +20,12 @@ Batch = dict[str, np.ndarray]
 
 `tokens`       int32    what the model reads
 `targets`      int32    what it should predict at the same place
-`weights`      float32  the loss weight of each target: 1, and 0 for padding
+`weights`      float32  the loss weight of each target: 1, and 0 for padding and for what is not learned (prompts)
 `segment_ids`  int32    1, 2, ... for each document within the row, 0 for padding
 `positions`    int32    place within the segment, from 0 at the start of its piece in this row
 
-The end-of-document token (eos) opens a segment: it is the input at position 0 and the document's first token is
+Conversations open and end as their template says. Of other documents,
+the end-of-document token (eos) opens a segment: it is the input at position 0 and the document's first token is
 its target. The eos that ends a document is the target of that document's last token. Only the rest of a document
 that began in another row has another token at position 0: the last target of the row before.
 """

@@ -8,9 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
-
-from jaxscale.data.storage import TokenFile, write_token_file
+from jaxscale.data.storage import Document, TokenFile, write_token_file
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
 
@@ -24,11 +22,14 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 def cached(
     corpus: str,
     key: str,
-    documents: Callable[[], Iterable[tuple[str, np.ndarray]]],
+    documents: Callable[[], Iterable[Document]],
     tokenizer: Tokenizer,
     cache: str | Path | None = None,
+    masked: bool = False,
 ) -> TokenFile:
     """The token file `<cache>/tokens/<corpus>-<key>`, prepared from `documents()` when it is not there.
+
+    `masked` is as for `write_token_file`.
 
     A damaged one is moved aside and prepared anew. Raises DataError when the folder cannot be written.
     """
@@ -39,7 +40,7 @@ def cached(
         except DataError:
             _discard(folder)
     try:
-        return write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus)
+        return write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus, masked=masked)
     except OSError as error:
         raise DataError(
             f"cannot write the token cache {folder.parent} ({error.strerror or error}); set JAXSCALE_CACHE to a folder "

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Float32, Int64, Integer
 
 from jaxscale.data.batch import Batch, Source, empty_batch
 from jaxscale.errors import DataError, near
@@ -27,7 +27,11 @@ from jaxscale.errors import DataError, near
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of one split: document i is `tokens[starts[i] : starts[i] + lengths[i]]` and ends with eos."""
+    """The documents of one split: document i is `tokens[starts[i] : starts[i] + lengths[i]]` and ends with eos.
+
+    Of those that are `opened`, the token before says what opens them, and they end as they end; `learned` says which
+    tokens count as targets, all by default.
+    """
 
     name: str
     fingerprint: str
@@ -36,6 +40,8 @@ class Documents:
     tokens: Integer[np.ndarray, " t"]  # usually memory-mapped
     starts: Int64[np.ndarray, " n"]
     lengths: Int64[np.ndarray, " n"]  # eos included, so at least 1
+    learned: Integer[np.ndarray, " t"] | None = None  # 0 or 1 for each of `tokens`
+    opened: bool = False
 
 
 def pack(documents: Documents, packing: str, seq_len: int) -> Source:
@@ -72,14 +78,20 @@ class _Packed:
         """The inputs and targets whose targets are at `at`; those numbered `opening` begin a document."""
         documents = self.documents
         tokens = documents.tokens[at - 1]  # before a document lies something else, or nothing (-1 wraps around)
-        tokens[opening] = documents.eos_id
+        if not documents.opened:
+            tokens[opening] = documents.eos_id
         return tokens, documents.tokens[at]
+
+    def _weights(self, at: Int64[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:
+        """Of the targets at `at`."""
+        learned = self.documents.learned
+        return np.ones(len(at), np.float32) if learned is None else learned[at].astype(np.float32)
 
 
 class Stream(_Packed):
     """Windows of seq_len targets over the documents laid end to end, each target read after the token before it.
 
-    Every token is a target once, but for the last partial window, and every weight is 1. A document's eos is
+    Every token is a target once, but for the last partial window. A document's eos is
     the target of its last token, and then the input that opens the next segment.
     """
 
@@ -109,7 +121,7 @@ class Stream(_Packed):
         return {
             "tokens": tokens.astype(np.int32).reshape(shape),
             "targets": targets.astype(np.int32).reshape(shape),
-            "weights": np.ones((len(begin), self.seq_len), np.float32),
+            "weights": self._weights(at).reshape(shape),
             "segment_ids": (nth + 1).astype(np.int32)[piece].reshape(shape),
             "positions": position.astype(np.int32).reshape(shape),
         }
@@ -148,13 +160,14 @@ class Fit(_Packed):
         laid = np.cumsum(length) - length  # places before each piece, over all rows; less those before its row
         column = laid - laid[nth == 0][row]
         owner, position = _spread(length)  # one entry a pair
-        tokens, targets = self._pairs(self._start[piece][owner] + position, laid[self._opens[piece]])
+        at = self._start[piece][owner] + position
+        tokens, targets = self._pairs(at, laid[self._opens[piece]])
         place = (row * self.seq_len + column)[owner] + position
 
         batch = empty_batch(len(first), self.seq_len)
         batch["tokens"].reshape(-1)[place] = tokens
         batch["targets"].reshape(-1)[place] = targets
-        batch["weights"].reshape(-1)[place] = 1
+        batch["weights"].reshape(-1)[place] = self._weights(at)
         batch["segment_ids"].reshape(-1)[place] = (nth + 1)[owner]
         batch["positions"].reshape(-1)[place] = position
         return batch

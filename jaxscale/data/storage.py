@@ -3,6 +3,8 @@
     tokens.bin      uint16 or uint32, all documents end to end, each with its eos
     documents.bin   int64 (documents + 1), where each begins
     hashes.bin      uint64 (documents), a hash of each document's name, by which the split is decided
+    learned.bin     uint8, only of documents that are not learned whole (format 2): 1 for each token that is a target to
+                    learn; these documents open with a token of their own, and end without an eos
     meta.json       dtype, counts, tokenizer, corpus, fingerprint, format
 
 The folder is written under another name and renamed when complete, `meta.json` last: a folder with the
@@ -25,14 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64, Integer, UInt64
+from jaxtyping import Bool, Int64, Integer, UInt8, UInt64
 
 from jaxscale.data.packing import Documents
 from jaxscale.data.split import name_hash, select
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""With every token learned, and with `learned.bin`."""
 ABANDONED = 3600.0  # seconds without a write after which a partial folder is somebody's crash
 
 
@@ -40,7 +43,7 @@ ABANDONED = 3600.0  # seconds without a write after which a partial folder is so
 class _Mapped(Documents):
     """Documents of a token file; a pickle (to a spawned worker) says where they are and opens them there."""
 
-    pickled: tuple
+    pickled: tuple = ()
 
     def __reduce__(self):
         return self.pickled
@@ -63,6 +66,9 @@ class TokenFile:
         self.tokens: Integer[np.ndarray, " t"] = self._map("tokens.bin", self.meta["dtype"], self.meta["tokens"])
         self.offsets: Int64[np.ndarray, " n+1"] = self._map("documents.bin", "<i8", documents + 1)
         self.hashes: UInt64[np.ndarray, " n"] = self._map("hashes.bin", "<u8", documents)
+        self.learned: UInt8[np.ndarray, " t"] | None = None
+        if self.meta["format"] == 2:
+            self.learned = self._map("learned.bin", "u1", self.meta["tokens"])
 
     def __reduce__(self):
         return TokenFile, (str(self.folder),)
@@ -71,7 +77,8 @@ class TokenFile:
         """The documents of "train" or "heldout"; raises DataError when there are none."""
         name = self.meta["corpus"] if name is None else name
         chosen = np.flatnonzero(select(self.hashes, split, heldout, name))
-        starts = self.offsets[chosen]
+        opened = self.learned is not None
+        starts = self.offsets[chosen] + opened  # what opens a document is no target
         return _Mapped(
             name=name,
             fingerprint=hashlib.sha256(f"{self.fingerprint} {split} {heldout}".encode()).hexdigest(),
@@ -80,13 +87,15 @@ class TokenFile:
             tokens=self.tokens,
             starts=starts,
             lengths=self.offsets[chosen + 1] - starts,
+            learned=self.learned,
+            opened=opened,
             pickled=(self.documents, (split, heldout, name)),
         )
 
     def verify(self) -> None:
         """Reads everything and compares it with the fingerprint; raises DataError when a bit has changed."""
         digest = hashlib.sha256()
-        for part in (self.tokens, self.offsets, self.hashes):
+        for part in (self.tokens, self.offsets, self.hashes, *([] if self.learned is None else [self.learned])):
             digest.update(np.ascontiguousarray(part).data)
         if _fingerprint(digest, self.meta["tokenizer"]["fingerprint"]) != self.fingerprint:
             raise DataError(f"the content of {self.folder} is not what was written; remove the folder and prepare it.")
@@ -100,8 +109,9 @@ class TokenFile:
             ) from None
         except (OSError, ValueError) as error:
             raise DataError(f"{self.folder}/meta.json cannot be read ({error}); prepare the folder again.") from error
-        if meta.get("format") != FORMAT:
-            raise DataError(f"{self.folder} has format {meta.get('format')}, this version reads {FORMAT}.")
+        if meta.get("format") not in FORMATS:
+            known = " and ".join(map(str, FORMATS))
+            raise DataError(f"{self.folder} has format {meta.get('format')}, this version reads {known}.")
         return meta
 
     def _map(self, file: str, dtype: str, count: int) -> np.ndarray:
@@ -115,14 +125,19 @@ class TokenFile:
         return np.memmap(path, kind, "r").view(np.ndarray)
 
 
+Document = tuple[str, Integer[np.ndarray, " t"]] | tuple[str, Integer[np.ndarray, " t"], Bool[np.ndarray, " t"]]
+"""Its name, its ids, and of one that is not learned whole, which of them are."""
+
+
 def write_token_file(
     folder: str | Path,
-    documents: Iterable[tuple[str, Integer[np.ndarray, " t"]]],
+    documents: Iterable[Document],
     *,
     tokenizer: Tokenizer,
     corpus: str | None = None,
+    masked: bool = False,
 ) -> TokenFile:
-    """Writes (name, ids) pairs, in their order, as a token file, and opens it.
+    """Writes documents, in their order, as a token file, and opens it.
 
     Args:
       folder: must not exist. If another process finishes the same folder first, its result is returned.
@@ -130,6 +145,8 @@ def write_token_file(
         document with no ids is left out.
       tokenizer: gives the id type (uint16 when the vocabulary fits, else uint32), eos and a fingerprint.
       corpus: a name for people; the folder's by default.
+      masked: documents come with a mask of the tokens that are learned. Then they are written as they are: the first
+        id opens a document and is read only, and no eos is added.
 
     Raises DataError when the folder exists, an id is outside the vocabulary or there is no document;
     OSError when the disk refuses. Whatever is raised, no folder is left behind.
@@ -142,22 +159,20 @@ def write_token_file(
     partial = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
     try:
-        _write(partial, documents, tokenizer, corpus or folder.name)
+        _write(partial, documents, tokenizer, corpus or folder.name, masked)
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # already gone when it was published
     return TokenFile(folder)
 
 
-def _write(
-    folder: Path, documents: Iterable[tuple[str, Integer[np.ndarray, " t"]]], tokenizer: Tokenizer, corpus: str
-) -> None:
+def _write(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, corpus: str, masked: bool) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    offsets, hashes, digest = array("q", [0]), array("Q"), hashlib.sha256()
-    eos = np.array([tokenizer.eos_id])
+    offsets, hashes, digest, learned = array("q", [0]), array("Q"), hashlib.sha256(), array("B")
+    eos = np.array([] if masked else [tokenizer.eos_id], np.int64)
     with open(folder / "tokens.bin", "wb") as out:
-        for name, ids in documents:
-            if not len(ids):
+        for name, ids, *mask in documents:
+            if len(ids) <= masked:
                 continue
             if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
                 wrong = ids.max() if ids.max() >= tokenizer.vocab_size else ids.min()
@@ -167,19 +182,22 @@ def _write(
             data = np.concatenate([ids, eos]).astype(dtype).tobytes()
             out.write(data)
             digest.update(data)
-            offsets.append(offsets[-1] + len(ids) + 1)
+            for one in mask if masked else ():
+                learned.frombytes(one.astype(np.uint8).tobytes())
+            offsets.append(offsets[-1] + len(ids) + len(eos))
             hashes.append(name_hash(name))
         _sync(out)
     if not hashes:
         raise DataError(f"corpus '{corpus}' has no document with text in it; give at least one.")
-    for file, values, kind in (("documents.bin", offsets, "<i8"), ("hashes.bin", hashes, "<u8")):
+    beside = [("documents.bin", offsets, "<i8"), ("hashes.bin", hashes, "<u8")]
+    for file, values, kind in (*beside, *([("learned.bin", learned, "u1")] if masked else [])):
         data = np.asarray(values).astype(kind).tobytes()
         digest.update(data)
         with open(folder / file, "wb") as out:
             out.write(data)
             _sync(out)
     meta = {
-        "format": FORMAT,
+        "format": FORMATS[masked],
         "corpus": corpus,
         "dtype": dtype.str,
         "tokens": offsets[-1],

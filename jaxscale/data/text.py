@@ -55,7 +55,7 @@ class TextCorpus:
         if tokenizer is None:
             raise DataError(f"corpus '{self.name}' is text and needs a tokenizer; pass ByteTokenizer().")
         files = self.files()
-        prepared = cached(self.name, _key(files, tokenizer), lambda: _tokenized(files, tokenizer), tokenizer, cache)
+        prepared = cached(self.name, file_key(files, tokenizer), lambda: _tokenized(files, tokenizer), tokenizer, cache)
         return pack(prepared.documents(split, self._heldout, self.name), packing, seq_len)
 
     def texts(self, split: str = "train") -> Iterator[str]:
@@ -63,7 +63,7 @@ class TextCorpus:
         files = self.files()
         hashes = np.array([name_hash(name) for name, _ in files], np.uint64)
         chosen = select(hashes, split, self._heldout, self.name)
-        return (_read(path) for (_, path), wanted in zip(files, chosen, strict=True) if wanted)
+        return (read_text(path) for (_, path), wanted in zip(files, chosen, strict=True) if wanted)
 
 
 # Tests (odd on purpose, and absent from many distributions), installed packages, and tables: code pages in
@@ -126,14 +126,22 @@ class TextFiles(TextCorpus):
         return self.heldout
 
     def files(self) -> Files:
-        pattern = str(Path(self.glob).expanduser())
-        paths = [Path(found) for found in globbing.glob(pattern, recursive=True)]
-        paths = [path for path in paths if path.is_file()]
-        root = _fixed_part(pattern)
-        if not paths:
-            hint = "the folder exists" if root.is_dir() else f"there is no folder {root}"
-            raise DataError(f"no file matches '{self.glob}' ({hint}); give a glob such as '{root}/**/*.txt'.")
-        return sorted((path.relative_to(root).as_posix(), path) for path in paths)
+        return matching(self.glob)
+
+
+def matching(glob: str, suffix: str = ".txt") -> Files:
+    """The files that match a glob, `suffix` being that of an example.
+
+    Raises DataError where there is none.
+    """
+    pattern = str(Path(glob).expanduser())
+    paths = [Path(found) for found in globbing.glob(pattern, recursive=True)]
+    paths = [path for path in paths if path.is_file()]
+    root = _fixed_part(pattern)
+    if not paths:
+        hint = "the folder exists" if root.is_dir() else f"there is no folder {root}"
+        raise DataError(f"no file matches '{glob}' ({hint}); give a glob such as '{root}/**/*{suffix}'.")
+    return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
 def _fixed_part(pattern: str) -> Path:
@@ -145,7 +153,7 @@ def _fixed_part(pattern: str) -> Path:
 
 def _tokenized(files: Files, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray]]:
     for name, path in tracked(files, len(files), "tokenizing"):
-        text = _read(path)
+        text = read_text(path)
         try:
             ids = tokenizer.encode(text)
         except JaxscaleError as error:
@@ -153,7 +161,8 @@ def _tokenized(files: Files, tokenizer: Tokenizer) -> Iterator[tuple[str, np.nda
         yield name, ids
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file's text; raises DataError when it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -164,7 +173,7 @@ def _read(path: Path) -> str:
         raise DataError(f"cannot read {path} ({error.strerror}); make it readable or narrow the glob.") from error
 
 
-def _key(files: Files, tokenizer: Tokenizer) -> str:
+def file_key(files: Files, tokenizer: Tokenizer) -> str:
     """Changes with any file's name, size or time of change, and with the tokenizer."""
     digest = hashlib.sha256(tokenizer.fingerprint.encode())
     for name, path in files:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Int32, Int64, Integer
 
 from jaxscale.config import register
 from jaxscale.errors import DataError, near
@@ -72,11 +74,23 @@ class ByteTokenizer:
             )
         return ids.astype(np.int32)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What an id stands for, wherever it stands."""
+        return bytes([token if 0 <= token < 256 else 0xFF])
+
     def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
         """Bytes that are not UTF-8, and ids of 256 and more (a padded vocabulary), come out as U+FFFD."""
         ids = np.asarray(ids)
         known = (ids >= 0) & (ids < 256)
         return np.where(known, ids, 0xFF).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    special: ClassVar[tuple[str, ...]] = ()
+
+    def spans(self, text: str, *, special: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+        """Ids, and the character (from, to) that each is a byte of; there are no special tokens."""
+        ids = self.encode(text)
+        at = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte 10xxxxxx goes on with a character
+        return ids, np.stack([at, at + 1], axis=1)
 
 
 @register
@@ -118,6 +132,13 @@ class HFTokenizer:
         loaded.no_padding()
         return loaded
 
+    @cached_property
+    def _marked(self) -> tokenizers.Tokenizer:
+        """The same, by which special tokens written out are special."""
+        loaded = _hf().Tokenizer.from_str(self._tokenizer.to_str())
+        loaded.encode_special_tokens = False
+        return loaded
+
     @property
     def name(self) -> str:
         return self._file.parent.name if self._file.name == "tokenizer.json" else self._file.stem
@@ -140,11 +161,59 @@ class HFTokenizer:
         special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
         raise DataError(f"{self._file} has no {wanted}; name one with eos={near(self.eos or '', special)}")
 
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """The texts of its special tokens, by id."""
+        return tuple(t.content for _, t in sorted(self._tokenizer.get_added_tokens_decoder().items()) if t.special)
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """The ids that the file's own rules put before a text, such as a model's "<s>"."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return tuple(whole[:at])
+
+    def token_of(self, id: int) -> str | None:
+        """The text of a token, as the vocabulary has it."""
+        return self._tokenizer.id_to_token(id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its text, special ones included."""
+        return self._tokenizer.token_to_id(token)
+
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
+    def spans(self, text: str, *, special: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+        """Ids, and the characters (from, to) that each is of.
+
+        Args:
+          text: any.
+          special: special tokens written out in it are special, and not ordinary text.
+        """
+        found = (self._marked if special else self._tokenizer).encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
     def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What an id stands for wherever it stands; None where its neighbours have a say (SentencePiece's spaces)."""
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoders:
+            known = [_BYTES.get(c) for c in piece]
+            return piece.encode() if None in known else bytes(known)  # type: ignore[arg-type]
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", piece) if "ByteFallback" in self._decoders else None
+        return None if byte is None else bytes.fromhex(byte[1])
+
+    @cached_property
+    def _decoders(self) -> tuple[str, ...]:
+        """The kinds of the steps from pieces to text."""
+        decoder = json.loads(self._content).get("decoder") or {}
+        return tuple(step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step)
 
 
 def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:
@@ -175,6 +244,19 @@ def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | P
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"cannot write the tokenizer to {target} ({error}); give a writable file.") from error
     return HFTokenizer(str(target))
+
+
+def _alphabet() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes (Radford et al. 2019, GPT-2).
+
+    Printable ones stand for themselves, the others for the characters from 256 on, in their order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTES = _alphabet()
 
 
 def _hf():

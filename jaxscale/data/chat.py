@@ -1,0 +1,312 @@
+"""Chat templates: conversations as one text, and which of its tokens the assistant said.
+
+A template is the Jinja text that Hugging Face folders carry (`chat_template.jinja`, or `chat_template` in
+`tokenizer_config.json`). It is somebody else's program: it runs in Jinja's sandbox, and sees the messages and the
+names of the special tokens, and nothing else. Needs `jinja2` (`pip install 'jaxscale[hf]'`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from jaxscale.errors import DataError, near
+
+Message = Mapping[str, Any]
+"""`{"role": "user", "content": "..."}`, and whatever else a template knows of."""
+
+TURNS = ("all", "last")
+"""Of which turns of the assistant a model learns."""
+
+SAID = "assistant"
+"""The role whose words are learned."""
+
+# Noncharacters of Unicode, which no text holds: around a special token's number, and around what a template marks.
+_WORD, _WORD_END, _SAID, _SAID_END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+_MARKS = re.compile(f"[{_WORD}{_WORD_END}{_SAID}{_SAID_END}]")
+_WORDS = re.compile(f"{_WORD}([0-9]+){_WORD_END}")
+
+
+class Spelling(Protocol):
+    """What a chat needs of a tokenizer."""
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The texts of its special tokens."""
+        ...
+
+    def spans(self, text: str, *, special: bool) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+        """Ids, and the characters (from, to) that each is of; `special` reads special tokens written out as such."""
+        ...
+
+
+class ChatTemplate:
+    """How a model wants conversations written.
+
+    Args:
+      text: the template.
+      names: special tokens by name, as `{"bos_token": "<s>"}`, which templates write.
+      where: what messages call it.
+
+    Raises:
+      DataError: the template is no Jinja, or `jinja2` is not installed.
+    """
+
+    def __init__(self, text: str, names: Mapping[str, str] | None = None, where: str = "the chat template"):
+        self.text, self.names, self.where = text, dict(names or {}), where
+        self._template = _compiled(text, where)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> ChatTemplate:
+        """The template of a Hugging Face folder, or of a file of Jinja.
+
+        Raises:
+          DataError: there is none.
+        """
+        path = Path(folder).expanduser()
+        home = path if path.is_dir() else path.parent
+        settings = _json(home / "tokenizer_config.json")
+        text = settings.get("chat_template")
+        file = home / "chat_template.jinja" if path.is_dir() else path
+        if file.is_file():
+            text = _text(file)
+        elif isinstance(text, list):  # several, by name
+            text = {one.get("name"): one.get("template") for one in text}.get("default")
+        if not isinstance(text, str):
+            raise DataError(
+                f"{path} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); name a "
+                "file or folder that has one"
+            )
+        names = {**_json(home / "special_tokens_map.json"), **settings}
+        return cls(text, {k: v for k, v in _spelled(names).items() if k.endswith("_token")}, f"{file or path}")
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
+        """A conversation as text; with the generation prompt, up to where the assistant begins to speak.
+
+        Args:
+          messages: in their order.
+          add_generation_prompt: end with what opens the assistant's next turn.
+          **more: what else the template is told, as `tools`.
+
+        Raises:
+          DataError: the template refuses these messages.
+        """
+        return _MARKS.sub("", self._render(_without_none(messages), add_generation_prompt, more))
+
+    def ids(
+        self, messages: Sequence[Message], tokenizer: Spelling, add_generation_prompt: bool = True, **more: Any
+    ) -> Int32[np.ndarray, " t"]:
+        """A conversation as token ids.
+
+        The template's special tokens are special. The same words inside of a message are ordinary text, so that nobody
+        can end a turn by writing so; that is where this differs from `apply_chat_template` as it is by default.
+        """
+        text = self._render(_marked(messages, tokenizer.special), add_generation_prompt, more)
+        return _encode(_cleaned(text)[0], tokenizer)[0]
+
+    def said(
+        self, messages: Sequence[Message], tokenizer: Spelling, turns: str = "all", first: int = 0, **more: Any
+    ) -> tuple[Int32[np.ndarray, " t"], Bool[np.ndarray, " t"]]:
+        """Token ids of a conversation, and which of them the assistant said: what ends its turn is said, too.
+
+        A template may mark it (`{% generation %}`). Of one that does not, a turn is what it adds to the text that it
+        makes of the turns before with the generation prompt.
+
+        Args:
+          messages: in their order.
+          tokenizer: whose ids.
+          turns: "all" of the assistant's, or its "last" only.
+          first: leave out turns before this message.
+          **more: as for `render`.
+
+        Raises:
+          DataError: there is no turn of the assistant, or the template writes a turn otherwise when others follow.
+        """
+        if turns not in TURNS:
+            raise DataError(f"turns = '{turns}' does not exist{near(turns, TURNS)}")
+        marked = _marked(messages, tokenizer.special)
+        asked = [i for i, m in enumerate(marked) if m.get("role") == SAID and i >= first]
+        if not asked:
+            raise DataError(f"no message is the assistant's (role '{SAID}'), so there is nothing to learn from")
+        asked = asked if turns == "all" else asked[-1:]
+        text, spans = _cleaned(self._render(marked, False, more))
+        if spans:
+            turn = [i for i, m in enumerate(marked) if m.get("role") == SAID]
+            if len(turn) == len(spans):
+                spans = [span for i, span in zip(turn, spans, strict=True) if i in asked]
+            elif turns != "all" or first:
+                raise DataError(
+                    f"{self.where} marks {len(spans)} pieces of {len(turn)} turns, so that one turn cannot be told "
+                    "apart; use turns = 'all'"
+                )
+        else:
+            spans = [self._span(text, marked, i, more) for i in asked]
+        ids, places = _encode(text, tokenizer)
+        learned = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            inside = np.flatnonzero((places[:, 0] < end) & (places[:, 1] > begin))
+            if len(inside):  # and what lies between, of which some tokenizers give no place (white space)
+                learned[inside[0] : inside[-1] + 1] = True
+        return ids, learned
+
+    def _span(self, text: str, messages: list[dict[str, Any]], i: int, more: dict[str, Any]) -> tuple[int, int]:
+        before = _cleaned(self._render(messages[:i], True, more))[0]
+        after = text if i + 1 == len(messages) else _cleaned(self._render(messages[: i + 1], False, more))[0]
+        if not text.startswith(before) or not text.startswith(after) or len(after) < len(before):
+            raise DataError(
+                f"{self.where} writes turn {i} otherwise when it is the last than when others follow, so that it does "
+                "not show what was said; use turns = 'last', or mark it in the template with {% generation %}"
+            )
+        return len(before), len(after)
+
+    def _render(self, messages: Sequence[Message], prompt: bool, more: dict[str, Any]) -> str:
+        import jinja2
+
+        told = {"tools": None, "documents": None, **self.names, **more}
+        try:
+            return self._template.render(messages=list(messages), add_generation_prompt=prompt, **told)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+            raise DataError(f"{self.where} does not take these messages: {e}") from e
+
+
+def _encode(text: str, tokenizer: Spelling) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+    """Ids of a text in which words of messages that look like special tokens are marked, and the places of each."""
+    if not _WORDS.search(text):
+        return tokenizer.spans(text, special=True)
+    # The text between the template's own special tokens is encoded by itself, as ordinary text: so it is read anyway.
+    special = tokenizer.special
+    pattern = "|".join(re.escape(s) for s in sorted(special, key=len, reverse=True))
+    ids, places, at = [], [], 0
+    for piece in re.split(f"({pattern})", text):
+        if not piece:
+            continue
+        plain, origin = _unmarked(piece, special)
+        found, spans = tokenizer.spans(plain, special=piece in special)
+        ids.append(found)
+        places.append(at + origin[spans])
+        at += len(piece)
+    return np.concatenate(ids), np.concatenate(places)
+
+
+def _unmarked(piece: str, special: tuple[str, ...]) -> tuple[str, Int64[np.ndarray, " c"]]:
+    """A piece with its words as they were, and for each character (and the end) its place in the marked piece."""
+    out: list[str] = []
+    origin: list[int] = []
+    last = 0
+    for word in _WORDS.finditer(piece):
+        n = int(word[1])
+        spelled = special[n] if n < len(special) else ""
+        out += [piece[last : word.start()], spelled]
+        origin += [*range(last, word.start()), *[word.start()] * len(spelled)]
+        last = word.end()
+    return "".join([*out, piece[last:]]), np.array([*origin, *range(last, len(piece) + 1)], np.int64)
+
+
+def _marked(messages: Sequence[Message], special: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Messages in which special tokens are numbers between marks, all but the roles."""
+    pattern = re.compile("|".join(re.escape(s) for s in sorted(special, key=len, reverse=True)) or "(?!)")
+    number = {s: n for n, s in enumerate(special)}
+
+    def mark(x: Any) -> Any:
+        if isinstance(x, str):
+            return pattern.sub(lambda m: f"{_WORD}{number[m[0]]}{_WORD_END}", _MARKS.sub("", x))
+        if isinstance(x, Mapping):
+            return {k: mark(v) for k, v in x.items()}
+        return [mark(v) for v in x] if isinstance(x, list | tuple) else x
+
+    return [{k: v if k == "role" else mark(v) for k, v in m.items()} for m in _without_none(messages)]
+
+
+def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Plain copies; a key without a value is left out, since many templates would write "None"."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise DataError("a conversation is a list of messages such as {'role': 'user', 'content': 'Hello'}")
+    return [{k: v for k, v in m.items() if v is not None} for m in messages]
+
+
+def _cleaned(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A rendered text without the marks around what was said, and where they stood; marks of words stay."""
+    out, spans, begin, length = [], [], None, 0
+    for piece in re.split(f"([{_SAID}{_SAID_END}])", text):
+        if piece == _SAID:
+            begin = length
+        elif piece == _SAID_END and begin is not None:
+            spans.append((begin, length))
+            begin = None
+        elif piece != _SAID_END:
+            out.append(piece)
+            length += len(piece)
+    return "".join(out), spans
+
+
+@functools.lru_cache(16)
+def _compiled(text: str, where: str) -> Any:
+    """The template in a sandbox, with the functions that Hugging Face's templates call."""
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+    except ImportError as e:
+        raise DataError("chat templates need the package 'jinja2': pip install 'jaxscale[hf]'") from e
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}`: what the assistant says."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+        @staticmethod
+        def _said(caller: Any) -> str:
+            return f"{_SAID}{caller()}{_SAID_END}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(x: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, **how)  # Jinja's own escapes what HTML would mistake
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as e:
+        raise DataError(f"{where} is no template of Jinja: {e}") from e
+
+
+def _spelled(names: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens as text; files have some as dicts, with how they are matched."""
+    found = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in names.items()}
+    return {k: v for k, v in found.items() if isinstance(v, str)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_text(path))
+    except ValueError as e:
+        raise DataError(f"{path} is no JSON ({e}); bring back the file as it came") from e
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(f"cannot read {path} ({e}); give a file of UTF-8 text") from e

@@ -1,0 +1,133 @@
+"""Corpora to fine-tune on: conversations, and prompts with their completions; only answers are learned."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxscale.config import register
+from jaxscale.data.batch import Source
+from jaxscale.data.cache import cached
+from jaxscale.data.chat import TURNS, ChatTemplate
+from jaxscale.data.packing import pack
+from jaxscale.data.progress import tracked
+from jaxscale.data.storage import Document
+from jaxscale.data.text import Files, file_key, matching, read_text
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.errors import DataError, JaxscaleError, near
+
+_FORMS = ("messages", "prompt", "completion", "tools")
+
+
+@register(name="chat_files")
+@dataclass(frozen=True)
+class ChatFiles:
+    """JSON lines that match a glob, each line a document of its own, in one of two forms:
+
+        {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]}
+        {"prompt": "1, 2, ", "completion": "3"}
+
+    Conversations are written by the model's chat template, and what the assistant says is learned, to the end of its
+    turn. Of texts the completion is learned, and the end of the document after it; they are tokenized apart, as they
+    are when the model is used. Prompt and completion may be lists of messages, too.
+
+    Fields:
+      glob: of files.
+      template: a folder or a file with the chat template; by default the tokenizer's folder.
+      turns: "all" turns of the assistant are learned, or the "last" of each conversation.
+      heldout: the fraction of lines held out.
+    """
+
+    glob: str
+    template: str | None = None
+    turns: str = "all"
+    heldout: float = 0.05
+    name: ClassVar[str] = "chat_files"
+
+    def __post_init__(self) -> None:
+        if self.turns not in TURNS:
+            raise DataError(f"ChatFiles.turns = '{self.turns}' does not exist{near(self.turns, TURNS)}")
+
+    def source(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        seq_len: int,
+        split: str,
+        packing: str = "stream",
+        cache: str | Path | None = None,
+    ) -> Source:
+        """Tokenizes all lines once, into the cache, then packs those of `split`.
+
+        Raises DataError without a tokenizer, or naming the file and the line that cannot be read.
+        """
+        if tokenizer is None:
+            raise DataError(f"corpus '{self.name}' is text and needs a tokenizer; pass ByteTokenizer().")
+        files = matching(self.glob, ".jsonl")
+        template = functools.cache(lambda: self._template(tokenizer))
+        try:
+            text = template().text
+        except DataError:
+            text = ""  # texts need none; a conversation says so when it comes
+        told = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text}".encode()).hexdigest()[:16]
+        documents = lambda: _documents(files, tokenizer, template, self.turns)  # noqa: E731
+        prepared = cached(self.name, told, documents, tokenizer, cache, masked=True)
+        return pack(prepared.documents(split, self.heldout, self.name), packing, seq_len)
+
+    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        where = self.template or getattr(tokenizer, "path", None)
+        if where is None:
+            raise DataError(
+                f"conversations need a chat template, and the tokenizer '{tokenizer.name}' has no folder with one; set "
+                "ChatFiles.template to a folder or a file of Jinja"
+            )
+        path = Path(where).expanduser()
+        return ChatTemplate.read(path if self.template or path.is_dir() else path.parent)
+
+
+def _documents(files: Files, tokenizer: Any, template: Any, turns: str) -> Iterator[Document]:
+    for name, path in tracked(files, len(files), "tokenizing"):
+        for n, line in enumerate(read_text(path).split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                ids, learned = _tokenized(_read(line), tokenizer, template, turns)
+            except JaxscaleError as e:
+                raise DataError(f"{path}, line {n}: {e}") from e
+            yield f"{name}#{n}", ids, learned
+
+
+def _read(line: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as e:
+        raise DataError(f"it is no JSON ({e})") from None
+    keys = sorted(found) if isinstance(found, dict) else []
+    if "messages" not in keys and not {"prompt", "completion"} <= set(keys):
+        unknown = next((k for k in keys if k not in _FORMS), "")
+        raise DataError(f"it has neither 'messages' nor 'prompt' and 'completion'{near(unknown, _FORMS)}")
+    return found
+
+
+def _tokenized(found: Mapping[str, Any], tokenizer: Any, template: Any, turns: str) -> tuple[np.ndarray, np.ndarray]:
+    more = {"tools": found["tools"]} if found.get("tools") else {}
+    if "messages" in found:
+        return template().said(found["messages"], tokenizer, turns, **more)
+    prompt, completion = found["prompt"], found["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return template().said([*prompt, *completion], tokenizer, turns, len(prompt), **more)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise DataError("'prompt' and 'completion' are two texts, or two lists of messages")
+    if not completion:
+        raise DataError("'completion' is empty, so there is nothing to learn from")
+    before, after = tokenizer.encode(prompt), tokenizer.encode(completion)
+    opening = getattr(tokenizer, "opening", ()) or (tokenizer.eos_id,)
+    ids = np.concatenate([opening, before, after, [tokenizer.eos_id]]).astype(np.int32)
+    return ids, np.arange(len(ids)) >= len(opening) + len(before)

@@ -36,6 +36,13 @@ def add(commands: Any) -> None:
         help="go on from a checkpoint where there is one: in --run DIR, else in the newest unfinished runs/<name>-<n> "
         "of these very settings; start anew where there is none",
     )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="RUN",
+        help="start from the newest checkpoint of a run, ours or imported; its model and tokenizer are taken where the "
+        "config leaves them",
+    )
     parser.add_argument("--profile", metavar="FIRST:LAST", help="write a profile of these steps, as 10:15")
     parser.add_argument(
         "--dry-run",
@@ -55,6 +62,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError("the name of the run folder is empty; was a variable of the shell not set?")
     if args.resume and (args.run or args.go_on or args.config):
         raise ConfigError("--resume names a run, which has its own config.gin; leave out CONFIG, --run and --continue")
+    if args.resume and args.start:
+        raise ConfigError("--resume goes on in a run, and --from starts a new one; leave out one of them")
     config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
     if args.dry_run:
         from jaxscale.plan import dry_run

@@ -3,11 +3,13 @@
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.loop import fit
+from jaxscale.train.lora import LoRA
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
 from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of
-from jaxscale.train.prepare import blueprint_of, check, prepare
+from jaxscale.train.prepare import blueprint_of, check, prepare, settled
 from jaxscale.train.run import Run, checkpoints_in, read_config
 from jaxscale.train.snapshots import Snapshots
+from jaxscale.train.start import FromRun
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.watchdog import Watchdog
@@ -17,6 +19,8 @@ __all__ = [
     "Blueprint",
     "Checkpoints",
     "CutLoss",
+    "FromRun",
+    "LoRA",
     "MaterialisedLoss",
     "Run",
     "Snapshots",
@@ -38,4 +42,5 @@ __all__ = [
     "prepare",
     "read_config",
     "replicas_of",
+    "settled",
 ]

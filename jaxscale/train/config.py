@@ -15,8 +15,10 @@ from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.train.guards import FiniteGuard, Guard
+from jaxscale.train.lora import LoRA
 from jaxscale.train.loss import AutoLoss, Loss
 from jaxscale.train.snapshots import Snapshots
+from jaxscale.train.start import FromRun
 from jaxscale.train.watchdog import Watchdog
 
 
@@ -28,6 +30,9 @@ class TrainConfig:
     Args:
       model: a model config, such as `Transformer.Config(depth=8)`.
       data: a corpus, such as `python_stdlib()`.
+      start: the run whose parameters are the first ones, as `FromRun('runs/qwen3')`; `None` draws random ones. What
+        `model` and `tokenizer` are left at their defaults is then that run's (see `settled`).
+      adapters: what is trained in place of the model's own parameters, which stay as they are: `LoRA()`, or `None`.
       layout: where things live; all devices, data-parallel, by default. `None` is one device and no mesh.
       tokenizer: turns text into ids; ignored by corpora that are tokens already.
       steps: optimizer steps of the whole run.
@@ -63,6 +68,8 @@ class TrainConfig:
     """
 
     model: ModelConfig = TransformerConfig()
+    start: FromRun | None = None
+    adapters: LoRA | None = None
     data: Corpus = python_stdlib()
     layout: Layout | None = Layout()
     tokenizer: Tokenizer = ByteTokenizer()
@@ -100,6 +107,7 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value)}")
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
+        self._check_start()
         self._check_guards()
         self._check_evaluate_on()
         for name, least in _LEAST.items():
@@ -121,6 +129,14 @@ class TrainConfig:
                 f"train.accumulate = {self.accumulate} does not divide train.batch_size = {self.batch_size}; the "
                 f"nearest that does is {fit}"
             )
+
+    def _check_start(self) -> None:
+        for name, kind, example in (("start", FromRun, "FromRun('runs/base')"), ("adapters", LoRA, "LoRA()")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"train.{name} must be {example} or None, not {_called(value)}{meant(value)}")
+        if self.adapters is not None and self.start is None:
+            raise ConfigError("train.adapters adapts a model that is trained; set train.start, as FromRun('runs/base')")
 
     def _check_guards(self) -> None:
         if not isinstance(self.guards, tuple | list) or not all(isinstance(g, Guard) for g in self.guards):

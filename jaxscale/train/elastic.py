@@ -119,6 +119,8 @@ class Elastic:
     def __init__(self, config: TrainConfig):
         if config.layout is None or config.layout.sizes["data"] == 1:
             raise ConfigError(f"going on with fewer devices needs a layout with a data axis, not {config.layout}")
+        if config.adapters is not None:
+            raise ConfigError("Elastic moves no frozen parameters; leave out train.adapters, or use fit")
         self.config, self.prepared = config, prepare(config)
         self.alive = list(config.layout.device_mesh.devices.flat)
         self._at_once = 0

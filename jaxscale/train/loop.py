@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxscale.data import Batch
-from jaxscale.errors import CheckpointError, ConfigError, RunError, near
+from jaxscale.errors import CheckpointError, ConfigError, DataError, RunError, near
 from jaxscale.layout import describe
 from jaxscale.optim import averaged
 from jaxscale.train import agree
@@ -27,9 +28,9 @@ from jaxscale.train.guards import RollBack, Skips, Watched
 from jaxscale.train.guards.skips import SKIPS
 from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
 from jaxscale.train.peaks import peak_flops
-from jaxscale.train.prepare import Prepared, prepare
+from jaxscale.train.prepare import Prepared, prepare, settled
 from jaxscale.train.report import Reporter
-from jaxscale.train.run import Run, about, read_config, write_config, write_text
+from jaxscale.train.run import HF, Run, about, bring_companions, read_config, write_config, write_text
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.state import TrainState
 
@@ -77,6 +78,7 @@ def fit(
     if config is None and resume is True and run is not None:
         config = read_config(Path(run), given=settings)  # a run goes on with its own settings
     config = _settings(config, settings)
+    config = settled(config) if resume is not True else config if run is None else Run(run).as_left(config)
     if profile is not None and not 1 <= profile[0] <= profile[1] <= config.steps:
         raise ConfigError(
             f"profile {profile[0]}:{profile[1]}: steps count from 1 to {config.steps} here, and the last is not before "
@@ -87,6 +89,8 @@ def fit(
     reporter = Reporter(quiet or jax.process_index() != 0)
     with config.watchdog.preparing():
         prepared = prepare(config)
+        if config.start is not None and (resume is not True or config.adapters is not None):
+            config.start.check(prepared.blueprint.of_model().infos)
         path = None if run is None else Path(run)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
     out = Run(folder, config)
@@ -155,6 +159,7 @@ class _Loop:
         self.watchdog.phase(0, "first state", disk=True)
         self.snapshots = config.snapshots.of(self.run.path)
         state = self._first_state(resuming)
+        _ = self.prepared.frozen  # read now, and not within the first step
         first = int(state.step)
         if first >= self.last:
             more = "until" if self.last < config.steps else "train.steps"
@@ -189,7 +194,8 @@ class _Loop:
             why = f"stopped by {self.signals['signal']}" if status == "stopped" else f"paused, {config.steps} to go to,"
             reporter.say(f"{why} after step {int(state.step)}; its checkpoint is written")
         elif config.prompt is not None:
-            text = self.run.sample(config.prompt, tokens=400)
+            room = config.seq_len - len(self.run.prompt_ids(config.prompt))  # of what it was trained on
+            text = self.run.sample(config.prompt, tokens=max(1, min(400, room)))
             self._keep_sample(int(state.step), config.prompt, text)
             reporter.say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
 
@@ -277,7 +283,7 @@ class _Loop:
         except jax.errors.JaxRuntimeError as e:
             from jaxscale.plan.remedies import is_out_of_memory, out_of_memory  # the same floor: only when asked
 
-            if not is_out_of_memory(e):
+            if not is_out_of_memory(e) or self.config.adapters is not None:  # of which arithmetic can tell nothing
                 raise
             raise out_of_memory(e, self.config) from None
 
@@ -337,7 +343,7 @@ class _Loop:
         for watch in self.watches:
             watch.before_save(state)
         layout = None if self.config.layout is None else str(self.config.layout)
-        facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows()}
+        facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows(), **self._start}
         self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
 
     def _first_state(self, resuming: bool) -> TrainState:
@@ -360,6 +366,7 @@ class _Loop:
 
         def check(found: dict[str, Any]) -> None:
             self._check_data(found)
+            self._check_start(found)
             manifest.update(found)
 
         state = self.checkpoints.restore(
@@ -391,6 +398,20 @@ class _Loop:
                 f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "
                 f"is {self.prepared.fingerprint[:12]}); start a new run, or bring the old files back"
             )
+
+    def _check_start(self, manifest: dict[str, Any]) -> None:
+        """That adapters go on over the parameters that they were trained on."""
+        if self.config.adapters is not None and manifest.get("start") != self._start.get("start"):
+            raise CheckpointError(
+                f"the adapters of {self.run.path} were trained over other parameters than those of "
+                f"{self.config.start}; bring that checkpoint back, or name it with --gin.FromRun.path and .step"
+            )
+
+    @functools.cached_property
+    def _start(self) -> dict[str, Any]:
+        """What a checkpoint says of where the run started; without adapters nothing depends on it any more."""
+        start = self.config.start
+        return {} if start is None or self.config.adapters is None else {"start": start.fingerprint()}
 
     def _rows(self) -> dict[str, Any]:
         """The settings that decide what a row of data is."""
@@ -439,6 +460,10 @@ class _Loop:
         layout = "one device, no mesh" if config.layout is None else str(config.layout)
         rows = describe(infos, config.layout)
         self.reporter.table(f"parameters, laid out {layout}", rows)
+        if config.start is not None:
+            self.reporter.say(f"starts from step {config.start.step} of {config.start.path}")
+        if self.prepared.blueprint.adaptation is not None:
+            self.reporter.say(self.prepared.blueprint.adaptation.describe())
         since = f", from step {first}" if first else ""
         self.reporter.say(
             f"{config.model.param_count() / 1e6:.2f}M parameters · {config.data.name}, "
@@ -450,6 +475,9 @@ class _Loop:
     def _open_files(self, first: int) -> list[Any]:
         if not self.main:
             return []
+        if self.config.start is not None and not (self.run.path / HF).exists():
+            with contextlib.suppress(RunError, DataError):  # of a run that goes on, that one may be gone
+                bring_companions(self.config.start.run, self.run)
         lost = write_config(self.run.path, self.config, first)
         for setting in lost:
             self.reporter.warn(f"{setting} came from Python and is not in config.gin; resume this run from Python")
@@ -465,6 +493,7 @@ class _Loop:
         info = {
             "id": self.checkpoints.run,
             **about(self.config, self.prepared.fingerprint),
+            **self._started_from(before),
             "status": status,
             "step": step,
             "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
@@ -472,6 +501,12 @@ class _Loop:
             **({"error": f"{type(error).__name__}: {error}"} if error is not None else {}),
         }
         write_text(self.run.path / "run.json", json.dumps(info, indent=2) + "\n")
+
+    def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
+        """The run and the checkpoint that the first parameters are of; looked up once, since that run may go."""
+        if self.config.start is None:
+            return {}
+        return {"start": before["start"] if "start" in before else self.config.start.about()}
 
     def _ended(self) -> None:
         """Another process failed, and this one's main thread may wait for it."""

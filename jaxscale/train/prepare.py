@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
 from jaxscale.errors import ConfigError, DataError, LayoutError
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.effects import without_effect
@@ -70,11 +70,19 @@ class Prepared:
 
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted training step."""
-        return jit_step(self.plain_step(config), self.blueprint, self.batch_shardings())
+        return self._with_frozen(jit_step(self.plain_step(config), self.blueprint, self.batch_shardings()))
 
     def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted evaluation of a batch (see `make_eval`)."""
-        return make_eval(self.blueprint, self.batch_shardings(), config.loss)
+        return self._with_frozen(make_eval(self.blueprint, self.batch_shardings(), config.loss))
+
+    @functools.cached_property
+    def frozen(self) -> Any:
+        """The parameters that adapters are on, read when they are first asked for."""
+        return self.blueprint.read_frozen()
+
+    def _with_frozen(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        return program if self.blueprint.adaptation is None else lambda *given: program(*given, self.frozen)
 
     @property
     def fingerprint(self) -> str:
@@ -91,6 +99,21 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     graphdef, infos = describe_model(config.model)
     schedule: Callable[[Any], Any] | None = None
     widening = getattr(config.model, "widening", None)
+    make: Callable[..., Any] = functools.partial(make_params, config.model)
+    adaptation = None
+    if config.adapters is not None:
+        if widening is not None:
+            raise ConfigError(
+                f"{type(widening.parametrisation).__name__} has no rule for adapters; leave it out of the model, whose "
+                "parameters are trained already"
+            )
+        adaptation = config.adapters.adapt(graphdef, infos)
+        infos, make = adaptation.adapters, adaptation.make
+        if config.adapters.base_dtype not in (None, "float32") and config.layout and config.layout.stages > 1:
+            raise ConfigError(
+                f"over pipeline stages adapters are added to the weights, which LoRA.base_dtype = "
+                f"'{config.adapters.base_dtype}' would round; leave it out, or use a mesh without pipeline"
+            )
     if isinstance(config.optimizer, optax.GradientTransformation):
         if widening is not None:
             raise ConfigError(
@@ -100,14 +123,33 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
         tx = config.optimizer
     else:
         schedule = config.schedule.make(config.lr, config.steps)
-        make = config.optimizer.make if widening is None else functools.partial(widening.make, config.optimizer)
-        tx = make(schedule, without_biases(infos))
+        of = config.optimizer.make if widening is None else functools.partial(widening.make, config.optimizer)
+        tx = of(schedule, without_biases(infos))
     if config.clip_norm is not None:
         tx = chain(_clip(config.clip_norm), tx)
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
-    make = functools.partial(make_params, config.model)
-    return Blueprint(graphdef, infos, tx, config.layout, make, config.guards), schedule
+    more: Any = dict(start=config.start, adaptation=adaptation)
+    return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
+
+
+def settled(config: TrainConfig) -> TrainConfig:
+    """Settings in which it is written out what a run starts from: which checkpoint, and its model and tokenizer.
+
+    Those that are as they are by default are taken from that run.
+
+    Raises:
+      RunError: there is no such run, or it has no checkpoint.
+    """
+    if config.start is None:
+        return config
+    start, default = config.start.settled(), TrainConfig()
+    told: dict[str, Any] = {"start": start}
+    if config.model == default.model:
+        told["model"] = start.run.config.model
+    if config.tokenizer == default.tokenizer:
+        told["tokenizer"] = start.run.config.tokenizer
+    return dataclasses.replace(config, **told)
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -130,9 +172,9 @@ def prepare(config: TrainConfig) -> Prepared:
     sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
-        from jaxscale.infer.sample import prompt_ids  # the same floor: only when asked
+        from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
 
-        prompt_ids(config, config.prompt)  # not after hours of training
+        text_ids(config, config.prompt)  # not after hours of training
     heldout: dict[str, list[Batch]] = {}
     if config.eval_batches:
         further = {f"{EVAL_LOSS}/{name}": corpus for name, corpus in config.evaluate_on.items()}
@@ -175,6 +217,7 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
     blueprint, schedule = blueprint_of(config)
     _check_pipeline(blueprint, config)
     blueprint.shardings()  # raises what cannot be laid out
+    shardings_of(blueprint.frozen, config.layout)
     batch_sharding(config.layout, config.batch_size, config.seq_len)
     if config.accumulate > 1:
         batch_sharding(config.layout, config.micro_batch, config.seq_len)
@@ -211,7 +254,12 @@ def _check_pipeline(blueprint: Blueprint, config: TrainConfig) -> None:
     """That the stages have layers, the schedule a batch it divides; says what padding they need."""
     if config.layout is None or config.layout.stages == 1:
         return
-    found = pipelined(blueprint, config.loss, config.z_loss)
+    found = pipelined(blueprint.of_model(), config.loss, config.z_loss)
+    if blueprint.adaptation is not None:
+        log.warning(
+            "over pipeline stages gradients of the frozen kernels are made, and those of the adapters from them: it is "
+            "a step's time and memory of full training, without its optimizer state"
+        )
     for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation
         found.table(rows)
     for note in found.notes(config.micro_batch)[1:]:
@@ -235,13 +283,14 @@ def _check_same_everywhere(source: Source) -> None:
 def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     """Traces the model and its loss, so that what they have to say about these shapes is said now."""
 
-    def losses(params: Any, tokens: Any) -> Any:
-        model = nnx.merge(blueprint.graphdef, params)
+    def losses(params: Any, frozen: Any, tokens: Any) -> Any:
+        model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
         return config.loss(model.hidden(tokens), model.head_weight(), tokens, softcap=model.logit_softcap)
 
     tokens = jax.ShapeDtypeStruct((config.micro_batch, config.seq_len), jnp.int32)
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        jax.eval_shape(losses, blueprint.abstract_state().params, tokens)
+        frozen = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), blueprint.frozen)
+        jax.eval_shape(losses, blueprint.abstract_state().params, frozen, tokens)
 
 
 def _clip(norm: float) -> optax.GradientTransformation:

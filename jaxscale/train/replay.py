@@ -140,7 +140,8 @@ def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array) -> Ori
     config = dataclasses.replace(config, layout=None)
     blueprint, _ = blueprint_of(config)
     more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
-    return first_nonfinite(make_loss_and_grads(blueprint, **more), params, batch, key)
+    frozen = [] if blueprint.adaptation is None else [blueprint.read_frozen()]
+    return first_nonfinite(make_loss_and_grads(blueprint, **more), params, batch, key, *frozen)
 
 
 def _on_host(tree: Any) -> Any:

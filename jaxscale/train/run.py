@@ -9,14 +9,17 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxscale import config as gin_config
+from jaxscale.data import HFTokenizer, Tokenizer
 from jaxscale.errors import ConfigError, RunError, near
+from jaxscale.interop import Companions, copy_companions
+from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import averaged, averages, state_infos
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
@@ -25,6 +28,9 @@ from jaxscale.train.plot import plot_loss
 from jaxscale.train.prepare import blueprint_of
 from jaxscale.train.state import TrainState
 from jaxscale.version import __version__
+
+HF = "hf"
+"""Of a run folder, what came with an imported checkpoint: config.json, tokenizer.json, chat template and their like."""
 
 
 class Run:
@@ -74,6 +80,50 @@ class Run:
         """The run's checkpoints."""
         return checkpoints_in(self.path, keep=self.config.keep, keep_every=self.config.keep_every)
 
+    @property
+    def imported(self) -> Companions | None:
+        """What came with an imported checkpoint; `None` of a run of our own."""
+        return Companions(self.path / HF) if (self.path / HF).is_dir() else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What turns text into the model's ids: the one in the folder, else that of its settings.
+
+        Raises:
+          DataError: an imported checkpoint came without one.
+        """
+        imported = self.imported
+        return self.config.tokenizer if imported is None else imported.tokenizer
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text.
+
+        Raises:
+          DataError: an imported checkpoint does not tell.
+        """
+        imported = self.imported
+        return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids
+
+    def prompt_ids(self, prompt: str) -> Any:
+        """The ids that a prompt starts from, int32: what opens a text (here the end of the one before), and the text's.
+
+        Raises:
+          ConfigError: the model does not know one of them.
+          DataError: the text cannot be encoded.
+        """
+        from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
+
+        imported = self.imported
+        return text_ids(self.config, prompt, None if imported is None else imported.prompt_ids(prompt))
+
+    def as_left(self, config: TrainConfig) -> TrainConfig:
+        """Settings of the run with its own copy of the tokenizer, where the file that they name is gone."""
+        own = self.imported
+        if own is None or not isinstance(config.tokenizer, HFTokenizer) or Path(config.tokenizer.path).exists():
+            return config
+        return dataclasses.replace(config, tokenizer=own.tokenizer)
+
     def metrics(self) -> list[dict[str, Any]]:
         """A dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, now and then `eval_loss`."""
         return read_metrics(self.path / "metrics.jsonl")
@@ -82,22 +132,50 @@ class Run:
         """Draws the loss; a matplotlib figure, also written as PNG where `path` says."""
         return plot_loss(self.metrics(), f"{self.path.name}", None if path is None else Path(path))
 
-    def params(self, step: int | None = None) -> Any:
-        """The parameters of a checkpoint on the default device, by default the live ones, or the newest that is whole.
+    def params(self, step: int | None = None, layout: Layout | None = None) -> Any:
+        """The parameters of a checkpoint, by default the live ones, or the newest that is whole.
 
-        Of a schedule-free optimizer the averaged ones (see `jaxscale.optim.averaged`).
+        Of a schedule-free optimizer the averaged ones (see `jaxscale.optim.averaged`); of a run with adapters the
+        model's, read from the run it started from, with the adapters added to them.
+
+        Args:
+          step: of which checkpoint.
+          layout: onto its devices, each its shards; else on the default device, the live ones where they are.
 
         Raises:
           CheckpointError: there is none.
+          LayoutError: they cannot be laid out.
         """
+        if self.config.adapters is not None:
+            return self._with_adapters(step, self.config.layout if self.state is not None and not layout else layout)
+        return self._trained(step, layout)
+
+    def _with_adapters(self, step: int | None, layout: Layout | None) -> Any:
+        blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
+        adaptation = blueprint.adaptation
+        assert adaptation is not None
+        frozen, placed = blueprint.read_frozen(), shardings_of(adaptation.infos, layout)
+
+        def merge(adapters: Any, frozen: Any) -> Any:
+            as_kept = jax.tree.map(lambda x, i: x.astype(i.dtype), frozen, adaptation.infos)
+            return adaptation.merged(adapters, as_kept)
+
+        return jax.jit(merge, out_shardings=placed)(self._trained(step, layout), frozen)
+
+    def _trained(self, step: int | None, layout: Layout | None) -> Any:
+        """The parameters that were trained: the model's, or its adapters."""
         if self.state is not None and step is None:
-            return averaged(self.state.opt_state, self.state.params)
+            live = averaged(self.state.opt_state, self.state.params)
+            if layout is None or layout == self.config.layout:
+                return live
+            blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
+            return jax.device_put(live, shardings_of(blueprint.infos, layout))
         if step is None:
             self.last_step()  # says so where there is none
-        blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=None))
+        blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
         if not averages(state_infos(blueprint.tx, blueprint.infos)):
-            return self.checkpoints.restore_params(step, blueprint.infos, None)
-        state = self.checkpoints.restore(step, blueprint.abstract_state(), None)
+            return self.checkpoints.restore_params(step, blueprint.infos, layout)
+        state = self.checkpoints.restore(step, blueprint.abstract_state(), blueprint.shardings())
         return averaged(state.opt_state, state.params)
 
     def last_step(self) -> int:
@@ -118,6 +196,31 @@ class Run:
         from jaxscale.infer import sample_text  # the same floor: only when asked
 
         return sample_text(self, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+    def generate(self, prompts: Any, **options: Any) -> Any:
+        """Continues a prompt, or several side by side; see `jaxscale.infer.generate`."""
+        from jaxscale.infer import generate
+
+        return generate(self, prompts, **options)
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
+        """Continues a prompt piece by piece, as the text comes; see `jaxscale.infer.stream`."""
+        from jaxscale.infer import stream
+
+        return stream(self, prompt, **options)
+
+    def chat(self, messages: Sequence[Any], **options: Any) -> Any:
+        """What the assistant says next in a conversation; see `jaxscale.infer.chat`."""
+        from jaxscale.infer import chat
+
+        return chat(self, messages, **options)
+
+
+def bring_companions(source: Run, to: Run) -> None:
+    """Copies what came with an imported checkpoint (tokenizer, chat template) to a run made of it, of the same ids."""
+    own = source.imported
+    if own is not None and own.tokenizer.fingerprint == to.config.tokenizer.fingerprint:
+        copy_companions(source.path / HF, to.path / HF)
 
 
 def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:

@@ -15,6 +15,8 @@ from jaxscale.layout import Layout, abstract, shardings_of
 from jaxscale.models import ModelConfig
 from jaxscale.optim import state_shardings
 from jaxscale.train.guards import Guard, memory_of, with_memory
+from jaxscale.train.lora import Adaptation
+from jaxscale.train.start import FromRun
 
 Tree = Any
 
@@ -26,7 +28,7 @@ class TrainState:
 
     Args:
       step: optimizer steps taken, int32 scalar.
-      params: nested dict of arrays.
+      params: nested dict of the arrays that are trained: the model's, or its adapters'.
       opt_state: the optimizer's.
       rng: the run's random key; step k folds k into it.
       guards: what the run's guards remember, by name (see `jaxscale.train.guards`).
@@ -45,11 +47,13 @@ class Blueprint:
 
     Args:
       graphdef: the module's structure, for `nnx.merge(graphdef, params)`.
-      infos: a `TensorInfo` per parameter.
+      infos: a `TensorInfo` per parameter that is trained.
       tx: the optimizer.
       layout: where things live; `None` is one device.
       make_params: builds the parameters (under `jit`).
       guards: those of the run.
+      start: the run whose parameters are the first ones, or are adapted.
+      adaptation: adapters, which are trained in place of the model's own parameters.
     """
 
     graphdef: nnx.GraphDef
@@ -58,6 +62,44 @@ class Blueprint:
     layout: Layout | None
     make_params: Any
     guards: tuple[Guard, ...] = ()
+    start: FromRun | None = None
+    adaptation: Adaptation | None = None
+
+    @property
+    def frozen(self) -> Tree:
+        """A `TensorInfo` per parameter that the model has and no step changes; none without adapters."""
+        return {} if self.adaptation is None else self.adaptation.base
+
+    def of_model(self) -> Blueprint:
+        """The same with the model's own parameters in place of adapters."""
+        if self.adaptation is None:
+            return self
+        return dataclasses.replace(self, infos=self.adaptation.base, adaptation=None)
+
+    def model_params(self, params: Tree, frozen: Tree) -> Tree:
+        """What `nnx.merge(graphdef, ...)` wants, of the trained parameters and the frozen ones."""
+        return params if self.adaptation is None else self.adaptation.over(params, frozen)
+
+    def abstract_frozen(self) -> list[Tree]:
+        """Shapes and shardings of the frozen parameters, the step's third argument; none without adapters."""
+        if self.adaptation is None:
+            return []
+        leaves, structure = jax.tree.flatten(self.frozen)
+        placed = shardings_of(self.frozen, self.layout)
+        where = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
+        shapes = [jax.ShapeDtypeStruct(i.shape, i.dtype, sharding=s) for i, s in zip(leaves, where, strict=True)]
+        return [jax.tree.unflatten(structure, shapes)]
+
+    def read_frozen(self) -> Tree:
+        """The frozen parameters, from the run they are of, each device its shards.
+
+        Raises:
+          CheckpointError, RunError: that run cannot be read, or has another model.
+        """
+        if self.adaptation is None:
+            return {}
+        assert self.start is not None  # see `TrainConfig`
+        return self.start.params(self.frozen, self.layout)
 
     def shardings(self) -> TrainState | None:
         """A sharding per array of the state, or `None` without a layout.
@@ -81,8 +123,12 @@ class Blueprint:
         return jax.eval_shape(lambda: self.make(0))
 
     def init(self, seed: int) -> TrainState:
-        """The first state. Its values depend on the seed alone, not on the layout."""
-        return jax.jit(self.make, static_argnums=0, out_shardings=self.shardings())(seed)
+        """The first state. Its values depend on the seed and on the run it starts from, not on the layout."""
+        if self.start is None or self.adaptation is not None:
+            return jax.jit(self.make, static_argnums=0, out_shardings=self.shardings())(seed)
+        params = self.start.params(self.infos, self.layout)
+        whole = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=self.shardings())
+        return whole(params, seed)
 
     def with_guards(self, state: TrainState) -> TrainState:
         """A restored state of which each guard remembers what was saved of it, or begins anew."""
@@ -90,7 +136,9 @@ class Blueprint:
 
     def make(self, seed: Any) -> TrainState:
         """The first state, as traced; `seed` may be traced too."""
-        params = self.make_params(seed)
+        return self._first(self.make_params(seed), seed)
+
+    def _first(self, params: Tree, seed: Any) -> TrainState:
         key, kept = jax.random.key(seed), memory_of(self.guards)
         return TrainState(jnp.zeros([], jnp.int32), params, self.tx.init(params), key, kept)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxscale.layout import Layout, constrain
+from jaxscale.layout import Layout, constrain, shardings_of
 from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
@@ -23,8 +23,10 @@ from jaxscale.train.state import Blueprint, TrainState
 Tree = Any
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-LossAndGrads = Callable[[Tree, Batch, jax.Array], tuple[Metrics, Tree]]
+LossAndGrads = Callable[..., tuple[Metrics, Tree]]
+"""`f(params, batch, key)`, and with adapters the frozen parameters behind; see `make_loss_and_grads`."""
 _LOSS = AutoLoss()
+_NONE: Tree = {}
 
 
 def make_loss_and_grads(
@@ -42,17 +44,19 @@ def make_loss_and_grads(
       loss: of each token.
 
     Returns:
-      `f(params, batch, key) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for them; the
-      other metrics are the layers'. On a layout with pipeline stages, it is its schedule that gives each micro-batch's
-      gradients.
+      `f(params, batch, key, frozen={}) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for
+      them; the other metrics are the layers', and `frozen` the parameters that adapters are on. On a layout with
+      pipeline stages, it is its schedule that gives each micro-batch's gradients.
 
     Raises:
       LayoutError, ConfigError: see `pipelined`.
     """
-    stages = pipelined(blueprint, loss, z_loss, accumulate) if is_pipelined(blueprint) else None
+    stages = pipelined(blueprint.of_model(), loss, z_loss, accumulate) if is_pipelined(blueprint) else None
 
-    def loss_of(params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[jax.Array, Metrics]:
-        nats, z, stats = weighted_sums(blueprint.graphdef, params, batch, key, loss)
+    def loss_of(
+        params: Tree, batch: Batch, key: jax.Array, total: jax.Array, frozen: Tree
+    ) -> tuple[jax.Array, Metrics]:
+        nats, z, stats = weighted_sums(blueprint.graphdef, blueprint.model_params(params, frozen), batch, key, loss)
         # what layers add is a mean over the tokens they were given, a micro-batch at a time
         whole = (nats + z_loss * z) / total + auxiliary_loss(stats) / accumulate
         return whole, {"loss": nats / total, **{k: v / accumulate for k, v in layer_metrics(stats).items()}}
@@ -60,17 +64,26 @@ def make_loss_and_grads(
     def lay_out(grads: Tree) -> Tree:
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
 
-    def loss_and_grads(params: Tree, batch: Batch, key: jax.Array) -> tuple[Metrics, Tree]:
+    def of_stages(params: Tree, batch: Batch, key: jax.Array, total: jax.Array, frozen: Tree) -> Any:
+        assert stages is not None
+        if blueprint.adaptation is None:
+            return stages.gradients(params, batch, key, total)
+        # A stage knows kernels and no adapters: the sum's gradient is made, and from it theirs.
+        whole, back = jax.vjp(lambda p: blueprint.adaptation.merged(p, frozen), params)  # type: ignore[union-attr]
+        grads, metrics = stages.gradients(whole, batch, key, total)
+        return back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))[0], metrics
+
+    def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree = _NONE) -> tuple[Metrics, Tree]:
         total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         batch = {**batch, "rows": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
-        grad = jax.grad(loss_of, has_aux=True) if stages is None else stages.gradients
+        grad = jax.grad(loss_of, has_aux=True) if stages is None else of_stages
         like_params = lambda grads: jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # noqa: E731
         if accumulate == 1:
-            grads, metrics = grad(params, batch, key, total)
+            grads, metrics = grad(params, batch, key, total, frozen)
             return metrics, lay_out(like_params(grads))
 
         def micro(carry: Tree, part: Batch) -> tuple[Tree, Metrics]:
-            grads, metrics = grad(params, part, key, total)
+            grads, metrics = grad(params, part, key, total, frozen)
             return lay_out(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, grads)), metrics
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
@@ -101,21 +114,22 @@ def make_step(
     tx: optax.GradientTransformation,
     schedule: Callable[[Any], Any] | None = None,
     guards: Sequence[Guard] = (),
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """The step: gradients, their norm, the update.
 
     Args:
-      loss_and_grads: `f(params, batch, key) -> (metrics, grads)`; a pipeline supplies its own.
+      loss_and_grads: `f(params, batch, key, *frozen) -> (metrics, grads)`; a pipeline supplies its own.
       tx: the optimizer.
       schedule: step -> learning rate, reported as the metric `lr`.
       guards: of which any may refuse the update; the step counts on all the same.
 
     Returns:
-      a pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
+      a pure function `(state, batch, *frozen) -> (state, metrics)`; metrics are float32 scalars, and `frozen` the one
+      tree of parameters that adapters are on.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step))
+    def step(state: TrainState, batch: Batch, *frozen: Tree) -> tuple[TrainState, Metrics]:
+        metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step), *frozen)
         with jax.named_scope("gradient_norm"):
             norm = gradient_norm(grads)
         metrics = {**metrics, "grad_norm": norm}
@@ -155,21 +169,21 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
     if blueprint.layout is None:
         return jax.jit(step, donate_argnums=0)
     state = blueprint.shardings()
-    return jax.jit(
-        step, donate_argnums=0, in_shardings=(state, batch), out_shardings=(state, blueprint.layout.replicated)
-    )
+    given = (state, batch, *_frozen_shardings(blueprint))
+    return jax.jit(step, donate_argnums=0, in_shardings=given, out_shardings=(state, blueprint.layout.replicated))
 
 
-def make_eval(
-    blueprint: Blueprint, batch: Any, loss: Loss = _LOSS
-) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
-    """Jitted `(params, batch) -> (summed cross-entropy, summed weights)`, without dropout.
+def make_eval(blueprint: Blueprint, batch: Any, loss: Loss = _LOSS) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Jitted `(params, batch, *frozen) -> (summed cross-entropy, summed weights)`, without dropout.
 
     On a layout with pipeline stages the forward phases of its schedule run alone: no stage holds another's layers.
     """
-    stages = pipelined(blueprint, loss, 0.0) if is_pipelined(blueprint) else None
+    stages = pipelined(blueprint.of_model(), loss, 0.0) if is_pipelined(blueprint) else None
 
-    def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def evaluate(params: Tree, batch: Batch, frozen: Tree = _NONE) -> tuple[jax.Array, jax.Array]:
+        if blueprint.adaptation is not None:
+            join = blueprint.adaptation.over if stages is None else blueprint.adaptation.merged
+            params = join(params, frozen)
         plain = lambda: weighted_sums(blueprint.graphdef, params, batch, None, loss)  # noqa: E731
         nats, *_ = plain() if stages is None else stages.sums(params, batch)
         return nats, jnp.sum(batch["weights"])
@@ -177,4 +191,10 @@ def make_eval(
     if blueprint.layout is None:
         return jax.jit(evaluate)
     params = blueprint.shardings().params  # type: ignore[union-attr]
-    return jax.jit(evaluate, in_shardings=(params, batch), out_shardings=blueprint.layout.replicated)
+    given = (params, batch, *_frozen_shardings(blueprint))
+    return jax.jit(evaluate, in_shardings=given, out_shardings=blueprint.layout.replicated)
+
+
+def _frozen_shardings(blueprint: Blueprint) -> list[Tree]:
+    """Of the third argument, where there is one."""
+    return [] if blueprint.adaptation is None else [shardings_of(blueprint.frozen, blueprint.layout)]

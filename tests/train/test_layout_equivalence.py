@@ -8,6 +8,7 @@ import pytest
 
 from jaxscale.layout import PRESETS, Layout
 from jaxscale.models import TransformerConfig
+from jaxscale.nn import GroupLimit, MixtureOfExperts, MultiHeadLatent, QKNorm, SigmoidRouter
 from tests.truth.layouts import assert_layouts_agree, random_batch
 
 SEQ = 16
@@ -63,6 +64,37 @@ def test_training_plainly_gives_the_same_numbers_on_every_layout(layout):
 @pytest.mark.parametrize("layout", [Layout("data=2,context=2,tensor=2", sequence_sharded=True)], ids=str)
 def test_dropout_and_unlike_blocks_give_the_same_numbers_on_every_layout(layout):
     model = dataclasses.replace(MODEL, depth=3, dropout=0.2, windows=(5, None))
+    assert_layouts_agree(model, [layout], batch=random_batch(64, seq=SEQ))
+
+
+# Keys and values from narrow vectors, experts of a few groups; norms after the sub-layers, of all heads together.
+LATENT = TransformerConfig(
+    depth=2,
+    vocab=64,
+    width=32,
+    heads=4,
+    hidden=64,
+    attention_layer=MultiHeadLatent(kv_rank=16, q_rank=16, plain_dim=8, rotary_dim=4, value_dim=8),
+    mlp=MixtureOfExperts(
+        experts=8, hidden=16, shared=1, router=SigmoidRouter(scale=2.5, limit=GroupLimit(4, 2, best=2))
+    ),
+    dense_layers=1,
+)
+OLMO = dataclasses.replace(MODEL, qk_norm=QKNorm(across_heads=True), pre_norm=False, post_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (LATENT, Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True)),
+        (LATENT, Layout("data=2,fsdp=2,tensor=2", "zero2")),
+        (LATENT, Layout("context=2,expert=2,tensor=2")),
+        (OLMO, Layout("data=2,tensor=4")),
+        (OLMO, Layout("context=2,fsdp=2,tensor=2", sequence_sharded=True)),
+    ],
+    ids=lambda x: str(x) if isinstance(x, Layout) else "latent" if x is LATENT else "olmo",
+)
+def test_attention_from_latents_and_norms_over_all_heads_give_the_same_numbers_on_every_layout(model, layout):
     assert_layouts_agree(model, [layout], batch=random_batch(64, seq=SEQ))
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import SCHEDULES, Layout, Pipeline, Rules
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MixtureOfExperts, ReversibleRun, SigmoidRouter
+from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, ReversibleRun, SigmoidRouter
 from jaxscale.plan import explain
 from jaxscale.train import (
     AutoLoss,
@@ -77,6 +77,12 @@ def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipelin
     # Two groups of two, and one of one left over, on two stages: padding on both.
     model = dataclasses.replace(MODEL, depth=5, windows=(5, None))
     assert_layouts_agree(model, [Layout("pipeline=2,fsdp=2", pipeline=pipeline)], batch=BATCH)
+
+
+def test_attention_from_latents_gives_the_same_numbers_with_weight_gradients_apart():
+    layer = MultiHeadLatent(kv_rank=8, q_rank=8, plain_dim=4, rotary_dim=4, value_dim=4)
+    model = dataclasses.replace(MODEL, depth=2, kv_heads=None, head_dim=None, attention_layer=layer)
+    assert_layouts_agree(model, [Layout("pipeline=2,fsdp=2,tensor=2", pipeline="zb-h1")], batch=BATCH)
 
 
 def test_a_reversible_stack_gives_the_same_numbers():

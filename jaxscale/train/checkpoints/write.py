@@ -19,6 +19,7 @@ import numpy as np
 from jaxscale.errors import CheckpointError
 from jaxscale.train.checkpoints import digest, places
 from jaxscale.train.checkpoints.chunks import HostArray, as_bytes, zarr_json
+from jaxscale.train.checkpoints.journal import Journal
 from jaxscale.train.checkpoints.manifest import FILE, Manifest
 from jaxscale.train.checkpoints.read import FOLDER, THREADS
 
@@ -43,6 +44,7 @@ class Save:
       keep: how many of the newest stay.
       keep_every: steps that stay for good, or `None`.
       begin: whether it is the first of this session.
+      journal: of chunks that an interrupted one of the same session has written, and which are not written again.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class Save:
     keep: int
     keep_every: int | None
     begin: bool
+    journal: Journal | None = None
 
     @property
     def step(self) -> int:
@@ -104,9 +107,15 @@ class Save:
 
     def _write_chunk(self, job: tuple[str, str, np.ndarray]) -> str:
         name, key, piece = job
+        file = self.partial / FOLDER / name / key
+        kept = self.journal.kept(name, key, file) if self.journal is not None else None
+        if kept is not None:
+            return kept
         data = as_bytes(piece)  # a copy where it is not in one piece: here, so that few are there at once
         found = digest.DIGESTS[self.manifest["digest"]](data)  # of the memory: what the disk made of it shows later
-        write_file(self.partial / FOLDER / name / key, data)
+        write_file(file, data)
+        if self.journal is not None:
+            self.journal.note(name, key, found)
         return found
 
     def _write_about(self, item: tuple[str, dict[str, Any]]) -> None:
@@ -150,6 +159,8 @@ class Save:
         raise CheckpointError(self._sentence(f"process 0 did not finish it within {PATIENCE:.0f} s"))
 
     def _abandon(self, why: str) -> None:
+        if self.journal is not None:  # what is there is gone on from
+            return
         try:
             if self.process == 0:  # the others see it go
                 self.partial.rename(places.renamed(self.folder, self.step, "failed", self.session))

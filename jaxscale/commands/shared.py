@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxscale.layout import Layout
     from jaxscale.train import TrainConfig
 
 TEXT = argparse.RawDescriptionHelpFormatter
@@ -52,22 +53,44 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a trained model runs."""
+    parser.add_argument("--mesh", metavar="SIZES", help='lay the model out on a mesh, as "tensor=4"; else one device')
+    parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
+
+
+def layout_of(args: argparse.Namespace) -> Layout | None:
+    """As `layout_arguments` were given.
+
+    Raises:
+      LayoutError: the mesh does not fit the devices.
+    """
+    from jaxscale.layout import Layout
+
+    layout = None if args.mesh is None else Layout(args.mesh)
+    if layout is not None:
+        _ = layout.device_mesh  # too few devices: say so first
+    return layout
+
+
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
     """The settings in a gin file, or a run's own `config.gin`, with what the command line changes."""
     from jaxscale import config as gin_config
     from jaxscale.layout import Layout
-    from jaxscale.train import read_config
+    from jaxscale.train import read_config, settled
 
     if own is not None:
         settings = read_config(own.parent, bindings)
-    elif args.config is not None:
+    elif args.config is not None or getattr(args, "start", None):
+        if getattr(args, "start", None):
+            bindings = [*bindings, "train.start = @FromRun()", f"FromRun.path = {args.start!r}"]
         try:
-            gin_config.load([args.config], bindings)
+            gin_config.load([] if args.config is None else [args.config], bindings)
         except ConfigError as e:
             if "registered as 'sweep'" not in str(e):
                 raise
             raise ConfigError(f"{args.config} describes a sweep: jaxscale sweep {args.config}") from None
-        settings = cast("TrainConfig", gin_config.call("train"))
+        settings = settled(cast("TrainConfig", gin_config.call("train")))
         for name in gin_config.unused():
             print(f"jaxscale: warning: nothing reads the binding {name}", file=sys.stderr)
     else:

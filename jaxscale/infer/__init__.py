@@ -1,5 +1,8 @@
 """Inference."""
 
-from jaxscale.infer.sample import sample, sample_text
+from jaxscale.infer.completion import Completion
+from jaxscale.infer.generate import chat, generate, sample_text, stream
+from jaxscale.infer.sampling import Sampling
+from jaxscale.infer.stages import on_stages
 
-__all__ = ["sample", "sample_text"]
+__all__ = ["Completion", "Sampling", "chat", "generate", "on_stages", "sample_text", "stream"]

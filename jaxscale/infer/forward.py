@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.infer.cache import ModelCache, run_caches
+from jaxscale.infer.stages import is_staged, staged_layers
+from jaxscale.layout import current
 from jaxscale.nn import Cache, Group, Packed, head_logits
 
 
@@ -21,7 +23,13 @@ def forward(
       tokens: ids.
       step: whose they are.
       how, states: the cache.
+
+    With pipeline stages, parameters are as `jaxscale.infer.on_stages` gives, and lanes go through in turns.
     """
+    if is_staged(current()):
+        x = model.begin(tokens, step.positions, packed=True)
+        x, states = staged_layers(model, tokens, x, step, how, states)
+        return model.finish(x), states
     caches = run_caches(how, states, step)
     hidden, _ = model.hidden_and_stats(tokens, positions=step.positions, segment_ids=step.rows + 1, cache=caches)
     return hidden, tuple(c.states for c in caches)

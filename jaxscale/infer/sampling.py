@@ -120,9 +120,15 @@ def choose(
       seen: which tokens are in the text already; `None` when nothing is penalised.
     """
     shaped = processed(logits, how, seen)
-    keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(how.seed, at)
-    drawn = jax.vmap(jax.random.categorical)(keys, shaped)
-    token = jnp.where(how.temperature == 0, jnp.argmax(shaped, axis=-1), drawn).astype(jnp.int32)
+    likeliest = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
+
+    def drawn() -> Int[Array, " n"]:
+        keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(how.seed, at)
+        return jax.vmap(jax.random.categorical)(keys, shaped).astype(jnp.int32)
+
+    # A random number for every token of the vocabulary is not to be had for nothing.
+    draws = jax.lax.cond(jnp.all(how.temperature == 0), lambda: likeliest, drawn)
+    token = jnp.where(how.temperature == 0, likeliest, draws)
     logprob = jax.nn.log_softmax(logits, axis=-1)
     return Chosen(token, jnp.take_along_axis(logprob, token[:, None], axis=-1)[:, 0])
 

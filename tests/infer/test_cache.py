@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -11,15 +12,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
 from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
 from jaxscale.layout import Layout, Rules, shardings_of
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import Group, Packed, Rotary
+from jaxscale.nn import Group, LongRopeScaling, MultiHeadLatent, Packed, Rotary, YarnScaling
 from jaxscale.train.state import describe_model
+from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
 
 CONFIG = TransformerConfig(depth=3, vocab=64, width=32, heads=4, kv_heads=4, hidden=64, windows=(6, None))
+LATENT = TransformerConfig(
+    depth=3,
+    vocab=64,
+    width=32,
+    heads=4,
+    hidden=64,
+    windows=(6, None),
+    attention_layer=MultiHeadLatent(kv_rank=16, q_rank=12, plain_dim=8, rotary_dim=4, value_dim=6),
+    positions=Rotary(scaling=YarnScaling(4.0, original_length=64, mscale_all_dim=1.0)),
+)
 LENGTH = 16
 TOKENS = np.random.default_rng(0).integers(1, 64, (2, LENGTH)).astype(np.int32)
 LAYOUTS = {"none": None, "tensor=4": Layout("tensor=4"), "mixed": Layout("data=2,tensor=2,context=2")}
@@ -50,9 +63,19 @@ def _tables(how, layout):
 @pytest.mark.parametrize("how", CACHES)
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_chunks_and_single_tokens_give_the_whole_texts_logits(how, where):
+    np.testing.assert_allclose(_in_chunks(CONFIG, how, where), _whole(CONFIG, TOKENS), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("how", "where"), [("contiguous", "none"), ("contiguous", "tensor=4"), ("paged", "mixed")])
+def test_latents_that_are_kept_give_the_logits_of_the_keys_and_values_they_stand_for(how, where):
+    """The absorbed form of multi-head latent attention against the plain one."""
+    np.testing.assert_allclose(_in_chunks(LATENT, how, where), _whole(LATENT, TOKENS), atol=2e-5, rtol=1e-4)
+
+
+def _in_chunks(config, how, where):
     layout, how = generating(LAYOUTS[where]), CACHES[how]
     with layout or contextlib.nullcontext():
-        graphdef, params = _model(CONFIG, layout)
+        graphdef, params = _model(config, layout)
         tables = _tables(how, layout)
         states = init_cache(nnx.merge(graphdef, params), how, 2, 1, LENGTH)
 
@@ -77,7 +100,7 @@ def test_chunks_and_single_tokens_give_the_whole_texts_logits(how, where):
             for b, (start, n) in enumerate(zip(starts, counts, strict=True)):
                 out[b, start : start + n] = logits[b, :n]
             starts = starts + counts
-    np.testing.assert_allclose(out, _whole(CONFIG, TOKENS), atol=2e-5, rtol=1e-4)
+    return out
 
 
 @pytest.mark.parametrize("how", CACHES)
@@ -139,6 +162,17 @@ def test_bytes_are_those_of_the_arrays():
         made = sum(x.nbytes for x in jax.tree.leaves(init_cache(model, how, 2, 3, LENGTH)))
         assert cache_bytes(model, how, 2, 3, LENGTH) == made
     assert cache_bytes(model, Contiguous(), 2, 3, LENGTH) == 2 * 3 * LENGTH * 3 * 2 * 32 * 4
+    latent = nnx.merge(*describe_model(LATENT))
+    assert cache_bytes(latent, Contiguous(), 2, 3, LENGTH) == 2 * 3 * LENGTH * 3 * (16 + 4) * 4
+
+
+def test_a_cache_that_outgrows_the_factors_its_keys_were_turned_by_is_refused():
+    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, original_length=LENGTH)
+    make = lambda s: nnx.merge(*describe_model(dataclasses.replace(CONFIG, positions=Rotary(scaling=s))))  # noqa: E731
+    init_cache(make(scaling), Contiguous(), 1, 1, LENGTH)
+    with raises_saying(ConfigError, "LongRopeScaling.length = 17", "at most 16"):
+        init_cache(make(scaling), Contiguous(), 1, 1, LENGTH + 1)
+    init_cache(make(dataclasses.replace(scaling, length=17)), Contiguous(), 1, 1, LENGTH + 1)
 
 
 def test_four_devices_share_the_two_key_heads_that_rules_leave_whole():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, attend_rows, bytes_of, over_cache, values_of
+from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, bytes_of, over_cache, pages_of
 from jaxscale.nn import Kept, Packed
 from jaxscale.parallel.context import Part
 
@@ -71,15 +70,18 @@ class Contiguous:
 
         def local(q: Array, here: State, told: tuple[Packed, Array], device: Array) -> Part:
             step, layer = told
-            one = {n: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for n, x in here.items()}
-            length = one["k"].shape[2]
-            kept_at = (device * length + jnp.arange(length))[None]
-
-            def rows(q: Array, at: Array, rows: Array | None, lane: Array) -> Part:
-                own = {n: x[lane] if rows is None else x[lane, rows] for n, x in one.items()}
-                v = values_of(own, value_dim)
-                return attend_rows(q, own["k"], v, at, kept_at, window=window, softcap=softcap, scale=scale)
-
-            return attend_packed(q, step, value_dim, rows)
+            _, lanes, rows = here["k"].shape[:3]
+            pages = (layer * lanes + jnp.arange(lanes)[:, None]) * rows + jnp.arange(rows)  # a row is a page
+            return attend_packed(
+                q,
+                pages_of(here),
+                step,
+                pages[..., None],
+                first=device,
+                value_dim=value_dim,
+                window=window,
+                softcap=softcap,
+                scale=scale,
+            )
 
         return over_cache(local, q, state, _AXES, (step, layer), "cache_seq", "the cache")

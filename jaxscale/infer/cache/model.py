@@ -6,10 +6,13 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import Layout, constrain
+from jaxscale.infer.stages import kept_layers, stages_of, turns
+from jaxscale.layout import Layout, constrain, current
 from jaxscale.nn import Attention, Cache, Kept, Packed, Run, RunCache
+from jaxscale.parallel.pipeline import Stages
 
 ModelCache = tuple[tuple[Any, ...], ...]
 """A state for each block of each run."""
@@ -49,15 +52,20 @@ def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int) -> Mo
       length: the most tokens of a row.
 
     Raises:
-      ConfigError: a model that cannot go on from kept keys.
+      ConfigError: a model that cannot go on from kept keys, or not up to such a length.
       LayoutError: it does not divide.
     """
     kept = describe_cache(model)
+    if hasattr(model, "refuse_length"):
+        model.refuse_length(length)
     axes = getattr(how, "axes", None)
 
+    staged = _Staged.of(model, lanes)
+
     def make() -> ModelCache:
-        states = tuple(tuple(how.init(k, n, lanes, rows, length) for k, n in run) for run in kept)
-        return states if axes is None else jax.tree.map(lambda x: constrain(x, *_names(axes, x)), states)
+        of = lambda k, n, run: how.init(k, *staged.sizes(n, lanes, run), rows, length)  # noqa: E731
+        states = tuple(tuple(of(k, n, i) for k, n in run) for i, run in enumerate(kept))
+        return states if axes is None else jax.tree.map(lambda x: staged.lay_out(x, _names(axes, x)), states)
 
     return jax.jit(make)()
 
@@ -69,7 +77,38 @@ def _names(axes: tuple[str | None, ...], x: jax.Array) -> tuple[str | None, ...]
 
 def cache_bytes(model: Any, how: Cache, lanes: int, rows: int, length: int) -> int:
     """What `init_cache` of the same arguments takes, over all devices."""
-    return sum(how.bytes(k, n, lanes, rows, length) for run in describe_cache(model) for k, n in run)
+    staged = _Staged.of(model, lanes)
+    of = lambda k, n, run: how.bytes(k, *staged.sizes(n, lanes, run), rows, length)  # noqa: E731
+    return sum(of(k, n, i) for i, run in enumerate(describe_cache(model)) for k, n in run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staged:
+    """How pipeline stages have a cache: layers on theirs, each with a part for every micro-batch of lanes."""
+
+    stages: Stages | None
+    turns: int
+
+    @classmethod
+    def of(cls, model: Any, lanes: int) -> _Staged:
+        layout = current()
+        if layout is None or layout.stages == 1:
+            return cls(None, 1)
+        return cls(stages_of(model.runs, layout), turns(lanes, layout))
+
+    def sizes(self, layers: int, lanes: int, run: int) -> tuple[int, int]:
+        """The layers and lanes of a run's states."""
+        if self.stages is None:
+            return layers, lanes
+        return kept_layers(run, self.stages, self.turns), lanes // self.turns
+
+    def lay_out(self, x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+        """A state where it lives."""
+        layout = current()
+        if self.stages is None or layout is None:
+            return constrain(x, *names)
+        rest = layout.spec(names, x.shape, kind="activations", name="the cache")
+        return jax.lax.with_sharding_constraint(x, PartitionSpec("pipeline", *rest[1:]))
 
 
 def run_caches(how: Cache, states: ModelCache, step: Packed) -> list[RunCache]:
@@ -81,7 +120,8 @@ def generating(layout: Layout | None) -> Layout | None:
     """The same layout for steps of few tokens: what is cut along the sequence is the cache, not the step."""
     if layout is None:
         return None
-    there = dataclasses.replace(layout, rules=layout.resolved_rules.for_generation(), sequence_sharded=False)
+    rules = layout.resolved_rules.for_generation()
+    there = dataclasses.replace(layout, rules=rules, sequence_sharded=False, pipeline=None)
     for name in ("sizes", "device_mesh"):  # of given devices, when they were
         if name in layout.__dict__:
             there.__dict__[name] = layout.__dict__[name]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, attend_rows, bytes_of, over_cache, values_of
+from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, bytes_of, over_cache, pages_of
 from jaxscale.nn import Kept, Packed
 from jaxscale.parallel.context import Part
 
@@ -105,27 +105,24 @@ class Paged:
 
         def local(q: Array, here: State, told: tuple[Packed, Array], device: Array) -> Part:
             step, layer = told
-            one = {n: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for n, x in here.items()}
-            pages = one["k"].shape[1]
-            devices = whole // pages
+            lanes, pages = here["k"].shape[1:3]
             assert step.tables is not None
-            tables = _dealt(step.tables, devices, device)  # (lanes, rows, entries of this device)
-            entries = jnp.arange(tables.shape[-1]) * devices + device
-            places = (entries[:, None] * self.page + jnp.arange(self.page)).reshape(-1)
-
-            def rows(q: Array, at: Array, rows: Array | None, lane: Array) -> Part:
-                table = tables[lane] if rows is None else tables.at[lane, rows].get(mode="fill", fill_value=-1)
-                local_table = table - device * pages
-                there = (local_table >= 0) & (local_table < pages)
-                kept_at = jnp.where(jnp.repeat(there, self.page, axis=1), places, jnp.iinfo(jnp.int32).max)
-                own = {
-                    n: x[lane, jnp.where(there, local_table, 0)].reshape(len(table), -1, *x.shape[3:])
-                    for n, x in one.items()
-                }
-                v = values_of(own, value_dim)
-                return attend_rows(q, own["k"], v, at, kept_at, window=window, softcap=softcap, scale=scale)
-
-            return attend_packed(q, step, value_dim, rows)
+            devices = whole // pages
+            tables = _dealt(step.tables, devices, device) - device * pages  # (lanes, rows, entries of this device)
+            of_lane = (layer * lanes + jnp.arange(lanes)[:, None, None]) * pages
+            tables = jnp.where((tables >= 0) & (tables < pages), of_lane + tables, -1)
+            return attend_packed(
+                q,
+                pages_of(here),
+                step,
+                tables,
+                first=device,
+                stride=devices,
+                value_dim=value_dim,
+                window=window,
+                softcap=softcap,
+                scale=scale,
+            )
 
         return over_cache(local, q, state, _AXES, (step, layer), "pages", "the cache")
 

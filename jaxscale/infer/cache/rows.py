@@ -1,8 +1,7 @@
-"""Attention of a few tokens to rows of kept keys, plainly: every cache's truth, and what it does without a kernel."""
+"""What caches share: attention of a step's tokens to the rows they are of, and a layout's devices put together."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -11,74 +10,64 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
-from jaxscale.nn import Group, Kept, Packed
+from jaxscale.nn import Kept, Packed
 from jaxscale.nn.flash import heads_read_by
 from jaxscale.parallel.context import Part, merge_over
 from jaxscale.parallel.sharded import cut_over, sharded_op
+from pallas_kernels.decode_attention import decode_attention
 
 QUERIES = ("batch", None, "heads", "head_dim")
 TOKENS = ("batch", None)
 
 
-def attend_rows(
-    q: Float[Array, "r q h d"],
-    k: Float[Array, "r t kv d"],
-    v: Float[Array, "r t kv dv"],
-    at: Int[Array, "r q"],
-    kept_at: Int[Array, "#r t"],
+def attend_packed(
+    q: Float[Array, "b s h d"],
+    state: dict[str, Array],
+    step: Packed,
+    tables: Int[Array, "b rows p"],
     *,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
+    value_dim: int,
+    first: Int[Array, ""] | int = 0,
+    stride: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
 ) -> Part:
-    """Causal attention of each row's queries to its keys; output and log-sum-exp in float32.
-
-    Args:
-      q, k, v: the number of query heads is a multiple of that of key heads.
-      at, kept_at: positions of queries and keys; a query at -1 sees none.
-      window, softcap, scale: as in `jaxscale.nn.dot_product_attention`.
-    """
-    r, s, h, d = q.shape
-    kv = k.shape[2]
-    scores = jnp.einsum("rqkgd,rtkd->rkgqt", q.reshape(r, s, kv, h // kv, d), k, preferred_element_type=jnp.float32)
-    scores = scores * (1 / math.sqrt(d) if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    behind = at[:, :, None] - kept_at[:, None, :]
-    seen = (behind >= 0) & (at >= 0)[:, :, None]
-    if window is not None:
-        seen &= behind < window
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
-    total = jnp.sum(weights, axis=-1)
-    out = jnp.einsum("rkgqt,rtkd->rqkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    by_query = lambda x: jnp.moveaxis(x, 3, 1).reshape(r, s, h)  # noqa: E731
-    some = by_query(total)
-    out = out.reshape(r, s, h, -1) / jnp.where(some > 0, some, 1)[..., None]
-    return Part(out, jnp.where(some > 0, by_query(top[..., 0]) + jnp.log(jnp.where(some > 0, some, 1)), -jnp.inf))
-
-
-def attend_packed(q: Float[Array, "b s h d"], step: Packed, width: int, rows: Callable[..., Part]) -> Part:
-    """Every token's attention, a group at a time.
+    """Every token's attention to what of its row is here, a group at a time; output and log-sum-exp in float32.
 
     Args:
       q: a step's queries.
-      step: whose they are.
-      width: of a value.
-      rows: `(q (r, n, h, d), at (r, n), rows (r,) or None, lane) -> Part`, of one lane's group.
+      state: keys and values by page, of all layers and lanes: (pages, page, kv, d).
+      step: whose the queries are.
+      tables: the pages of each row, below 0 where one is not here.
+      value_dim, first, stride, window, softcap, scale: those of `pallas_kernels.decode_attention`.
     """
+    b, s, h, _ = q.shape
+    whole = Part(jnp.zeros((b, s, h, value_dim), jnp.float32), jnp.full((b, s, h), -jnp.inf, jnp.float32))
+    lane = jnp.arange(b)[:, None, None]
+    for columns, rows in step.groups:
+        pages = tables if rows is None else tables.at[lane[..., 0], rows].get(mode="fill", fill_value=-1)
+        part = decode_attention(
+            _flat(q.at[lane, columns].get(mode="fill", fill_value=0)),
+            state["k"],
+            state.get("v"),
+            positions=_flat(step.positions.at[lane, columns].get(mode="fill", fill_value=-1)),
+            tables=_flat(pages),
+            first=first,
+            stride=stride,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            value_dim=value_dim,
+        )
+        put = lambda all_, one, at=columns: all_.at[lane, at].set(one.reshape(*at.shape, *one.shape[2:]), mode="drop")  # noqa: E731
+        whole = Part(*map(put, whole, part))
+    return whole
 
-    def lane(q: Array, positions: Array, groups: tuple[Group, ...], lane: Array) -> Part:
-        s, h, _ = q.shape
-        whole = Part(jnp.zeros((s, h, width), jnp.float32), jnp.full((s, h), -jnp.inf, jnp.float32))
-        for group in groups:
-            take = lambda x, fill, columns=group.columns: x.at[columns].get(mode="fill", fill_value=fill)  # noqa: E731
-            part = rows(take(q, 0), take(positions, -1), group.rows, lane)
-            whole = jax.tree.map(lambda a, b, c=group.columns: a.at[c].set(b, mode="drop"), whole, part)
-        return whole
 
-    return jax.vmap(lane)(q, step.positions, step.groups, jnp.arange(q.shape[0]))
+def _flat(x: Array) -> Array:
+    """Rows of all lanes as rows."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def over_cache(
@@ -117,11 +106,13 @@ def over_cache(
 
     def read(q: Array, *rest: Array) -> tuple[Array, Array]:
         here = dict(zip(names, rest[: len(names)], strict=True))
-        if not same:
+        told, layer = jax.tree.unflatten(tree, rest[len(names) :])
+        if not same:  # of this layer alone, for it is copied
             own = lambda x: heads_read_by(x, q.shape[2], groups, lax.axis_index(over), name, axis=x.ndim - 2)  # noqa: E731
-            here = {n: own(x) for n, x in here.items()}
+            here = {n: own(lax.dynamic_index_in_dim(x, layer)) for n, x in here.items()}
+            layer = jnp.zeros_like(layer)
         device = lax.axis_index(pieces) if pieces else jnp.int32(0)
-        part = local(q, here, jax.tree.unflatten(tree, rest[len(names) :]), device)
+        part = local(q, here, (told, layer), device)
         part = merge_over(part, pieces) if pieces else part
         return part.out.astype(q.dtype), part.lse
 
@@ -174,9 +165,9 @@ def append_to(
     return dict(zip(state, out, strict=True))
 
 
-def values_of(state: dict[str, Array], value_dim: int) -> Float[Array, "... dv"]:
-    """The values of a state: kept beside the keys, or the first widths of them."""
-    return state["v"] if "v" in state else state["k"][..., :value_dim]
+def pages_of(state: dict[str, Array]) -> dict[str, Array]:
+    """Of all layers and lanes one after another, (layers * lanes * pages, page, kv, d)."""
+    return {n: x.reshape(-1, *x.shape[3:]) for n, x in state.items()}
 
 
 def arrays(kept: Kept, *leading: int) -> dict[str, Array]:

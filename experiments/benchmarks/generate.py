@@ -1,0 +1,350 @@
+"""Our engine against `generate` of `transformers`: the same weights, the same prompts, one run.
+
+    python experiments/benchmarks/generate.py            a 9M-parameter Llama, a few minutes on two cores
+    python experiments/benchmarks/generate.py --share    a 1.2B one of random weights on an accelerator, ours alone:
+                                                         which share of the measured read bandwidth a step reaches
+
+Greedy tokens have to be the same before anything is timed. Every round has prompts of its own, so that no page is found
+from an earlier one. Results are in `results/generate.json`; `README.md` says how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measure
+import numpy as np
+
+TARGET = 1.5  # times the tokens a second of theirs, at batch 8
+ROUNDS = 9
+PAGE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A Llama's."""
+
+    layers: int = 6
+    width: int = 320
+    heads: int = 10
+    kv_heads: int = 5
+    hidden: int = 864
+    vocab: int = 4096
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Texts that are asked for at once: of each the length of the prompt and how many tokens it is to get."""
+
+    name: str
+    texts: tuple[tuple[int, int], ...]
+
+    @property
+    def length(self) -> int:
+        return max(prompt + new for prompt, new in self.texts)
+
+    @property
+    def new(self) -> int:
+        return sum(new for _, new in self.texts)
+
+    def prompts(self, n: int, vocab: int) -> list[tuple[int, ...]]:
+        """Those of round `n`."""
+        random = np.random.default_rng(n)
+        return [tuple(random.integers(3, vocab, prompt).tolist()) for prompt, _ in self.texts]
+
+
+CASES = {
+    "one": Case("batch 1", ((128, 128),)),
+    "eight": Case("batch 8", ((128, 128),) * 8),
+    "unlike": Case("8 of unlike lengths", tuple((16 * i, 144 - 16 * i) for i in range(1, 9))),
+}
+
+
+class Ours:
+    """An engine whose end id never comes."""
+
+    def __init__(self, graphdef: Any, params: Any, case: Case, z: Sizes):
+        from jaxscale.infer.cache import Paged
+        from jaxscale.infer.engine import Engine
+
+        self.case, self.z = case, z
+        self.engine = Engine(graphdef, params, cache=Paged(page=PAGE), rows=len(case.texts), length=case.length)
+        start = time.perf_counter()
+        self.engine.compile()
+        self.compile_seconds = time.perf_counter() - start
+        self.first: list[float] = []
+        self.most_pages = 0
+
+    def __call__(self, n: int) -> list[list[int]]:
+        from jaxscale.infer.engine import Request
+        from jaxscale.infer.sampling import Sampling
+
+        begin, first = time.perf_counter(), 0.0
+        out: list[list[int]] = [[] for _ in self.case.texts]
+        for i, prompt in enumerate(self.case.prompts(n, self.z.vocab)):
+            self.engine.submit(Request(prompt, Sampling(max_tokens=self.case.texts[i][1], temperature=0.0), i))
+        while self.engine.busy:
+            for event in self.engine.step():
+                out[event.id].append(event.token)
+            first = first or time.perf_counter() - begin
+        self.first.append(first)
+        return out
+
+    def cache_bytes(self, model: Any) -> int:
+        """Of the pages that the texts take at their ends."""
+        from jaxscale.infer.cache import Paged, cache_bytes
+
+        pages = sum(-(-(prompt + new) // PAGE) for prompt, new in self.case.texts)
+        return cache_bytes(model, Paged(page=PAGE, pages=pages), 1, 1, PAGE)
+
+
+class Theirs:
+    """`generate` with a cache, greedy; shorter prompts are padded on their left, and all go on to the longest."""
+
+    def __init__(self, model: Any, case: Case, z: Sizes):
+        self.model, self.case, self.z = model, case, z
+
+    def __call__(self, n: int, new: int | None = None) -> list[list[int]]:
+        out = self.generate(n, new).sequences[:, self.longest :]
+        return [row[: self.case.texts[i][1]].tolist() for i, row in enumerate(out)]
+
+    @property
+    def longest(self) -> int:
+        return max(prompt for prompt, _ in self.case.texts)
+
+    def generate(self, n: int, new: int | None = None) -> Any:
+        import torch
+
+        prompts = self.case.prompts(n, self.z.vocab)
+        ids = torch.tensor([[0] * (self.longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (self.longest - len(p)) + [1] * len(p) for p in prompts])
+        new = new or max(new for _, new in self.case.texts)
+        how = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True)
+        with torch.inference_mode():
+            return self.model.generate(ids, attention_mask=mask, **how)
+
+    def first(self, n: int) -> float:
+        """Seconds to the first token."""
+        start = time.perf_counter()
+        self.generate(n, 1)
+        return time.perf_counter() - start
+
+    def cache_bytes(self) -> int:
+        cache = self.generate(0).past_key_values
+        return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def make_theirs(z: Sizes) -> Any:
+    """A Llama of random weights, whose end id is none."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=z.vocab,
+        hidden_size=z.width,
+        intermediate_size=z.hidden,
+        num_hidden_layers=z.layers,
+        num_attention_heads=z.heads,
+        num_key_value_heads=z.kv_heads,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.05,  # of which greedy choices are clear
+        tie_word_embeddings=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def same_weights(model: Any) -> tuple[Any, Any]:
+    """Ours, with the values of theirs, through a folder as their users save it."""
+    from jaxscale.interop.pretrained import open_pretrained
+    from jaxscale.train import describe_model
+    from jaxscale.train.pretrained import read_pretrained
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        found = open_pretrained(Path(folder))
+        return describe_model(found.config)[0], read_pretrained(found, None)
+
+
+def compare(case: Case, z: Sizes, model: Any, graphdef: Any, params: Any, rounds: int) -> dict[str, Any]:
+    from flax import nnx
+
+    ours, theirs = Ours(graphdef, params, case, z), Theirs(model, case, z)
+    if ours(0) != theirs(0):
+        raise SystemExit(f"{case.name}: the two choose other tokens, so that there is nothing to compare")
+    counters = {"ours": iter(range(1, 10**6)), "theirs": iter(range(1, 10**6))}
+    timed = measure.interleaved(
+        {"ours": lambda: ours(next(counters["ours"])), "theirs": lambda: theirs(next(counters["theirs"]))},
+        rounds,
+        warmup=1,
+    )
+    ours_first = ours.first[-rounds:]
+    theirs_first = [theirs.first(i) for i in range(rounds + 1)][1:]
+    speed = {name: case.new / statistics.median(t.wall) for name, t in timed.items()}
+    return {
+        "name": case.name,
+        "texts": case.texts,
+        "tokens_per_second": speed,
+        "speed_ratio": dataclasses.asdict(measure.ratio(timed["theirs"].wall, timed["ours"].wall)),
+        "speed_cpu_ratio": dataclasses.asdict(measure.ratio(timed["theirs"].cpu, timed["ours"].cpu)),
+        "first_token_seconds": {"ours": statistics.median(ours_first), "theirs": statistics.median(theirs_first)},
+        "first_token_ratio": dataclasses.asdict(measure.ratio(ours_first, theirs_first)),
+        "cache_bytes": {"ours": ours.cache_bytes(nnx.merge(graphdef, params)), "theirs": theirs.cache_bytes()},
+        "compile_seconds": ours.compile_seconds,
+        "seconds": {name: t.wall for name, t in timed.items()},
+        "engine": ours.engine.stats._asdict(),
+    }
+
+
+# ---- on an accelerator
+
+
+def read_bandwidth(gib: int = 4) -> float:
+    """Bytes a second of reading a large array once."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones(gib * 2**29, jnp.bfloat16)
+    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+    return x.nbytes / _best(lambda: jax.block_until_ready(total(x)))
+
+
+def _best(call: Callable[[], Any], rounds: int = 10) -> float:
+    call()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def share(z: Sizes, rounds: int) -> dict[str, Any]:
+    """Of a step of decoding: bytes of the weights and of the keys and values it reads, against the bandwidth."""
+    import jax
+    from flax import nnx
+
+    from jaxscale.infer.cache import Contiguous, cache_bytes
+    from jaxscale.models import TransformerConfig
+    from jaxscale.train import describe_model, make_params
+
+    config = TransformerConfig(
+        depth=z.layers, width=z.width, heads=z.heads, kv_heads=z.kv_heads, hidden=z.hidden, vocab=z.vocab,
+        dtype=z.dtype, param_dtype=z.dtype, tied=True,
+    )  # fmt: skip
+    graphdef, _ = describe_model(config)
+    params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    bandwidth, rows = read_bandwidth(), {}
+    for batch in (1, 8, 32):
+        prompt, new = 1024, 256
+        case = Case(f"batch {batch}", ((prompt, new),) * batch)
+        ours = Ours(graphdef, params, case, z)
+        ours(0)
+        seconds = []
+        for n in range(1, rounds + 1):
+            begin = time.perf_counter()
+            ours(n)
+            seconds.append(time.perf_counter() - begin - ours.first[-1])
+        a_step = statistics.median(seconds) / (new - 1)
+        kept = cache_bytes(nnx.merge(graphdef, params), Contiguous(), 1, batch, prompt + new // 2)
+        rows[case.name] = {
+            "tokens_per_second": batch / a_step,
+            "first_token_seconds": statistics.median(ours.first[1:]),
+            "share": (weights + kept) / a_step / bandwidth,
+        }
+    return {"weights_bytes": weights, "bandwidth": bandwidth, "rows": rows}
+
+
+# ---- the run as a whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=CASES, action="append", help="these rows alone; nothing is written")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of each (default {ROUNDS})")
+    parser.add_argument("--share", action="store_true", help="ours alone, on an accelerator")
+    args = parser.parse_args()
+    import jax
+
+    if args.share:
+        z = Sizes(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocab=128256, dtype="bfloat16")
+        found = {"sizes": dataclasses.asdict(z), **share(z, args.rounds)}
+        device = jax.devices()[0].device_kind
+        result = {**measure.facts(device), **found}
+        for name, row in found["rows"].items():
+            print(f"{name}: {row['tokens_per_second']:,.0f} tokens/s, {row['share']:.2f} of the read bandwidth")
+        name = f"generate_{device.split()[-1].lower()}"
+        print(f"written to {measure.write(name, result).relative_to(measure.ROOT)}")
+        return
+    z = Sizes()
+    model = make_theirs(z)
+    graphdef, params = same_weights(model)
+    rows = {}
+    for key in args.only or CASES:
+        print(f"measuring {CASES[key].name} …", flush=True)
+        rows[key] = compare(CASES[key], z, model, graphdef, params, args.rounds)
+    facts = measure.facts(jax.devices()[0].device_kind)
+    facts["versions"] |= {"transformers": __import__("transformers").__version__}
+    parameters = sum(p.numel() for p in model.parameters())
+    result = {**facts, "sizes": dataclasses.asdict(z), "parameters": parameters, "target": TARGET, "rows": rows}
+    show(result)
+    if not args.only:
+        print(f"written to {measure.write('generate', result).relative_to(measure.ROOT)}")
+        measure.fill("generate", HEADER, lines(result))
+
+
+HEADER = ("row", "ours", "theirs", "ratio", "quartiles", "target", "verdict")
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"ours against transformers · {result['parameters'] / 1e6:.1f}M parameters · {result['host']}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "row" else "right")
+    for line in lines(result):
+        table.add_row(*line)
+    console = Console(highlight=False)
+    Console(highlight=False, width=None if console.is_terminal else 132).print(table)
+
+
+def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table's cells: speeds as ours over theirs, times and bytes as well."""
+    out: list[tuple[str, ...]] = []
+    spread = lambda r: f"{r['low']:.2f}–{r['high']:.2f}"  # noqa: E731
+    for key, row in result["rows"].items():
+        speed, r = row["tokens_per_second"], row["speed_ratio"]
+        judged = ("", "")
+        if key == "eight":
+            judged = (f"≥ {result['target']}", "met" if r["median"] >= result["target"] else "missed")
+        cells = (f"{speed['ours']:,.0f}", f"{speed['theirs']:,.0f}", f"{r['median']:.2f}", spread(r))
+        out.append((f"{row['name']}: tokens/s", *cells, *judged))
+        cpu = row["speed_cpu_ratio"]
+        out.append(("– tokens per processor second", "", "", f"{cpu['median']:.2f}", spread(cpu), "", ""))
+        first, r = row["first_token_seconds"], row["first_token_ratio"]
+        cells = (f"{first['ours'] * 1e3:,.0f}", f"{first['theirs'] * 1e3:,.0f}", f"{r['median']:.2f}", spread(r))
+        out.append(("– first token, ms", *cells, "", ""))
+        kept = row["cache_bytes"]
+        cells = (f"{kept['ours'] / 2**20:.1f}", f"{kept['theirs'] / 2**20:.1f}", f"{kept['ours'] / kept['theirs']:.2f}")
+        out.append(("– cache at the end, MiB", *cells, "", "", ""))
+    return out
+
+
+if __name__ == "__main__":
+    main()

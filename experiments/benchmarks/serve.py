@@ -1,0 +1,264 @@
+"""`jaxscale serve` at 1, 8 and 64 clients: tokens a second and time to the first token, beside the engine without HTTP.
+
+    python experiments/benchmarks/serve.py             a few minutes on two cores
+    python experiments/benchmarks/serve.py --quick     a smaller model, fewer tokens
+
+Each client streams one request after the other; clients are threads of another process. "Engine alone" gets the same
+texts from a list, as many at once, in this process, with an engine of its own. Both are measured in turns, so that what
+else the machine does falls on both; a ratio is the median over rounds. Weights are random: the work is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import measure
+
+CLIENTS = (1, 8, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is served and asked for.
+
+    Args:
+      depth, width: of the model, its vocabulary 256.
+      prompt, tokens: of each text.
+      rows: of the engine.
+      texts: in a round, for each row that is filled.
+      rounds: of each.
+    """
+
+    depth: int = 4
+    width: int = 256
+    prompt: int = 64
+    tokens: int = 32
+    rows: int = 16
+    texts: int = 2
+    rounds: int = 3
+
+
+QUICK = Size(depth=2, width=64, tokens=16, rounds=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+    """A letter for every id, so that every token is text at once."""
+
+    name = "letters"
+    fingerprint = "letters"
+    vocab_size = 256
+    eos_id = 0
+
+    def encode(self, text: str) -> Any:
+        """Not used: prompts are ids."""
+        raise NotImplementedError
+
+    def decode(self, ids: Any) -> str:
+        """A letter each."""
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+
+def prompts(size: Size, count: int, seed: int) -> list[list[int]]:
+    """Random ids."""
+    import random
+
+    draw = random.Random(seed)
+    return [[draw.randrange(1, 256) for _ in range(size.prompt)] for _ in range(count)]
+
+
+def clients(url: str, number: int, size: Size, seed: int) -> dict[str, Any]:
+    """Asks with so many clients; runs in a process of its own.
+
+    Returns:
+      seconds of all, tokens of all, seconds to the first token of each, and between tokens.
+    """
+    there = urlsplit(url)
+    count = number * size.texts
+    asked = prompts(size, count, seed)
+    first: list[float] = []
+    each: list[float] = []
+    places = iter(range(count))
+    lock = threading.Lock()
+    got = [0]
+
+    def client() -> None:
+        connection = http.client.HTTPConnection(there.hostname, there.port, timeout=600)
+        while True:
+            with lock:
+                place = next(places, None)
+            if place is None:
+                return
+            body = {
+                "prompt": asked[place],
+                "max_tokens": size.tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            start = time.perf_counter()
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise SystemExit(f"{response.status}: {response.read()!r}")
+            times, letters = [], 0
+            while line := response.readline():
+                if line.startswith(b"data: {"):
+                    times.append(time.perf_counter())
+                    letters += len(json.loads(line[6:])["choices"][0]["text"])
+            with lock:
+                got[0] += letters
+                first.append(times[0] - start)
+                each.append((times[-1] - times[0]) / (letters - 1))
+
+    threads = [threading.Thread(target=client) for _ in range(number)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"seconds": time.perf_counter() - start, "tokens": got[0], "first": first, "each": each}
+
+
+def alone(engine: Any, number: int, size: Size, seed: int) -> dict[str, Any]:
+    """The same texts, as many at once, given to an engine by hand."""
+    from jaxscale.infer.engine import Request
+    from jaxscale.infer.sampling import Sampling
+
+    count = number * size.texts
+    waiting = list(enumerate(prompts(size, count, seed)))
+    began: dict[int, float] = {}
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    tokens = 0
+    start = time.perf_counter()
+    while waiting or engine.busy:
+        while waiting and len(began) - len(last) < number:
+            place, ids = waiting.pop(0)
+            began[place] = time.perf_counter()
+            sampling = Sampling(max_tokens=size.tokens, temperature=0.0, ignore_end=True)
+            engine.submit(Request(tuple(ids), sampling, place))
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            tokens += 1
+            first.setdefault(event.id, now - began[event.id])
+            if event.finished:
+                last[event.id] = now
+    each = [(last[i] - began[i] - first[i]) / (size.tokens - 1) for i in first]
+    return {"seconds": time.perf_counter() - start, "tokens": tokens, "first": list(first.values()), "each": each}
+
+
+def main() -> None:
+    """Measures, prints, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer tokens")
+    parser.add_argument("--asking", nargs=3, metavar=("URL", "CLIENTS", "SEED"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    size = QUICK if args.quick else Size()
+    if args.asking is not None:
+        print(json.dumps(clients(args.asking[0], int(args.asking[1]), size, int(args.asking[2]))))
+        return
+    result = serve_and_ask(size, args.quick)
+    measure.write("serve_quick" if args.quick else "serve", result)
+    header = ("clients", "tokens/s", "engine alone", "ratio", "quartiles", "first token, ms", "p95", "a token, ms")
+    rows = [_row(number, row) for number, row in result["clients"].items()]
+    for cells in (header, *rows):
+        print(" | ".join(f"{c:>16}" for c in cells))
+    if not args.quick:
+        measure.fill("serve", header, rows)
+
+
+def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
+    """Every number of clients, in turns with the engine alone."""
+    import jax
+
+    import jaxscale as js
+    from jaxscale.infer.cache import Paged
+    from jaxscale.infer.engine import Engine
+    from jaxscale.infer.serve import Limits, Served, Server
+    from jaxscale.train import describe_model, make_params
+
+    config = js.models.Transformer.Config(
+        depth=size.depth, vocab=256, width=size.width, heads=max(2, size.width // 64), hidden=4 * size.width
+    )
+    graphdef, _ = describe_model(config)
+    params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
+    length = size.prompt + size.tokens
+
+    def engine() -> Engine:
+        made = Engine(graphdef, params, cache=Paged(16), rows=size.rows, length=length, end_ids=(0,))
+        made.compile()
+        return made
+
+    served = Served("letters", Letters(), length, 256, lambda text: [], end_ids=frozenset({0}))
+    found: dict[int, dict[str, list[Any]]] = {n: {"served": [], "alone": []} for n in CLIENTS}
+    by_hand = engine()
+    with Server(port=0, limits=Limits(requests=256)) as server:
+        server.open(served, engine())
+        for turn in range(size.rounds + 1):
+            for number in CLIENTS:
+                ways = {
+                    "served": lambda n=number, t=turn: _process(server.url, n, t, quick),
+                    "alone": lambda n=number, t=turn: alone(by_hand, n, size, t),
+                }
+                for name in list(ways) if turn % 2 else reversed(list(ways)):
+                    one = ways[name]()
+                    assert one["tokens"] == number * size.texts * size.tokens, one["tokens"]
+                    if turn:  # the first is to warm up
+                        found[number][name].append(one)
+        preemptions = server.api().worker.stats.preemptions
+    device = f"{jax.devices()[0].device_kind}"
+    about = {**measure.facts(device), "size": dataclasses.asdict(size), "preemptions": preemptions}
+    return about | {"clients": {str(n): _summary(rounds) for n, rounds in found.items()}}
+
+
+def _process(url: str, number: int, seed: int, quick: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--asking", url, str(number), str(seed), *(["--quick"] if quick else [])]
+    done = subprocess.run(command, env=measure.environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the clients failed: {done.stderr}")
+    return json.loads(done.stdout)
+
+
+def _summary(rounds: dict[str, list[Any]]) -> dict[str, Any]:
+    speed = {name: [r["tokens"] / r["seconds"] for r in own] for name, own in rounds.items()}
+    out: dict[str, Any] = {"ratio": dataclasses.asdict(measure.ratio(speed["served"], speed["alone"]))}
+    for name, own in rounds.items():
+        first = sorted(x for r in own for x in r["first"])
+        out[name] = {
+            "tokens_per_second": statistics.median(speed[name]),
+            "first_token_seconds": statistics.median(first),
+            "first_token_p95_seconds": first[int(0.95 * (len(first) - 1))],
+            "token_seconds": statistics.median(x for r in own for x in r["each"]),
+            "rounds": speed[name],
+        }
+    return out
+
+
+def _row(number: str, row: dict[str, Any]) -> tuple[str, ...]:
+    served, ratio = row["served"], row["ratio"]
+    return (
+        number,
+        f"{served['tokens_per_second']:,.0f}",
+        f"{row['alone']['tokens_per_second']:,.0f}",
+        f"{ratio['median']:.2f}",
+        f"{ratio['low']:.2f}–{ratio['high']:.2f}",
+        f"{1e3 * served['first_token_seconds']:.0f}",
+        f"{1e3 * served['first_token_p95_seconds']:.0f}",
+        f"{1e3 * served['token_seconds']:.1f}",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A step on the device: the tokens of many texts go through the model, and each text's next one is chosen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxscale.infer.cache import ModelCache
+from jaxscale.infer.engine.packing import Told
+from jaxscale.infer.forward import forward, logits_at
+from jaxscale.infer.sampling import Choices, choose
+from jaxscale.layout import constrain
+from jaxscale.nn import Cache
+
+TOP = 20
+"""As many of the likeliest tokens are given where somebody wants some (`Sampling.logprobs` is at most this)."""
+
+
+class Found(NamedTuple):
+    """What steps in a row chose.
+
+    Args:
+      token, logprob: of each text in each step; of one that had ended, anything.
+      top, top_logprob: the likeliest tokens, where somebody wants them.
+      steps: how many were done, int32.
+    """
+
+    token: Int[Array, "k b n"]
+    logprob: Float[Array, "k b n"]
+    top: Int[Array, "k b n t"]
+    top_logprob: Float[Array, "k b n t"]
+    steps: Int[Array, ""]
+
+
+Step = Callable[[Any, ModelCache, Told], tuple[Found, ModelCache]]
+Steps = Callable[[Any, ModelCache, Told, Any, Any], tuple[Found, ModelCache]]
+
+
+@functools.lru_cache(16)
+def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps]:
+    """A model's compiled steps: `one(params, states, told)`, and `ahead(params, states, told, steps, until_end)`.
+
+    The second one goes on by itself: of every text, the token chosen is the next one computed, until it ends or `steps`
+    are done, with `until_end` until one has ended.
+
+    Args:
+      graphdef: the model.
+      how: its cache.
+      most: the largest `steps`.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, ModelCache]:
+        model = nnx.merge(graphdef, params)
+        hidden, states = forward(model, told.tokens, told.step, how, states)
+        token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, hidden, told))
+        return Found(token, logprob, top, top_logprob, jnp.int32(1)), states
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def ahead(params: Any, states: ModelCache, told: Told, steps: Any, until_end: Any) -> tuple[Found, ModelCache]:
+        model = nnx.merge(graphdef, params)
+        shape = (most, *told.columns.shape)
+        likeliest = (*shape, min(TOP, model.head_weight().shape[0]))
+        kinds = ((shape, jnp.int32), (shape, jnp.float32), (likeliest, jnp.int32), (likeliest, jnp.float32))
+        found = tuple(jnp.zeros(shape, dtype) for shape, dtype in kinds)
+
+        def going(carry: Any) -> Array:
+            i, told, _, _ = carry
+            ended = jnp.any((told.left == 0) & (first_left > 0))
+            return (i < steps) & jnp.any(told.left > 0) & ~(until_end & ended)
+
+        def go(carry: Any) -> Any:
+            i, told, states, found = carry
+            hidden, states = forward(model, told.tokens, told.step, how, states)
+            new = next_tokens(model, hidden, told)
+            found = tuple(lax.dynamic_update_index_in_dim(a, b, i, 0) for a, b in zip(found, new, strict=True))
+            return i + 1, _on(told, new[0]), states, found
+
+        first_left = told.left
+        i, _, states, found = lax.while_loop(going, go, (jnp.int32(0), told, states, found))
+        token, logprob, top, top_logprob = found
+        return Found(token, logprob, top, top_logprob, i), states
+
+    return one, ahead
+
+
+def next_tokens(model: Any, hidden: Float[Array, "b s e"], told: Told) -> tuple[Array, Array, Array, Array]:
+    """Each text's next token, its log-probability, and the likeliest ones."""
+    logits = constrain(logits_at(model, hidden, told.columns), "batch", None, None)
+    b, n, vocab = logits.shape
+    flat = lambda x: x.reshape(b * n, *x.shape[2:])  # noqa: E731
+    seen = None if told.seen is None else flat(told.seen)
+    chosen = choose(flat(logits), Choices(*(flat(x) for x in told.choices)), flat(told.at), seen)
+    k = min(TOP, vocab)
+
+    def likeliest() -> tuple[Array, Array]:
+        values, ids = lax.top_k(jax.nn.log_softmax(logits, axis=-1), k)
+        return ids.astype(jnp.int32), values
+
+    nothing = lambda: (jnp.zeros((b, n, k), jnp.int32), jnp.zeros((b, n, k), jnp.float32))  # noqa: E731
+    top, top_logprob = lax.cond(told.top, likeliest, nothing)
+    return chosen.token.reshape(b, n), chosen.logprob.reshape(b, n), top, top_logprob
+
+
+def _on(told: Told, token: Int[Array, "b n"]) -> Told:
+    """What the step after is told, where each text stands in its own column."""
+    ends = jnp.any(token[..., None] == told.ends, axis=-1) & ~told.on
+    left = jnp.where(ends, 0, jnp.maximum(told.left - 1, 0))
+    there = left > 0
+    step = told.step._replace(
+        rows=jnp.where(there, told.step.rows, -1), positions=jnp.where(there, told.step.positions + 1, -1)
+    )
+    seen = told.seen
+    if seen is not None:
+        lanes, places = (jnp.arange(n) for n in token.shape)
+        seen = seen.at[lanes[:, None], places, token].set(True)
+    return told._replace(tokens=token, step=step, left=left, at=told.at + 1, seen=seen)

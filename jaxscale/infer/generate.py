@@ -1,0 +1,337 @@
+"""Texts from a run's model: all at once, or piece by piece as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from jaxscale.data import Tokenizer
+from jaxscale.errors import ConfigError, DataError, near
+from jaxscale.infer.cache import Paged
+from jaxscale.infer.completion import Arriving, Completion
+from jaxscale.infer.engine import Engine, Event, Request
+from jaxscale.infer.loaded import Loaded, load_model, prompt_ids
+from jaxscale.infer.sampling import Sampling
+from jaxscale.infer.speculative import Speculative
+from jaxscale.infer.streaming import StreamingEngine, stream_model
+from jaxscale.infer.text import TextStream
+from jaxscale.infer.whole import WholeTexts, keeps_nothing
+from jaxscale.layout import Layout
+from jaxscale.nn import Cache
+
+if TYPE_CHECKING:
+    from jaxscale.train import Run
+
+log = logging.getLogger("jaxscale")
+
+Prompt = str | Sequence[int]
+_ROOM = 256
+"""A cache has this many places, or twice, four times as many: few shapes."""
+
+
+class Generator(Protocol):
+    """What takes requests and gives tokens: `Engine`, `Speculative`, `WholeTexts`."""
+
+    length: int
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, id: Any) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
+class Piece(NamedTuple):
+    """New text of one of several prompts.
+
+    Args:
+      prompt: its number.
+      text: to be added; may be empty.
+      completion: with the last piece, all of it.
+    """
+
+    prompt: int
+    text: str
+    completion: Completion | None = None
+
+
+def generate(
+    run: Run,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    layout: Layout | None = None,
+    step: int | None = None,
+    rows: int = 8,
+    cache: Cache | None = None,
+    draft: Run | None = None,
+    draft_tokens: int = 4,
+    stream_layers: str | None = None,
+    **fields: Any,
+) -> Any:
+    """Continues prompts with a run's model; also `Run.generate`.
+
+    A text may become longer than those that the model was trained on (`train.seq_len`), which is said: rotary positions
+    go on, learned ones end, and the text with them.
+
+    Args:
+      run: the run.
+      prompts: a text, or token ids as they are; or several, which are computed side by side.
+      sampling: how, for all or for each; or its fields by name, as `temperature=0.7, stop="\\n\\n"`.
+      layout: where; `None` is the run's own while its state is in memory, else one device.
+      step: of which checkpoint, by default the newest.
+      rows: texts under way at once, of each of the devices that cut the batch.
+      cache: how keys and values are kept, `Paged()` by default.
+      draft: a run whose smaller model proposes tokens, for texts that are distributed alike and the same where greedy;
+        its tokenizer must be the same.
+      draft_tokens: proposals of a round.
+      stream_layers: for models larger than the device's memory: layers wait in the "host"'s, or on "disk", and each
+        comes while the one before computes. How many bytes were on the device at most is said.
+
+    Returns:
+      a `Completion`, or a list of them for several prompts.
+
+    Raises:
+      ConfigError: settings out of range, or a prompt that the model cannot take.
+      DataError: a text cannot be encoded, or the run has no tokenizer (ids it takes all the same).
+      CheckpointError, RunError: there is no checkpoint.
+      LayoutError: the model cannot be laid out.
+    """
+    one = _is_one(prompts)
+    several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item, assignment]
+    found: dict[int, Completion] = {}
+    options: dict[str, Any] = dict(layout=layout, step=step, rows=rows, cache=cache, draft=draft)
+    options["stream_layers"] = stream_layers
+    for piece in pieces(run, several, _settings(sampling, fields, len(several)), draft_tokens=draft_tokens, **options):
+        if piece.completion is not None:
+            found[piece.prompt] = piece.completion
+    return found[0] if one else [found[i] for i in range(len(several))]
+
+
+def stream(run: Run, prompt: Prompt, **options: Any) -> Iterator[str]:
+    """Continues a prompt piece by piece, as the text comes; also `Run.stream`. Arguments as `generate`'s.
+
+        for piece in run.stream("def "):
+            print(piece, end="", flush=True)
+
+    Leaving the loop ends the text.
+    """
+    names = {f.name for f in dataclasses.fields(Sampling)}
+    fields = {n: options.pop(n) for n in list(options) if n in names}
+    settings = _settings(options.pop("sampling", None), fields, 1)
+    if not _is_one(prompt):
+        raise ConfigError("a stream is of one prompt; use generate for several")
+    for piece in pieces(run, [prompt], settings, **options):
+        if piece.text:
+            yield piece.text
+
+
+def chat(run: Run, messages: Sequence[Any], **options: Any) -> Any:
+    """What the assistant says next in a conversation; also `Run.chat`. Arguments as `generate`'s.
+
+    Args:
+      run: one whose folder has a chat template (`hf/`, of an imported or fine-tuned checkpoint).
+      messages: as `[{"role": "user", "content": "Hello"}]`.
+
+    Raises:
+      DataError: there is no chat template, or it refuses these messages.
+    """
+    from jaxscale.data.chat import ChatTemplate
+
+    template = ChatTemplate.read(run.path / "hf")
+    return generate(run, template.ids(messages, run.tokenizer).tolist(), **options)  # type: ignore[arg-type]
+
+
+def sample_text(
+    run: Run, prompt: str, tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+) -> str:
+    """A prompt and its continuation; arguments as those of `Sampling`."""
+    s = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return prompt + generate(run, prompt, sampling=s).text
+
+
+def pieces(
+    run: Run,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Sampling],
+    *,
+    layout: Layout | None = None,
+    step: int | None = None,
+    rows: int = 8,
+    cache: Cache | None = None,
+    draft: Run | None = None,
+    draft_tokens: int = 4,
+    stream_layers: str | None = None,
+) -> Iterator[Piece]:
+    """New text of each prompt as it comes, and each one's completion at its end. Arguments as `generate`'s."""
+    if not prompts:
+        raise ConfigError("there is no prompt; give at least one, such as ''")
+    if not isinstance(rows, int) or rows < 1:
+        raise ConfigError(f"rows = {rows!r}: must be a whole number of at least 1")
+    ids = [prompt_ids(run, p) for p in prompts]
+    positions = _positions(run, draft)
+    for prompt in ids:
+        if positions is not None and len(prompt) >= positions:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens and the model {positions} learned positions, so that nothing can "
+                f"follow; give at most {positions - 1}"
+            )
+    asked = [
+        s if positions is None else dataclasses.replace(s, max_tokens=min(s.max_tokens, positions - len(i)))
+        for s, i in zip(settings, ids, strict=True)
+    ]
+    need = max((len(i) + s.max_tokens for i, s in zip(ids, asked, strict=True)), default=1)
+    rows = 1 if len(ids) == 1 else rows  # few shapes, so that little is compiled
+    engine: Generator
+    if stream_layers is not None:
+        if draft is not None:
+            raise ConfigError("a draft and stream_layers do not go together; leave out one of them")
+        cache = Paged() if cache is None else cache
+        engine = _streaming(run, stream_layers, layout, step, cache=cache, rows=rows, length=_most(need, positions))
+    elif draft is None:
+        found = load_model(run, layout, step, generation=True)
+        engine = _engine(run, found, Paged() if cache is None else cache, rows, need, positions)
+    else:
+        found = load_model(run, layout, step, generation=True)
+        engine = _with_draft(run, found, draft, draft_tokens, rows, need)
+    tokenizer = _tokenizer(run, prompts, settings)
+    show = lambda prompt, s: None if tokenizer is None else TextStream(tokenizer, s.stop, prompt.tolist())  # noqa: E731
+    texts = [Arriving(prompt, s, show(prompt, s), run.end_ids) for prompt, s in zip(ids, asked, strict=True)]
+    names = [object() for _ in texts]  # an engine is kept, and may have been left with others' requests
+    number = {name: i for i, name in enumerate(names)}
+    try:
+        for i, text in enumerate(texts):
+            engine.submit(Request(tuple(text.prompt.tolist()), text.sampling, names[i]))
+        while any(t.completion is None for t in texts):
+            for event in engine.step():
+                i = number.get(event.id, -1)
+                if i < 0 or texts[i].completion is not None:
+                    continue
+                new = texts[i].take(event)
+                done = texts[i].completion
+                if done is not None:
+                    if event.finished is None:
+                        engine.cancel(event.id)
+                    _say_length(run, done, asked[i], settings[i], positions)
+                    share = engine.stats.acceptance if isinstance(engine, Speculative) else None
+                    done = dataclasses.replace(done, acceptance=share)
+                yield Piece(i, new, done)
+    finally:
+        for i, text in enumerate(texts):
+            if text.completion is None:
+                engine.cancel(names[i])
+        if isinstance(engine, StreamingEngine):
+            _say_resident(engine)
+
+
+def _is_one(prompts: Any) -> bool:
+    """A text or ids, and not several."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
+
+
+def _settings(sampling: Any, fields: dict[str, Any], n: int) -> list[Sampling]:
+    known = [f.name for f in dataclasses.fields(Sampling)]
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"there is no setting '{name}' of generation{near(name, known)}")
+    if sampling is None:
+        return [Sampling(**fields)] * n
+    if isinstance(sampling, Sampling):
+        return [dataclasses.replace(sampling, **fields)] * n
+    if len(sampling) != n:
+        raise ConfigError(f"there are {len(sampling)} samplings for {n} prompts; give one, or one for each")
+    return [dataclasses.replace(s, **fields) for s in sampling]
+
+
+def _tokenizer(run: Run, prompts: Sequence[Prompt], settings: Sequence[Sampling]) -> Tokenizer | None:
+    """What makes text of tokens; ids go on without."""
+    try:
+        return run.tokenizer
+    except DataError:
+        if any(isinstance(p, str) for p in prompts) or any(s.stop for s in settings):
+            raise
+        return None
+
+
+def _positions(run: Run, draft: Run | None) -> int | None:
+    """The learned positions of the models, if they have any."""
+    both = [getattr(getattr(r.config.model, "positions", None), "length", None) for r in (run, draft) if r is not None]
+    return min((n for n in both if n is not None), default=None)
+
+
+def _say_length(run: Run, done: Completion, room: Sampling, asked: Sampling, positions: int | None) -> None:
+    """What became of a text that is longer than those that the model knows."""
+    n, trained = done.prompt_tokens + len(done.ids), run.config.seq_len
+    if done.finished == "length" and room.max_tokens < asked.max_tokens:
+        log.warning(
+            "the text ends after %d of %d new tokens: the model has %d learned positions",
+            len(done.ids), asked.max_tokens, positions,
+        )  # fmt: skip
+    if n > trained:
+        log.warning(
+            "the text has %d tokens, and the model was trained on texts of %d (train.seq_len): the rest is untried",
+            n, trained,
+        )  # fmt: skip
+
+
+def _room(need: int) -> int:
+    return _ROOM * 2 ** max(0, math.ceil(math.log2(need / _ROOM)))
+
+
+def _most(need: int, positions: int | None) -> int:
+    return _room(need) if positions is None else min(_room(need), positions)
+
+
+def _streaming(run: Run, source: str, layout: Layout | None, step: int | None, **options: Any) -> StreamingEngine:
+    """One whose layers are elsewhere; nothing of it is kept."""
+    graphdef, layers = stream_model(run, source, layout, step)
+    return StreamingEngine(graphdef, layers, layout=layout, end_ids=run.end_ids, **options)
+
+
+def _say_resident(engine: StreamingEngine) -> None:
+    """How much of the model was on the device, which has it no more."""
+    there = engine.resident
+    engine.layers.close()
+    log.warning(
+        "layers were streamed: at most %.1f of %.1f MiB of parameters were on the device at once",
+        there.peak / 2**20, there.whole / 2**20,
+    )  # fmt: skip
+
+
+def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, positions: int | None) -> Generator:
+    """One that is there from the last time, with what it knows of prompts, or a new one."""
+    length = _most(need, positions)
+    kept = run.__dict__.get("_engine")
+    if kept is not None:
+        params, layout, how, has, engine = kept
+        if params is found.params and (layout, how) == (found.layout, cache) and has >= rows and engine.length >= need:
+            return engine
+    run.__dict__["_engine"] = kept = None  # not two caches at once
+    common: dict[str, Any] = dict(layout=found.layout, rows=rows, length=length, end_ids=run.end_ids)
+    why = keeps_nothing(found)
+    if why is not None:
+        log.warning("%s: every token takes the whole text again", why)
+        return WholeTexts(found.graphdef, found.params, **common)
+    engine = Engine(found.graphdef, found.params, cache=cache, **common)
+    if run.state is None:  # of a run that may be trained on, nothing is kept
+        run.__dict__["_engine"] = (found.params, found.layout, cache, rows, engine)
+    return engine
+
+
+def _with_draft(run: Run, found: Loaded, draft: Run, draft_tokens: int, rows: int, need: int) -> Generator:
+    own, other = run.tokenizer, draft.tokenizer
+    if own.fingerprint != other.fingerprint:
+        raise ConfigError(
+            f"the draft {draft.path} has the tokenizer '{other.name}' ({other.vocab_size} ids) and {run.path} has "
+            f"'{own.name}' ({own.vocab_size} ids); a draft must have the same tokenizer"
+        )
+    small = load_model(draft, found.layout, generation=True)
+    if small.layout != found.layout:
+        raise ConfigError(f"the draft is in memory on {small.layout}, and {run.path} is on one device; give a layout")
+    return Speculative(found, small, draft_tokens=draft_tokens, rows=rows, length=_room(need), end_ids=run.end_ids)

@@ -1,0 +1,134 @@
+"""A run's model, ready to be asked, and the ids of what it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from jaxscale.errors import ConfigError
+from jaxscale.infer.cache import generating
+from jaxscale.infer.stages import on_stages
+from jaxscale.layout import Layout
+
+if TYPE_CHECKING:
+    from jaxscale.train import Run, TrainConfig
+
+log = logging.getLogger("jaxscale")
+
+
+class Loaded(NamedTuple):
+    """A model where it shall run.
+
+    Args:
+      graphdef, params: the model.
+      layout: where the parameters are; `None` is one device.
+      step: of the checkpoint, or of the state in memory.
+    """
+
+    graphdef: nnx.GraphDef
+    params: Any
+    layout: Layout | None
+    step: int
+
+    def in_force(self) -> Any:
+        """A context in which its layout is in force."""
+        return self.layout if self.layout is not None else contextlib.nullcontext()
+
+
+def load_model(run: Run, layout: Layout | None = None, step: int | None = None, *, generation: bool = False) -> Loaded:
+    """A run's model on a layout; what was read from disk last is kept with the run.
+
+    Args:
+      run: the run.
+      layout: where; `None` is the run's own layout while its state is in memory, else one device.
+      step: of which checkpoint; by default the live parameters, or those of the newest.
+      generation: ready for steps of few tokens: layers on their pipeline stages, and experts that drop no token, since
+        a text would depend on what else is in a step.
+
+    Raises:
+      CheckpointError, RunError: there is none.
+      LayoutError: it cannot be laid out.
+    """
+    from jaxscale.train import describe_model
+
+    live = run.state is not None and step is None
+    if live and layout is None:
+        layout = run.config.layout
+    graphdef, infos = describe_model(dropless(run.config.model) if generation else run.config.model)
+    ready = lambda params: on_stages(graphdef, params, infos, generating(layout)) if generation else params  # noqa: E731
+    if live:
+        assert run.state is not None
+        return Loaded(graphdef, ready(run.params(layout=layout)), layout, int(run.state.step))
+    wanted = (run.last_step() if step is None else step, layout, generation)
+    kept = run.__dict__.get("_loaded")
+    if kept is None or kept[0] != wanted:
+        kept = run.__dict__["_loaded"] = None  # not both at once
+        kept = run.__dict__["_loaded"] = (wanted, ready(run.params(step, layout=layout)))
+    return Loaded(graphdef, kept[1], layout, wanted[0])
+
+
+def dropless(model: Any) -> Any:
+    """A model whose experts have room for all tokens, where their router can do without a capacity."""
+    capacity, router = (getattr(getattr(model, "mlp", None), name, None) for name in ("capacity", "router"))
+    if capacity is None or getattr(router, "needs_capacity", True):
+        return model
+    log.warning("experts take all their tokens here; in training each took %g times its share", capacity)
+    return dataclasses.replace(model, mlp=dataclasses.replace(model.mlp, capacity=None))
+
+
+def prompt_ids(run: Run, prompt: str | Sequence[int]) -> Int[np.ndarray, " n"]:
+    """The ids that a prompt starts from: what opens a text, and its own; ids are taken as they are.
+
+    Raises:
+      ConfigError: the model does not know one of them, or there is none.
+      DataError: the text cannot be encoded.
+    """
+    if isinstance(prompt, str):
+        return np.asarray(run.prompt_ids(prompt), np.int32)
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ConfigError(f"a prompt is a text or a list of token ids, not {prompt!r}")
+    return checked(ids.astype(np.int32), run.config.model.vocab)
+
+
+def scored_ids(run: Run, text: str) -> Int[np.ndarray, " n"]:
+    """A prompt's ids behind something: where nothing opens a text, the id that ends one does, so that each counts."""
+    ids = prompt_ids(run, text)
+    opened = len(ids) > len(run.tokenizer.encode(text))
+    return ids if opened else np.concatenate([[run.end_ids[0]], ids]).astype(np.int32)
+
+
+def text_ids(config: TrainConfig, text: str, ids: Int[np.ndarray, " n"] | None = None) -> Int[np.ndarray, " n"]:
+    """A text's ids behind the end of the one before, which opens each of ours; or `ids`, checked.
+
+    Raises:
+      ConfigError: the model does not know one of them.
+      DataError: the text cannot be encoded.
+    """
+    if ids is None:
+        ids = np.concatenate([[config.tokenizer.eos_id], config.tokenizer.encode(text)]).astype(np.int32)
+    return checked(ids, config.model.vocab)
+
+
+def checked(ids: Int[np.ndarray, " n"], vocab: int) -> Int[np.ndarray, " n"]:
+    """Ids that a model of so many knows.
+
+    Raises:
+      ConfigError: it does not, or there is none.
+    """
+    if not len(ids):
+        raise ConfigError("the prompt has no token; give at least one id, or a text, which is opened by one")
+    if ids.max() >= vocab or ids.min() < 0:
+        wrong = ids.max() if ids.max() >= vocab else ids.min()
+        raise ConfigError(
+            f"the prompt has token id {wrong} and the model knows ids below {vocab}; its corpus was not text, so it "
+            "cannot continue one"
+        )
+    return ids

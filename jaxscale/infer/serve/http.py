@@ -1,0 +1,260 @@
+"""HTTP/1.1 by the standard library, with bounds on what a client may send and how slowly."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import select
+import socket
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.infer.serve.api import READERS
+from jaxscale.infer.serve.errors import ApiError, busy
+from jaxscale.infer.serve.inlet import Inlet, TooMuch
+from jaxscale.infer.serve.worker import Gone
+
+if TYPE_CHECKING:
+    from jaxscale.infer.serve.server import Server
+
+_LOG = logging.getLogger("jaxscale.serve")
+_BUFFER = 8192
+_LINE = 8192
+_LINGER_S, _LINGER_BYTES = 2.0, 64 * 1024 * 1024
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server  # type: ignore[assignment]
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    _body_read = _answered = False
+    _route = "-"
+
+    def setup(self) -> None:
+        """See `socketserver`."""
+        super().setup()
+        self._inlet = Inlet(self.connection)
+        self.rfile = io.BufferedReader(self._inlet, _BUFFER)
+        self.wfile = io.BytesIO()  # heads are collected here
+
+    def handle_one_request(self) -> None:
+        """Reads a request within bounds, and answers it."""
+        limits, self.close_connection = self.server.limits, True
+        self._body_read = self._answered = False
+        self._route, self.command, self.request_version = "-", "", self.protocol_version
+        try:
+            self._inlet.allow(limits.idle, limits.head + _BUFFER)
+            if not self.rfile.peek(1):  # type: ignore[attr-defined]
+                return
+        except OSError:  # a timeout, too
+            return
+        try:
+            self._inlet.allow(limits.read, limits.head)
+            self.raw_requestline = self.rfile.readline(_LINE + 1)
+            if len(self.raw_requestline) > _LINE:
+                raise TooMuch
+            self.close_connection = False
+            if self.parse_request():
+                self._answer()
+        except TooMuch:
+            self._refuse(ApiError(431, f"the request line and headers are longer than {limits.head} bytes"))
+        except TimeoutError:
+            self._refuse(ApiError(408, f"the request took longer than {limits.read:g} s to arrive"))
+        except (Gone, OSError) as error:
+            _LOG.info("%s %s ended by the client: %s", self.client_address[0], self._route, type(error).__name__)
+            self.close_connection = True
+        if self.close_connection and not self._body_read:
+            self._linger()
+
+    def _answer(self) -> None:
+        try:
+            self._check()
+            self._act()
+        except ApiError as error:
+            self._refuse(error)
+        except (Gone, OSError):  # OSError: of the socket, timeouts included
+            raise
+        except Exception:
+            _LOG.exception("a request could not be answered")
+            self._refuse(ApiError(500, "the server made a mistake; its log says which", code="internal_error"))
+
+    def _check(self) -> None:
+        """What is looked at before anything of the body is read."""
+        path = self.path.partition("?")[0]
+        methods = {"/health": "GET", "/metrics": "GET", "/v1/models": "GET"} | dict.fromkeys(READERS, "POST")
+        is_model = path.startswith("/v1/models/")
+        if self.request_version == "HTTP/0.9":
+            raise ApiError(400, "HTTP/1.1 is spoken here")
+        if path != "/health":
+            self.server.guard.check(self.headers)
+        if path not in methods and not is_model:
+            raise ApiError(404, f"there is no such path; known: {', '.join(methods)}", code="unknown_url")
+        self._route, allowed = "/v1/models" if is_model else path, "GET" if is_model else methods[path]
+        if self.command != allowed:
+            raise ApiError(405, f"{self._route} takes {allowed}", headers={"Allow": allowed})
+        if allowed == "POST":
+            kind = self.headers.get_content_type()
+            if kind != "application/json":
+                raise ApiError(415, "the body must be JSON, and the header Content-Type must say application/json")
+        self._size = self._length(needed=allowed == "POST")
+
+    def _length(self, needed: bool) -> int:
+        """Of the body that is to come."""
+        if self.headers.get_all("Transfer-Encoding"):
+            raise ApiError(411, "the body needs a Content-Length; chunks are not taken")
+        lengths = self.headers.get_all("Content-Length") or []
+        if not lengths and not needed:
+            return 0
+        if not lengths:
+            raise ApiError(411, "the body needs a Content-Length")
+        if len(lengths) > 1 or not re.fullmatch("[0-9]{1,15}", lengths[0].strip()):
+            raise ApiError(400, "Content-Length must be one number")
+        if int(lengths[0]) > self.server.limits.body:
+            raise ApiError(413, f"the body is larger than the {self.server.limits.body} bytes that are taken")
+        return int(lengths[0])
+
+    def _body(self) -> bytes:
+        self._inlet.left = self._size  # and still by the deadline of the whole request
+        body = self.rfile.read(self._size)
+        if len(body) < self._size:
+            raise Gone
+        self._body_read = True
+        return body
+
+    def _act(self) -> None:
+        server = self.server
+        body = self._body()
+        if self._route == "/health":
+            self._send_json(200 if server.state == "ok" else 503, {"status": server.state})
+        elif self._route == "/metrics":
+            self._send(200, server.metrics.text().encode(), {"Content-Type": "text/plain; version=0.0.4"})
+        elif self._route == "/v1/models":
+            name = self.path.partition("?")[0].removeprefix("/v1/models").removeprefix("/")
+            api = server.api()
+            self._send_json(200, api.model(name) if name else api.models())
+        else:
+            with server.at_work():
+                answer = server.api(generating=True).generate(self._route, body, self._gone)
+                if isinstance(answer, dict):
+                    self._send_json(200, answer)
+                else:
+                    self._send_stream(answer)
+
+    def _gone(self) -> bool:
+        """Whether the client has closed its end."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        try:
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def _send_json(self, status: int, data: Any, headers: Mapping[str, str] | None = None) -> None:
+        self._send(status, json.dumps(data).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self._head(status, {**headers, "Content-Length": str(len(body))})
+        self._write(self._taken() + (b"" if self.command == "HEAD" else body))
+
+    def _send_stream(self, events: Iterator[bytes]) -> None:
+        chunked = self.request_version != "HTTP/1.0"
+        self.close_connection = self.close_connection or not chunked
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        headers["X-Accel-Buffering"] = "no"
+        self._head(200, headers | ({"Transfer-Encoding": "chunked"} if chunked else {}))
+        head = self._taken()
+        try:
+            for data in events:
+                if data or head:
+                    self._write(head + (b"%x\r\n%b\r\n" % (len(data), data) if chunked and data else data))
+                head = b""
+            if chunked:
+                self._write(b"0\r\n\r\n")
+        finally:
+            events.close()  # type: ignore[attr-defined]
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> None:
+        self._answered = True
+        self.server.metrics.responses.add(1, str(status))
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+
+    def _taken(self) -> bytes:
+        """The head, to be sent with what follows it."""
+        self.end_headers()
+        head, self.wfile = self.wfile.getvalue(), io.BytesIO()  # type: ignore[attr-defined]
+        return head
+
+    def _write(self, data: bytes) -> None:
+        self.connection.settimeout(self.server.limits.write)
+        self.connection.sendall(data)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Sends an error, when nothing was sent yet; what of the body is unread ends the connection."""
+        if self._answered:
+            self.close_connection = True
+            return
+        self.close_connection = self.close_connection or not self._body_read
+        if self.request_version == "HTTP/0.9":
+            self.request_version = "HTTP/1.0"  # which has headers
+        try:
+            self._send_json(error.status, error.json(), error.headers)
+        except OSError:
+            self.close_connection = True
+
+    def _linger(self) -> None:
+        """Takes what is still being sent: closing at once would throw away the answer with it."""
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+            self._inlet.allow(_LINGER_S, _LINGER_BYTES)
+            while self.rfile.read1(1 << 16):  # type: ignore[attr-defined]
+                pass
+        except (OSError, TooMuch):
+            pass
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library finds wrong with a request, in our form."""
+        self._refuse(ApiError(int(code), message or "the request is not HTTP/1.1"))
+
+    def handle_expect_100(self) -> bool:
+        """Whoever asks first whether a body is welcome is told so before it is sent."""
+        try:
+            self._check()
+        except ApiError as error:
+            self._refuse(error)
+            return False
+        self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return True
+
+    def version_string(self) -> str:
+        """No versions for strangers."""
+        return "jaxscale"
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Route and status: nothing that a client wrote."""
+        level = logging.DEBUG if self._route in ("/health", "/metrics") else logging.INFO
+        _LOG.log(level, "%s %s %s", self.client_address[0], self._route, int(code) if code != "-" else code)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing that a client wrote gets into the log."""
+
+
+def refuse_at_once(connection: socket.socket) -> None:
+    """Tells a client that there are too many, without waiting for it."""
+    error = busy("too many connections are open")
+    body = json.dumps(error.json()).encode()
+    head = f"HTTP/1.1 {error.status} Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    try:
+        connection.setblocking(False)
+        connection.send(head.encode() + body)
+    except OSError:
+        pass

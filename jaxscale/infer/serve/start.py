@@ -1,0 +1,89 @@
+"""From a run's folder to an engine that has compiled what it needs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.data.chat import ChatTemplate
+from jaxscale.errors import DataError
+from jaxscale.infer.cache import Paged
+from jaxscale.infer.engine import Engine
+from jaxscale.infer.loaded import load_model, prompt_ids
+from jaxscale.infer.serve.asked import Served
+from jaxscale.layout import Layout
+
+if TYPE_CHECKING:
+    from jaxscale.train import Run
+
+_LOG = logging.getLogger("jaxscale.serve")
+
+
+def served_by(run: Run, name: str | None = None, length: int | None = None) -> Served:
+    """A run's model as clients know it.
+
+    Args:
+      run: the run.
+      name: what clients call it; by default its folder's name.
+      length: tokens that a text may have; by default what the model was trained on.
+    """
+    tokenizer: Any = run.tokenizer
+    template = _template(run.path / "hf")
+    return Served(
+        name=name or Path(run.path).resolve().name,
+        tokenizer=tokenizer,
+        length=run.config.seq_len if length is None else length,
+        vocab=run.config.model.vocab,
+        encode=lambda text: prompt_ids(run, text).tolist(),
+        chat=None if template is None else lambda messages: template.ids(messages, tokenizer).tolist(),
+        end_ids=frozenset(run.end_ids),
+    )
+
+
+def _template(folder: Path) -> ChatTemplate | None:
+    """That of a folder as it came; a model without one was not made to converse, and may serve all the same."""
+    if not folder.is_dir():
+        return None
+    try:
+        return ChatTemplate.read(folder)
+    except DataError as e:
+        _LOG.warning("no /v1/chat/completions: %s", e)
+        return None
+
+
+def engine_of(
+    run: Run,
+    served: Served,
+    *,
+    layout: Layout | None = None,
+    rows: int = 8,
+    budget: int | None = None,
+    pages: int | None = None,
+    page: int = 16,
+) -> Engine:
+    """An engine for a run's model, every step of which is compiled.
+
+    Args:
+      run, served: the model.
+      layout: where it lives.
+      rows, budget: see `Engine`.
+      pages, page: see `Paged`.
+
+    Raises:
+      ConfigError, LayoutError: sizes that do not fit.
+      CheckpointError, RunError: there are no parameters.
+    """
+    loaded = load_model(run, layout, generation=True)
+    engine = Engine(
+        loaded.graphdef,
+        loaded.params,
+        layout=loaded.layout,
+        cache=Paged(page, pages),
+        rows=rows,
+        length=served.length,
+        budget=budget,
+        end_ids=served.end_ids,
+    )
+    engine.compile()
+    return engine

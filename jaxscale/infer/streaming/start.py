@@ -1,0 +1,60 @@
+"""From a run to layers that can be streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxscale.errors import ConfigError, near
+from jaxscale.infer.loaded import dropless
+from jaxscale.infer.streaming.layers import Layers, OnHost
+from jaxscale.layout import Layout
+
+if TYPE_CHECKING:
+    from jaxscale.train import Run
+
+FROM = ("host", "disk")
+
+
+def stream_model(
+    run: Run, source: str = "host", layout: Layout | None = None, step: int | None = None
+) -> tuple[nnx.GraphDef, Layers]:
+    """A run's model, its layers outside of the device.
+
+    Args:
+      run: the run; what is streamed is a checkpoint, also while its state is in memory.
+      source: "host" holds all parameters in the host's memory; "disk" reads each layer from the checkpoint's files
+        every time, through the system's page cache, and checks what it reads.
+      layout: where layers come to.
+      step: of which checkpoint, by default the newest.
+
+    Raises:
+      ConfigError: another source, or a checkpoint that is not what the model computes with.
+      CheckpointError, RunError: there is none.
+    """
+    from jaxscale.optim import averages, state_infos
+    from jaxscale.train import describe_model
+    from jaxscale.train.prepare import blueprint_of
+
+    if source not in FROM:
+        raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")
+    graphdef, infos = describe_model(dropless(run.config.model))
+    step = run.last_step() if step is None else step
+    if source == "host":
+        host = jax.devices("cpu")[0]
+        with jax.default_device(host):
+            params = run.params(step)
+        leaves: dict[str, np.ndarray] = {}
+        for info, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True):
+            leaves[info.path] = np.array(x)  # a copy: what JAX lends would stay alive with it
+            x.delete()
+        return graphdef, Layers(infos, OnHost(leaves), layout)
+    blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
+    if run.config.adapters is not None or averages(state_infos(blueprint.tx, blueprint.infos)):
+        what = "adapters are added to them" if run.config.adapters is not None else "this optimizer averages them"
+        raise ConfigError(f"stream_layers = 'disk' takes parameters as they are kept, and {what}; use 'host'")
+    return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix="params/")

@@ -1,0 +1,260 @@
+"""An engine gives every text what it gets alone, whoever else is there."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.errors import ConfigError
+from jaxscale.infer.cache import Contiguous, Paged, generating
+from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.sampling import Choices, Sampling, choose
+from jaxscale.infer.stages import on_stages
+from jaxscale.layout import Layout, shardings_of
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MixtureOfExperts
+from jaxscale.train.state import describe_model
+from tests.truth.params import random_params
+
+VOCAB, LENGTH, END = 64, 32, 5
+CONFIG = TransformerConfig(depth=4, vocab=VOCAB, width=32, heads=4, kv_heads=4, hidden=64, windows=(9, None))
+
+
+@functools.cache
+def _model(mesh: str | None, config: TransformerConfig = CONFIG):
+    graphdef, infos = describe_model(config)
+    params = random_params(infos)
+    if mesh is not None:
+        layout = generating(Layout(mesh))
+        params = on_stages(graphdef, jax.device_put(params, shardings_of(infos, layout)), infos, layout)
+    return graphdef, params
+
+
+@functools.cache
+def _next(config: TransformerConfig):
+    """Every text's next token, and the log-probabilities of all, from a pass over all of it."""
+    graphdef, params = _model(None, config)
+
+    @jax.jit
+    def one(texts, lengths, how, seen):
+        logits = nnx.merge(graphdef, params)(texts)
+        last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+        return *choose(last, how, lengths, seen), jax.nn.log_softmax(last)
+
+    return one
+
+
+def alone(requests, config=CONFIG, batch=50):
+    """Every request's tokens, their log-probabilities and everybody's, from passes over whole texts without a cache."""
+    out = {}
+    for first in range(0, len(requests), batch):
+        some = list(requests[first : first + batch])
+        padded = some + [some[0]] * (batch - len(some))
+        texts, lengths = np.zeros((batch, LENGTH), np.int32), np.asarray([len(r.prompt) for r in padded])
+        seen = np.zeros((batch, VOCAB), bool)
+        for i, r in enumerate(padded):
+            texts[i, : len(r.prompt)] = r.prompt
+            seen[i, list(r.prompt)] = True
+            out[r.id] = ([], [], [])
+        how = Choices.of([r.sampling for r in padded], VOCAB)
+        for _ in range(max(r.sampling.max_tokens for r in some)):
+            tokens, logprobs, everybody = (np.asarray(x) for x in _next(config)(texts, lengths, how, seen))
+            for i, r in enumerate(some):
+                made, probs, whole = out[r.id]
+                ended = made and made[-1] == END and not r.sampling.ignore_end
+                if len(made) < r.sampling.max_tokens and not ended:
+                    made.append(int(tokens[i]))
+                    probs.append(float(logprobs[i]))
+                    whole.append(everybody[i])
+                    texts[i, lengths[i]] = tokens[i]
+                    seen[i, tokens[i]] = True
+                    lengths[i] += 1
+    return out
+
+
+def trace(n, seed=0, longest=18, **options):
+    """Requests of any kind; some begin alike."""
+    random = np.random.default_rng(seed)
+    heads = [random.integers(6, VOCAB, 12).tolist() for _ in range(3)]
+    for i in range(n):
+        prompt = random.integers(6, VOCAB, random.integers(1, longest)).tolist()
+        if random.random() < 0.4:
+            prompt = heads[random.integers(3)] + prompt[: longest - 12]
+        kind = random.integers(5)
+        sampling = Sampling(
+            max_tokens=int(random.integers(1, 14)),
+            temperature=0.0 if kind < 2 else 1.2,
+            top_k=7 if kind == 3 else None,
+            top_p=0.8 if kind == 4 else 1.0,
+            seed=i,
+            ignore_end=bool(i % 7 == 0),
+            **options,
+        )
+        yield Request(tuple(prompt), sampling, f"r{i}")
+
+
+def serve(engine, requests, rate=1.5, seed=1):
+    """All of them, arriving at random times."""
+    random = np.random.default_rng(seed)
+    waiting, out = list(requests), {r.id: ([], []) for r in requests}
+    while waiting or engine.busy:
+        for _ in range(random.poisson(rate)):
+            if waiting:
+                engine.submit(waiting.pop(0))
+        for event in engine.step():
+            out[event.id][0].append(event.token)
+            out[event.id][1].append(event.logprob)
+    return out
+
+
+def agree(found, truth):
+    assert {k: v[0] for k, v in found.items()} == {k: v[0] for k, v in truth.items()}
+    for name, (_, logprobs, *_) in found.items():
+        np.testing.assert_allclose(logprobs, truth[name][1], atol=2e-4, err_msg=name)
+
+
+def engine(mesh=None, cache=None, config=CONFIG, **options):
+    cache = Paged(page=4, pages=14) if cache is None else cache
+    options = dict(rows=4, length=LENGTH, budget=32, end_ids=(END,)) | options
+    return Engine(*_model(mesh, config), layout=None if mesh is None else Layout(mesh), cache=cache, **options)
+
+
+def run(there, requests):
+    """All at once; every text's events."""
+    events = {r.id: [] for r in requests}
+    for r in requests:
+        there.submit(r)
+    while there.busy:
+        for event in there.step():
+            events[event.id].append(event)
+    return events
+
+
+def test_two_hundred_texts_under_page_shortage_get_what_they_get_alone():
+    requests = list(trace(200))
+    there = engine()
+    agree(serve(there, requests), alone(requests))
+    stats = there.stats
+    assert stats.preemptions > 5 and stats.shared > 100
+    assert stats.pages_used == stats.running == stats.waiting == 0
+    # passes through the model against those of one text after the other, each prompt being one
+    assert stats.steps < stats.tokens_out / 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("tensor=2", Contiguous()),
+        ("data=2,tensor=2,context=2", Paged(page=4, pages=12)),
+        ("tensor=2,pipeline=2", Paged(page=4, pages=12)),
+    ],
+)
+def test_sharded_engines_give_what_one_device_gives(mesh, how):
+    requests = list(trace(16, seed=3))
+    agree(serve(engine(mesh, how, rows=2, budget=16), requests), alone(requests))
+
+
+def test_experts_on_devices_of_their_own_give_what_one_device_gives():
+    config = TransformerConfig(
+        depth=1, vocab=VOCAB, width=32, heads=2, hidden=32, mlp=MixtureOfExperts(experts=4, top_k=2)
+    )
+    requests = list(trace(10, seed=4))
+    there = engine("expert=2,tensor=2", Contiguous(), config, rows=2, budget=16)
+    agree(serve(there, requests), alone(requests, config))
+
+
+def test_a_penalty_and_the_likeliest_tokens_are_those_of_the_text_alone():
+    sampling = Sampling(max_tokens=8, repetition_penalty=1.8, temperature=0.0, logprobs=3, ignore_end=True)
+    requests = [Request((7, 8, 9, 7), sampling, "penalised"), Request((20, 21), Sampling(max_tokens=8, seed=2), "not")]
+    events, truth = run(engine(), requests), alone(requests)
+    agree({k: ([e.token for e in v], [e.logprob for e in v]) for k, v in events.items()}, truth)
+    for event, everybody in zip(events["penalised"], truth["penalised"][2], strict=True):
+        likeliest = np.argsort(-everybody)[:3]
+        assert [i for i, _ in event.top] == likeliest.tolist()
+        np.testing.assert_allclose([p for _, p in event.top], everybody[likeliest], atol=2e-4)
+    assert all(e.top == () for e in events["not"])
+    assert [e.finished for e in events["penalised"]] == [None] * 7 + ["length"]
+
+
+def test_shared_pages_save_work_and_change_nothing():
+    head = tuple(range(10, 22))
+    requests = [Request((*head, 30 + i), Sampling(max_tokens=3, seed=i, ignore_end=True), i) for i in range(3)]
+    there, apart = engine(), engine()
+    apart.pages.sharing = False
+    seen = []
+    for one in (there, apart):
+        for r in requests:
+            one.submit(r)
+        events = []
+        while one.busy:
+            events += one.step()
+        seen.append((one.stats.computed, {r.id: [e.token for e in events if e.id == r.id] for r in requests}))
+    (computed, out), (all_computed, all_out) = seen
+    assert out == all_out == {k: v[0] for k, v in alone(requests).items()}
+    assert there.stats.shared == all_computed - computed == 2 * 12
+
+
+def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody():
+    requests = [Request(tuple(range(10 + i, 18 + i)), Sampling(max_tokens=12, ignore_end=True), i) for i in range(6)]
+    there = engine()
+    for r in requests:
+        there.submit(r)
+    found = {r.id: [] for r in requests}
+    for event in there.step():
+        found[event.id].append(event)
+    assert there.stats.running >= 2 and there.stats.waiting >= 2
+    before = there.stats.pages_used
+    there.cancel(1)
+    assert there.stats.pages_used < before
+    there.cancel(5)
+    there.cancel("nobody")
+    while there.busy:
+        for event in there.step():
+            found[event.id].append(event)
+    assert found[1][-1].finished == found[5][0].finished == "cancelled" and found[5][0].token == -1
+    truth = alone(requests)
+    for i in (2, 3, 4):
+        assert [e.token for e in found[i]] == truth[i][0]
+    assert there.stats.pages_used == 0 and not there.busy
+    there.submit(requests[1])  # its id is nobody's now
+
+
+def test_as_many_tokens_go_through_the_model_as_there_are():
+    """Rows of unlike lengths side by side fill a step: what is padded is less than padding each to the longest."""
+    lengths = (16, 2, 9, 5)  # together the width of a step
+    requests = [Request(tuple(range(n, 2 * n)), Sampling(max_tokens=1), n) for n in lengths]
+    there = engine(cache=Paged(page=4))
+    run(there, requests)
+    assert there.stats.computed == there.stats.columns == sum(lengths) == 32
+    assert there.stats.steps == 1
+
+
+@pytest.mark.parametrize(
+    "request_, says",
+    [
+        (Request((1, VOCAB), Sampling(), 1), f"token id {VOCAB}"),
+        (Request((), Sampling(), 1), "one or more token ids"),
+        (Request((1, 2), Sampling(max_tokens=LENGTH), 1), f"at most {LENGTH - 2}"),
+        (Request((1, 2), Sampling(max_tokens=1), 0), "under way already"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_at_once(request_, says):
+    there = engine()
+    there.submit(Request((1, 2), Sampling(max_tokens=1), 0))
+    with pytest.raises(ConfigError, match=says):
+        there.submit(request_)
+
+
+def test_an_engine_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="do not hold a text"):
+        engine(cache=Paged(page=4, pages=7))
+    with pytest.raises(ConfigError, match="budget = 3"):
+        engine(budget=3)
+    experts = TransformerConfig(depth=1, vocab=VOCAB, width=32, heads=2, mlp=MixtureOfExperts(capacity=1.0))
+    with pytest.raises(ConfigError, match="MixtureOfExperts.capacity"):
+        engine(config=experts)

@@ -1,0 +1,272 @@
+"""Texts from a run: what the whole model says token by token, whatever the company, the layout or the way they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxscale as js
+from jaxscale.errors import ConfigError, DataError, RunError
+from jaxscale.infer import Sampling, sample_text
+from jaxscale.infer.loaded import load_model
+from jaxscale.models.transformer_config import Learned
+from jaxscale.train import describe_model
+from tests.truth.errors import raises_saying
+from tests.truth.params import random_params
+from tests.truth.runs import STEPS, Bigram, bigram
+
+CONFIG = js.models.Transformer.Config(depth=1, vocab=256, width=32, heads=2, hidden=64)
+PROMPTS = ["def ", "", "é\n", "a longer prompt"]
+WIDTH = 64
+
+
+def _of(finished_run, path=None, model=CONFIG, **changes):
+    """A run whose model has likings of its own, without being trained."""
+    _, infos = describe_model(model)
+    params = jax.tree.map(jax.numpy.asarray, random_params(infos))
+    state = dataclasses.replace(finished_run.state, params=params)
+    changes = {"layout": None, "optimizer": js.optim.SGD(), **changes}
+    return js.Run(path or finished_run.path, dataclasses.replace(finished_run.config, model=model, **changes), state)
+
+
+@pytest.fixture(scope="module")
+def run(finished_run):
+    return _of(finished_run, seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def likeliest(run):
+    """The likeliest next tokens and their log-probabilities, each from a pass over the whole text."""
+    graphdef, _ = describe_model(run.config.model)
+    logits = jax.jit(lambda params, ids: nnx.merge(graphdef, params)(ids))
+
+    def of(prompt, n):
+        ids, logprobs = [0, *prompt.encode()], []
+        for _ in range(n):
+            row = np.zeros((1, WIDTH), np.int32)
+            row[0, : len(ids)] = ids
+            x = np.asarray(logits(run.state.params, row)[0, len(ids) - 1], np.float64)
+            ids.append(int(np.argmax(x)))
+            logprobs.append(x[ids[-1]] - np.log(np.exp(x).sum()))
+        return ids[-n:], logprobs
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def stored(finished_run):
+    """The finished run as another process finds it."""
+    return js.load(finished_run.path)
+
+
+def test_greedy_texts_are_the_whole_models_likeliest_tokens(run, likeliest):
+    found = run.generate(PROMPTS, temperature=0, max_tokens=20, ignore_end=True, logprobs=2)
+    for prompt, text in zip(PROMPTS, found, strict=True):
+        tokens, logprobs = likeliest(prompt, 20)
+        assert list(text.ids) == tokens and text.text == run.tokenizer.decode(np.asarray(tokens)) == str(text)
+        np.testing.assert_allclose(text.logprobs, logprobs, atol=1e-4)
+        assert [top[0][0] for top in text.top] == tokens and {len(top) for top in text.top} == {2}
+        assert (text.finished, text.prompt_tokens) == ("length", 1 + len(prompt.encode()))
+        assert 0 < text.first_token <= text.seconds
+
+
+def test_a_text_depends_on_its_seed_and_not_on_its_company(run):
+    together = run.generate(PROMPTS, max_tokens=12, seed=3)
+    assert run.generate(PROMPTS[3], max_tokens=12, seed=3).ids == together[3].ids
+    assert run.generate(PROMPTS[3], max_tokens=12, seed=4).ids != together[3].ids
+    each = run.generate([PROMPTS[0]] * 2, sampling=[Sampling(max_tokens=12, seed=i) for i in (3, 4)])
+    assert each[0].ids == together[0].ids != each[1].ids
+
+
+def test_one_likeliest_token_is_no_choice(run, likeliest):
+    assert list(run.generate("x", top_k=1, max_tokens=9, ignore_end=True).ids) == likeliest("x", 9)[0]
+
+
+def test_ids_are_a_prompt_as_they_are(run):
+    text = run.generate("def ", temperature=0, max_tokens=8)
+    assert run.generate([0, *b"def "], temperature=0, max_tokens=8).ids == text.ids
+    assert run.generate([[0, *b"def "], "def "], temperature=0, max_tokens=8)[0].ids == text.ids
+
+
+def test_a_stream_adds_up_to_the_text(run):
+    whole = run.generate("def ", max_tokens=40, seed=5, ignore_end=True)
+    pieces = list(run.stream("def ", max_tokens=40, seed=5, ignore_end=True))
+    assert "".join(pieces) == whole.text and len(pieces) > 5
+
+
+def test_the_end_of_a_text_ends_it_and_is_not_shown(run):
+    end = next(s for s in range(200) if 0 in run.generate("e", max_tokens=40, seed=s, ignore_end=True).ids)
+    on = run.generate("e", max_tokens=40, seed=end, ignore_end=True)
+    text = run.generate("e", max_tokens=40, seed=end)
+    assert text.finished == "stop" and text.ids == on.ids[: on.ids.index(0) + 1]
+    assert text.text == run.tokenizer.decode(np.asarray(text.ids[:-1]))
+
+
+def test_a_stop_string_ends_a_text_before_it(run):
+    on = run.generate("a", max_tokens=40, seed=1, ignore_end=True)
+    stop = on.text[10:13]
+    text = run.generate("a", max_tokens=40, seed=1, ignore_end=True, stop=stop)
+    assert text.text == on.text[: on.text.index(stop)] and text.finished == "stop"
+    assert len(text.ids) < 40 and text.ids == on.ids[: len(text.ids)]
+    assert "".join(run.stream("a", max_tokens=40, seed=1, ignore_end=True, stop=(stop,))) == text.text
+
+
+def test_a_stored_runs_model_and_engine_are_kept(stored):
+    first = stored.generate("def ", max_tokens=8)
+    engine, loaded = stored.__dict__["_engine"][-1], stored.__dict__["_loaded"]
+    for piece in stored.stream("def ", max_tokens=8):
+        assert piece and engine.busy
+        break
+    assert stored.generate(["def ", "x"], max_tokens=8, rows=1)[0].ids == first.ids
+    assert stored.__dict__["_engine"][-1] is engine and stored.__dict__["_loaded"] is loaded
+    assert engine.stats.running == 0 and engine.stats.pages_used == 0
+
+
+# --- longer than the model knows
+
+
+def test_learned_positions_end_a_text_and_that_is_said(finished_run, caplog):
+    model = dataclasses.replace(CONFIG, positions=Learned(length=16))
+    run = _of(finished_run, model=model)
+    with caplog.at_level(logging.WARNING, "jaxscale"):
+        text = run.generate("0123456789", temperature=0, max_tokens=20, ignore_end=True)
+    assert len(text.ids) == 5 and text.finished == "length"
+    assert "ends after 5 of 20 new tokens: the model has 16 learned positions" in caplog.text
+    with raises_saying(ConfigError, "the prompt has 17 tokens", "16 learned positions", "at most 15"):
+        run.generate("0123456789abcdef")
+
+
+def test_rotary_positions_go_on_and_that_is_said(finished_run, likeliest, caplog):
+    short = _of(finished_run, seq_len=16)
+    with caplog.at_level(logging.WARNING, "jaxscale"):
+        text = short.generate("def ", temperature=0, max_tokens=20, ignore_end=True)
+    assert list(text.ids) == likeliest("def ", 20)[0]
+    assert "25 tokens" in caplog.text and "texts of 16 (train.seq_len)" in caplog.text
+
+
+# --- other models
+
+
+def test_a_model_that_keeps_nothing_is_asked_anew_for_every_token(finished_run, caplog):
+    run = _of(finished_run, model=Bigram(vocab=256))
+    with caplog.at_level(logging.WARNING, "jaxscale"):
+        found = run.generate(["a", "b"], temperature=0, max_tokens=6, ignore_end=True, logprobs=1)
+    assert "takes the whole text again" in caplog.text
+    embed, head = (np.asarray(run.state.params[n]["weight"], np.float64) for n in ("embed", "head"))
+    for text, last in zip(found, b"ab", strict=True):
+        for token, logprob, top in zip(text.ids, text.logprobs, text.top, strict=True):
+            x = head @ embed[last]
+            assert token == top[0][0] == np.argmax(x)
+            assert logprob == pytest.approx(x.max() - np.log(np.exp(x).sum()), abs=1e-4)
+            last = token
+
+
+def test_experts_drop_no_token_while_generating(finished_run, caplog):
+    model = dataclasses.replace(CONFIG, mlp=js.nn.MixtureOfExperts(experts=4, capacity=1.0))
+    run = _of(finished_run, model=model)
+    with caplog.at_level(logging.WARNING, "jaxscale"):
+        graphdef = load_model(run, generation=True).graphdef
+    assert nnx.merge(graphdef, run.state.params).config.mlp.capacity is None
+    assert "all their tokens" in caplog.text
+    assert nnx.merge(load_model(run).graphdef, run.state.params).config.mlp.capacity == 1.0
+
+
+def test_a_draft_changes_no_greedy_text_and_its_share_is_told(finished_run, run, likeliest):
+    draft = _of(finished_run, model=dataclasses.replace(CONFIG, width=16), seq_len=256)
+    found = run.generate(PROMPTS, temperature=0, max_tokens=10, ignore_end=True, draft=draft, draft_tokens=2)
+    assert [list(f.ids) for f in found] == [likeliest(p, 10)[0] for p in PROMPTS]
+    assert 0 <= found[0].acceptance < 1 and run.generate("a", max_tokens=1).acceptance is None
+
+
+def test_a_draft_with_another_tokenizer_is_refused(finished_run, run, tmp_path):
+    pytest.importorskip("tokenizers")
+    other = js.data.train_bpe(["the cat"], 260, tmp_path / "small" / "tokenizer.json")
+    draft = _of(finished_run, tokenizer=other)
+    with raises_saying(ConfigError, "the draft", "'small' (", "'bytes' (256 ids)", "same tokenizer"):
+        run.generate("a", draft=draft)
+
+
+def test_a_chat_is_the_templates_tokens_continued(finished_run, tmp_path):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    js.data.train_bpe(["the cat sat"] * 9, 300, tmp_path / "hf" / "tokenizer.json")
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    config = {"chat_template": template, "eos_token": "<|endoftext|>"}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
+    run = _of(finished_run, tmp_path, dataclasses.replace(CONFIG, vocab=320), seq_len=256)
+    found = run.chat([{"role": "user", "content": "the cat"}], temperature=0, max_tokens=6)
+    ids = run.tokenizer.encode("user: the cat\n>")
+    assert found.ids == run.generate(ids, temperature=0, max_tokens=6).ids and found.prompt_tokens == len(ids)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    "prompt, options, words",
+    [
+        ("a", {"temprature": 1}, ["'temprature'", "did you mean 'temperature'"]),
+        ("a", {"temperature": -1}, ["temperature = -1"]),
+        (["a", "b"], {"sampling": [Sampling()]}, ["1 samplings for 2 prompts"]),
+        ([], {}, ["no prompt"]),
+        ([256], {}, ["token id 256", "below 256"]),
+        ([-1], {}, ["token id -1"]),
+        ([1.5], {}, ["list of token ids"]),
+        ("a", {"rows": 0}, ["rows = 0"]),
+    ],
+)
+def test_what_cannot_be_generated_is_said(run, prompt, options, words):
+    with raises_saying(ConfigError, *words):
+        run.generate(prompt, **options)
+
+
+def test_a_stream_is_of_one_prompt(run):
+    with raises_saying(ConfigError, "one prompt"):
+        next(run.stream(["a", "b"]))
+
+
+# --- sample
+
+
+def test_a_sample_is_a_prompt_and_what_is_generated(run):
+    whole = run.generate("def f", max_tokens=8, temperature=0.5, seed=2)
+    assert run.sample("def f", 8, temperature=0.5, seed=2) == "def f" + whole.text
+    assert sample_text(run, "def f", 8, temperature=0.5, seed=2) == "def f" + whole.text
+
+
+def test_an_empty_prompt_starts_a_document(stored):
+    assert isinstance(stored.sample("", 8), str)
+
+
+def test_a_run_in_memory_on_its_layout_and_its_checkpoint_on_one_device_say_the_same(finished_run, stored):
+    assert stored.sample("def ", 8, temperature=0) == finished_run.sample("def ", 8, temperature=0)
+
+
+def test_a_prompt_that_no_id_stands_for_is_refused(stored):
+    with raises_saying(DataError, "NUL"):
+        stored.sample("\0", 8)
+
+
+def test_a_model_of_no_text_cannot_continue_one(tmp_path):
+    run = js.fit(js.TrainConfig(**bigram(steps=1)), run=tmp_path / "run", quiet=True)
+    with raises_saying(ConfigError, "token id 102", "below 32", "not text"):
+        run.sample("def ", 8)
+
+
+def test_a_run_without_a_checkpoint_cannot_be_sampled(stored, tmp_path):
+    (tmp_path / "config.gin").write_text((stored.path / "config.gin").read_text())
+    with raises_saying(RunError, str(tmp_path), "no finished checkpoint"):
+        js.Run(tmp_path).sample("def ")
+
+
+def test_an_earlier_checkpoint_can_be_read_for_sampling(stored):
+    assert stored.params(STEPS)["embed"]["weight"].shape == (256, 32)
+    assert stored.generate("def ", max_tokens=4, step=STEPS).ids == stored.generate("def ", max_tokens=4).ids

@@ -1,0 +1,455 @@
+"""A server among strangers: broken requests, slow ones, too many, and keys; the engine is a stand-in of letters."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxscale.data import ByteTokenizer
+from jaxscale.errors import ConfigError
+from jaxscale.infer.serve import Limits, Served, Server
+from tests.truth.errors import raises_saying
+from tests.truth.fake_engine import FakeEngine
+
+SERVED = Served(
+    "letters", ByteTokenizer(), 1000, 256, lambda text: [0, *ByteTokenizer().encode(text)], end_ids=frozenset({0})
+)
+JSON = {"Content-Type": "application/json"}
+
+
+@contextlib.contextmanager
+def serving(engine=None, key=None, **limits):
+    engine = FakeEngine() if engine is None else engine
+    with Server(port=0, key=key, limits=Limits(**limits)) as server:
+        server.open(SERVED, engine)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(body=10_000, head=4_000, prompt=500) as server:
+        yield server
+
+
+def call(server, method="POST", path="/v1/completions", body=None, headers=JSON, timeout=10):
+    """A request as any client would make it: status, headers, and what the body holds."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=timeout)
+    try:
+        data = json.dumps(body).encode() if isinstance(body, dict | list) else body
+        connection.request(method, path, data, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, response.headers, json.loads(text) if is_json else text
+    finally:
+        connection.close()
+
+
+def raw(server, data, timeout=10.0, then=None):
+    """What comes back for bytes, until the server closes."""
+    with socket.create_connection(server.server_address[:2], timeout=timeout) as connection:
+        connection.sendall(data)
+        if then is not None:
+            then(connection)
+        out = b""
+        with contextlib.suppress(ConnectionError):
+            while got := connection.recv(65536):
+                out += got
+        return out
+
+
+def post(body, *headers):
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def eventually(true, seconds=5.0):
+    until = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found  # not asked once more: the connection of the last look may not be over yet
+
+
+def held(server):
+    """Pages that texts hold, as the metrics tell."""
+    text = call(server, "GET", "/metrics")[2]
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith("jaxscale_cache_pages_used")))
+
+
+@pytest.mark.parametrize(
+    "body, status, words",
+    [
+        (b"", 400, ["not JSON"]),
+        (b"{", 400, ["not JSON"]),
+        (b"\xff\xfe", 400, ["not JSON"]),
+        (b"[" * 5_000, 400, ["not JSON"]),
+        (b'{"n": ' + b"9" * 5_000 + b"}", 400, ["not JSON"]),
+        (b'{"temperature": NaN}', 400, ["not JSON", "NaN"]),
+        (b"[]", 400, ["JSON object"]),
+    ],
+    ids=["empty", "open", "no text", "deep", "long number", "not a number", "list"],
+)
+def test_a_body_that_is_no_json_object_is_refused(server, body, status, words):
+    got, _, answer = call(server, body=body)
+    assert got == status and all(w in answer["error"]["message"] for w in words), answer
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("temperature", -1, ["temperature = -1", "0 or more"]),
+        ("temperature", "hot", ['temperature = "hot"', "a number"]),
+        ("temperature", True, ["temperature = true"]),
+        ("top_p", 0, ["top_p", "above 0"]),
+        ("top_k", 0.5, ["top_k"]),
+        ("min_p", 2, ["min_p"]),
+        ("repetition_penalty", 0, ["repetition_penalty"]),
+        ("max_tokens", 0, ["max_tokens = 0", "at least 1"]),
+        ("n", 0, ["n = 0"]),
+        ("n", 10_000, ["10000 continuations", "256"]),
+        ("stop", [""], ["stop"]),
+        ("stop", ["x"] * 17, ["16"]),
+        ("stream", "yes", ["stream"]),
+        ("stream_options", {"include_usage": True}, ["stream = true"]),
+        ("logprobs", 21, ["logprobs", "0 to 20"]),
+        ("seed", 1.5, ["seed"]),
+        ("prompt", {}, ["prompt"]),
+        ("prompt", [], ["nothing to continue"]),
+        ("prompt", [[]], ["prompt"]),
+        ("prompt", ["a", 3], ["prompt"]),
+        ("prompt", [1, -2], ["-2", "0 to 255"]),
+        ("prompt", [1, 256], ["256", "0 to 255"]),
+        ("prompt", "\ud800", ["surrogate"]),
+        ("prompt", "a\0b", ["NUL"]),
+        ("presence_penalty", 0.5, ["presence_penalty = 0.5", "repetition_penalty"]),
+        ("logit_bias", {"5": 1}, ["logit_bias", "not supported"]),
+        ("temprature", 1, ["temprature", "'temperature'"]),
+    ],
+)
+def test_a_wrong_field_is_named(server, field, value, words):
+    status, _, answer = call(server, body={"prompt": "a"} | {field: value})
+    assert status == 400 and answer["error"]["param"] == field, answer
+    assert all(w in answer["error"]["message"] for w in words), answer
+
+
+def test_fields_that_ask_for_nothing_are_taken(server):
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "best_of": 1,
+        "suffix": None,
+        "user": "me",
+    }
+    assert call(server, body={"prompt": "a", "model": "letters"} | neutral)[0] == 200
+
+
+def test_another_model_is_not_here(server):
+    status, _, answer = call(server, body={"prompt": "a", "model": "words"})
+    assert status == 404 and answer["error"]["code"] == "model_not_found" and "letters" in answer["error"]["message"]
+
+
+def test_a_model_without_a_template_cannot_converse(server):
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    status, _, answer = call(server, path="/v1/chat/completions", body=body)
+    assert status == 400 and "chat template" in answer["error"]["message"]
+
+
+def test_a_prompt_beyond_the_limit_says_its_length(server):
+    status, _, answer = call(server, body={"prompt": "x" * 600})
+    assert (
+        status == 400 and answer["error"]["code"] == "context_length_exceeded" and "601" in answer["error"]["message"]
+    )
+
+
+def test_more_tokens_than_there_is_room_for_are_refused(server):
+    status, _, answer = call(server, body={"prompt": "x", "max_tokens": 999})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_what_the_engine_refuses_is_an_error_of_the_request():
+    with serving() as server:
+        status, _, answer = call(server, body={"prompt": "x" * 950, "max_tokens": 1})
+        assert status == 400 and "the fake engine takes 900" in answer["error"]["message"]
+        assert call(server, body={"prompt": "x"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "method, path, status, words",
+    [
+        ("GET", "/", 404, ["no such path", "/v1/completions"]),
+        ("GET", "/../../etc/passwd", 404, ["no such path"]),
+        ("GET", "/v1/models/words", 404, ["does not exist"]),
+        ("GET", "/v1/completions", 405, ["takes POST"]),
+        ("POST", "/health", 405, ["takes GET"]),
+        ("DELETE", "/v1/models/letters", 405, ["takes GET"]),
+        ("OPTIONS", "/v1/completions", 405, ["takes POST"]),
+    ],
+)
+def test_paths_and_methods_that_are_not_there(server, method, path, status, words):
+    got, headers, answer = call(server, method, path)
+    assert got == status and all(w in answer["error"]["message"] for w in words), answer
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+def test_a_form_is_no_json(server):
+    assert call(server, body=b"prompt=a", headers={"Content-Type": "application/x-www-form-urlencoded"})[0] == 415
+
+
+def test_the_models_are_listed(server):
+    listed = call(server, "GET", "/v1/models")[2]["data"]
+    assert [m["id"] for m in listed] == ["letters"] and call(server, "GET", "/v1/models/letters")[2] == listed[0]
+
+
+@pytest.mark.parametrize(
+    "request_line, status",
+    [
+        (b"GET\r\n\r\n", 400),
+        (b"GET /health\r\n\r\n", 400),
+        (b"GET /health HTTP/9.9\r\n\r\n", 505),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", 400),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 2_000 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nX: " + b"y" * 20_000 + b"\r\n\r\n", 431),
+    ],
+    ids=["word", "0.9", "9.9", "tls", "long path", "many headers", "long header"],
+)
+def test_what_is_not_http_is_answered_and_closed(server, request_line, status):
+    answer = raw(server, request_line)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:100]
+    assert b"Connection: close" in answer and b'"error"' in answer
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ([], 411),
+        (["Transfer-Encoding: chunked"], 411),
+        (["Content-Length: 2", "Transfer-Encoding: chunked"], 411),
+        (["Content-Length: 2", "Content-Length: 2"], 400),
+        (["Content-Length: -1"], 400),
+        (["Content-Length: 1e3"], 400),
+        (["Content-Length: 10001"], 413),
+        (["Content-Length: 99999999999", "Expect: 100-continue"], 413),
+    ],
+)
+def test_a_body_of_no_certain_or_too_great_length_is_refused_unread(server, headers, status):
+    assert raw(server, post(b"", *headers)).startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_an_oversize_body_that_is_sent_anyway_still_gets_its_answer(server):
+    status, _, answer = call(server, body=b"x" * 3_000_000)
+    assert status == 413 and "10000" in answer["error"]["message"]
+
+
+def test_a_client_that_asks_first_is_told_to_go_on(server):
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    answer = raw(server, post(body, f"Content-Length: {len(body)}", "Expect: 100-continue", "Connection: close"))
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+def test_requests_follow_each_other_on_a_connection(server):
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    one, last = post(body, f"Content-Length: {len(body)}"), b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+    assert raw(server, one + one + last).count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(server):
+    body = b'{"prompt": "a", "max_tokens": 3, "seed": 0, "stream": true}'
+    request = post(body, f"Content-Length: {len(body)}").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    head, _, events = raw(server, request).partition(b"\r\n\r\n")
+    assert b"chunked" not in head and events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+
+
+def test_half_a_head_is_waited_for_only_so_long():
+    with serving(read=0.4, idle=0.4) as server:
+
+        def drip(connection):  # a byte now and then, which a timeout between bytes would allow for ever
+            with contextlib.suppress(OSError):
+                for _ in range(40):
+                    connection.sendall(b"X")
+                    time.sleep(0.05)
+
+        start = time.monotonic()
+        assert raw(server, b"POST /v1/completions HTTP/1.1\r\nX: ", then=drip).startswith(b"HTTP/1.1 408 ")
+        assert raw(server, post(b'{"prompt"', "Content-Length: 40")).startswith(b"HTTP/1.1 408 ")
+        assert raw(server, b"") == b""  # one that says nothing is closed without a word
+        assert time.monotonic() - start < 15
+
+
+def test_a_client_that_leaves_frees_its_pages():
+    with serving(FakeEngine(seconds=0.01)) as server:
+        for stream in (b"true", b"false"):
+            body = b'{"prompt": "a", "max_tokens": 900, "stream": %b}' % stream
+            with socket.create_connection(server.server_address[:2]) as connection:
+                connection.sendall(post(body, f"Content-Length: {len(body)}"))
+                assert eventually(lambda: held(server) == 1)
+            assert eventually(lambda: held(server) == 0)
+        assert 'jaxscale_requests_total{state="cancelled"} 2' in call(server, "GET", "/metrics")[2]
+
+
+def test_a_client_that_does_not_read_is_given_up():
+    with serving(FakeEngine(seconds=0.001), write=0.3) as server:
+        body = json.dumps({"prompt": ["a"] * 20, "max_tokens": 900, "stream": True, "logprobs": 20}).encode()
+        with socket.create_connection(server.server_address[:2]) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(post(body, f"Content-Length: {len(body)}"))
+            assert eventually(lambda: 'state="cancelled"} 1' in call(server, "GET", "/metrics")[2], 20)
+        assert held(server) == 0
+
+
+def test_one_text_too_many_is_told_to_come_back():
+    with serving(FakeEngine(seconds=0.02), requests=2) as server:
+        with socket.create_connection(server.server_address[:2]) as connection:
+            body = b'{"prompt": "a", "max_tokens": 900, "n": 2}'
+            connection.sendall(post(body, f"Content-Length: {len(body)}"))
+            assert eventually(lambda: held(server) == 2)
+            status, headers, answer = call(server, body={"prompt": "b"})
+            assert status == 429 and headers["Retry-After"] == "1" and answer["error"]["type"] == "rate_limit_error"
+        assert eventually(lambda: call(server, body={"prompt": "b"})[0] == 200)
+
+
+def test_one_connection_too_many_is_told_to_come_back():
+    with serving(connections=2) as server:
+        with socket.create_connection(server.server_address[:2]), socket.create_connection(server.server_address[:2]):
+            time.sleep(0.3)
+            assert b"HTTP/1.1 503 " in raw(server, b"")
+        assert eventually(lambda: raw(server, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")[9:12] == b"200", 20)
+
+
+def test_an_answer_that_takes_too_long_is_ended():
+    with serving(FakeEngine(seconds=0.02), time=0.3) as server:
+        status, headers, answer = call(server, body={"prompt": "a", "max_tokens": 900})
+        assert status == 504 and answer["error"]["code"] == "timeout" and headers["x-should-retry"] == "false"
+        text = call(server, body={"prompt": "a", "max_tokens": 900, "stream": True})[2]
+        assert '"code":"timeout"' in text and "[DONE]" not in text
+        assert eventually(lambda: held(server) == 0)
+
+
+def test_an_engine_that_fails_is_told_to_all_and_to_the_health_check(caplog):
+    caplog.set_level(logging.CRITICAL, "jaxscale.serve")
+    with serving(FakeEngine(fail_at=3)) as server:
+        status, _, answer = call(server, body={"prompt": "a", "max_tokens": 9})
+        assert status == 500 and answer["error"]["code"] == "engine_failed" and "fire" not in answer["error"]["message"]
+        assert call(server, body={"prompt": "a"})[0] == 500
+        assert call(server, "GET", "/health")[::2] == (503, {"status": "failed"})
+
+
+def test_what_runs_ends_and_nothing_new_begins_while_it_drains():
+    with serving(FakeEngine(seconds=0.02)) as server:
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(call(server, body={"prompt": "a", "max_tokens": 40})))
+        asking.start()
+        assert eventually(lambda: held(server) == 1)
+        drained = []
+        draining = threading.Thread(target=lambda: drained.append(server.drain(10)))
+        draining.start()
+        assert eventually(lambda: server.state == "draining")
+        status, headers, _ = call(server, body={"prompt": "b"})
+        assert status == 503 and headers["Retry-After"]
+        assert call(server, "GET", "/health")[0] == 503
+        draining.join(10), asking.join(10)
+        assert drained == [True] and answers[0][0] == 200 and answers[0][2]["usage"]["completion_tokens"] == 40
+
+
+def test_draining_ends_after_its_time():
+    with serving(FakeEngine(seconds=0.02)) as server:
+        with socket.create_connection(server.server_address[:2]) as connection:
+            body = b'{"prompt": "a", "max_tokens": 900}'
+            connection.sendall(post(body, f"Content-Length: {len(body)}"))
+            assert eventually(lambda: held(server) == 1)
+            assert not server.drain(0.1)
+
+
+def test_nothing_is_answered_before_there_is_a_model():
+    with Server(port=0) as server:
+        assert call(server, "GET", "/health")[::2] == (503, {"status": "starting"})
+        assert call(server, body={"prompt": "a"})[0] == 503
+        server.open(SERVED, FakeEngine())
+        assert call(server, "GET", "/health")[::2] == (200, {"status": "ok"})
+        assert call(server, body={"prompt": "a"})[0] == 200
+
+
+def test_without_the_key_nothing_but_health_is_answered():
+    with serving(key="sesame") as server:
+        assert call(server, "GET", "/health")[0] == 200
+        for header in (
+            {},
+            {"Authorization": "Bearer sesam"},
+            {"Authorization": "Basic sesame"},
+            {"Authorization": "\xff"},
+        ):
+            for method, path in (
+                ("GET", "/metrics"),
+                ("GET", "/v1/models"),
+                ("POST", "/v1/completions"),
+                ("GET", "/x"),
+            ):
+                status, headers, answer = call(server, method, path, b"{}", JSON | header)
+                assert status == 401 and headers["WWW-Authenticate"] == "Bearer", (method, path, header)
+                assert answer["error"]["code"] == "invalid_api_key" and "sesame" not in json.dumps(answer)
+        right = JSON | {"Authorization": "Bearer sesame", "Host": "models.example"}
+        assert call(server, body={"prompt": "a"}, headers=right)[0] == 200
+
+
+def test_without_a_key_only_loopback_names_are_answered(server):
+    assert call(server, body={"prompt": "a"}, headers=JSON | {"Host": "rebound.example"})[0] == 403
+    for name in ("localhost:80", "127.0.0.1", "[::1]:8000"):
+        assert call(server, "GET", "/v1/models", headers={"Host": name})[0] == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
+def test_others_are_let_in_only_with_a_key(host):
+    with raises_saying(ConfigError, repr(host), "API key", "127.0.0.1"):
+        Server(host=host, port=0)
+
+
+def test_with_a_key_others_are_let_in():
+    with Server(host="0.0.0.0", port=0, key="sesame") as server:
+        assert call(server, "GET", "/health")[0] == 503
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b\n", "ключ"])
+def test_a_key_that_no_header_can_hold_is_refused(key):
+    with raises_saying(ConfigError, "API key"):
+        Server(port=0, key=key)
+
+
+def test_a_port_that_is_taken_is_said_at_once(server):
+    with raises_saying(ConfigError, str(server.server_address[1]), "--port"):
+        Server(port=server.server_address[1])
+
+
+def test_limits_are_above_zero():
+    with raises_saying(ConfigError, "Limits.body = 0"):
+        Limits(body=0)
+
+
+def test_the_metrics_add_up():
+    with serving() as server:
+        call(server, body={"prompt": "abc", "max_tokens": 5})
+        call(server, body={"prompt": "abc", "max_tokens": 5, "n": 2, "stream": True})
+        call(server, body={"prompt": "abc", "max_tokens": 0})
+        text = call(server, "GET", "/metrics")[2]
+        parser = pytest.importorskip("prometheus_client.parser")
+        found = {
+            (s.name, *s.labels.values()): s.value
+            for f in parser.text_string_to_metric_families(text)
+            for s in f.samples
+        }
+        assert found["jaxscale_requests_total", "done"] == 2
+        assert found["jaxscale_http_responses_total", "400"] == 1
+        assert found["jaxscale_prompt_tokens_total",] == 12  # three texts of four tokens
+        assert found["jaxscale_generation_tokens_total",] == 15
+        assert found["jaxscale_time_to_first_token_seconds_count",] == 3
+        assert found["jaxscale_time_per_output_token_seconds_count",] == 12
+        assert found["jaxscale_time_per_output_token_seconds_bucket", "+Inf"] == 12
+        assert found["jaxscale_cache_pages_free",] == 1000 and found["jaxscale_requests_running",] == 0

@@ -1,0 +1,131 @@
+"""Layers that come and go: the same tokens as with all of them there, and never more bytes than two layers."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale as js
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.infer.cache import Paged
+from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.sampling import Sampling
+from jaxscale.infer.streaming import Layers, OnHost, StreamingEngine, stream_model
+from jaxscale.train import describe_model, make_params
+from tests.truth.errors import raises_saying
+
+CONFIG = js.models.Transformer.Config(depth=7, vocab=64, width=32, heads=4, kv_heads=2, hidden=64, windows=(4, None))
+PROMPTS = (tuple(range(5, 25)), (7, 8))
+SIZES = dict(rows=2, length=40, budget=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    graphdef, infos = describe_model(CONFIG)
+    params = jax.jit(make_params, static_argnums=(0, 1))(CONFIG, 0)
+    params["head"]["weight"] = params["head"]["weight"] * 10  # a model with likings of its own
+    return graphdef, infos, params
+
+
+@pytest.fixture(scope="module")
+def kept(model):
+    _, infos, params = model
+    return {i.path: np.array(x) for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True)}
+
+
+def tokens(engine, **sampling):
+    """What an engine makes of the prompts, side by side."""
+    settings = Sampling(**{"max_tokens": 12, "temperature": 0.0} | sampling)
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(Request(prompt, settings, i))
+    found = [[] for _ in PROMPTS]
+    while engine.busy:
+        for event in engine.step():
+            found[event.id].append(event.token)
+    return found
+
+
+@pytest.fixture(scope="module")
+def resident(model):
+    graphdef, _, params = model
+    return tokens(Engine(graphdef, params, cache=Paged(8), **SIZES))
+
+
+class Watched(OnHost):
+    """Notes how many bytes of arrays there are whenever something is read."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.before, self.seen = {id(x) for x in jax.live_arrays()}, []
+
+    def read(self, name, regions):
+        self.seen.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in self.before))
+        return super().read(name, regions)
+
+
+@pytest.fixture(scope="module")
+def streamed(model, kept, resident):
+    """An engine, what it made of the prompts, and its source."""
+    graphdef, infos, _ = model
+    source = Watched(kept)
+    engine = StreamingEngine(graphdef, Layers(infos, source), cache=Paged(8), **SIZES)
+    del source.seen[:]
+    return engine, tokens(engine), source
+
+
+def test_the_likeliest_tokens_are_those_of_the_resident_model(streamed, resident):
+    engine, found, _ = streamed
+    assert len({run for run, _ in engine.layers.order}) == 2  # layers of two kinds, and some more of one
+    assert found == resident
+
+
+def test_no_more_than_two_layers_are_ever_there(streamed, kept):
+    engine, _, source = streamed
+    now, peak, bound, whole = engine.resident
+    stays = sum(x.nbytes for name, x in kept.items() if not name.startswith("runs/"))
+    group = sum(x[0].nbytes for name, x in kept.items() if name.startswith("runs/0/"))
+    assert bound == stays + 2 * group < whole == sum(x.nbytes for x in kept.values())
+    assert stays < now <= peak <= bound
+    # all arrays of this process, of which the cache and a step's own few are no parameters
+    cache = sum(x.nbytes for x in jax.tree.leaves(engine._states))
+    assert stays + group <= max(source.seen) <= bound + cache + 16 * 1024
+
+
+def test_what_is_closed_is_gone(model, kept):
+    layers = Layers(model[1], OnHost(kept))
+    next(iter(layers.each()))
+    layers.close()
+    assert layers.resident.now == 0
+
+
+def test_a_layout_streams_the_same_tokens(model, kept, resident):
+    graphdef, infos, _ = model
+    layout = js.Layout("tensor=2")
+    layers = Layers(infos, OnHost(kept), layout)
+    assert tokens(StreamingEngine(graphdef, layers, layout=layout, cache=Paged(8), **SIZES)) == resident
+
+
+def test_stages_are_refused(model, kept):
+    graphdef, infos, _ = model
+    with raises_saying(LayoutError, "pipeline"):
+        StreamingEngine(graphdef, Layers(infos, OnHost(kept)), layout=js.Layout("pipeline=2"), **SIZES)
+
+
+@pytest.mark.parametrize("source", ["host", "disk"])
+def test_a_run_is_streamed_from_memory_and_from_its_checkpoint(finished_run, source, caplog):
+    run = js.load(finished_run.path)
+    text = run.generate("def ", max_tokens=8, temperature=0, stream_layers=source).text
+    assert "layers were streamed: at most 0.1 of 0.1 MiB" in caplog.text
+    assert text == run.generate("def ", max_tokens=8, temperature=0).text
+
+
+def test_a_draft_and_streamed_layers_are_one_too_many(finished_run):
+    run = js.load(finished_run.path)
+    with raises_saying(ConfigError, "draft", "stream_layers"):
+        run.generate("def ", draft=run, stream_layers="host")
+
+
+def test_another_source_is_refused(finished_run):
+    with raises_saying(ConfigError, "stream_layers = 'dsk'", "'disk'"):
+        stream_model(js.load(finished_run.path), "dsk")

@@ -1,0 +1,158 @@
+"""What a person meets who wants text out of a model, or to know what it is worth."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("def f(x):\n    return x + 1\n" * 3)
+    Path("quiz.jsonl").write_text('{"question": "def", "choices": ["f(x):", "é"], "answer": "f(x):"}\n' * 3)
+
+
+@pytest.fixture
+def run(capfd):
+    """Runs a command in this process: its exit code, what it printed, and what it complained of."""
+
+    def call(*argv):
+        code = main([str(a) for a in argv])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def folder(finished_run, tmp_path):
+    """A copy of a finished run, to write into."""
+    return shutil.copytree(finished_run.path, tmp_path / "run")
+
+
+def test_eval_says_and_writes_a_perplexity_and_never_overwrites_one(run, folder):
+    code, out, err = run("eval", folder, "book.txt", "--length", 16, "--stride", 8)
+    assert (code, err) == (0, "")
+    assert "1 documents, 81 tokens, windows every 8 of 16, step 4" in out
+    first = folder / "eval" / "perplexity-1.json"
+    found = json.loads(first.read_text())
+    assert f"per token {found['perplexity_per_token']:.4f}" in out and f"written to {first}" in out
+    assert found["files"] == ["book.txt"] and found["tokens"] == found["bytes"] == 81 and found["words"] == 18
+    before = first.read_bytes()
+    run("eval", folder, "book.txt", "--mesh", "tensor=2", "--stride", 8)
+    assert first.read_bytes() == before
+    again = json.loads((folder / "eval" / "perplexity-2.json").read_text())
+    assert again["mesh"] == "tensor=2" and again["nats"] == pytest.approx(found["nats"], rel=1e-6)
+
+
+def test_eval_asks_questions(run, folder):
+    code, out, _ = run("eval", folder, "--choices", "quiz.jsonl", "--out", "found.json")
+    found = json.loads(Path("found.json").read_text())
+    assert code == 0 and found["questions"] == 3 and len(set(found["right"])) == 1
+    share, error = float(found["right"][0]), 0.0
+    assert f"accuracy: {share:.4f} ± {error:.4f} (3 questions)" in out
+    assert re.search(r"accuracy, normalised: [01]\.0000 ± 0\.0000", out)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["nowhere"], ["nowhere is not a run folder"]),
+        (["RUN", "gone.txt"], ["gone.txt", "cannot read"]),
+        (["RUN", "book.txt", "--stride", "17"], ["stride = 17", "at most 16"]),
+        (["RUN", "--choices", "book.txt"], ["book.txt, line 1", "no JSON"]),
+        (["RUN", "book.txt", "--choices", "quiz.jsonl"], ["leave out book.txt"]),
+        (["RUN", "--choices", "quiz.jsonl", "--stride", "3"], ["--stride"]),
+        (["RUN", "book.txt", "--out", "book.txt"], ["book.txt is there already"]),
+        (["RUN", "book.txt", "--step", "3"], ["3"]),
+        (["RUN", "book.txt", "--mesh", "tensor=16"], ["needs 16 devices"]),
+        (["RUN", "--gin.train.seed=3"], ["as it is", "--gin.train.seed"]),
+    ],
+    ids=lambda v: " ".join(v) if v and v[0] in ("RUN", "nowhere") else "",
+)
+def test_an_evaluation_that_cannot_be_is_one_sentence(run, finished_run, argv, words):
+    code, out, err = run("eval", *[{"RUN": str(finished_run.path)}.get(a, a) for a in argv])
+    assert code == 2 and re.fullmatch(r"jaxscale: [^\n]+\n", err), (out, err)
+    assert not [w for w in words if w not in err], err
+    assert not (finished_run.path / "eval").exists()
+
+
+# --- sample
+
+
+def test_sample_prints_a_text_as_it_is_generated(run, finished_run):
+    options = ["--tokens", 8, "--seed", 1, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.1]
+    code, out, _ = run("sample", finished_run.path, "--prompt", "def ", *options)
+    settings = dict(max_tokens=8, seed=1, top_p=0.9, min_p=0.01, repetition_penalty=1.1, temperature=0.8)
+    stored = js.load(finished_run.path)
+    assert (code, out) == (0, f"def {stored.generate('def ', **settings).text}\n")
+    stop = out[6:8]
+    _, cut, _ = run("sample", finished_run.path, "--prompt", "def ", *options, "--stop", stop)
+    assert cut == f"def {stored.generate('def ', stop=stop, **settings).text}\n" and len(cut) < len(out)
+
+
+def test_several_texts_come_in_their_order(run, finished_run):
+    Path("prompts.txt").write_text("def \n\nreturn x\n")
+    _, out, _ = run("sample", finished_run.path, "--prompts", "prompts.txt", "-n", 2, "--tokens", 6)
+    stored = js.load(finished_run.path)
+    texts = [
+        prompt + stored.generate(prompt, max_tokens=6, temperature=0.8, seed=seed).text
+        for prompt in ("def ", "return x")
+        for seed in (0, 1)
+    ]
+    assert out == "\n\n".join(texts) + "\n"
+
+
+def test_sample_writes_json(run, finished_run):
+    Path("prompts.jsonl").write_text('{"prompt": "def \\nf"}\n{"prompt": "é"}\n')
+    _, out, _ = run("sample", finished_run.path, "--prompts", "prompts.jsonl", "--json", "--tokens", 5, "--logprobs", 2)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [r["prompt"] for r in rows] == ["def \nf", "é"]
+    for row in rows:
+        found = js.load(finished_run.path).generate(row["prompt"], max_tokens=5, temperature=0.8, logprobs=2)
+        assert (row["text"], tuple(row["ids"]), row["tokens"]) == (found.text, found.ids, len(found.ids))
+        assert row["top"][0][0] == list(found.top[0][0])
+
+
+def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
+    argv = ["sample", finished_run.path, "--prompt", "def ", "--tokens", 6, "--temperature", 0]
+    _, plain, _ = run(*argv)
+    code, out, err = run(*argv, "--draft", finished_run.path)
+    assert (code, out) == (0, plain) and "100% of the draft's proposals were accepted" in err
+    assert run(*argv, "--mesh", "tensor=2")[:2] == (0, plain)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--top-p", "0"], ["top_p = 0", "above 0"]),
+        (["--stop", ""], ["stop", "not empty"]),
+        (["-n", "0"], ["-n 0", "at least 1"]),
+        (["--rows", "0"], ["--rows 0"]),
+        (["--logprobs", "3"], ["--json"]),
+        (["--prompt", "a", "--prompts", "book.txt"], ["leave out"]),
+        (["--prompts", "gone.txt"], ["gone.txt", "a prompt a line"]),
+        (["--prompts", "empty.txt"], ["empty.txt has no prompt"]),
+        (["--prompts", "quiz.jsonl"], ["quiz.jsonl, line 1", '"prompt"']),
+        (["--draft", "nowhere"], ["nowhere is not a run folder"]),
+        (["--draft", "RUN", "--draft-tokens", "0"], ["draft_tokens = 0"]),
+        (["--mesh", "tensor=16"], ["needs 16 devices"]),
+        (["--mesh", "tensor=4"], ["cuts 2 into 4 pieces"]),
+        (["--step", "77"], ["77"]),
+    ],
+    ids=lambda v: " ".join(v) if v and v[0].startswith("-") else "",
+)
+def test_a_sample_that_cannot_be_is_one_sentence(run, finished_run, argv, words):
+    Path("empty.txt").write_text("\n")
+    argv = [{"RUN": str(finished_run.path)}.get(a, a) for a in argv]
+    code, out, err = run("sample", finished_run.path, *argv)
+    assert code == 2 and re.fullmatch(r"jaxscale: [^\n]+\n", err), (out, err)
+    assert not [w for w in words if w not in err], err

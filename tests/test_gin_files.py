@@ -2,7 +2,8 @@
 
 The dry run checks the run as `fit` does, traces one whole training step (loss, gradients, guards, optimizer) on the
 file's own mesh, abstract where it is larger than this machine, and lowers it for the CPU; no compiler runs, since that
-takes seconds a file and, for a mesh of 1,024 devices, these devices. Data is not opened.
+takes seconds a file and, for a mesh of 1,024 devices, these devices: `python -m tests.truth.gin_compiles` does it, and
+leaves a table, in which each file has to be. Data is not opened.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxscale import config
 from jaxscale.cli import main
 from jaxscale.plan import dry_run
 from jaxscale.sweep import sweep_of
-from tests.truth import golden
+from tests.truth import gin_compiles, golden
 
 FILES = golden.gin_files()
 each = pytest.mark.parametrize("file", FILES, ids=str)
@@ -25,6 +26,12 @@ def test_every_gin_file_has_a_resolved_form_and_every_resolved_form_a_file():
     kept = {path.relative_to(golden.GOLDEN) for path in golden.GOLDEN.rglob("*.gin")}
     assert FILES
     assert sorted(kept) == FILES, f"run: {golden.COMMAND}"
+
+
+def test_the_table_of_compiled_steps_has_every_gin_file_and_each_compiled():
+    found = gin_compiles.rows(gin_compiles.TABLE.read_text())
+    assert sorted(found) == sorted(map(str, FILES)), "run: python -m tests.truth.gin_compiles FILE for a new one"
+    assert not [row for row in found.values() if not row[1].replace(",", "").isdigit()], "these do not compile"
 
 
 @each

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         errors,
         hardware,
         infer,
+        interop,
         layout,
         models,
         nn,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from jaxscale.sweep.comparing import curves, runs
     from jaxscale.train import Run, TrainConfig
     from jaxscale.train.loop import fit
+    from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 
 _ROOMS = (
     "config",
@@ -43,6 +45,7 @@ _ROOMS = (
     "errors",
     "hardware",
     "infer",
+    "interop",
     "layout",
     "models",
     "nn",
@@ -63,6 +66,8 @@ _NAMES = {
     "Run": "train",
     "TrainConfig": "train",
     "fit": "train",
+    "export_checkpoint": "train.pretrained",
+    "import_checkpoint": "train.pretrained",
     "explain": "plan",
     "curves": "sweep.comparing",
     "runs": "sweep.comparing",
@@ -80,10 +85,13 @@ __all__ = [
     "data",
     "errors",
     "explain",
+    "export_checkpoint",
     "fit",
     "hardware",
+    "import_checkpoint",
     "infer",
     "init_distributed",
+    "interop",
     "layout",
     "load",
     "models",

@@ -12,15 +12,20 @@ from typing import NoReturn
 from jaxscale.commands import (
     checkpoint,
     coordcheck,
+    eval,
     explain,
+    export,
+    import_,
     launch,
     laws,
+    merge,
     microbench,
     plan,
     replay,
     report,
     sample,
     schedule,
+    serve,
     sweep,
     train,
 )
@@ -30,7 +35,9 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    train, launch, sweep, laws, explain, plan, coordcheck, sample, report, checkpoint, replay, schedule, microbench
+    train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export, report,
+    checkpoint, replay,
+    schedule, microbench,
 )  # fmt: skip
 """In the order in which the help lists them."""
 
@@ -48,6 +55,12 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale sweep experiments/lr_sweep.gin --run runs/lr
   jaxscale coordcheck experiments/mup_transfer/mup.gin
   jaxscale sample runs/demo-1 --prompt "def "
+  jaxscale eval runs/demo-1
+  jaxscale serve runs/demo-1
+  jaxscale import Qwen/Qwen3-0.6B runs/qwen3
+  jaxscale train --from runs/qwen3 experiments/finetune/lora.gin
+  jaxscale merge runs/lora-1 runs/merged
+  jaxscale export runs/merged models/qwen3
   jaxscale report runs/demo-1 runs/demo-2
   jaxscale checkpoint verify runs/demo-1
   jaxscale replay runs/demo-1 --step 200
@@ -94,7 +107,7 @@ def _run(argv: list[str]) -> int:
     sys.path.insert(0, os.getcwd())  # a config may import a module beside it, as a script may
     bindings, rest = split_overrides(argv)
     parser = _parser()
-    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    names = [command.__name__.rpartition(".")[2].rstrip("_") for command in COMMANDS]
     if rest and not rest[0].startswith("-") and rest[0] not in names:
         raise ConfigError(f"there is no command '{rest[0]}' (see jaxscale --help){near(rest[0], names)}")
     args = parser.parse_args(rest)

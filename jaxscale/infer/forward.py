@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.infer.cache import ModelCache, run_caches
 from jaxscale.infer.stages import is_staged, staged_layers
-from jaxscale.layout import current
+from jaxscale.layout import constrain, current
 from jaxscale.nn import Cache, Group, Packed, head_logits
 
 
@@ -66,3 +67,8 @@ def one_row_a_lane(
         groups=(Group(jnp.broadcast_to(column, there.shape)[:, None]),),
         tables=None if tables is None else tables[:, None],
     )
+
+
+def everywhere(found: Any) -> Any:
+    """Small arrays whole on every device, so that every process can read them."""
+    return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), found)

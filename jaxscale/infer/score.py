@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.data.packing import best_fit
 from jaxscale.errors import ConfigError
+from jaxscale.infer.forward import everywhere
 from jaxscale.infer.loaded import Loaded
 
 
@@ -135,4 +136,4 @@ def _losses(graphdef: nnx.GraphDef, loss: Any, params: Any, batch: dict[str, Arr
     model = nnx.merge(graphdef, params)
     told = {k: v for k, v in batch.items() if k not in ("tokens", "targets")}
     hidden = model.hidden(batch["tokens"], **told)
-    return loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)[0]
+    return everywhere(loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)[0])

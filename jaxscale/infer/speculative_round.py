@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.infer.cache import Contiguous, ModelCache
-from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
+from jaxscale.infer.forward import everywhere, forward, logits_at, one_row_a_lane
 from jaxscale.infer.sampling import Choices, processed
 from jaxscale.layout import constrain
 
@@ -103,7 +103,7 @@ def rounds_of(target: nnx.GraphDef, draft: nnx.GraphDef, most: int) -> tuple[Rea
         k = min(TOP, vocab)
         nothing = lambda: [jnp.zeros((*tokens.shape, k), jnp.float32), jnp.zeros((*tokens.shape, k), jnp.int32)]  # noqa: E731
         top_logprob, top = lax.cond(told.top, lambda: lax.top_k(own, k), nothing)
-        return Judged(tokens, accepted, logprob, top, top_logprob), [read, kept]
+        return everywhere(Judged(tokens, accepted, logprob, top, top_logprob)), [read, kept]
 
     return read, judge
 

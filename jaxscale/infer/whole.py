@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import describe_cache
 from jaxscale.infer.engine import Event, Request
+from jaxscale.infer.forward import everywhere
 from jaxscale.infer.loaded import Loaded, checked
 from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose
 from jaxscale.layout import Layout, constrain
@@ -142,4 +143,4 @@ def _next(
     last = jnp.take_along_axis(model.hidden(tokens), counts[:, None, None] - 1, axis=1)
     logits = constrain(head_logits(last, model.head_weight(), softcap=model.logit_softcap), "batch", None, None)[:, 0]
     own = jax.nn.log_softmax(logits, axis=-1)
-    return choose(logits, how, counts, seen), lax.top_k(own, min(TOP, logits.shape[-1]))
+    return everywhere((choose(logits, how, counts, seen), lax.top_k(own, min(TOP, logits.shape[-1]))))

@@ -13,11 +13,16 @@ import pytest
 
 import jaxscale as js
 from jaxscale.cli import main
-from jaxscale.layout import Layout
+from jaxscale.infer.cache import Paged, generating
+from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.sampling import Sampling
+from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, RingAttention
+from jaxscale.train import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
+from tests.truth.params import random_params
 from tests.truth.runs import BIGRAM, STEPS, losses, start, write_gin
 
 LIMIT = 200
@@ -37,8 +42,9 @@ import sys
 import jaxscale as js
 js.simulate_devices(4)
 js.init_distributed(sys.argv[1], 2, int(sys.argv[2]))
-from tests.train.test_processes import train_all
+from tests.train.test_processes import generate_all, train_all
 train_all()
+generate_all()
 """
 
 Small = functools.partial(TransformerConfig, vocab=32, width=16, heads=4, kv_heads=2, head_dim=4, hidden=32, tied=True)
@@ -60,6 +66,27 @@ def train_all() -> None:
             assert size == 1 or np.diff(owners, axis=axis).any(), f"{layout}: '{laid.device_mesh.axis_names[axis]}'"
         assert_layouts_agree(model, [laid], batch=random_batch(32, seq=16))
         print("\nagrees:", layout, flush=True)
+
+
+def generate_all() -> None:
+    """In each of two processes: text from an engine over the devices of both is that of one device."""
+    graphdef, infos = describe_model(DENSE)
+    requests = [Request(tuple(range(3, 9 + i)), Sampling(max_tokens=6, temperature=0.5 * i, seed=i), i) for i in (0, 1)]
+
+    def texts(params, layout=None):
+        engine = Engine(graphdef, params, layout=layout, cache=Paged(4), rows=1, length=16, budget=16)
+        for r in requests:
+            engine.submit(r)
+        out = {r.id: [] for r in requests}
+        while engine.busy:
+            for event in engine.step():
+                out[event.id].append(event.token)
+        return out
+
+    layout = generating(Layout("data=2,tensor=2,context=2").on(dealt()))
+    laid = jax.device_put(random_params(infos), shardings_of(infos, layout))
+    assert texts(laid, layout) == texts(random_params(infos))
+    print("\nagrees: texts", flush=True)
 
 
 def dealt() -> list[jax.Device]:
@@ -147,7 +174,7 @@ def test_a_layout_that_leaves_a_process_without_devices_is_refused(together):
         assert "the layout None leaves 2 of 2 processes without a device; give a mesh of all 8 devices" in err
 
 
-def test_what_is_split_across_processes_trains_to_the_numbers_of_one_device(tmp_path):
+def test_what_is_split_across_processes_trains_and_writes_as_one_device_does(tmp_path):
     for _, out, _ in run_two(TRAINS, ["{address}", "{process}"], tmp_path):
         said = [line for line in out.splitlines() if line.startswith("agrees: ")]  # Gloo prints too
-        assert said == [f"agrees: {layout}" for layout in ACROSS]
+        assert said == [*(f"agrees: {layout}" for layout in ACROSS), "agrees: texts"]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine.packing import Told
-from jaxscale.infer.forward import forward, logits_at
+from jaxscale.infer.forward import everywhere, forward, logits_at
 from jaxscale.infer.sampling import Choices, choose
 from jaxscale.layout import constrain
 from jaxscale.nn import Cache
@@ -61,7 +61,7 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
         model = nnx.merge(graphdef, params)
         hidden, states = forward(model, told.tokens, told.step, how, states)
         token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, hidden, told))
-        return Found(token, logprob, top, top_logprob, jnp.int32(1)), states
+        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1))), states
 
     @functools.partial(jax.jit, donate_argnums=1)
     def ahead(params: Any, states: ModelCache, told: Told, steps: Any, until_end: Any) -> tuple[Found, ModelCache]:
@@ -86,7 +86,7 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
         first_left = told.left
         i, _, states, found = lax.while_loop(going, go, (jnp.int32(0), told, states, found))
         token, logprob, top, top_logprob = found
-        return Found(token, logprob, top, top_logprob, i), states
+        return everywhere(Found(token, logprob, top, top_logprob, i)), states
 
     return one, ahead
 

@@ -59,7 +59,9 @@ class Engine:
     """Generates for many requests at once, each of which gets what it would get alone.
 
     Texts join and leave between steps (continuous batching), long prompts are computed in chunks beside the others'
-    tokens, tokens of all texts stand side by side without padding, and texts that begin alike share pages.
+    tokens, tokens of all texts stand side by side without padding, and texts that begin alike share pages. Several
+    processes with one layout each have an engine, and call the same of it in the same order (with a scheduler that
+    does not go by the clock); all are told all tokens.
 
     Args:
       graphdef, params: the model, laid out by `layout` (`infer.stages.on_stages`, where it has stages).
@@ -309,8 +311,6 @@ def _check(model: Any, rows: int, length: int, budget: int, positions: int | Non
     if positions is not None and length > positions:
         raise ConfigError(f"Engine: length = {length} is more than the model's {positions} learned positions")
     check_independent(model)
-    if jax.process_count() > 1:
-        raise ConfigError(f"an engine runs in one process, and there are {jax.process_count()}")
 
 
 def check_independent(model: Any) -> None:

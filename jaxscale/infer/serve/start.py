@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxscale.data.chat import ChatTemplate
-from jaxscale.errors import DataError
+from jaxscale.errors import ConfigError, DataError
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
 from jaxscale.infer.loaded import load_model, prompt_ids
@@ -71,9 +73,14 @@ def engine_of(
       pages, page: see `Paged`.
 
     Raises:
-      ConfigError, LayoutError: sizes that do not fit.
+      ConfigError, LayoutError: sizes that do not fit, or several processes.
       CheckpointError, RunError: there are no parameters.
     """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"a server runs in one process, and there are {jax.process_count()}, of which one alone would hear of a "
+            "request; start one on each machine, with a layout of its own devices"
+        )
     loaded = load_model(run, layout, generation=True)
     engine = Engine(
         loaded.graphdef,

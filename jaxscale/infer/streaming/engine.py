@@ -14,6 +14,7 @@ from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine import Engine, FirstCome
 from jaxscale.infer.engine.device import Found, Step, Steps, next_tokens
 from jaxscale.infer.engine.packing import Told
+from jaxscale.infer.forward import everywhere
 from jaxscale.infer.streaming.layers import Layers, Resident
 from jaxscale.layout import Layout
 from jaxscale.nn import Cache, Packed, Part, RunCache
@@ -82,7 +83,7 @@ def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[
     def after(rest: Any, x: Any, told: Told) -> Found:
         model = model_of(rest)
         token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, model.finish(x), told))
-        return Found(token, logprob, top, top_logprob, jnp.int32(1))
+        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1)))
 
     def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, ModelCache]:
         x, new = before(layers.rest, told), list(states)

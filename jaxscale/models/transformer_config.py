@@ -381,6 +381,10 @@ def _check(c: TransformerConfig) -> None:
             raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
     if not callable(c.attention):
         raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel such as dot_product_attention")
+    if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
+        raise ConfigError(
+            f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead() or MultiHeadLatent(...)"
+        )
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
     if overlap and isinstance(c.mlp, MixtureOfExperts):

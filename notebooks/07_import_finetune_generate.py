@@ -138,7 +138,7 @@ plt.show()
 tuned = js.fit(
     start=FromRun(str(base.path)),
     adapters=LoRA(rank=16, alpha=32.0),
-    data=corpus, packing="fit", layout=js.Layout("fsdp=4,tensor=2"), steps=40, batch_size=8, seq_len=64, lr=2e-2,
+    data=corpus, packing="fit", layout=js.Layout("fsdp=4,tensor=2"), steps=80, batch_size=8, seq_len=64, lr=1e-2,
     eval_batches=0, run=work / "tuned", quiet=True,
 )  # fmt: skip
 kernel = tuned.state.params["runs"][0]["blocks"][0]["attn"]["q"]["kernel"]

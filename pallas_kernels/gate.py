@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +72,38 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gate", description=__doc__)
     parser.add_argument("op", nargs="*", help="ops to compile; all by default")
     parser.add_argument("--backend", choices=("gpu", "tpu"), default="gpu")
+    jobs = min(4, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=jobs, help="how many processes compile (default %(default)s)")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
     unknown = set(args.op) - set(operations())
     if unknown:
         parser.error(f"no kernels of '{min(unknown)}'; there are {', '.join(operations())}")
     if why := (why_no_gpu() if args.backend == "gpu" else why_no_tpu()):
         print(f"gate: {why}", file=sys.stderr)
         return 2
-    passed = failed = 0
-    for op in args.op or operations():
-        for name, fn, shapes in configurations(op, args.backend):
-            for what, problem, seconds in _results(args.backend, fn, shapes):
-                passed, failed = passed + (problem is None), failed + (problem is not None)
-                print(f"{op:10s} {name:44s} {what} {seconds:5.1f}s  {problem or 'ok'}", flush=True)
+    ops = tuple(args.op or operations())
+    # a spawned process has no part in this one's JAX
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        counts = list(
+            pool.map(_gate, *zip(*((ops, args.backend, i, args.jobs) for i in range(args.jobs)), strict=True))
+        )
+    passed, failed = (sum(column) for column in zip(*counts, strict=True))
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
+
+
+def _gate(ops: tuple[str, ...], backend: str, first: int, stride: int) -> tuple[int, int]:
+    """Compiles every `stride`-th configuration from the `first` on; how many passed and failed."""
+    passed = failed = 0
+    every = [(op, *configuration) for op in ops for configuration in configurations(op, backend)]
+    for op, name, fn, shapes in every[first::stride]:
+        for what, problem, seconds in _results(backend, fn, shapes):
+            passed, failed = passed + (problem is None), failed + (problem is not None)
+            # in one write, so that lines of several processes stay whole
+            print(f"{op:10s} {name:44s} {what} {seconds:5.1f}s  {problem or 'ok'}\n", end="", flush=True)
+    return passed, failed
 
 
 def _results(

@@ -16,6 +16,8 @@ from jaxscale.cli import main
 from jaxscale.nn import dot_product_attention
 from tests.truth.runs import BIGRAM, MESH, ROOT, STEPS, start, stop_after, write_gin
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def gin(tmp_path_factory):

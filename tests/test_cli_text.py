@@ -12,6 +12,8 @@ import pytest
 import jaxscale as js
 from jaxscale.cli import main
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):

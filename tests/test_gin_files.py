@@ -18,6 +18,8 @@ from jaxscale.plan import dry_run
 from jaxscale.sweep import sweep_of
 from tests.truth import gin_compiles, golden
 
+pytestmark = pytest.mark.once
+
 FILES = golden.gin_files()
 each = pytest.mark.parametrize("file", FILES, ids=str)
 

@@ -16,6 +16,8 @@ from jaxscale.cli import main
 from jaxscale.commands.launch import supervise
 from tests.truth.runs import BIGRAM, environment, write_gin
 
+pytestmark = pytest.mark.once
+
 FAULT = """
 import os, signal
 import jax

@@ -23,6 +23,8 @@ from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
 
+pytestmark = pytest.mark.once
+
 GIN = """\
 train.model = @Transformer()
 Transformer.depth = 1

@@ -142,6 +142,7 @@ def test_a_run_without_a_layout_is_one_sentence():
         estimate(dataclasses.replace(TINY, layout=None), TOPOLOGY)
 
 
+@pytest.mark.once
 @needs(why_no_tpu())
 def test_arithmetic_is_near_what_a_tpus_compiler_says():
     """A small step, of which gaps and padding are a larger part than of a large one."""

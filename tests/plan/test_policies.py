@@ -85,6 +85,7 @@ def test_policies_are_ruled_out_by_arithmetic_and_at_most_four_are_compiled(monk
     assert [c.model.memory.tile_size for c in compiled] == [500, 400, 300, 10]
 
 
+@pytest.mark.once
 @needs(why_no_tpu())
 def test_the_choice_for_a_slice_that_is_not_here_fits_it():
     """The policy's name depends on the budget; what is chosen was compiled and fits."""

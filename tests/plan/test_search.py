@@ -21,6 +21,8 @@ from jaxscale.plan.space import axes_of, candidates, meshes
 from tests.truth.errors import raises_saying
 from tests.truth.runs import Bigram, write_gin
 
+pytestmark = pytest.mark.once
+
 searching = importlib.import_module("jaxscale.plan.search")
 MODEL = js.models.TransformerConfig(depth=4, width=64, heads=4, vocab=256, attention=flash_attention)
 CONFIG = js.TrainConfig(model=MODEL, batch_size=16, seq_len=64)

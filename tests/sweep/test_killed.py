@@ -25,6 +25,8 @@ from jaxscale.train.checkpoints import Checkpoints
 from tests.truth.runs import ROOT, environment
 from tests.truth.sweeps import BASE
 
+pytestmark = pytest.mark.once
+
 STEPS = 24
 SWEEP = f"""
 train.steps = {STEPS}

@@ -20,6 +20,8 @@ from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.runners import lanes
 from tests.truth.runs import Bigram, bigram
 
+pytestmark = pytest.mark.once
+
 MORE: dict[str, Any] = dict(steps=5, eval_batches=2)
 DIFFER: list[dict[str, Any]] = [
     dict(seed=0, lr=1e-1),

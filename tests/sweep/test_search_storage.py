@@ -22,6 +22,8 @@ from tests.truth.errors import raises_saying
 from tests.truth.pulling import RUNS, STEPS, open_ledger, pull
 from tests.truth.runs import ROOT
 
+pytestmark = pytest.mark.once
+
 optuna = pytest.importorskip("optuna")
 FIRST = Trial(0, {"x": 0.25}, until=3)
 

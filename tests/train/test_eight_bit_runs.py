@@ -18,6 +18,8 @@ from pallas_kernels.blockwise import dequantize_blockwise
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, assert_same_bits, losses, transformer, write_text
 
+pytestmark = pytest.mark.once
+
 EIGHT = optim.AdamW8bit(storage=optim.EightBit(min_size=1024, width=16))
 ELSEWHERE = js.Layout("data=4,tensor=2")
 

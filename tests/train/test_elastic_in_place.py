@@ -16,6 +16,8 @@ from jaxscale.models import TransformerConfig
 from jaxscale.train import TrainConfig
 from jaxscale.train.elastic import Deal, Elastic, deal
 
+pytestmark = pytest.mark.once
+
 Small = functools.partial(TransformerConfig, vocab=32, width=16, heads=2, hidden=32, depth=1, dropout=0.1)
 
 

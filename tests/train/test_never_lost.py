@@ -24,6 +24,8 @@ from jaxscale.train.checkpoints.migrate import MIGRATIONS, SCHEMA
 from tests.truth.errors import raises_saying
 from tests.truth.runs import ROOT, bigram, environment, on_host
 
+pytestmark = pytest.mark.once
+
 SCHEMA1 = Path(__file__).parent / "schema1" / "run.zip"
 """A run of `bigram` by the version before schema 2: its checkpoint 4 by Orbax, and its arrays as `expected.npz`."""
 

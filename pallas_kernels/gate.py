@@ -86,9 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     ops = tuple(args.op or operations())
     # a spawned process has no part in this one's JAX
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        counts = list(
-            pool.map(_gate, *zip(*((ops, args.backend, i, args.jobs) for i in range(args.jobs)), strict=True))
-        )
+        started = [pool.submit(_gate, ops, args.backend, i, args.jobs) for i in range(args.jobs)]
+        counts = [one.result() for one in started]
     passed, failed = (sum(column) for column in zip(*counts, strict=True))
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0

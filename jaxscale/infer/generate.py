@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 import math
@@ -188,18 +189,19 @@ def pieces(
     ]
     need = max((len(i) + s.max_tokens for i, s in zip(ids, asked, strict=True)), default=1)
     rows = 1 if len(ids) == 1 else rows  # few shapes, so that little is compiled
+    length = _room([r.config.model for r in (run, draft) if r is not None], need, positions)
     engine: Generator
     if stream_layers is not None:
         if draft is not None:
             raise ConfigError("a draft and stream_layers do not go together; leave out one of them")
         cache = Paged() if cache is None else cache
-        engine = _streaming(run, stream_layers, layout, step, cache=cache, rows=rows, length=_most(need, positions))
-    elif draft is None:
-        found = load_model(run, layout, step, generation=True)
-        engine = _engine(run, found, Paged() if cache is None else cache, rows, need, positions)
+        engine = _streaming(run, stream_layers, layout, step, cache=cache, rows=rows, length=length)
     else:
-        found = load_model(run, layout, step, generation=True)
-        engine = _with_draft(run, found, draft, draft_tokens, rows, need)
+        found = load_model(run, layout, step, generation=True, length=length)
+        if draft is None:
+            engine = _engine(run, found, Paged() if cache is None else cache, rows, need, length)
+        else:
+            engine = _with_draft(run, found, draft, draft_tokens, rows, length)
     tokenizer = _tokenizer(run, prompts, settings)
     show = lambda prompt, s: None if tokenizer is None else TextStream(tokenizer, s.stop, prompt.tolist())  # noqa: E731
     texts = [Arriving(prompt, s, show(prompt, s), run.end_ids) for prompt, s in zip(ids, asked, strict=True)]
@@ -280,17 +282,23 @@ def _say_length(run: Run, done: Completion, room: Sampling, asked: Sampling, pos
         )  # fmt: skip
 
 
-def _room(need: int) -> int:
-    return _ROOM * 2 ** max(0, math.ceil(math.log2(need / _ROOM)))
+def _room(models: Sequence[Any], need: int, positions: int | None) -> int:
+    """Places for a text of `need` tokens: more, so that many lengths are one, but not other positions."""
+    room = _ROOM * 2 ** max(0, math.ceil(math.log2(need / _ROOM)))
+    room = room if positions is None else min(room, positions)
+    return min((_alike(m, need, room) for m in models), default=room)
 
 
-def _most(need: int, positions: int | None) -> int:
-    return _room(need) if positions is None else min(_room(need), positions)
+def _alike(model: Any, need: int, room: int) -> int:
+    """At most `room`, where texts of that many tokens have the positions of those of `need`."""
+    if not hasattr(model, "for_texts_of") or model.for_texts_of(need) != model:
+        return room
+    return need + bisect.bisect_left(range(need + 1, room + 1), True, key=lambda n: model.for_texts_of(n) != model)
 
 
 def _streaming(run: Run, source: str, layout: Layout | None, step: int | None, **options: Any) -> StreamingEngine:
     """One whose layers are elsewhere; nothing of it is kept."""
-    graphdef, layers = stream_model(run, source, layout, step)
+    graphdef, layers = stream_model(run, source, layout, step, options["length"])
     return StreamingEngine(graphdef, layers, layout=layout, end_ids=run.end_ids, **options)
 
 
@@ -304,13 +312,13 @@ def _say_resident(engine: StreamingEngine) -> None:
     )  # fmt: skip
 
 
-def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, positions: int | None) -> Generator:
+def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, length: int) -> Generator:
     """One that is there from the last time, with what it knows of prompts, or a new one."""
-    length = _most(need, positions)
     kept = run.__dict__.get("_engine")
     if kept is not None:
-        params, layout, how, has, engine = kept
-        if params is found.params and (layout, how) == (found.layout, cache) and has >= rows and engine.length >= need:
+        params, same, has, engine = kept
+        there = params is found.params and same == (found.graphdef, found.layout, cache)
+        if there and has >= rows and engine.length >= need:
             return engine
     run.__dict__["_engine"] = kept = None  # not two caches at once
     common: dict[str, Any] = dict(layout=found.layout, rows=rows, length=length, end_ids=run.end_ids)
@@ -320,18 +328,18 @@ def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, positio
         return WholeTexts(found.graphdef, found.params, **common)
     engine = Engine(found.graphdef, found.params, cache=cache, **common)
     if run.state is None:  # of a run that may be trained on, nothing is kept
-        run.__dict__["_engine"] = (found.params, found.layout, cache, rows, engine)
+        run.__dict__["_engine"] = (found.params, (found.graphdef, found.layout, cache), rows, engine)
     return engine
 
 
-def _with_draft(run: Run, found: Loaded, draft: Run, draft_tokens: int, rows: int, need: int) -> Generator:
+def _with_draft(run: Run, found: Loaded, draft: Run, draft_tokens: int, rows: int, length: int) -> Generator:
     own, other = run.tokenizer, draft.tokenizer
     if own.fingerprint != other.fingerprint:
         raise ConfigError(
             f"the draft {draft.path} has the tokenizer '{other.name}' ({other.vocab_size} ids) and {run.path} has "
             f"'{own.name}' ({own.vocab_size} ids); a draft must have the same tokenizer"
         )
-    small = load_model(draft, found.layout, generation=True)
+    small = load_model(draft, found.layout, generation=True, length=length)
     if small.layout != found.layout:
         raise ConfigError(f"the draft is in memory on {small.layout}, and {run.path} is on one device; give a layout")
-    return Speculative(found, small, draft_tokens=draft_tokens, rows=rows, length=_room(need), end_ids=run.end_ids)
+    return Speculative(found, small, draft_tokens=draft_tokens, rows=rows, length=length, end_ids=run.end_ids)

@@ -42,7 +42,14 @@ class Loaded(NamedTuple):
         return self.layout if self.layout is not None else contextlib.nullcontext()
 
 
-def load_model(run: Run, layout: Layout | None = None, step: int | None = None, *, generation: bool = False) -> Loaded:
+def load_model(
+    run: Run,
+    layout: Layout | None = None,
+    step: int | None = None,
+    *,
+    generation: bool = False,
+    length: int | None = None,
+) -> Loaded:
     """A run's model on a layout; what was read from disk last is kept with the run.
 
     Args:
@@ -51,6 +58,7 @@ def load_model(run: Run, layout: Layout | None = None, step: int | None = None, 
       step: of which checkpoint; by default the live parameters, or those of the newest.
       generation: ready for steps of few tokens: layers on their pipeline stages, and experts that drop no token, since
         a text would depend on what else is in a step.
+      length: how long texts may become, for positions that go by it.
 
     Raises:
       CheckpointError, RunError: there is none.
@@ -61,7 +69,8 @@ def load_model(run: Run, layout: Layout | None = None, step: int | None = None, 
     live = run.state is not None and step is None
     if live and layout is None:
         layout = run.config.layout
-    graphdef, infos = describe_model(dropless(run.config.model) if generation else run.config.model)
+    model = dropless(run.config.model) if generation else run.config.model
+    graphdef, infos = describe_model(for_texts_of(model, length))
     ready = lambda params: on_stages(graphdef, params, infos, generating(layout)) if generation else params  # noqa: E731
     if live:
         assert run.state is not None
@@ -72,6 +81,18 @@ def load_model(run: Run, layout: Layout | None = None, step: int | None = None, 
         kept = run.__dict__["_loaded"] = None  # not both at once
         kept = run.__dict__["_loaded"] = (wanted, ready(run.params(step, layout=layout)))
     return Loaded(graphdef, kept[1], layout, wanted[0])
+
+
+def for_texts_of(model: Any, length: int | None) -> Any:
+    """A model for texts that may reach `length`, whose positions may be others than for short ones; this is said."""
+    if length is None or not hasattr(model, "for_texts_of"):
+        return model
+    told = model.for_texts_of(length)
+    if told != model:
+        log.warning(
+            "texts may reach %d tokens here: positions are turned as the model's long texts are, in all", length
+        )
+    return told
 
 
 def dropless(model: Any) -> Any:

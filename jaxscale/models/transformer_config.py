@@ -152,6 +152,16 @@ class TransformerConfig:
         hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if _gated(self.mlp) else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, dims.key, hidden, dims.value, dims.rotary)
 
+    def for_texts_of(self, length: int) -> TransformerConfig:
+        """The same model for texts that may reach `length`, where its positions go by that (LongRoPE)."""
+        told = {}
+        for name in ("positions", "local_positions"):
+            rotary = getattr(self, name)
+            scaling: Any = getattr(rotary, "scaling", None)
+            if hasattr(scaling, "for_texts_of"):
+                told[name] = dataclasses.replace(rotary, scaling=scaling.for_texts_of(length))
+        return dataclasses.replace(self, **told) if told else self
+
     def at_width(self, width: int) -> TransformerConfig:
         """The same model with another residual width, and all else that is width in proportion.
 

@@ -154,6 +154,12 @@ class LongRopeScaling:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length)) if self.factor > 1 else 1.0
 
+    def for_texts_of(self, length: int) -> LongRopeScaling:
+        """The same, told that texts may reach `length`, where that is more than it began with."""
+        if self.length is not None or length <= self.original_length:
+            return self
+        return dataclasses.replace(self, length=length)
+
     def refuse_length(self, length: int) -> None:
         """Raises `ConfigError` where texts that grow up to `length` would change from some factors to others."""
         if self.length is None and length > self.original_length:

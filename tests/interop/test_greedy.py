@@ -14,8 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
 PROMPT = np.random.default_rng(1).integers(3, foreign.VOCAB, 9).tolist()
-NAMES = ("gpt2", "llama", "llama3", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-CASES = [(name, None) for name in NAMES]
+CASES = [(name, None) for name in foreign.MODELS]
 CASES += [("llama3", "tensor=4"), ("qwen3", "data=2,tensor=2,context=2")]
 
 
@@ -25,6 +24,6 @@ def test_the_likeliest_tokens_are_those_of_transformers(name, mesh, tmp_path):
     layout = None if mesh is None else js.Layout(mesh)
     run = js.load(str(tmp_path / "run"))
     found = run.generate(PROMPT, temperature=0, max_tokens=64, ignore_end=True, layout=layout)
-    how = transformers.GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
-    wanted = foreign.make(name).generate(torch.tensor([PROMPT]), generation_config=how)[0, len(PROMPT) :]
+    how = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = foreign.make(name).generate(torch.tensor([PROMPT]), **how)[0, len(PROMPT) :]
     assert list(found.ids) == wanted.tolist() and found.text == ""

@@ -16,8 +16,6 @@ from jaxscale.infer.cache import Contiguous, generating, init_cache
 from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
 from jaxscale.interop import Pretrained
 from jaxscale.layout import Layout
-from jaxscale.models import TransformerConfig
-from jaxscale.nn import LongRopeScaling
 from jaxscale.train.pretrained import read_pretrained
 from jaxscale.train.state import describe_model
 
@@ -43,7 +41,7 @@ def run(found: Pretrained, layout: Layout | None, text: np.ndarray, prompt: int)
       text: ids (B, S).
       prompt: how many of them a generation is told.
     """
-    found = dataclasses.replace(found, config=_for_texts_of(text.shape[1], found.config))
+    found = dataclasses.replace(found, config=found.config.for_texts_of(text.shape[1]))
     graphdef, _ = describe_model(found.config)
     with layout or contextlib.nullcontext():
         params = read_pretrained(found, layout)
@@ -53,15 +51,6 @@ def run(found: Pretrained, layout: Layout | None, text: np.ndarray, prompt: int)
         params = read_pretrained(found, there)
         cached = np.asarray(_greedy(graphdef, params, jnp.asarray(text[:, :prompt]), text.shape[1]))
     return Found(logits, cached)
-
-
-def _for_texts_of(length: int, config: TransformerConfig) -> TransformerConfig:
-    """The same, told the length of its texts where it goes by that."""
-    scaling = getattr(config.positions, "scaling", None)
-    if not isinstance(scaling, LongRopeScaling):
-        return config
-    scaling = dataclasses.replace(scaling, length=length)
-    return dataclasses.replace(config, positions=dataclasses.replace(config.positions, scaling=scaling))
 
 
 @partial(jax.jit, static_argnums=(0, 3))

@@ -42,14 +42,15 @@ def _kept(attention: Attention) -> Kept:
     return kept
 
 
-def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int) -> ModelCache:
+def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int, longest: int | None = None) -> ModelCache:
     """An empty cache, laid out by the layout in force.
 
     Args:
       model: whose; its arrays are not looked at.
       how: the cache.
       lanes, rows: how many, the rows of each lane.
-      length: the most tokens of a row.
+      length: the places of a row.
+      longest: the most tokens that a row will have, by default as many.
 
     Raises:
       ConfigError: a model that cannot go on from kept keys, or not up to such a length.
@@ -57,7 +58,7 @@ def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int) -> Mo
     """
     kept = describe_cache(model)
     if hasattr(model, "refuse_length"):
-        model.refuse_length(length)
+        model.refuse_length(length if longest is None else longest)
     axes = getattr(how, "axes", None)
 
     staged = _Staged.of(model, lanes)

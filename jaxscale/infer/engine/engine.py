@@ -106,7 +106,7 @@ class Engine:
         self._params, self._ends = params, np.asarray(sorted(self.end_ids) or [-1], np.int32)
         self.pages, self._sizes, lanes, length = _room(self.layout, cache, rows, self.length, budget)
         with self._there():
-            self._states = init_cache(model, cache, lanes, rows, length)
+            self._states = init_cache(model, cache, lanes, rows, length, self.length)
         self._one, self._ahead = steps_of(graphdef, cache, scheduler.ahead)  # type: ignore[arg-type]  # caches are values
         self._queue: list[Text] = []
         self._running: list[Text] = []

@@ -81,7 +81,7 @@ def engine_of(
             f"a server runs in one process, and there are {jax.process_count()}, of which one alone would hear of a "
             "request; start one on each machine, with a layout of its own devices"
         )
-    loaded = load_model(run, layout, generation=True)
+    loaded = load_model(run, layout, generation=True, length=served.length)
     engine = Engine(
         loaded.graphdef,
         loaded.params,

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError, near
-from jaxscale.infer.loaded import dropless
+from jaxscale.infer.loaded import dropless, for_texts_of
 from jaxscale.infer.streaming.layers import Layers, OnHost
 from jaxscale.layout import Layout
 
@@ -21,7 +21,11 @@ FROM = ("host", "disk")
 
 
 def stream_model(
-    run: Run, source: str = "host", layout: Layout | None = None, step: int | None = None
+    run: Run,
+    source: str = "host",
+    layout: Layout | None = None,
+    step: int | None = None,
+    length: int | None = None,
 ) -> tuple[nnx.GraphDef, Layers]:
     """A run's model, its layers outside of the device.
 
@@ -31,6 +35,7 @@ def stream_model(
         every time, through the system's page cache, and checks what it reads.
       layout: where layers come to.
       step: of which checkpoint, by default the newest.
+      length: how long texts may become, for positions that go by it.
 
     Raises:
       ConfigError: another source, or a checkpoint that is not what the model computes with.
@@ -42,7 +47,7 @@ def stream_model(
 
     if source not in FROM:
         raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")
-    graphdef, infos = describe_model(dropless(run.config.model))
+    graphdef, infos = describe_model(for_texts_of(dropless(run.config.model), length))
     step = run.last_step() if step is None else step
     if source == "host":
         host = jax.devices("cpu")[0]

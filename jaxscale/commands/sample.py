@@ -184,8 +184,10 @@ def _read(file: str) -> list[str]:
         content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"cannot read the prompts {file} ({e}); give a UTF-8 file with a prompt a line") from None
-    lines = [line for line in content.splitlines() if line]
-    found = [_field(line, f"{file}, line {n}") for n, line in enumerate(lines, 1)] if file.endswith(".jsonl") else lines
+    # not where Unicode sees the end of a line
+    lines = [(n, line.removesuffix("\r")) for n, line in enumerate(content.split("\n"), 1) if line.strip("\r")]
+    field = _field if file.endswith(".jsonl") else lambda line, where: line
+    found = [field(line, f"{file}, line {n}") for n, line in lines]
     if not found:
         raise DataError(f"{file} has no prompt; write one a line")
     return found

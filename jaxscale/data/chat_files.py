@@ -76,7 +76,8 @@ class ChatFiles:
             text = template().text
         except DataError:
             text = ""  # texts need none; a conversation says so when it comes
-        told = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text}".encode()).hexdigest()[:16]
+        opening = getattr(tokenizer, "opening", ())
+        told = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text} {opening}".encode()).hexdigest()[:16]
         documents = lambda: _documents(files, tokenizer, template, self.turns)  # noqa: E731
         prepared = cached(self.name, told, documents, tokenizer, cache, masked=True)
         return pack(prepared.documents(split, self.heldout, self.name), packing, seq_len)
@@ -128,6 +129,8 @@ def _tokenized(found: Mapping[str, Any], tokenizer: Any, template: Any, turns: s
     if not completion:
         raise DataError("'completion' is empty, so there is nothing to learn from")
     before, after = tokenizer.encode(prompt), tokenizer.encode(completion)
-    opening = getattr(tokenizer, "opening", ()) or (tokenizer.eos_id,)
+    opening = getattr(tokenizer, "opening", ())
+    if not opening and not (len(before) and getattr(tokenizer, "opens_with_nothing", False)):
+        opening = (tokenizer.eos_id,)
     ids = np.concatenate([opening, before, after, [tokenizer.eos_id]]).astype(np.int32)
     return ids, np.arange(len(ids)) >= len(opening) + len(before)

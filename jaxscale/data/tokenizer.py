@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
@@ -167,8 +167,36 @@ class HFTokenizer:
         return tuple(t.content for _, t in sorted(self._tokenizer.get_added_tokens_decoder().items()) if t.special)
 
     @cached_property
+    def _beside(self) -> dict[str, Any]:
+        """What came with the file in its folder."""
+        found: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            file = self._file.parent / name
+            try:
+                said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            except (OSError, ValueError) as error:
+                raise DataError(f"cannot read {file} ({error}); bring back the file as it came.") from error
+            found |= {k: v for k, v in said.items() if v is not None} if isinstance(said, dict) else {}
+        return found
+
+    @property
+    def opens_with_nothing(self) -> bool:
+        """Whether its folder says that nothing stands before a text."""
+        return self._beside.get("add_bos_token") is False
+
+    @cached_property
     def opening(self) -> tuple[int, ...]:
-        """The ids that the file's own rules put before a text, such as a model's "<s>"."""
+        """The ids that are put before a text, such as a model's "<s>".
+
+        As `add_bos_token` of a `tokenizer_config.json` beside the file has it, else as the file's own rules do.
+        """
+        adds, bos = (self._beside.get(name) for name in ("add_bos_token", "bos_token"))
+        bos = bos.get("content") if isinstance(bos, dict) else bos
+        if adds is False:
+            return ()
+        if adds and isinstance(bos, str):
+            found = self.token_to_id(bos)
+            return () if found is None else (found,)
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)

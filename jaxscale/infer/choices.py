@@ -41,7 +41,7 @@ def read_questions(file: str | Path) -> list[Question]:
       DataError: naming the line.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # not where Unicode sees the end of a line
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"cannot read {file} ({e}); give a JSONL file with a question a line") from None
     found = [_question(line, f"{file}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jaxscale.data.packing import Documents
 from jaxscale.errors import DataError
@@ -26,12 +26,19 @@ class Document(NamedTuple):
 
     Args:
       ids: what opens it, and its tokens.
-      bytes, words: of the text, in UTF-8 and between white space; `None` of what is no text.
+      bytes, words: of the text that counts, in UTF-8 and between white space; `None` of what is no text.
+      counts: which tokens count, of those that are not all learned; from the second on.
     """
 
     ids: Int[np.ndarray, " t"]
     bytes: int | None
     words: int | None
+    counts: Bool[np.ndarray, " t-1"] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many count."""
+        return len(self.ids) - 1 if self.counts is None else int(self.counts.sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Perplexity:
     """How well a model foresees texts.
 
     Args:
-      documents, tokens: how many; the end of a document is not counted.
+      documents, tokens: how many; the end of a document is not counted, and of conversations the answers alone are.
       bytes, words: of the texts, or `None` where they are no text.
       nats: minus the log-probability of all tokens together.
       length, stride: of the windows, in tokens.
@@ -112,7 +119,7 @@ def perplexity(
     length = run.config.seq_len if length is None else length
     stride = length if stride is None else stride
     documents = list(_heldout(run) if files is None else _texts(run, files))
-    tokens = sum(len(d.ids) - 1 for d in documents)
+    tokens = sum(d.tokens for d in documents)
     if not tokens:
         raise DataError("there is no text to evaluate on; give files that are not empty")
     loaded = load_model(run, layout, step)
@@ -125,7 +132,8 @@ def perplexity(
         loss=run.config.loss,
         apart=run.config.segments,
     )
-    nats = -math.fsum(math.fsum(x.tolist()) for x in found)
+    counted = (x if d.counts is None else x[d.counts] for x, d in zip(found, documents, strict=True))
+    nats = -math.fsum(math.fsum(x.tolist()) for x in counted)
     whole = lambda sizes: None if None in sizes else sum(sizes)  # noqa: E731
     sizes = whole([d.bytes for d in documents]), whole([d.words for d in documents])
     return Perplexity(len(documents), tokens, *sizes, nats, length, stride, loaded.step)
@@ -152,7 +160,14 @@ def _heldout(run: Run) -> Iterable[Document]:
     text = documents.vocab_size == tokenizer.vocab_size and documents.eos_id == tokenizer.eos_id
     opening = scored_ids(run, "") if text else np.asarray([documents.eos_id], np.int32)
     for start, n in zip(documents.starts, documents.lengths, strict=True):
-        ids = np.asarray(documents.tokens[start : start + n - 1], np.int32)  # without the end
-        whole = tokenizer.decode(ids) if text else ""
+        counts = None if documents.learned is None else documents.learned[start : start + n] != 0
+        if documents.opened:  # they begin and end as they are
+            opening, ids = documents.tokens[start - 1 : start], np.asarray(documents.tokens[start : start + n])
+        else:
+            ids = np.asarray(documents.tokens[start : start + n - 1])  # without the end
+            counts = None if counts is None else counts[:-1]
+        counted = ids if counts is None else ids[counts]
+        whole = tokenizer.decode(counted) if text else ""
         known = (len(whole.encode()), len(whole.split())) if text else (None, None)
-        yield Document(checked(np.concatenate([opening, ids]), config.model.vocab), *known)
+        every = np.concatenate([opening, ids]).astype(np.int32)
+        yield Document(checked(every, config.model.vocab), *known, counts)

@@ -95,14 +95,7 @@ class Companions:
     @cached_property
     def opening(self) -> tuple[int, ...]:
         """Ids that open a text, as the family was trained: what the tokenizer puts before one."""
-        own, adds = self.tokenizer, self._json("tokenizer_config.json").get("add_bos_token")
-        if adds is False:
-            return ()
-        bos = self._token("bos_token")
-        if adds and bos is not None:
-            found = own.token_to_id(bos)
-            return () if found is None else (found,)
-        return own.opening
+        return self.tokenizer.opening
 
     def prompt_ids(self, text: str) -> np.ndarray:
         """The ids that a prompt starts from; an empty one needs something to go on from, and gets an opening or an end.

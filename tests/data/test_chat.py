@@ -154,6 +154,21 @@ def test_rows_learn_answers_and_no_prompts(tmp_path, packing):
     assert begins.sum() == 8 if packing == "fit" else begins.sum() > 0
 
 
+@pytest.mark.parametrize(
+    "adds, first", [(None, ["<|im_end|>", "x"]), (True, ["<|endoftext|>", "x"]), (False, ["x", "x"])]
+)
+def test_prompts_open_as_the_tokenizers_folder_says(folder, tmp_path, adds, first):
+    """What opens one is what the model is given when it is used; without a word on that, the end of a text."""
+    there = tmp_path / "tokenizer"
+    there.mkdir()
+    (there / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (there / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds, "bos_token": "<|endoftext|>"}))
+    tokenizer = data.HFTokenizer(str(there), eos="<|im_end|>")
+    corpus = lines(tmp_path, {"prompt": "xx", "completion": "y"})
+    row = corpus.source(tokenizer, seq_len=8, split="train", packing="fit").rows(np.arange(1))
+    assert [tokenizer.token_of(int(i)) for i in row["tokens"][0, :2]] == first
+
+
 def test_conversations_open_as_their_template_says(folder, tokenizer, tmp_path):
     corpus = lines(tmp_path, {"messages": CHAT})
     source = corpus.source(tokenizer, seq_len=40, split="train", packing="fit")

@@ -89,6 +89,21 @@ def test_held_out_documents_are_the_files_they_came_from(stored):
     np.testing.assert_allclose(found.nats, perplexity(stored, same).nats, rtol=1e-6)
 
 
+def test_of_prompts_and_completions_the_answers_count(stored, surprise, tmp_path):
+    said = [("ab" * n, letter * n) for n in range(1, 5) for letter in "cdefg"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in said))
+    corpus = js.data.chat_files(str(tmp_path / "*.jsonl"), heldout=0.5)
+    asked = js.Run(stored.path, dataclasses.replace(stored.config, data=corpus))
+    held = corpus.source(stored.config.tokenizer, seq_len=LENGTH, split="heldout").documents
+    texts = [bytes(held.tokens[i : i + n - 1].tolist()) for i, n in zip(held.starts, held.lengths, strict=True)]
+    there = [(p, c) for p, c in said if f"{p}{c}".encode() in texts]
+    assert 0 < len(there) == len(texts) < len(said)
+    found = perplexity(asked)
+    assert (found.tokens, found.bytes) == (sum(len(c) + 1 for _, c in there), sum(len(c) + 1 for _, c in there))
+    nats = sum(surprise((0, *f"{p}{c}".encode(), 0))[len(p) :].sum() for p, c in there)
+    np.testing.assert_allclose(found.nats, nats, rtol=1e-6)
+
+
 def test_rows_of_one_window_score_as_rows_of_many(stored, files):
     alone = js.Run(stored.path, dataclasses.replace(stored.config, segments=False))
     np.testing.assert_allclose(perplexity(alone, files).nats, perplexity(stored, files).nats, rtol=1e-6)

@@ -168,6 +168,6 @@ def _heldout(run: Run) -> Iterable[Document]:
             counts = None if counts is None else counts[:-1]
         counted = ids if counts is None else ids[counts]
         whole = tokenizer.decode(counted) if text else ""
-        known = (len(whole.encode()), len(whole.split())) if text else (None, None)
+        size, words = (len(whole.encode()), len(whole.split())) if text else (None, None)
         every = np.concatenate([opening, ids]).astype(np.int32)
-        yield Document(checked(every, config.model.vocab), *known, counts)
+        yield Document(checked(every, config.model.vocab), size, words, counts)

@@ -207,6 +207,7 @@ def pieces(
     texts = [Arriving(prompt, s, show(prompt, s), run.end_ids) for prompt, s in zip(ids, asked, strict=True)]
     names = [object() for _ in texts]  # an engine is kept, and may have been left with others' requests
     number = {name: i for i, name in enumerate(names)}
+    sound = False
     try:
         for i, text in enumerate(texts):
             engine.submit(Request(tuple(text.prompt.tolist()), text.sampling, names[i]))
@@ -224,10 +225,17 @@ def pieces(
                     share = engine.stats.acceptance if isinstance(engine, Speculative) else None
                     done = dataclasses.replace(done, acceptance=share)
                 yield Piece(i, new, done)
+        sound = True
+    except GeneratorExit:  # left between two steps
+        sound = True
+        raise
     finally:
-        for i, text in enumerate(texts):
-            if text.completion is None:
-                engine.cancel(names[i])
+        if sound:
+            for i, text in enumerate(texts):
+                if text.completion is None:
+                    engine.cancel(names[i])
+            if type(engine) is Engine and run.state is None:  # of a run that may be trained on, nothing is kept
+                run.__dict__["_engine"] = (found.params, (found.graphdef, found.layout, engine.cache), engine)
         if isinstance(engine, StreamingEngine):
             _say_resident(engine)
 
@@ -314,22 +322,19 @@ def _say_resident(engine: StreamingEngine) -> None:
 
 def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, length: int) -> Generator:
     """One that is there from the last time, with what it knows of prompts, or a new one."""
-    kept = run.__dict__.get("_engine")
+    kept = run.__dict__.pop("_engine", None)  # while it is used it is nobody else's: others' tokens would be lost
     if kept is not None:
-        params, same, has, engine = kept
+        params, same, engine = kept
         there = params is found.params and same == (found.graphdef, found.layout, cache)
-        if there and has >= rows and engine.length >= need:
+        if there and engine.pages.rows >= rows and engine.length >= need:
             return engine
-    run.__dict__["_engine"] = kept = None  # not two caches at once
+    kept = None  # not two caches at once
     common: dict[str, Any] = dict(layout=found.layout, rows=rows, length=length, end_ids=run.end_ids)
     why = keeps_nothing(found)
     if why is not None:
         log.warning("%s: every token takes the whole text again", why)
         return WholeTexts(found.graphdef, found.params, **common)
-    engine = Engine(found.graphdef, found.params, cache=cache, **common)
-    if run.state is None:  # of a run that may be trained on, nothing is kept
-        run.__dict__["_engine"] = (found.params, (found.graphdef, found.layout, cache), rows, engine)
-    return engine
+    return Engine(found.graphdef, found.params, cache=cache, **common)
 
 
 def _with_draft(run: Run, found: Loaded, draft: Run, draft_tokens: int, rows: int, length: int) -> Generator:

@@ -158,6 +158,8 @@ def _largest(logits: Float[Array, "n v"], how: Choices) -> Float[Array, "n v"]:
     kept = jnp.where(order < kth, -jnp.inf, order)
     probability = jax.nn.softmax(kept, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    last = jnp.sum(before < how.top_p[:, None], axis=-1, keepdims=True) - 1  # the one that reaches it counts
+    top_p = how.top_p[:, None]
+    reaching = (before < top_p) | (top_p >= 1)  # all, where sums of float32 come to 1 too early
+    last = jnp.sum(reaching, axis=-1, keepdims=True) - 1  # the one that reaches it counts
     nucleus = jnp.take_along_axis(kept, jnp.maximum(last, 0), axis=-1)
     return jnp.where(logits < jnp.maximum(kth, nucleus), -jnp.inf, logits)

@@ -66,7 +66,7 @@ class WholeTexts:
         split = 1 if layout is None else layout.split("batch")
         self._rows = -(-rows // split) * split
         cut = 1 if layout is None else layout.split("seq")
-        self.length, self._width = length, -(-length // (2 * cut)) * 2 * cut
+        self.length, self._width = length, length if cut == 1 else -(-length // (2 * cut)) * 2 * cut
         self._graphdef, self._params, self._layout = graphdef, params, layout
         self.vocab = nnx.merge(graphdef, params).head_weight().shape[0]
         self.end_ids = frozenset(end_ids)

@@ -199,6 +199,14 @@ def test_shared_pages_save_work_and_change_nothing():
     assert there.stats.shared == all_computed - computed == 2 * 12
 
 
+def test_every_row_of_a_contiguous_cache_is_used():
+    there = engine(cache=Contiguous(), rows=4)
+    for i in range(4):
+        there.submit(Request((7 + i, 8), Sampling(max_tokens=4, ignore_end=True), i))
+    there.step()
+    assert there.stats.running == 4
+
+
 def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody():
     requests = [Request(tuple(range(10 + i, 18 + i)), Sampling(max_tokens=12, ignore_end=True), i) for i in range(6)]
     there = engine()

@@ -128,6 +128,26 @@ def test_a_stored_runs_model_and_engine_are_kept(stored):
     assert engine.stats.running == 0 and engine.stats.pages_used == 0
 
 
+def test_two_texts_under_way_on_one_run_get_all_their_tokens(stored):
+    wanted = {p: stored.generate(p, max_tokens=20, ignore_end=True).text for p in ("ab", "xyz")}
+    first = stored.stream("ab", max_tokens=20, ignore_end=True)
+    begun = next(first)
+    assert stored.generate("xyz", max_tokens=20, ignore_end=True).text == wanted["xyz"]
+    assert begun + "".join(first) == wanted["ab"]
+
+
+def test_an_interrupt_within_a_step_leaves_a_run_that_goes_on(stored, monkeypatch):
+    wanted = stored.generate("def ", max_tokens=8).ids
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("jaxscale.infer.engine.engine.Engine._given", interrupted)
+        stored.generate("def ", max_tokens=8)
+    assert stored.generate("def ", max_tokens=8).ids == wanted
+
+
 # --- longer than the model knows
 
 

@@ -53,6 +53,12 @@ def _found():
     return np.asarray(jax.nn.softmax(shaped, axis=-1))
 
 
+def test_top_k_alone_keeps_as_many_however_unlikely():
+    logits = np.random.default_rng(0).normal(size=(1, 32000)) * 5
+    how = Choices.of([Sampling(top_k=31999)], logits.shape[1])
+    assert np.isfinite(processed(jnp.asarray(logits, jnp.float32), how)).sum() == 31999
+
+
 @pytest.mark.parametrize("i", range(5), ids=["temperature", "top_k", "top_p", "min_p", "all"])
 def test_settings_give_the_distribution_they_promise(i):
     np.testing.assert_allclose(_found()[i], _distribution(LOGITS[i], SETTINGS[i], SEEN[i]), atol=1e-6)

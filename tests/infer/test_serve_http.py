@@ -209,6 +209,15 @@ def test_the_models_are_listed(server):
     assert [m["id"] for m in listed] == ["letters"] and call(server, "GET", "/v1/models/letters")[2] == listed[0]
 
 
+def test_texts_without_a_seed_are_each_their_own(server):
+    """The fake engine begins at the letter that the seed says."""
+    body = {"prompt": ["x"] * 4, "max_tokens": 1}
+    firsts = [c["text"] for c in call(server, "POST", "/v1/completions", body)[2]["choices"]]
+    assert len(set(firsts)) == 4
+    seeded = [c["text"] for c in call(server, "POST", "/v1/completions", body | {"seed": 3})[2]["choices"]]
+    assert len(set(seeded)) == 1
+
+
 @pytest.mark.parametrize(
     "request_line, status",
     [
@@ -219,8 +228,9 @@ def test_the_models_are_listed(server):
         (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
         (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 2_000 + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nX: " + b"y" * 20_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nno header\r\nContent-Length: 9\r\n\r\n", 400),
     ],
-    ids=["word", "0.9", "9.9", "tls", "long path", "many headers", "long header"],
+    ids=["word", "0.9", "9.9", "tls", "long path", "many headers", "long header", "no header"],
 )
 def test_what_is_not_http_is_answered_and_closed(server, request_line, status):
     answer = raw(server, request_line)

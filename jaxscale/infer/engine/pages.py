@@ -121,7 +121,7 @@ class Pages:
             need = self._need(range(len(known), self._entries(len(text.tokens))))
             for i, page in enumerate(known):  # nobody's now, so that it counts as free
                 need[i % self.pieces] += self._readers[lane][page] == 0
-            running = self.rows - len(self._rows[lane])
+            running = self.rows - len(self._rows[lane]) if self.sharing else 0  # without pages nobody grows
             keep = -(-running // self.pieces) if spare else 0
             if all(n + keep <= self.free(lane, d) for d, n in enumerate(need)):
                 self._enter(text, lane, known)

@@ -122,7 +122,7 @@ def _asked(
 ) -> Asked:
     if len(prompts) * common.n > most:
         raise bad("n", f"{common.n} continuations of {len(prompts)} prompts; this server takes {most} texts at once")
-    texts = []
+    texts: list[Text] = []
     for ids in prompts:
         if len(ids) > longest:
             code = "context_length_exceeded"
@@ -134,8 +134,9 @@ def _asked(
             sizes = f"{len(ids)} tokens of {param} and {wanted} new ones"
             raise bad(param, f"{sizes} are more than the {served.length} of a text", "context_length_exceeded")
         for i in range(common.n):
+            nth = i if common.seeded else len(texts)  # a seed and a prompt give one text; without, each is its own
             own = dataclasses.replace(
-                common.sampling, max_tokens=wanted, seed=(common.sampling.seed + i) % 2**32, stop=()
+                common.sampling, max_tokens=wanted, seed=(common.sampling.seed + nth) % 2**32, stop=()
             )
             texts.append(Text(tuple(ids), own))
     return Asked(common, texts, [t for t in told for _ in range(common.n)])

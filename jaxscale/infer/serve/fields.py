@@ -42,6 +42,7 @@ class Common:
 
     Args:
       sampling: of every text, its seed that of the first.
+      seeded: somebody gave that seed.
       n: continuations of each prompt.
       stream: answer piece by piece.
       usage: end a stream with the numbers of tokens.
@@ -50,6 +51,7 @@ class Common:
     """
 
     sampling: Sampling
+    seeded: bool
     n: int
     stream: bool
     usage: bool
@@ -166,7 +168,7 @@ class Fields:
                 told = f"stream_options.{name[:60]} = {_short(value)}"
                 raise bad("stream_options", f"{told}: what can be asked for is include_usage = true")
         sampling = Sampling(**settings, logprobs=shown or 0)
-        return Common(sampling, n, stream, options.get("include_usage", False), shown, to_the_end)
+        return Common(sampling, seed is not None, n, stream, options.get("include_usage", False), shown, to_the_end)
 
     def _stop(self) -> tuple[str, ...]:
         stop = self.take("stop", (str, list), "text, or a list of texts", [])

@@ -98,9 +98,17 @@ def _completion_logprobs(shown: Sequence[Shown], offset: int) -> JSON:
     return {
         "tokens": [t.text for t in shown],
         "token_logprobs": [_finite(t.logprob) for t in shown],
-        "top_logprobs": [{top.text: _finite(top.logprob) for top in t.top} for t in shown],
+        "top_logprobs": [_by_text(t.top) for t in shown],
         "text_offset": offsets,
     }
+
+
+def _by_text(top: Sequence[Shown]) -> JSON:
+    """Likeliest first; of several with one text (parts of characters have the same) the likeliest."""
+    found: JSON = {}
+    for one in top:
+        found.setdefault(one.text, _finite(one.logprob))
+    return found
 
 
 def _chat_logprobs(shown: Sequence[Shown]) -> JSON:

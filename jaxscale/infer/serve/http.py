@@ -8,6 +8,7 @@ import logging
 import re
 import select
 import socket
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _check(self) -> None:
         """What is looked at before anything of the body is read."""
+        if self.headers.defects:  # what follows such a line would be hidden from us, and not from a proxy
+            raise ApiError(400, "a header line is none, or has a space before its colon")
         path = self.path.partition("?")[0]
         methods = {"/health": "GET", "/metrics": "GET", "/v1/models": "GET"} | dict.fromkeys(READERS, "POST")
         is_model = path.startswith("/v1/models/")
@@ -136,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self._route == "/v1/models":
             name = self.path.partition("?")[0].removeprefix("/v1/models").removeprefix("/")
             api = server.api()
-            self._send_json(200, api.model(name) if name else api.models())
+            self._send_json(200, api.model(urllib.parse.unquote(name)) if name else api.models())
         else:
             with server.at_work():
                 answer = server.api(generating=True).generate(self._route, body, self._gone)

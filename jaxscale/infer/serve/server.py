@@ -152,6 +152,14 @@ class Server(ThreadingHTTPServer):
         """Without asking the network for this machine's name."""
         socketserver.TCPServer.server_bind(self)
 
+    def get_request(self) -> Any:
+        """Another connection; where no file descriptor is free, those that wait stay in the queue for a moment."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # or the next look would come at once
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for each connection, while there are places."""
         if not self._places.acquire(blocking=False):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from jaxscale.models import TransformerConfig
 log = logging.getLogger("jaxscale")
 
 PRECISIONS = ("bfloat16", "float32")
+_HEAD = "lm_head.weight"
+_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,9 @@ def open_pretrained(
 ) -> Pretrained:
     """Opens a folder; everything that can be wrong with its names and shapes is found now, and no value is read.
 
+    But for a head in the file of a model that is said to be tied: where its values differ from the embedding's, the
+    model is not tied.
+
     Args:
       folder: with config.json and safetensors.
       dtype: of parameters and arithmetic, "bfloat16" or "float32"; by default the first where all of it is, else the
@@ -72,6 +79,10 @@ def open_pretrained(
     if unread:
         say(f"{file} says {', '.join(unread)}, which this family does not look at here")
     arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
+    if config.tied and not _one_matrix(arrays):
+        say(f"{file} says that head and embedding are one, and {folder} has {_HEAD} with other values; it is kept")
+        config = dataclasses.replace(config, tied=False)
+        arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
     if dtype is None:
         dtype, why = _lossless(arrays.dtypes())
         if why:
@@ -83,8 +94,32 @@ def open_pretrained(
 
 def _foreign(family: Family, config: TransformerConfig, tensors: SafeTensors) -> Foreign:
     ignored = tuple(p.replace("{depth}", str(config.depth)) for p in family.ignored)
-    ignored = (*ignored, *((r"lm_head\.weight",) if config.tied else ()))  # a tied head may be said twice
+    ignored = (*ignored, *((re.escape(_HEAD),) if config.tied else ()))  # a tied head may be said twice
     return Foreign(tensors, family.bind(config), ignored, family.prefix)
+
+
+def _one_matrix(arrays: Foreign) -> bool:
+    """Whether the head of a tied model, where the file has one too, has the embedding's values."""
+    tensors, (embed, _) = arrays.tensors, next(arrays.leaves["params/embed/weight"].keys())
+    embed = arrays.their(embed)
+    if _HEAD not in tensors:
+        return True
+    if tensors[_HEAD].shape != tensors[embed].shape:
+        return False
+    same = tensors[_HEAD].dtype == tensors[embed].dtype
+    return _digest(tensors, _HEAD, same) == _digest(tensors, embed, same)
+
+
+def _digest(tensors: SafeTensors, name: str, as_is: bool) -> bytes:
+    """Of a matrix's bytes, or of those of its float32 values: one is open at a time, so that two are compared by it."""
+    found = hashlib.sha256()
+    with tensors.reading(name) as tensor:
+        for at in range(0, len(tensor), _ROWS):
+            part = tensor[at : at + _ROWS] if as_is else tensor[at : at + _ROWS].astype(np.float32)
+            found.update(part.reshape(-1).view(np.uint8).data)
+            del part
+        del tensor
+    return found.digest()
 
 
 def _lossless(dtypes: set[np.dtype]) -> tuple[str, str]:

@@ -80,6 +80,23 @@ def _leaves(tree):
     return jax.tree.leaves(tree)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bf16])
+def test_a_tied_model_with_another_head_in_its_file_is_not_tied(tmp_path, dtype):
+    """As transformers takes it; the same values once more are nothing, in whichever precision."""
+    made, said = tensors(), []
+    embed = made["model.embed_tokens.weight"].astype(dtype).astype(np.float32)
+    made["model.embed_tokens.weight"] = embed
+    for head in (embed, embed + 1):
+        made["lm_head.weight"] = head.astype(dtype)
+        folder = write_folder(tmp_path / "theirs", made)
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+        found = open_pretrained(folder, dtype="float32", say=said.append)
+        assert found.config.tied == (head is embed)
+    assert len(said) == 1 and "lm_head.weight with other values" in said[0]
+    read = pretrained.read_pretrained(found, None)
+    np.testing.assert_array_equal(read["head"]["weight"], made["lm_head.weight"].astype(np.float32))
+
+
 def test_files_of_an_index_are_one_checkpoint(folder, tmp_path):
     from safetensors.numpy import save_file
 

@@ -59,6 +59,17 @@ class Fields:
             raise CheckpointError(f"{self.what} has {name} = {value!r}, which is no size; it must be at least 1")
         return value
 
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        """A number.
+
+        Raises:
+          CheckpointError: something else.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointError(f"{self.what} has {name} = {value!r}, which is no number")
+        return float(value)
+
     def only(self, name: str, *known: Any, default: Any = None) -> Any:
         """A field that may have some values alone; not there is `default`, or the first of them.
 
@@ -69,7 +80,8 @@ class Fields:
         if value not in known:
             if all(isinstance(k, str) for k in known):
                 raise CheckpointError(f"{self.what} has {name} = {value!r}{near(str(value), known)}")
-            raise CheckpointError(f"{self.what} has {name} = {value!r}, which is not expressed here; only {known[0]!r}")
+            one = " or ".join(map(repr, known))
+            raise CheckpointError(f"{self.what} has {name} = {value!r}, which is not expressed here; only {one}")
         return value
 
     def unread(self) -> list[str]:
@@ -89,5 +101,5 @@ def read_json(file: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("it holds no object")
         return found
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.errors import CheckpointError, near
+from jaxscale.errors import CheckpointError, ConfigError, near
 from jaxscale.interop.fields import Fields
 from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from jaxscale.nn.rotary import RotaryScaling
@@ -22,19 +22,40 @@ def read_rotary(c: Fields, theta: float = 10000.0, *, phi3: bool = False) -> Rot
       phi3: it may turn a part of each head, or go by LongRoPE, which others read in other ways.
 
     Raises:
-      CheckpointError: a kind that is not known.
+      CheckpointError: a kind that is not known, or said in two ways that differ.
     """
-    said = {**(c.get("rope_parameters", None) or c.get("rope_scaling", None) or {})}
-    c.get("rope_scaling", None)
-    base = said.pop("rope_theta", None) or c.get("rope_theta", theta)
+    said = _rope_said(c)
+    base = _number(said, "rope_theta", c) or c.number("rope_theta", theta)
     if not phi3:
         scaling = read_scaling(said, c)
         if isinstance(scaling, LongRopeScaling):
             raise CheckpointError(f"{c.what} has the rope type 'longrope', which is read of Phi-3 alone")
-        return Rotary(float(base), scaling)
-    outside = c.get("partial_rotary_factor", 1.0)
-    turned = said.pop("partial_rotary_factor", None) or outside
-    return Rotary(float(base), read_scaling(said, c), float(turned))
+        return Rotary(base, scaling)
+    outside = c.number("partial_rotary_factor", 1.0)
+    turned = _number(said, "partial_rotary_factor", c) or outside
+    return Rotary(base, read_scaling(said, c), turned)
+
+
+def _rope_said(c: Fields) -> Said:
+    """What `rope_parameters` or, as older files call it, `rope_scaling` says."""
+    new, old = (c.get(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
+    for name, said in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(said, dict):
+            raise CheckpointError(f"{c.what} has {name} = {said!r}, which is no object")
+    beside = {name: c.get(name, None) for name in ("rope_theta", "partial_rotary_factor")}
+    if new and old and _plain({**beside, **new}) != _plain({**beside, **old}):
+        raise CheckpointError(f"{c.what} has rope_parameters and rope_scaling, which say different things; leave one")
+    return dict(new or old)
+
+
+def _plain(said: Said) -> Said:
+    kind = said.get("rope_type") or said.get("type") or "default"
+    return {**{k: v for k, v in said.items() if k != "type" and v is not None}, "rope_type": kind}
+
+
+def _number(said: Said, name: str, c: Fields) -> float | None:
+    value = said.pop(name, None)
+    return None if value is None else Fields({name: value}, c.what).number(name)
 
 
 def read_scaling(said: Said, c: Fields) -> RotaryScaling | None:
@@ -46,9 +67,16 @@ def read_scaling(said: Said, c: Fields) -> RotaryScaling | None:
     said = dict(said)
     kind = said.pop("rope_type", None) or said.get("type") or "default"
     said.pop("type", None)
-    if kind not in SCALINGS:
+    if str(kind) not in SCALINGS:
         raise CheckpointError(f"{c.what} has the rope type '{kind}'{near(str(kind), SCALINGS)}")
-    scaling = SCALINGS[kind][0](said, c)
+    try:
+        scaling = SCALINGS[kind][0](said, c)
+    except KeyError as e:
+        raise CheckpointError(f"{c.what} has no {e} in its rope_scaling, which a '{kind}' one needs") from None
+    except ConfigError:
+        raise  # says what is wrong
+    except (TypeError, ValueError, OverflowError) as e:
+        raise CheckpointError(f"{c.what} has a '{kind}' rope_scaling that cannot be read: {e}") from None
     left = {k: v for k, v in said.items() if v is not None}
     if left:
         raise CheckpointError(f"{c.what} has {next(iter(left))} in its rope_scaling, which a '{kind}' one does not use")
@@ -88,8 +116,14 @@ def _llama3(said: Said, c: Fields) -> RotaryScaling:
         float(said.pop("factor")),
         float(said.pop("low_freq_factor")),
         float(said.pop("high_freq_factor")),
-        int(said.pop("original_max_position_embeddings")),
+        int(_original_length(said, c) or c.get("max_position_embeddings")),
     )
+
+
+def _original_length(said: Said, c: Fields) -> int | None:
+    """That beside the scaling goes before the one in it, as in transformers."""
+    inside = said.pop("original_max_position_embeddings", None)
+    return c.get("original_max_position_embeddings", inside)
 
 
 def _llama3_back(s: RotaryScaling) -> Said | None:
@@ -104,7 +138,7 @@ def _llama3_back(s: RotaryScaling) -> Said | None:
 
 
 def _yarn(said: Said, c: Fields) -> RotaryScaling:
-    length = said.pop("original_max_position_embeddings", None) or c.get("max_position_embeddings")
+    length = _original_length(said, c) or c.get("max_position_embeddings")
     return YarnScaling(
         float(said.pop("factor")),
         float(said.pop("beta_fast", None) or 32.0),
@@ -135,14 +169,14 @@ def _yarn_back(s: RotaryScaling) -> Said | None:
 
 
 def _longrope(said: Said, c: Fields) -> RotaryScaling:
-    inside = said.pop("original_max_position_embeddings", None)
-    length = c.get("original_max_position_embeddings", inside) or c.get("max_position_embeddings")
+    said.pop("original_max_position_embeddings", None)  # transformers goes by the one beside the scaling alone
+    length = c.size("original_max_position_embeddings", 4096)
     factor, attention = said.pop("factor", None), said.pop("attention_factor", None)
     return LongRopeScaling(
         tuple(said.pop("short_factor")),
         tuple(said.pop("long_factor")),
         int(length),
-        float(factor or c.get("max_position_embeddings") / length),
+        float(factor or c.size("max_position_embeddings") / length),
         None if attention is None else float(attention),
     )
 

@@ -25,14 +25,15 @@ def _model(c: Fields) -> TransformerConfig:
 
 def _positions(c: Fields) -> dict[str, Any]:
     """Angles of global and of local layers: newer files say them by layer type, older ones of local layers a base."""
-    said = c.get("rope_parameters", {})
-    if FULL not in said and SLIDING not in said:
-        return {
-            "positions": read_rotary(c, 1e6),
-            "local_positions": Rotary(float(c.get("rope_local_base_freq", 10000.0))),
-        }
-    of = lambda kind, theta: read_rotary(Fields({**c.values, "rope_parameters": said.get(kind)}, c.what), theta)  # noqa: E731
-    return {"positions": of(FULL, 1e6), "local_positions": of(SLIDING, 1e4)}
+    said, local = c.get("rope_parameters", {}), c.number("rope_local_base_freq", 1e4)
+    if not isinstance(said, dict) or (FULL not in said and SLIDING not in said):
+        return {"positions": read_rotary(c, 1e6), "local_positions": Rotary(local)}
+    of = lambda kind, **own: Fields({**c.values, "rope_parameters": said.get(kind), **own}, c.what)  # noqa: E731
+    base, scaling = c.number("rope_theta", 1e6), c.get("rope_scaling", None)
+    return {
+        "positions": read_rotary(of(FULL, rope_theta=base, rope_scaling=scaling)),
+        "local_positions": read_rotary(of(SLIDING, rope_theta=local, rope_scaling=None)),
+    }
 
 
 def _config(m: TransformerConfig) -> dict[str, Any]:

@@ -127,7 +127,8 @@ def family_of(values: dict[str, Any], families: Sequence[Family], where: str) ->
     known = {f.model_type: f for f in families}
     kind = values.get("model_type")
     if values.get("quantization_config"):
-        how = values["quantization_config"].get("quant_method", "some way")
+        how = values["quantization_config"]
+        how = how.get("quant_method", "some way") if isinstance(how, dict) else how
         raise CheckpointError(f"{where} is quantised ({how}); bring the checkpoint in bfloat16 or float32")
     if kind not in known:
         raise CheckpointError(f"{where} has the model_type {kind!r}{near(str(kind), known)}")

@@ -75,6 +75,7 @@ def open_pretrained(
     family = family_of(values, FAMILIES, str(file))
     fields = Fields(values, str(file))
     config = family.model(fields)
+    length = int(fields.number("max_position_embeddings", 0) or fields.number("n_positions", 2048))
     unread = fields.unread()
     if unread:
         say(f"{file} says {', '.join(unread)}, which this family does not look at here")
@@ -88,8 +89,7 @@ def open_pretrained(
         if why:
             say(f"{folder} has tensors of {why}; they are kept as float32, which holds their values (or give a dtype)")
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
-    length = fields.values.get("max_position_embeddings") or fields.values.get("n_positions") or 2048
-    return Pretrained(folder, family, values, config, _foreign(family, config, tensors), int(length))
+    return Pretrained(folder, family, values, config, _foreign(family, config, tensors), length)
 
 
 def _foreign(family: Family, config: TransformerConfig, tensors: SafeTensors) -> Foreign:

@@ -143,8 +143,10 @@ def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             named = json.loads((folder / INDEX).read_text())["weight_map"]
+            if not all(isinstance(name, str) for name in named.values()):
+                raise ValueError("it names something that is no file")
             files = sorted(set(named.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise CheckpointError(f"{folder / INDEX} is no index of tensors: {e!r}") from None
         if any("/" in name or name.startswith(".") for name in files):
             raise CheckpointError(f"{folder / INDEX} names a file outside of its folder")
@@ -188,7 +190,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             at = t.stop
         if at != size:
             raise ValueError(f"the file has {size} bytes and its header describes {at}; it was cut short or added to")
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as e:
         raise CheckpointError(f"{file} is not a whole safetensors file: {e}") from None
     return tensors
 

@@ -170,9 +170,43 @@ def test_long_phi3_goes_by_the_length_of_a_text_by_either_name_for_it():
         assert scaling == LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, 32.0)
 
 
+def test_the_length_before_scaling_is_the_one_beside_it():
+    """As transformers takes it: of Phi-3 that one alone, of others before the one inside."""
+    inside = {"original_max_position_embeddings": 100}
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    phi3 = {k: v for k, v in PUBLISHED["phi3_mini"].items() if k != "original_max_position_embeddings"}
+    assert _read(phi3 | {"rope_scaling": {"type": "su", **factors, **inside}}).positions.scaling.original_length == 4096
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 2.0, **inside}}
+    for beside, length in (({}, 100), ({"original_max_position_embeddings": 50}, 50)):
+        assert _read(PUBLISHED["olmo2_7b"] | yarn | beside).positions.scaling.original_length == length
+
+
+def test_bases_that_gemma3_says_beside_its_layers_kinds_count():
+    kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    gemma3 = PUBLISHED["gemma2_2b"] | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
+    found = _read(gemma3 | {"rope_parameters": kinds, "rope_theta": 5e5, "rope_local_base_freq": 2e3})
+    assert (found.positions.theta, found.local_positions.theta) == (5e5, 2e3)
+
+
+@pytest.mark.parametrize("name", ["olmo2_7b", "gemma3"])
+def test_rotary_positions_that_are_said_twice_are_said_alike(name):
+    gemma3 = PUBLISHED["gemma2_2b"] | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
+    values, plain = (PUBLISHED | {"gemma3": gemma3})[name], {"rope_type": "default", "rope_theta": 7.0}
+    plain = plain if name == "olmo2_7b" else {"full_attention": plain, "sliding_attention": plain}
+    _read(values | {"rope_theta": 7.0, "rope_parameters": plain, "rope_scaling": {"type": "default"}})
+    with raises_saying(CheckpointError, "rope_parameters and rope_scaling, which say different things; leave one"):
+        _read(values | {"rope_parameters": plain, "rope_scaling": {"type": "linear", "factor": 2.0}})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
+        ("olmo2_7b", {"rope_scaling": {"type": "linear"}}, "no 'factor' in its rope_scaling, which a 'linear' one"),
+        ("olmo2_7b", {"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling that cannot be read"),
+        ("olmo2_7b", {"rope_parameters": [1]}, "rope_parameters = [1], which is no object"),
+        ("olmo2_7b", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x', which is no number"),
+        ("olmo2_7b", {"tie_word_embeddings": "false"}, "only False or True"),
+        ("olmo2_7b", {"quantization_config": "int8"}, "is quantised (int8)"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob = True"),

@@ -78,7 +78,7 @@ def common(c: Fields) -> dict[str, Any]:
         width=c.size("hidden_size"),
         heads=heads,
         hidden=c.size("intermediate_size"),
-        norm_eps=float(c.get("rms_norm_eps", 1e-6)),
+        norm_eps=c.number("rms_norm_eps", 1e-6),
         attention_layer=MultiHeadLatent(
             kv_rank=c.size("kv_lora_rank", 512),
             q_rank=c.size("q_lora_rank", None if "q_lora_rank" in c.values else 1536),
@@ -89,7 +89,7 @@ def common(c: Fields) -> dict[str, Any]:
         dense_mlp=SwiGLU,
         dense_layers=c.get("first_k_dense_replace", 0),
         positions=read_rotary(c),
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 
@@ -153,7 +153,7 @@ def _model(c: Fields) -> TransformerConfig:
     grouped = c.only("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     groups = limit(c, best=1)
     router = SoftmaxRouter(
-        normalized=False, scale=float(c.get("routed_scaling_factor", 1.0)), limit=groups if grouped else None
+        normalized=False, scale=c.number("routed_scaling_factor", 1.0), limit=groups if grouped else None
     )
     return TransformerConfig(**common(c), mlp=experts(c, router))
 

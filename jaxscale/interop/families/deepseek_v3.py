@@ -22,8 +22,8 @@ def _model(c: Fields) -> TransformerConfig:
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         c.get(name, None)
     router = SigmoidRouter(
-        normalized=c.get("norm_topk_prob", True),
-        scale=float(c.get("routed_scaling_factor", 2.5)),
+        normalized=c.only("norm_topk_prob", True, False),
+        scale=c.number("routed_scaling_factor", 2.5),
         limit=limit(c, best=2),
     )
     return TransformerConfig(**common(c), mlp=experts(c, router))

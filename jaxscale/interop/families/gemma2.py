@@ -45,7 +45,7 @@ def common(c: Fields, period: int, softcap: float | None, final_softcap: float |
         attention_softcap=said("attn_logit_softcapping", softcap),
         logit_softcap=said("final_logit_softcapping", final_softcap),
         attention_scale=c.size("query_pre_attn_scalar", 256) ** -0.5,
-        tied=c.get("tie_word_embeddings", True),
+        tied=c.only("tie_word_embeddings", True, False),
         post_norm=True,
         embed_scale=found["width"] ** 0.5,
     )

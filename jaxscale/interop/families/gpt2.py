@@ -63,11 +63,11 @@ def _model(c: Fields) -> TransformerConfig:
         heads=c.size("n_head"),
         hidden=c.size("n_inner", 4 * width),
         norm=LayerNorm,
-        norm_eps=float(c.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=c.number("layer_norm_epsilon", 1e-5),
         mlp=GELU,
         positions=Learned(c.size("n_positions")),
         bias=True,
-        tied=c.get("tie_word_embeddings", True),
+        tied=c.only("tie_word_embeddings", True, False),
     )
 
 

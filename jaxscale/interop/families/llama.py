@@ -62,7 +62,7 @@ def sizes(c: Fields, *, kv_heads: int | None = None, head_dim: int | None = None
         ),
         head_dim=c.size("head_dim", head_dim or width // heads),
         hidden=c.size("intermediate_size"),
-        norm_eps=float(c.get("rms_norm_eps", eps)),
+        norm_eps=c.number("rms_norm_eps", eps),
     )
 
 
@@ -101,7 +101,7 @@ def _model(c: Fields) -> TransformerConfig:
     if c.only("mlp_bias", False, True) != bias:
         raise CheckpointError(f"{c.what} has biases in one of attention and feed-forward; here both have them or none")
     return TransformerConfig(
-        **sizes(c), mlp=SwiGLU, positions=read_rotary(c), bias=bias, tied=c.get("tie_word_embeddings", False)
+        **sizes(c), mlp=SwiGLU, positions=read_rotary(c), bias=bias, tied=c.only("tie_word_embeddings", False, True)
     )
 
 

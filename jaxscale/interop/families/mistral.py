@@ -25,7 +25,7 @@ def _model(c: Fields) -> TransformerConfig:
         mlp=SwiGLU,
         positions=read_rotary(c),
         windows=window(c, 4096),
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

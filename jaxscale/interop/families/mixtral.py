@@ -35,7 +35,7 @@ def _model(c: Fields) -> TransformerConfig:
         mlp=experts,
         positions=read_rotary(c, 1e6),
         windows=window(c, None),
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

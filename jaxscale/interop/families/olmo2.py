@@ -31,7 +31,7 @@ def _model(c: Fields) -> TransformerConfig:
         qk_norm=QKNorm(across_heads=True),
         pre_norm=False,
         post_norm=True,
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

@@ -41,7 +41,7 @@ def _model(c: Fields) -> TransformerConfig:
         mlp=SwiGLU,
         positions=read_rotary(c, phi3=True),
         windows=(c.get("sliding_window", None),),
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

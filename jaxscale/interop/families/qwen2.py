@@ -38,7 +38,7 @@ def _model(c: Fields) -> TransformerConfig:
         positions=read_rotary(c),
         windows=windows(c),
         qkv_bias=True,
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

@@ -52,7 +52,7 @@ def _model(c: Fields) -> TransformerConfig:
         positions=read_rotary(c),
         windows=by_types(c, types or [FULL] * c.size("num_hidden_layers"), window if used else None),
         qkv_bias=True,
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

@@ -29,7 +29,7 @@ def _model(c: Fields) -> TransformerConfig:
         positions=read_rotary(c),
         windows=windows(c),
         qk_norm=True,
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

@@ -40,7 +40,7 @@ def experts(c: Fields, **shared: Any) -> dict[str, Any]:
     every = c.size("decoder_sparse_step", 1)
     if dense and every > 1:
         raise CheckpointError(f"{c.what} has mlp_only_layers and decoder_sparse_step = {every}; here it is one of them")
-    router = SoftmaxRouter(normalized=c.get("norm_topk_prob", False))
+    router = SoftmaxRouter(normalized=c.only("norm_topk_prob", False, True))
     return {
         "mlp": MixtureOfExperts(
             c.size("num_experts", None) or c.size("num_local_experts"),  # newer versions call them so
@@ -81,7 +81,7 @@ def _model(c: Fields) -> TransformerConfig:
         positions=read_rotary(c),
         windows=(window if c.only("use_sliding_window", False, True) else None,),
         qk_norm=True,
-        tied=c.get("tie_word_embeddings", False),
+        tied=c.only("tie_word_embeddings", False, True),
     )
 
 

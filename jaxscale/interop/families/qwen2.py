@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, MLP, NORMS, rotary, sizes, sizes_json
+from jaxscale.interop.families.mistral import window
 from jaxscale.interop.family import Family
 from jaxscale.interop.fields import Fields
 from jaxscale.interop.rope import read_rotary, rotary_json
@@ -16,10 +17,10 @@ from jaxscale.nn import SwiGLU
 def windows(c: Fields) -> tuple[int | None, ...]:
     """Windows by `layer_types`, or of the layers from `max_window_layers` on; none but where they are asked for."""
     used, first = c.only("use_sliding_window", False, True), c.get("max_window_layers", 28)
-    size, types = c.get("sliding_window", 4096), c.get("layer_types", None)
+    size, types = window(c, 4096)[0], c.get("layer_types", None)
     depth = c.size("num_hidden_layers")
     if types is None:
-        types = [SLIDING if used and i >= first else FULL for i in range(depth)]
+        types = [SLIDING if used and size and i >= first else FULL for i in range(depth)]
     return by_types(c, types, size if used else None)
 
 

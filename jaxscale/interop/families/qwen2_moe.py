@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, LAYER, MLP, NORMS, rotary, sizes, sizes_json
+from jaxscale.interop.families.mistral import window
 from jaxscale.interop.families.qwen2 import windows_json
 from jaxscale.interop.families.qwen3_moe import EXPERTS, experts, experts_json
 from jaxscale.interop.family import Family
@@ -39,7 +40,7 @@ def _model(c: Fields) -> TransformerConfig:
     used, types = c.only("use_sliding_window", False, True), c.get("layer_types", None)
     if used and types is None:
         raise CheckpointError(f"{c.what} has use_sliding_window = True and no layer_types; say in which layers")
-    window = c.get("sliding_window", 4096)
+    (size,) = window(c, 4096)
     one, shared = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
     if shared % one:
         raise CheckpointError(
@@ -50,7 +51,7 @@ def _model(c: Fields) -> TransformerConfig:
         **sizes(c),
         **experts(c, shared=shared // one, shared_gate=True),
         positions=read_rotary(c),
-        windows=by_types(c, types or [FULL] * c.size("num_hidden_layers"), window if used else None),
+        windows=by_types(c, types or [FULL] * c.size("num_hidden_layers"), size if used else None),
         qkv_bias=True,
         tied=c.only("tie_word_embeddings", False, True),
     )

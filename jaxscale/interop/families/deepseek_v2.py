@@ -104,10 +104,16 @@ def experts(c: Fields, router: Any) -> MixtureOfExperts:
     )
 
 
-def limit(c: Fields, best: int) -> GroupLimit | None:
-    """The groups that a token's experts are of; `None` where they may be of all."""
-    groups = c.size("n_group", 1)
-    chosen = c.size("topk_group", groups)
+def limit(c: Fields, best: int, groups: int = 1, chosen: int | None = None) -> GroupLimit | None:
+    """The groups that a token's experts are of; `None` where they may be of all.
+
+    Args:
+      c: the fields.
+      best: of `GroupLimit`.
+      groups, chosen: where they are not said at all; null is none, and all.
+    """
+    groups = c.size("n_group", 1 if "n_group" in c.values else groups)
+    chosen = c.size("topk_group", groups if "topk_group" in c.values or chosen is None else chosen)
     return GroupLimit(groups, chosen, best) if chosen < groups else None
 
 

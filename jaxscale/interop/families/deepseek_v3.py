@@ -24,7 +24,7 @@ def _model(c: Fields) -> TransformerConfig:
     router = SigmoidRouter(
         normalized=c.only("norm_topk_prob", True, False),
         scale=c.number("routed_scaling_factor", 2.5),
-        limit=limit(c, best=2),
+        limit=limit(c, best=2, groups=8, chosen=4),
     )
     return TransformerConfig(**common(c), mlp=experts(c, router))
 

@@ -53,10 +53,11 @@ def common(c: Fields, period: int, softcap: float | None, final_softcap: float |
 
 def common_json(m: TransformerConfig) -> dict[str, Any]:
     """`common`, back."""
-    said = {k: v for k, v in sizes_json(m).items() if k != "hidden_act"}
+    said, windows = {k: v for k, v in sizes_json(m).items() if k != "hidden_act"}, types_json(m)
+    windows["sliding_window"] = windows["sliding_window"] or 4096  # transformers takes no null, local layers or none
     return {
         **said,
-        **types_json(m),
+        **windows,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "attn_logit_softcapping": m.attention_softcap,

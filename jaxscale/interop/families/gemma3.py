@@ -16,6 +16,7 @@ from jaxscale.nn import QKNorm, Rotary, UnitOffsetRMSNorm
 
 
 def _model(c: Fields) -> TransformerConfig:
+    c.only("attn_logit_softcapping", None)  # transformers has the field, and caps nothing
     return TransformerConfig(
         **common(c, c.size("sliding_window_pattern", c.size("_sliding_window_pattern", 6)), None, None),
         **_positions(c),

@@ -8,6 +8,7 @@ with an index that says which tensor is where, several.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import mmap
@@ -39,6 +40,7 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 _HEADER_LIMIT = 100_000_000
+_SAMPLE, _SAMPLES = 65536, 16  # bytes of each, and how many
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -118,9 +120,10 @@ class SafeTensors(Mapping[str, Stored]):
                 whole.madvise(mmap.MADV_DONTNEED, first, found.stop - first)
 
     def fingerprint(self) -> list[list[Any]]:
-        """Name, size and time of change of every file: what an import that goes on compares."""
+        """What an import that goes on compares: the folder; of each file name, size, time of change and a sample."""
         files = sorted({t.file for t in self._tensors.values()})
-        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        about = [[f.name, f.stat().st_size, f.stat().st_mtime_ns, _sample(f)] for f in files]
+        return [[str(self.folder.resolve())], *about]
 
 
 def dtype_of(tensor: Stored, name: str) -> np.dtype:
@@ -135,6 +138,11 @@ def dtype_of(tensor: Stored, name: str) -> np.dtype:
             "BF16, F16 or F32"
         )
     return DTYPES[tensor.dtype]
+
+
+def is_real(dtype: np.dtype) -> bool:
+    """Whether it is one of floating point; ml_dtypes' are of no kind that NumPy knows."""
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
 def _files(folder: Path) -> list[Path]:
@@ -193,6 +201,20 @@ def read_header(file: Path) -> dict[str, Stored]:
     except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as e:
         raise CheckpointError(f"{file} is not a whole safetensors file: {e}") from None
     return tensors
+
+
+def _sample(file: Path) -> str:
+    """A digest of a file's header and of some places in it: the times of files that were copied may all be the same."""
+    found = hashlib.sha256()
+    with file.open("rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        begin = 8 + int.from_bytes(f.read(8), "little")
+        found.update(f.read(begin - 8))
+        last = max(begin, size - _SAMPLE)
+        for i in range(_SAMPLES):
+            f.seek(begin + (last - begin) * i // (_SAMPLES - 1))
+            found.update(f.read(_SAMPLE))
+    return found.hexdigest()
 
 
 def _stored(file: Path, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.maps import Bound, Region
-from jaxscale.interop.safetensors import SafeTensors, dtype_of
+from jaxscale.interop.safetensors import SafeTensors, dtype_of, is_real
 
 
 class Foreign:
@@ -65,8 +65,8 @@ class Foreign:
                     wrong.append(f"{key} is not in the model")
             elif found.shape != wanted[key].their_shape:
                 wrong.append(f"{key} is {list(found.shape)}, and its config.json says {list(wanted[key].their_shape)}")
-            else:
-                dtype_of(found, key)
+            elif not is_real(dtype_of(found, key)):
+                wrong.append(f"{key} is of type {found.dtype}, which has no values without a scale")
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise CheckpointError(

@@ -14,7 +14,17 @@ import jaxscale as js
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interop import FAMILIES, family_for, write
 from jaxscale.models import TransformerConfig, presets
-from jaxscale.nn import GELU, LayerNorm, Llama3Scaling, MixtureOfExperts, NTKScaling, Rotary, SigmoidRouter
+from jaxscale.nn import (
+    GELU,
+    LayerNorm,
+    Llama3Scaling,
+    MixtureOfExperts,
+    NTKScaling,
+    QKNorm,
+    Rotary,
+    SigmoidRouter,
+    UnitOffsetRMSNorm,
+)
 from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
@@ -115,6 +125,17 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_a_config_is_said_by_its_family(name):
     assert family_for(SAID[name], FAMILIES, 1024).model_type == name
+
+
+def test_gemma_without_local_layers_says_a_window_as_transformers_takes_no_null():
+    whole = presets.gemma2_2b(depth=2, windows=(None,))
+    assert family_for(whole, FAMILIES, 1024).json(whole, 1024)["sliding_window"] == 4096
+
+
+def test_a_soft_cap_on_scores_is_not_said_of_gemma3_which_has_none():
+    capped = presets.gemma2_2b(depth=2, qk_norm=QKNorm(UnitOffsetRMSNorm))
+    with pytest.raises(CheckpointError, match="'gemma3_text' cannot say .*attn_logit_softcapping"):
+        family_for(capped, FAMILIES, 1024, "gemma3_text")
 
 
 @pytest.mark.parametrize(

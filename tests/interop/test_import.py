@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -177,6 +178,15 @@ def test_every_wrong_tensor_is_in_the_list(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_whole_numbers_are_no_weights(folder):
+    _change(folder, lambda made: made.update({"model.norm.weight": np.ones(32, np.int8)}))
+    for dtype in (None, "bfloat16"):
+        with pytest.raises(
+            CheckpointError, match="model.norm.weight is of type I8, which has no values without a scale"
+        ):
+            open_pretrained(folder, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -205,8 +215,13 @@ def test_a_file_that_was_cut_short_is_refused(folder, tmp_path):
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="cut short"):
         import_checkpoint(folder, tmp_path / "run")
-    file.write_bytes(struct.pack("<Q", 2**40) + b"{}")
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    endless = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}'
+    for wrong in (struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", len(endless)) + endless):
+        file.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+            import_checkpoint(folder, tmp_path / "run")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(CheckpointError, match="is no index of tensors"):
         import_checkpoint(folder, tmp_path / "run")
 
 
@@ -253,6 +268,21 @@ def test_an_unfinished_import_of_other_files_is_left_as_it_is(folder, tmp_path, 
             import_checkpoint(folder, tmp_path / "run")
     with pytest.raises(RunError, match="began with other files or settings"):
         import_checkpoint(folder, tmp_path / "run", dtype="bfloat16")
+
+
+def test_an_unfinished_import_of_other_values_is_left_as_it_is(folder, tmp_path, monkeypatch):
+    """Though name, size and time of the file are the same, as in copies of a snapshot."""
+    file = folder / "model.safetensors"
+    before = file.stat()
+    with monkeypatch.context() as m:
+        m.setattr(pretrained, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            import_checkpoint(folder, tmp_path / "run")
+    write_folder(folder, {k: v + 1 for k, v in tensors().items()})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    with pytest.raises(RunError, match="began with other files or settings"):
+        import_checkpoint(folder, tmp_path / "run")
 
 
 def test_a_name_on_the_hub_is_downloaded_without_what_is_not_read(folder, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from jaxscale.errors import CheckpointError
 from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import family_of, same_model
 from jaxscale.interop.fields import Fields
-from jaxscale.nn import LongRopeScaling
+from jaxscale.nn import GroupLimit, LongRopeScaling
 from tests.truth.errors import raises_saying
 
 _DEEPSEEK = {
@@ -148,6 +148,9 @@ PUBLISHED = {
 }
 
 
+_GEMMA3 = PUBLISHED["gemma2_2b"] | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
+
+
 def _read(values):
     fields = Fields(values, "config.json")
     config = family_of(values, FAMILIES, "config.json").model(fields)
@@ -183,15 +186,28 @@ def test_the_length_before_scaling_is_the_one_beside_it():
 
 def test_bases_that_gemma3_says_beside_its_layers_kinds_count():
     kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
-    gemma3 = PUBLISHED["gemma2_2b"] | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
-    found = _read(gemma3 | {"rope_parameters": kinds, "rope_theta": 5e5, "rope_local_base_freq": 2e3})
+    found = _read(_GEMMA3 | {"rope_parameters": kinds, "rope_theta": 5e5, "rope_local_base_freq": 2e3})
     assert (found.positions.theta, found.local_positions.theta) == (5e5, 2e3)
+
+
+def test_groups_that_deepseek_v3_does_not_say_are_those_of_transformers():
+    values = {k: v for k, v in PUBLISHED["deepseek_v3"].items() if k not in ("n_group", "topk_group")}
+    assert _read(values).mlp.router.limit == GroupLimit(8, 4, best=2)
+    assert _read(values | {"n_group": None, "topk_group": None}).mlp.router.limit is None
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_a_window_of_null_is_none(name):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    values = PUBLISHED["olmo2_7b"] | {"model_type": name} | (experts if name == "qwen3_moe" else {})
+    values |= {"use_sliding_window": True, "max_window_layers": 0}
+    assert _read(values).windows == (4096,)
+    assert _read(values | {"sliding_window": None}).windows == (None,)
 
 
 @pytest.mark.parametrize("name", ["olmo2_7b", "gemma3"])
 def test_rotary_positions_that_are_said_twice_are_said_alike(name):
-    gemma3 = PUBLISHED["gemma2_2b"] | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
-    values, plain = (PUBLISHED | {"gemma3": gemma3})[name], {"rope_type": "default", "rope_theta": 7.0}
+    values, plain = (PUBLISHED | {"gemma3": _GEMMA3})[name], {"rope_type": "default", "rope_theta": 7.0}
     plain = plain if name == "olmo2_7b" else {"full_attention": plain, "sliding_attention": plain}
     _read(values | {"rope_theta": 7.0, "rope_parameters": plain, "rope_scaling": {"type": "default"}})
     with raises_saying(CheckpointError, "rope_parameters and rope_scaling, which say different things; leave one"):
@@ -211,6 +227,7 @@ def test_rotary_positions_that_are_said_twice_are_said_alike(name):
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob = True"),
         ("deepseek_v2_lite", {"attention_bias": True}, "attention_bias = True"),
+        ("gemma2_2b", {"model_type": "gemma3_text"}, "attn_logit_softcapping = 50.0"),
         ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (
             "olmo2_7b",

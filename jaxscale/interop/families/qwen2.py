@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, MLP, NORMS, rotary, sizes, sizes_json
-from jaxscale.interop.families.mistral import window
 from jaxscale.interop.family import Family
 from jaxscale.interop.fields import Fields
 from jaxscale.interop.rope import read_rotary, rotary_json
@@ -14,10 +13,15 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import SwiGLU
 
 
+def window(c: Fields) -> int | None:
+    """The size of windows, 4096 where it is not said at all; null is none, and 0 (as of Qwen 2 with experts) too."""
+    return c.get("sliding_window", None if "sliding_window" in c.values else 4096) or None
+
+
 def windows(c: Fields) -> tuple[int | None, ...]:
     """Windows by `layer_types`, or of the layers from `max_window_layers` on; none but where they are asked for."""
     used, first = c.only("use_sliding_window", False, True), c.get("max_window_layers", 28)
-    size, types = window(c, 4096)[0], c.get("layer_types", None)
+    size, types = window(c), c.get("layer_types", None)
     depth = c.size("num_hidden_layers")
     if types is None:
         types = [SLIDING if used and size and i >= first else FULL for i in range(depth)]

@@ -6,8 +6,7 @@ from typing import Any
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, LAYER, MLP, NORMS, rotary, sizes, sizes_json
-from jaxscale.interop.families.mistral import window
-from jaxscale.interop.families.qwen2 import windows_json
+from jaxscale.interop.families.qwen2 import window, windows_json
 from jaxscale.interop.families.qwen3_moe import EXPERTS, experts, experts_json
 from jaxscale.interop.family import Family
 from jaxscale.interop.fields import Fields
@@ -40,7 +39,7 @@ def _model(c: Fields) -> TransformerConfig:
     used, types = c.only("use_sliding_window", False, True), c.get("layer_types", None)
     if used and types is None:
         raise CheckpointError(f"{c.what} has use_sliding_window = True and no layer_types; say in which layers")
-    (size,) = window(c, 4096)
+    size = window(c)
     one, shared = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
     if shared % one:
         raise CheckpointError(

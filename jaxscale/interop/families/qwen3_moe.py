@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.families.llama import ATTENTION, ENDS, IGNORED, LAYER, MLP, NORMS, rotary, sizes, sizes_json
-from jaxscale.interop.families.mistral import window
+from jaxscale.interop.families.qwen2 import window
 from jaxscale.interop.families.qwen3 import QK_NORM
 from jaxscale.interop.family import Family
 from jaxscale.interop.fields import Fields
@@ -75,12 +75,12 @@ def _model(c: Fields) -> TransformerConfig:
     c.only("attention_bias", False)
     for name in ("max_position_embeddings", "max_window_layers"):
         c.get(name, None)
-    windows = window(c, 4096)
+    size = window(c)
     return TransformerConfig(
         **sizes(c, kv_heads=4),
         **experts(c),
         positions=read_rotary(c),
-        windows=windows if c.only("use_sliding_window", False, True) else (None,),
+        windows=(size if c.only("use_sliding_window", False, True) else None,),
         qk_norm=True,
         tied=c.only("tie_word_embeddings", False, True),
     )

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         told: dict[str, Any] = {"choices": args.choices, "separator": args.separator}
         for name in ("accuracy", "accuracy_normalised"):
             share, error = getattr(found, name)
-            print(f"{name.replace('_', ', ')}: {share:.4f} ± {error:.4f} ({len(found.right)} questions)")
+            about = f" ± {error:.4f}" if len(found.right) > 1 else ""
+            print(f"{name.replace('_', ', ')}: {share:.4f}{about} ({len(found.right)} questions)")
         if found.cut:
             print(
                 f"{found.cut} choices were longer than {found.length} tokens and lost the beginning of their question"

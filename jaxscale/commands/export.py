@@ -43,6 +43,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if not args.shard_size > 0:
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
 
+    if args.check:
+        from jaxscale.train.same_logits import packages
+
+        packages()  # before anything is written
+
     def say(sentence: str) -> None:
         print(f"jaxscale: {sentence}", file=sys.stderr)
 

@@ -47,6 +47,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     told = {"layout": args.layout, "dtype": args.dtype, "revision": args.revision, "say": say}
     made = import_checkpoint(args.source, args.out, **told)
     model = made.config.model
+    if not (made.path / "hf" / "tokenizer.json").is_file():
+        print("jaxscale: there is no tokenizer.json: the model takes token ids, and no text", file=sys.stderr)
     print(
         f"{made.path}: {made.info['family']}, {model.param_count():,} parameters in {model.param_dtype}; "  # type: ignore[attr-defined]
         f"jaxscale sample {made.path} --prompt ..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     whole = Run(Path(args.run))
     _ = whole.info
+    if whole.config.adapters is None:
+        print(f"jaxscale: {whole.path} has no adapters; its parameters are written as they are", file=sys.stderr)
     layout = None if args.layout is None else Layout(args.layout)
     made = merge(whole, args.out, step=args.step, layout=layout)
     print(f"{made.path}: {made.config.model.param_count():,} parameters; jaxscale sample {made.path} --prompt ...")

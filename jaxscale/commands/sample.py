@@ -35,9 +35,14 @@ def add(commands: Any) -> None:
     import_argument(parser)
     parser.add_argument("--prompt", help="text to continue (default: start a new document)")
     parser.add_argument("--prompts", metavar="FILE", help="prompts, one a line; - reads standard input")
+    parser.add_argument("--chat", action="store_true", help="a prompt is what a user says; the chat template writes it")
     parser.add_argument("-n", "--n", type=int, default=1, help="texts of each prompt, with seeds from --seed on")
     parser.add_argument(
-        "--tokens", type=int, help="how many to add (default: 400, or up to the length that the model was trained on)"
+        "--tokens",
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="how many to add (default: 400, or up to the length that the model was trained on)",
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, help="sample among this many likeliest tokens")
@@ -75,12 +80,15 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     no_bindings(args, bindings)
     from jaxscale import load
+    from jaxscale.data import ChatTemplate
     from jaxscale.errors import ConfigError
     from jaxscale.infer.generate import pieces
     from jaxscale.infer.sampling import Sampling
 
     if args.prompt is not None and args.prompts is not None:
         raise ConfigError("--prompts takes the place of --prompt; leave out one of them")
+    if args.chat and args.prompt is None and args.prompts is None:
+        raise ConfigError("--chat answers a message; give one with --prompt, or several with --prompts")
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: ask for at least 1 text")
     if args.rows < 1:
@@ -97,15 +105,21 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     each = [dataclasses.replace(settings, seed=(args.seed + i) % 2**32) for i in range(args.n)]
     prompts = [args.prompt or ""] if args.prompts is None else _read(args.prompts)
     trained = load(args.run)
-    room = lambda p: trained.config.seq_len - len(trained.prompt_ids(p))  # noqa: E731
+    template = ChatTemplate.read(trained.path / "hf") if args.chat else None
+    tokenizer: Any = trained.tokenizer if args.chat else None
+    ids_of = lambda p: (  # noqa: E731
+        trained.prompt_ids(p) if template is None else template.ids([{"role": "user", "content": p}], tokenizer)
+    )
+    room = lambda p: trained.config.seq_len - len(ids_of(p))  # noqa: E731
     fits = lambda p, s: dataclasses.replace(s, max_tokens=max(1, min(_MOST, room(p)))) if args.tokens is None else s  # noqa: E731
     asked = [(p, fits(p, s)) for p in prompts for s in each]
+    given = [p if template is None else ids_of(p).tolist() for p, _ in asked]
     layout = layout_of(args)
     options: dict[str, Any] = dict(layout=layout, step=args.step, rows=args.rows, draft_tokens=args.draft_tokens)
     options["stream_layers"] = args.stream_layers
     draft = None if args.draft is None else load(args.draft)
-    printer = _Printer([p for p, _ in asked], args.json)
-    for piece in pieces(trained, [p for p, _ in asked], [s for _, s in asked], draft=draft, **options):
+    printer = _Printer([p if template is None or args.json else "" for p, _ in asked], args.json)
+    for piece in pieces(trained, given, [s for _, s in asked], draft=draft, **options):
         printer.take(piece.prompt, piece.text, piece.completion)
     if draft is not None and not args.json:
         share = printer.last.acceptance or 0.0

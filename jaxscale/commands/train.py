@@ -103,8 +103,9 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     mesh = f"fsdp={devices // 2},tensor=2" if devices % 2 == 0 else "data=-1"
     stopped = run.info.get("status") == "stopped"
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
+    picture = "loss.png, " if (run.path / "loss.png").exists() else ""
     return (
-        f"the run is in {run.path}: loss.png, metrics.jsonl, config.gin, run.json, checkpoints/\n"
+        f"the run is in {run.path}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
         f"next, try:\n"
         f'  {name} sample {run.path} --prompt "class "\n'
         f"  {name} train --resume {run.path}{more}{simulated}\n"

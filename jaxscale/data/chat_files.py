@@ -53,7 +53,7 @@ class ChatFiles:
 
     def __post_init__(self) -> None:
         if self.turns not in TURNS:
-            raise DataError(f"ChatFiles.turns = '{self.turns}' does not exist{near(self.turns, TURNS)}")
+            raise DataError(f"chat_files.turns = '{self.turns}' does not exist{near(self.turns, TURNS)}")
 
     def source(
         self,
@@ -87,7 +87,7 @@ class ChatFiles:
         if where is None:
             raise DataError(
                 f"conversations need a chat template, and the tokenizer '{tokenizer.name}' has no folder with one; set "
-                "ChatFiles.template to a folder or a file of Jinja"
+                "chat_files.template to a folder or a file of Jinja"
             )
         path = Path(where).expanduser()
         return ChatTemplate.read(path if self.template or path.is_dir() else path.parent)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxscale.errors import DataError, near
-from jaxscale.infer.loaded import load_model, prompt_ids
+from jaxscale.infer.loaded import load_model, prompt_ids, say_length
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 
@@ -99,7 +99,7 @@ class Choices:
 
     @property
     def accuracy(self) -> tuple[float, float]:
-        """The share of right ones, and its standard error."""
+        """The share of right ones, and its standard error (of one question, `nan`)."""
         return _share(self.right)
 
     @property
@@ -111,7 +111,8 @@ class Choices:
         """All of it, for JSON."""
         out: dict[str, Any] = {"questions": len(self.right), "cut": self.cut, "length": self.length, "step": self.step}
         for name in ("accuracy", "accuracy_normalised"):
-            out[name], out[f"{name}_error"] = getattr(self, name)
+            out[name], error = getattr(self, name)
+            out[f"{name}_error"] = None if math.isnan(error) else error
         return out | {"right": self.right, "right_normalised": self.right_normalised, "nats": self.nats}
 
 
@@ -146,6 +147,7 @@ def multiple_choice(
       DataError, ConfigError, CheckpointError, RunError: as `jaxscale.infer.evaluate.perplexity`.
     """
     length = run.config.seq_len if length is None else length
+    say_length(run, length)
     texts, first = [], []
     for q in questions:
         alone = prompt_ids(run, q.context)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from jaxscale.data.packing import Documents
 from jaxscale.errors import DataError
-from jaxscale.infer.loaded import checked, load_model, scored_ids
+from jaxscale.infer.loaded import checked, load_model, say_length, scored_ids
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 
@@ -118,6 +118,7 @@ def perplexity(
     """
     length = run.config.seq_len if length is None else length
     stride = length if stride is None else stride
+    say_length(run, length)
     documents = list(_heldout(run) if files is None else _texts(run, files))
     tokens = sum(d.tokens for d in documents)
     if not tokens:
@@ -152,6 +153,8 @@ def _texts(run: Run, files: Sequence[str | Path]) -> Iterable[Document]:
 
 def _heldout(run: Run) -> Iterable[Document]:
     config = run.config
+    if run.info.get("status") == "imported":
+        raise DataError(f"{run.path} was imported, and has no held-out documents of its own; name text files")
     source = config.data.source(config.tokenizer, seq_len=config.seq_len, split="heldout", packing=config.packing)
     documents = getattr(source, "documents", None)
     if not isinstance(documents, Documents):

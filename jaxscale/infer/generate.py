@@ -104,6 +104,8 @@ def generate(
       CheckpointError, RunError: there is no checkpoint.
       LayoutError: the model cannot be laid out.
     """
+    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+        raise ConfigError(f"prompts = {prompts!r}: give a text, token ids, or a list of them")
     one = _is_one(prompts)
     several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item, assignment]
     found: dict[int, Completion] = {}
@@ -145,6 +147,8 @@ def chat(run: Run, messages: Sequence[Any], **options: Any) -> Any:
     """
     from jaxscale.data.chat import ChatTemplate
 
+    if not len(messages):
+        raise DataError('there is no message; give at least [{"role": "user", "content": "Hello"}]')
     template = ChatTemplate.read(run.path / "hf")
     return generate(run, template.ids(messages, run.tokenizer).tolist(), **options)  # type: ignore[arg-type]
 

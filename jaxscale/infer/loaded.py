@@ -95,6 +95,15 @@ def for_texts_of(model: Any, length: int | None) -> Any:
     return told
 
 
+def say_length(run: Run, length: int) -> None:
+    """That texts may be longer than those which the model was trained on."""
+    if length > run.config.seq_len:
+        log.warning(
+            "texts may have %d tokens, and the model was trained on texts of %d (train.seq_len): the rest is untried",
+            length, run.config.seq_len,
+        )  # fmt: skip
+
+
 def dropless(model: Any) -> Any:
     """A model whose experts have room for all tokens, where their router can do without a capacity."""
     capacity, router = (getattr(getattr(model, "mlp", None), name, None) for name in ("capacity", "router"))

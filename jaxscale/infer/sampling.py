@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if not isinstance(getattr(self, name), numbers.Real):
+                raise ConfigError(f"Sampling.{name} = {getattr(self, name)!r}: must be a number")
         checks = {
             "max_tokens": (_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1"),
             "temperature": (0 <= self.temperature < np.inf, "0 or more; 0 takes the likeliest token"),

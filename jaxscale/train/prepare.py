@@ -149,6 +149,12 @@ def settled(config: TrainConfig) -> TrainConfig:
         told["model"] = start.run.config.model
     if config.tokenizer == default.tokenizer:
         told["tokenizer"] = start.run.config.tokenizer
+        if told["tokenizer"] == default.tokenizer and start.run.imported is not None:
+            log.warning(
+                "%s was imported without a tokenizer.json: texts are read as bytes here, which is not how the model "
+                "learned to read; set train.tokenizer",
+                start.path,
+            )
     return dataclasses.replace(config, **told)
 
 

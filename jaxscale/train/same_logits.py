@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,6 +44,20 @@ class Compared:
         )
 
 
+def packages() -> tuple[Any, Any]:
+    """`torch` and `transformers`.
+
+    Raises:
+      CheckpointError: one is not installed.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as e:
+        raise CheckpointError(f"--check needs {e.name}: pip install transformers torch, or leave it out") from None
+    return torch, transformers
+
+
 def compare(
     source: str | Path, *, layout: Layout | None = None, rows: int = 2, length: int = 32, revision: str | None = None
 ) -> Compared:
@@ -57,11 +72,7 @@ def compare(
     Raises:
       CheckpointError: they differ, or `transformers` is not installed.
     """
-    try:
-        import torch
-        import transformers
-    except ImportError as e:
-        raise CheckpointError(f"--check needs {e.name}: pip install transformers torch, or leave it out") from None
+    torch, transformers = packages()
     folder = local_folder(source, revision)
     found = open_pretrained(folder, dtype="float32", say=lambda _: None)
     ids = np.random.default_rng(0).integers(0, found.config.vocab, (rows, min(length, found.length)))

@@ -198,7 +198,7 @@ def test_a_line_that_is_no_document_is_named(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: .* did you mean 'completion'"):
         corpus.source(data.ByteTokenizer(), seq_len=8, split="train")
     corpus = lines(tmp_path, {"messages": CHAT})
-    with pytest.raises(DataError, match="set ChatFiles.template"):
+    with pytest.raises(DataError, match="set chat_files.template"):
         corpus.source(data.ByteTokenizer(), seq_len=8, split="train")
 
 

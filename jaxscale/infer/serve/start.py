@@ -12,7 +12,7 @@ from jaxscale.data.chat import ChatTemplate
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
-from jaxscale.infer.loaded import load_model, prompt_ids
+from jaxscale.infer.loaded import load_model, prompt_ids, say_length
 from jaxscale.infer.serve.asked import Served
 from jaxscale.layout import Layout
 
@@ -31,6 +31,8 @@ def served_by(run: Run, name: str | None = None, length: int | None = None) -> S
       length: tokens that a text may have; by default what the model was trained on.
     """
     tokenizer: Any = run.tokenizer
+    if length is not None:
+        say_length(run, length)
     template = _template(run.path / "hf")
     return Served(
         name=name or Path(run.path).resolve().name,

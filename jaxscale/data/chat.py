@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from jaxscale.data.tokenizer import alias
 from jaxscale.errors import DataError, near
 
 Message = Mapping[str, Any]
@@ -31,7 +32,7 @@ SAID = "assistant"
 
 # Noncharacters of Unicode, which no text holds: around a special token's number, and around what a template marks.
 _WORD, _WORD_END, _SAID, _SAID_END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
-_MARKS = re.compile(f"[{_WORD}{_WORD_END}{_SAID}{_SAID_END}]")
+_MARKS = re.compile(f"[{_WORD}{_WORD_END}{_SAID}{_SAID_END}\ufdd4\ufdd5]")
 _WORDS = re.compile(f"{_WORD}([0-9]+){_WORD_END}")
 
 
@@ -43,8 +44,8 @@ class Spelling(Protocol):
         """The texts of its special tokens."""
         ...
 
-    def spans(self, text: str, *, special: bool) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
-        """Ids, and the characters (from, to) that each is of; `special` reads special tokens written out as such."""
+    def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+        """Ids, and the characters (from, to) that each is of; special tokens are read, `aliased` or as they are."""
         ...
 
 
@@ -180,34 +181,24 @@ class ChatTemplate:
 def _encode(text: str, tokenizer: Spelling) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
     """Ids of a text in which words of messages that look like special tokens are marked, and the places of each."""
     if not _WORDS.search(text):
-        return tokenizer.spans(text, special=True)
-    # The text between the template's own special tokens is encoded by itself, as ordinary text: so it is read anyway.
+        return tokenizer.spans(text)
+    # the words go back to how they were, and the template's own special tokens are written otherwise
     special = tokenizer.special
-    pattern = "|".join(re.escape(s) for s in sorted(special, key=len, reverse=True))
-    ids, places, at = [], [], 0
-    for piece in re.split(f"({pattern})", text):
-        if not piece:
-            continue
-        plain, origin = _unmarked(piece, special)
-        found, spans = tokenizer.spans(plain, special=piece in special)
-        ids.append(found)
-        places.append(at + origin[spans])
-        at += len(piece)
-    return np.concatenate(ids), np.concatenate(places)
-
-
-def _unmarked(piece: str, special: tuple[str, ...]) -> tuple[str, Int64[np.ndarray, " c"]]:
-    """A piece with its words as they were, and for each character (and the end) its place in the marked piece."""
     out: list[str] = []
-    origin: list[int] = []
-    last = 0
-    for word in _WORDS.finditer(piece):
-        n = int(word[1])
-        spelled = special[n] if n < len(special) else ""
-        out += [piece[last : word.start()], spelled]
-        origin += [*range(last, word.start()), *[word.start()] * len(spelled)]
-        last = word.end()
-    return "".join([*out, piece[last:]]), np.array([*origin, *range(last, len(piece) + 1)], np.int64)
+    origin: list[np.ndarray] = []
+    pattern = "|".join(re.escape(s) for s in sorted(special, key=len, reverse=True))
+    number, at = {s: n for n, s in enumerate(special)}, 0
+    for piece in re.split(f"({_WORDS.pattern.replace('(', '(?:')}|{pattern})", text):
+        word = _WORDS.fullmatch(piece)
+        if word is not None:
+            new = special[int(word[1])] if int(word[1]) < len(special) else ""
+        else:
+            new = alias(number[piece]) if piece in number else piece
+        out.append(new)
+        origin.append(at + (np.arange(len(new)) if new is piece else np.zeros(len(new), np.int64)))
+        at += len(piece)
+    ids, spans = tokenizer.spans("".join(out), aliased=True)
+    return ids, np.concatenate([*origin, [at]]).astype(np.int64)[spans]
 
 
 def _marked(messages: Sequence[Message], special: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class ByteTokenizer:
 
     special: ClassVar[tuple[str, ...]] = ()
 
-    def spans(self, text: str, *, special: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+    def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
         """Ids, and the character (from, to) that each is a byte of; there are no special tokens."""
         ids = self.encode(text)
         at = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte 10xxxxxx goes on with a character
@@ -137,6 +137,27 @@ class HFTokenizer:
         """The same, by which special tokens written out are special."""
         loaded = _hf().Tokenizer.from_str(self._tokenizer.to_str())
         loaded.encode_special_tokens = False
+        return loaded
+
+    @cached_property
+    def _aliased(self) -> tokenizers.Tokenizer:
+        """The same, whose special tokens are written as `alias(i)`, and what is spelled like one is a text as any."""
+        told = json.loads(self._marked.to_str())
+        names = {name: alias(i) for i, name in enumerate(self.special)}
+        told["post_processor"] = None  # which would ask for them by name
+        for token in told["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = told["model"]
+        if isinstance(model.get("vocab"), dict):
+            model["vocab"] = {names.get(piece, piece): id for piece, id in model["vocab"].items()}
+        elif "vocab" in model:  # of Unigram, by id
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        loaded = _hf().Tokenizer.from_str(json.dumps(told))
+        for name, other in names.items():
+            if loaded.token_to_id(other) != self._tokenizer.token_to_id(name):
+                raise DataError(f"{self._file} does not let {name} be told from a text that spells it; leave it out.")
         return loaded
 
     @property
@@ -213,14 +234,14 @@ class HFTokenizer:
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def spans(self, text: str, *, special: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
-        """Ids, and the characters (from, to) that each is of.
+    def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
+        """Ids, and the characters (from, to) that each is of; special tokens written out in the text are special.
 
         Args:
           text: any.
-          special: special tokens written out in it are special, and not ordinary text.
+          aliased: special is what is written as `alias(i)`, of `special[i]`, and nothing else.
         """
-        found = (self._marked if special else self._tokenizer).encode(text, add_special_tokens=False)
+        found = (self._aliased if aliased else self._marked).encode(text, add_special_tokens=False)
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
@@ -242,6 +263,11 @@ class HFTokenizer:
         """The kinds of the steps from pieces to text."""
         decoder = json.loads(self._content).get("decoder") or {}
         return tuple(step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step)
+
+
+def alias(i: int) -> str:
+    """How special token `i` is written where its own spelling is text: between noncharacters, which no text holds."""
+    return f"\ufdd4{i}\ufdd5"
 
 
 def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:

@@ -116,6 +116,25 @@ def test_nobody_ends_a_turn_by_writing_so(folder, tokenizer, words):
     assert tokenizer.decode(ids).count(SPECIAL[1]) == 4 + words.count(SPECIAL[1])
 
 
+def test_words_like_a_special_token_change_nothing_around_them(tmp_path):
+    """Neither the white space that a special token takes with it, nor the mark that only a text's beginning gets."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<e>", 0.0), ("▁", -2.0), ("\n", -2.0)]
+    letters = [(c, -3.0) for c in "abcdefghijklmnopqrstuvwxyz<>/"]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([*pieces, *letters], unk_id=0))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    added = tokenizers.AddedToken("<s>", rstrip=True, special=True)
+    made.add_special_tokens([added, "</s>", "<e>", "<unk>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = data.HFTokenizer(str(tmp_path), eos="</s>")
+    template = ChatTemplate("{% for m in messages %}<s>\n{{ m.role }}\n{{ m.content }}</s>{% endfor %}")
+    plain, like = (
+        [tokenizer.token_of(i) for i in template.ids([{"role": "u", "content": c}], tokenizer, False).tolist()]
+        for c in ("hi.", "hi<e>")
+    )
+    assert like[: like.index("h") + 2] == plain[: plain.index("h") + 2]
+    assert like[-4:] == ["<", "e", ">", "</s>"]
+
+
 def test_a_template_that_refuses_or_hides_a_turn_says_so(tokenizer, tmp_path):
     with pytest.raises(DataError, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(CHAT)

@@ -74,11 +74,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         "drain": args.drain,
     }
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    trained = load(args.run)
+    served = served_by(trained, args.name, args.length)  # what is wrong with the folder is said before anybody listens
+    layout = None if args.mesh is None else Layout(args.mesh)
     with Server(host=args.host, port=args.port, key=_key(args), limits=limits) as server:
         print(f"jaxscale: listening at {server.url}; loading the model, and compiling", file=sys.stderr, flush=True)
-        trained = load(args.run)
-        served = served_by(trained, args.name, args.length)
-        layout = None if args.mesh is None else Layout(args.mesh)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
         server.open(served, engine_of(trained, served, layout=layout, **sizes))
         stop = _Signals()

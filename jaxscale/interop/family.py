@@ -51,11 +51,12 @@ class Family:
         return bind(table, jax.tree.leaves(infos), config.runs)
 
     def differences(self, config: TransformerConfig, length: int) -> list[str]:
-        """What of a config it cannot say, a sentence each."""
-        try:
-            again = self.model(Fields(self.json(config, length), self.model_type))
-        except CheckpointError as e:
-            return [str(e)]
+        """What of a config it cannot say, a sentence each.
+
+        Raises:
+          CheckpointError: it has no word for one of its parts, whatever the others are.
+        """
+        again = self.model(Fields(self.json(config, length), self.model_type))
         wanted, got = _said(config), _said(again)
         return [f"{k} = {_word(wanted[k])}" for k in wanted if wanted[k] != got[k]]
 
@@ -92,6 +93,8 @@ def _said(c: TransformerConfig) -> dict[str, Any]:
     found["mlp"] = _forward(c.mlp, c.sizes.hidden)
     if c.dense_mlp not in c.layer_mlps():
         found["dense_mlp"] = None
+    if all(isinstance(mlp, MixtureOfExperts) for mlp in c.layer_mlps()):
+        found["hidden"] = None  # of no layer; experts say their own
     if all(w is None for w in found["windows"]):
         found["local_positions"] = None
     found["stack"] = c.stack.__name__
@@ -150,10 +153,16 @@ def family_for(config: TransformerConfig, families: Sequence[Family], length: in
     known = {f.model_type: f for f in families}
     if wanted is not None and wanted not in known:
         raise CheckpointError(f"there is no family '{wanted}' to export to{near(wanted, known)}")
-    tried = {f.model_type: f.differences(config, length) for f in ([known[wanted]] if wanted else families)}
-    for name, wrong in tried.items():
-        if not wrong:
-            return known[name]
-    nearest = min(tried, key=lambda name: len(tried[name]))
+    tried: dict[str, list[str]] = {}
+    refused = set()  # of which no more is known than the first reason: farther than any that can be compared
+    for f in [known[wanted]] if wanted else families:
+        try:
+            tried[f.model_type] = f.differences(config, length)
+        except CheckpointError as e:
+            tried[f.model_type] = [str(e)]
+            refused.add(f.model_type)
+        if not tried[f.model_type]:
+            return f
+    nearest = min(tried, key=lambda name: (name in refused, len(tried[name])))
     which = f"'{nearest}'" if wanted else f"no family can say this model; the nearest, '{nearest}',"
     raise CheckpointError(f"{which} cannot say {', '.join(tried[nearest][:6])}")

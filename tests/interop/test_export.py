@@ -127,6 +127,18 @@ def test_a_config_is_said_by_its_family(name):
     assert family_for(SAID[name], FAMILIES, 1024).model_type == name
 
 
+def test_the_nearest_family_is_the_one_that_lacks_least():
+    with pytest.raises(CheckpointError, match="the nearest, 'qwen3', cannot say logit_softcap = 30.0"):
+        family_for(TransformerConfig(**SMALL, qk_norm=True, logit_softcap=30.0), FAMILIES, 1024)
+    with pytest.raises(CheckpointError, match="the nearest, 'llama', cannot say .*NTKScaling"):
+        family_for(TransformerConfig(**SMALL, positions=Rotary(1e4, NTKScaling(2.0))), FAMILIES, 1024)
+
+
+def test_a_width_that_no_layer_has_is_nothing_to_say():
+    experts = TransformerConfig(**SMALL, mlp=MixtureOfExperts(hidden=16))
+    assert family_for(experts, FAMILIES, 1024).model_type == "mixtral"
+
+
 def test_gemma_without_local_layers_says_a_window_as_transformers_takes_no_null():
     whole = presets.gemma2_2b(depth=2, windows=(None,))
     assert family_for(whole, FAMILIES, 1024).json(whole, 1024)["sliding_window"] == 4096

@@ -81,7 +81,8 @@ def export_checkpoint(
     kept = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
     bound = chosen.bind(kept)
     arrays = _Blocks(run, step)
-    mark = json.dumps([run.info.get("id"), step, chosen.model_type, kept.param_dtype, shard_bytes])
+    written = run.checkpoints.manifest(step).get("time")  # a step may be written anew
+    mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, kept.param_dtype, shard_bytes])
     _claim(out, mark, say)
     try:
         write_tensors(bound, arrays.read, out, shard_bytes)

@@ -61,7 +61,7 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
         del own["data"], own["loss"]  # of training, of which there was none
         own |= {"merged": {"run": str(run.path.absolute()), "id": run.info.get("id"), "step": step}}
         own |= {"start": run.info["start"]} if "start" in run.info else {}
-        own |= {"status": "merged", "step": STEP, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        own |= {"status": "merging", "step": STEP, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         write_text(path / "run.json", json.dumps(own, indent=2) + "\n")
     agree.broadcast(0)  # the folder is there
     arrays = to_host(flatten({"params": params}))
@@ -69,4 +69,6 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
     store = checkpoints_in(made.path)
     store.save_host(STEP, arrays, {"leaves": leaves, "layout": None if layout is None else str(layout), "data": None})
     store.close()
+    if main:
+        write_text(made.path / "run.json", json.dumps({**made.info, "status": "merged"}, indent=2) + "\n")
     return made

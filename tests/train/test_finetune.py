@@ -239,6 +239,7 @@ def test_merged_adapters_are_an_ordinary_run_from_the_command_line(base, tmp_pat
     tuned, whole = js.load("tuned"), js.load("whole")
     assert tuned.config.model == MODEL and whole.config == dataclasses.replace(tuned.config, start=None, adapters=None)
     assert whole.info["merged"]["id"] == tuned.info["id"] and whole.info["start"]["id"] == base.info["id"]
+    assert whole.info["status"] == "merged"
     for name, x in flatten(tuned.params()).items():
         assert np.array_equal(x, flatten(whole.params())[name]), name
     site = blueprint_of(tuned.config)[0].adaptation.sites[0]

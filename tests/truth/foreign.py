@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def make(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     kind, told = MODELS[name]
     torch.manual_seed(len(name))
-    config = getattr(transformers, f"{kind}Config")(**told)
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(told))  # which it changes
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():

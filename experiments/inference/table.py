@@ -1,0 +1,202 @@
+"""What generation over many devices sends, keeps, saves and leaves idle: counts, and two models that say they are.
+
+    python -m experiments.inference.table            # a minute on two cores; writes results/table.json
+
+Nothing here is a time of this machine. What is sent is read off compiled programs (eight simulated devices), passes
+and tokens are the engine's own counts, and the two rows marked SIM are formulas that README.md writes out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxscale as js
+from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
+from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.forward import forward, one_row_a_lane
+from jaxscale.infer.sampling import Sampling
+from jaxscale.infer.streaming import Layers, OnHost, StreamingEngine
+from jaxscale.layout import Layout, shardings_of
+from jaxscale.models import TransformerConfig
+from jaxscale.plan.collectives import collectives
+from jaxscale.train import describe_model, make_params
+from pallas_kernels.decode_attention.inputs import How, Inputs
+from pallas_kernels.decode_attention.split import Tiles, shares
+from pallas_kernels.flash_attention.inputs import Score
+
+OUT = Path(__file__).parent / "results" / "table.json"
+CONFIG = TransformerConfig(depth=2, vocab=256, width=256, heads=8, kv_heads=2, hidden=512)
+
+
+def sent_over_context(devices: int, length: int) -> dict[str, Any]:
+    """Of one step of one text whose keys lie on `devices`: bytes that a device sends, and the cache's (row 215)."""
+    layout = generating(Layout(f"context={devices}"))
+    graphdef, infos = describe_model(CONFIG)
+    model, how = nnx.merge(graphdef, infos), Contiguous()
+
+    def step(params: Any, states: Any, token: Any, start: Any) -> Any:
+        told = one_row_a_lane(start, jnp.ones_like(start), 1)
+        return forward(nnx.merge(graphdef, params), token, told, how, states)
+
+    with layout:
+        states = jax.eval_shape(lambda: init_cache(model, how, 1, 1, length))
+        shapes = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        given = shapes, states, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        # the cache stays where it is, so that what is sent is the step's own
+        lay = lambda x: layout.sharding(Contiguous.axes, x.shape, kind="activations")  # noqa: E731
+        placed = jax.tree.map(lay, states)
+        compiled = (
+            jax.jit(step, in_shardings=(shardings_of(infos, layout), placed, None, None), out_shardings=(None, placed))
+            .lower(*given)
+            .compile()
+        )
+    sent = sum(c.sent for c in collectives(compiled, layout.sizes))
+    return {"devices": devices, "length": length, "sent": sent, "cache": cache_bytes(model, how, 1, 1, length)}
+
+
+def idle(workers: int, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Share of tile times in which a worker waits for the slowest, by three ways to deal out keys (row 54)."""
+    page, heads = 64, 8
+    most = -(-max(lengths) // page)
+    tables = np.full((len(lengths), most), -1, np.int32)
+    positions = np.asarray(lengths, np.int32)[:, None] - 1
+    k = np.zeros((1, page, heads, 8), np.float32)
+    q = np.zeros((len(lengths), 1, heads, 8), np.float32)
+    inputs = Inputs(q=q, k=k, v=k, tables=tables, positions=positions, first=np.int32(0))  # type: ignore[arg-type]
+    how = How(Score("softmax", 1.0, None, 0.0), None, 8, 1)
+    found = shares(Tiles.of(inputs, how, page), inputs, how, workers=workers, heads=heads)
+    dealt = np.diff(np.asarray(found.begin))
+    tiles = np.repeat(-(-np.asarray(lengths) // page), heads)
+    fixed = np.concatenate([np.full(8, -(-t // 8)) for t in tiles])  # every row and head in eight (flash-decoding)
+    total = tiles.sum()
+
+    def waits(jobs: np.ndarray) -> float:
+        """Jobs to whoever is free first, in their order."""
+        load = np.zeros(workers)
+        for job in jobs:
+            load[load.argmin()] += job
+        return 1 - total / (workers * load.max())
+
+    return {
+        "lengths": lengths,
+        "workers": workers,
+        "a worker a row and head": waits(tiles),
+        "every row in eight": waits(fixed),
+        "dealt evenly": 1 - total / (workers * dealt.max()),
+    }
+
+
+def arrivals(rate: float, texts: int = 60) -> dict[str, Any]:
+    """Texts that come at random: passes through the model, and places that were padding (rows 11 and 22)."""
+    random = np.random.default_rng(0)
+    graphdef, _ = describe_model(CONFIG)
+    params = jax.jit(make_params, static_argnums=(0, 1))(CONFIG, 0)
+    engine = Engine(graphdef, params, cache=Paged(16), rows=8, length=128, budget=128)
+    prompts = [tuple(random.integers(1, 256, random.integers(4, 64)).tolist()) for _ in range(texts)]
+    asked = [
+        Request(p, Sampling(max_tokens=int(random.integers(4, 48)), ignore_end=True), i) for i, p in enumerate(prompts)
+    ]
+    waiting = list(asked)
+    while waiting or engine.busy:
+        for _ in range(random.poisson(rate * 8)):  # the engine may do eight steps at a look
+            if waiting:
+                engine.submit(waiting.pop(0))
+        engine.step()
+    stats = engine.stats
+    # in batches of eight as they came, each padded to its longest prompt, until its longest answer is there
+    batches = [asked[i : i + 8] for i in range(0, texts, 8)]
+    longest = [(max(len(r.prompt) for r in b), max(r.sampling.max_tokens for r in b)) for b in batches]
+    return {
+        "texts a step": rate,
+        "passes": stats.steps,
+        "one after the other": sum(r.sampling.max_tokens for r in asked),
+        "in batches": sum(new for _, new in longest),
+        "tokens": stats.computed,
+        "places": stats.columns,
+        "places in batches": sum(8 * (prompt + new - 1) for prompt, new in longest),
+    }
+
+
+def resident(depth: int) -> dict[str, Any]:
+    """Bytes of a model's parameters on the device while its layers are streamed (row 2)."""
+    config = TransformerConfig(depth=depth, vocab=256, width=256, heads=8, kv_heads=2, hidden=1024)
+    graphdef, infos = describe_model(config)
+    params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
+    kept = {i.path: np.array(x) for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True)}
+    engine = StreamingEngine(graphdef, Layers(infos, OnHost(kept)), cache=Paged(16), rows=1, length=64, budget=64)
+    engine.submit(Request(tuple(range(1, 20)), Sampling(max_tokens=4, ignore_end=True), 0))
+    while engine.busy:
+        engine.step()
+    there = engine.resident
+    return {"depth": depth, "peak": there.peak, "whole": there.whole}
+
+
+def star(devices: int, latency: float, bandwidth: float, payload: int) -> dict[str, Any]:
+    """SIM: seconds of an all-reduce by a ring and by a star whose middle is one of the devices (row 2)."""
+    ring = 2 * (devices - 1) * (latency + payload / devices / bandwidth)
+    # all send to the middle, whose link takes one after the other, and are sent the sum
+    return {
+        "devices": devices,
+        "latency": latency,
+        "bandwidth": bandwidth,
+        "payload": payload,
+        "ring": ring,
+        "star": 2 * latency + 2 * (devices - 1) * payload / bandwidth,
+    }
+
+
+def borrowed(devices: int, pages: int = 512, texts: int = 2000) -> dict[str, Any]:
+    """SIM: share of all pages in use when the first text finds no room, each device's own or everybody's (215)."""
+    random, used = np.random.default_rng(0), {"own": [], "shared": []}
+    for _ in range(50):
+        needs = np.ceil(random.pareto(1.2, texts) * 8 + 1).astype(int)
+        for kind, pools in (("own", np.full(devices, pages)), ("shared", np.array([devices * pages]))):
+            left = pools.copy()
+            for need in needs:
+                if left.max() < need:
+                    break
+                left[left.argmax()] -= need
+            used[kind].append(1 - left.sum() / pools.sum())
+    return {"devices": devices, "pages": pages} | {k: statistics.mean(v) for k, v in used.items()}
+
+
+def main() -> None:
+    """Writes the file and prints it."""
+    js.simulate_devices(8)
+    links = ((1e-3, 1e8 / 8), (1e-3, 1e9 / 8), (3.4e-6, 4.5e11))
+    found = {
+        "context": [sent_over_context(d, n) for d in (2, 4, 8) for n in (1024, 8192)],
+        "idle": [
+            idle(132, (4096,) * 8),
+            idle(132, (16384, 8192, 4096, 1024, 512, 300, 200, 100)),
+            idle(132, (65536,)),
+        ],
+        "arrivals": [arrivals(rate) for rate in (0.05, 0.2, 1.0)],
+        "resident": [resident(depth) for depth in (4, 8, 16, 32)],
+        "star": [
+            star(n, lat, bw, 16384)
+            for n in (2, 4, 8)
+            for lat, bw in ((1e-3, 1e8 / 8), (1e-3, 1e9 / 8), (3.4e-6, 4.5e11))
+        ],
+        "borrowed": [borrowed(n) for n in (2, 4, 8)],
+        "jax": jax.__version__,
+    }
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps(found, indent=1) + "\n")
+    for name, rows in found.items():
+        if isinstance(rows, list):
+            print(f"\n{name}")
+            for row in rows:
+                print("  " + "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -181,11 +181,7 @@ def main() -> None:
         ],
         "arrivals": [arrivals(rate) for rate in (0.05, 0.2, 1.0)],
         "resident": [resident(depth) for depth in (4, 8, 16, 32)],
-        "star": [
-            star(n, lat, bw, 16384)
-            for n in (2, 4, 8)
-            for lat, bw in ((1e-3, 1e8 / 8), (1e-3, 1e9 / 8), (3.4e-6, 4.5e11))
-        ],
+        "star": [star(n, latency, bandwidth, 16384) for n in (2, 4, 8) for latency, bandwidth in links],
         "borrowed": [borrowed(n) for n in (2, 4, 8)],
         "jax": jax.__version__,
     }

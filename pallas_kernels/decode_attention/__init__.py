@@ -36,6 +36,7 @@ def decode_attention(
     softcap: float | None = None,
     scale: float | None = None,
     value_dim: int | None = None,
+    maximum: float | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of each row's queries to its kept keys (flash-decoding, Dao et al. 2023).
@@ -59,6 +60,9 @@ def decode_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       scale: factor on the scores; 1 / sqrt(D) by default.
       value_dim: Dv, where `v` is `None`.
+      maximum: a number near each query's largest score, known beforehand (FlashDecoding++, Hong et al. 2023): sums need
+        no scaling back as larger scores come. Where one proves to be too far from it for float32, all is computed anew
+        without; XLA's form alone has it.
       implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "dense" (all keys at once in float32); `None` is the best
         here.
 
@@ -82,6 +86,7 @@ def decode_attention(
         softcap=softcap,
         scale=scale,
         value_dim=value_dim,
+        maximum=maximum,
     )
     return _attend(inputs, how, implementation)
 

@@ -58,6 +58,8 @@ def supported(
     """Why the kernel cannot serve a case, or `None`."""
     if why := hopper(target):
         return why
+    if how.maximum is not None:
+        return "a maximum that is given beforehand is left to XLA"
     if dtype not in DTYPES:
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
     if v is None:

@@ -50,12 +50,14 @@ class How:
       window: latest places a query sees, its own included, or `None`.
       value_dim: Dv.
       stride: pages of a text from one of a table's entries to the next.
+      maximum: taken for the largest score of each query, or `None` to look for it.
     """
 
     score: Score
     window: int | None
     value_dim: int
     stride: int
+    maximum: float | None = None
 
 
 def starts(first: Any, stride: int, page: int, entries: int) -> jax.Array:
@@ -77,6 +79,7 @@ def checked(
     softcap: Any,
     scale: Any,
     value_dim: int | None,
+    maximum: Any,
 ) -> tuple[Inputs, How]:
     """The arguments of `decode_attention` in order, or a sentence on what is wrong with them.
 
@@ -97,14 +100,14 @@ def checked(
         )
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
         raise _error(f"stride has to be an integer of at least 1, not {stride!r}")
-    softcap, scale = _number("softcap", softcap), _number("scale", scale)
+    softcap, scale, maximum = _number("softcap", softcap), _number("scale", scale), _number("maximum", maximum)
     if softcap is not None and softcap <= 0:
         raise _error(f"softcap has to be greater than 0 or None, not {softcap}")
     first = jnp.asarray(first)
     if first.ndim or not jnp.issubdtype(first.dtype, jnp.integer):
         raise _error(f"first has to be one integer, not {first.dtype.name} of shape {first.shape}")
     score = Score("softmax", d**-0.5 if scale is None else scale, softcap, 0.0)
-    how = How(score, None if window is None else min(int(window), 2**30), value_dim, stride)
+    how = How(score, None if window is None else min(int(window), 2**30), value_dim, stride, maximum)
     return Inputs(q, k, v, positions, tables, first.astype(jnp.int32)), how
 
 

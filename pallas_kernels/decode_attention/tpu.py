@@ -42,6 +42,8 @@ def supported(
     dtype: str,
 ) -> str | None:
     """Why the kernel cannot serve a case, or `None`."""
+    if how.maximum is not None:
+        return "a maximum that is given beforehand is left to XLA"
     if dtype == "float16":
         return "TPUs compute in bfloat16 and float32; XLA converts float16"
     rows = q[1] * q[2]

@@ -37,6 +37,22 @@ def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypat
     check(*make(case), implementation="xla")
 
 
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_maximum_that_is_given_changes_nothing(case, monkeypatch):
+    monkeypatch.setattr(xla.lax, "cond", lambda near, given, anew: given())  # without the way out
+    check(*make(case), implementation="xla", maximum=1.5)
+
+
+@pytest.mark.parametrize("maximum", [-300.0, 300.0], ids=["too low", "too high"])
+def test_where_a_given_maximum_is_too_far_all_is_computed_anew(maximum):
+    """exp(300) is no float32, and nothing is left of exp(-300)."""
+    arrays, options = make(CASES[0])
+    check(arrays, options, implementation="xla", maximum=maximum)
+    alone = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla"))()
+    given = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla", maximum=maximum))()
+    jax.tree.map(np.testing.assert_array_equal, given, alone)
+
+
 def test_the_dense_form_is_the_truth():
     check(*make(CASES[0]), implementation="dense")
 

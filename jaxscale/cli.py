@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -86,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _help_of(argv: list[str]) -> str:
+    """What a command's `--help` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        _parser().parse_args([argv[0], "--help"])
+    return out.getvalue()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code, 2 for a mistake of the user's."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -110,7 +121,13 @@ def _run(argv: list[str]) -> int:
     names = [command.__name__.rpartition(".")[2].rstrip("_") for command in COMMANDS]
     if rest and not rest[0].startswith("-") and rest[0] not in names:
         raise ConfigError(f"there is no command '{rest[0]}' (see jaxscale --help){near(rest[0], names)}")
-    args = parser.parse_args(rest)
+    args, more = parser.parse_known_args(rest)
+    if more:
+        named = [a for a in more if a.startswith("--")][:1]
+        known = re.findall(r"--[a-z][a-z-]*", parser.format_help() if args.command is None else _help_of(rest))
+        hint = near(named[0].partition("=")[0], sorted(set(known))) if named else ""
+        program = "jaxscale" if args.command is None else f"jaxscale {rest[0]}"
+        raise ConfigError(f"unrecognized arguments: {' '.join(more)}; see {program} --help{hint}")
     if args.command is None:
         parser.print_help()
         return 0

@@ -51,6 +51,10 @@ def test_where_a_given_maximum_is_too_far_all_is_computed_anew(maximum):
     alone = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla"))()
     given = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla", maximum=maximum))()
     jax.tree.map(np.testing.assert_array_equal, given, alone)
+    with pytest.MonkeyPatch.context() as patch:  # which is why: it is what the sums are taken of
+        patch.setattr(xla.lax, "cond", lambda near, given, anew: given())
+        wrong = jax.jit(lambda q: decode_attention(q, *arrays[1:], **options, implementation="xla", maximum=maximum))
+        assert not np.array_equal(wrong(arrays[0])[1], alone[1])
 
 
 def test_the_dense_form_is_the_truth():

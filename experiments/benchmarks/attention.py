@@ -382,7 +382,7 @@ def main() -> None:
     result = {**measure.facts(device.device_kind), "dtype": dtype.name, "judged": judged, "rows": rows}
     show(result, judged)
     if args.json:
-        args.json.write_text(json.dumps(measure._rounded(result), indent=2) + "\n")
+        args.json.write_text(json.dumps(measure.rounded(result), indent=2) + "\n")
 
 
 def show(result: dict[str, Any], judged: bool) -> None:

@@ -155,7 +155,7 @@ def main() -> None:
         print("  ".join(line(rows[-1], judged)), flush=True)
     if args.json:
         result = {**measure.facts(device.device_kind), "judged": judged, "rows": rows}
-        args.json.write_text(json.dumps(measure._rounded(result), indent=2) + "\n")
+        args.json.write_text(json.dumps(measure.rounded(result), indent=2) + "\n")
 
 
 if __name__ == "__main__":

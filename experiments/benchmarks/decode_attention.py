@@ -179,7 +179,7 @@ def main() -> None:
         raise SystemExit(f"no row's name holds '{args.only}'")
     if args.json:
         result = {**measure.facts(device.device_kind), "dtype": jnp.dtype(dtype).name, "judged": judged, "rows": rows}
-        args.json.write_text(json.dumps(measure._rounded(result), indent=2) + "\n")
+        args.json.write_text(json.dumps(measure.rounded(result), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,10 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The repository's commit, with "-dirty" when tracked files differ; "uncommitted" where there is none."""
+    """The repository's commit, with "-dirty" when tracked files differ.
+
+    A copy without its history says it in `BENCHMARK_COMMIT`; else it is "uncommitted".
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -175,15 +178,16 @@ def commit() -> str:
 
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
-        return "uncommitted"
-    return f"{head}-dirty" if git("status", "--porcelain", "--untracked-files=no", "--", "jaxscale") else head
+        return os.environ.get("BENCHMARK_COMMIT", "uncommitted")
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", "jaxscale", "pallas_kernels")
+    return f"{head}-dirty" if dirty else head
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:
     """Writes `results/<name>.json`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(_rounded(result), indent=2) + "\n")
+    path.write_text(json.dumps(rounded(result), indent=2) + "\n")
     return path
 
 
@@ -203,13 +207,13 @@ def fill(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     readme.write_text("\n".join([before + start, *table, end + after]))
 
 
-def _rounded(x: Any) -> Any:
-    """Floats to five digits: what a timing holds."""
+def rounded(x: Any) -> Any:
+    """`x` with floats to five digits: what a timing holds."""
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else str(x)
     if isinstance(x, Mapping):
-        return {k: _rounded(v) for k, v in x.items()}
-    return [_rounded(v) for v in x] if isinstance(x, (list, tuple)) else x
+        return {k: rounded(v) for k, v in x.items()}
+    return [rounded(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 
 def _peak_rss(pid: int) -> int | None:

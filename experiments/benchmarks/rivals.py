@@ -1,0 +1,269 @@
+"""What our kernels are held against, where it can be had: torch, its compiled flex_attention, Triton, tokamax.
+
+Each function gives a call without arguments that starts one computation on the arrays it was made with, or raises with
+the reason why not. `agreeing` collects those that compute what ours does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Call = Callable[[], Any]
+
+
+def agreeing(makers: Mapping[str, Callable[[], Call]], tolerance: float) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls that can be had and whose results agree with those of "ours", and why the others were left out.
+
+    Args:
+      makers: by name, what makes a call; "ours" first.
+      tolerance: of the norm of a difference over that of ours, and nothing is timed beyond it.
+
+    Raises:
+      RuntimeError: a rival of JAX's own, which is no guess of ours, has another result: ours is not to be timed.
+    """
+    calls: dict[str, Call] = {}
+    refused: dict[str, str] = {}
+    want: list[Any] = []
+    for name, make in makers.items():
+        if name == "ours":
+            calls[name] = make()
+            want = jax.tree.leaves(calls[name]())
+            continue
+        try:
+            call = make()
+            got = [_array(leaf) for leaf in jax.tree.leaves(call())]
+        except Exception as e:  # a rival refuses with whatever its authors raise
+            refused[name] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e) else ''}"
+            continue
+        apart = max(float(_apart(a, b)) for a, b in zip(want, got, strict=True))
+        if not apart < tolerance:
+            sentence = f"its result and ours are {apart:.3g} apart"
+            if name in ("xla", "cudnn", "8-bit in XLA"):
+                raise RuntimeError(f"WRONG: '{name}': {sentence}")
+            refused[name] = sentence
+            continue
+        calls[name] = call
+    return calls, refused
+
+
+def several(call: Call, calls: int) -> Callable[[], None]:
+    """Starts a computation so many times, each while the one before may be under way, and returns when all are done."""
+
+    def run() -> None:
+        out = None
+        for _ in range(calls):
+            out = call()
+        wait(out)
+
+    return run
+
+
+def wait(out: Any) -> None:
+    """Until what was started is done, whoever's it is."""
+    leaves = jax.tree.leaves(out)
+    if leaves and not isinstance(leaves[0], jax.Array):
+        _torch().cuda.synchronize()
+    else:
+        jax.block_until_ready(out)
+
+
+def _array(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    _torch().cuda.synchronize()
+    return jax.dlpack.from_dlpack(leaf.detach().contiguous())
+
+
+@jax.jit
+def _apart(a: jax.Array, b: jax.Array) -> jax.Array:
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(a.ravel())
+
+
+# torch -----------------------------------------------------------------------------------------------------------
+
+
+def _torch() -> Any:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch finds no GPU")
+    return torch
+
+
+def tensor(x: Any) -> Any:
+    """A copy of an array as torch's, on the GPU."""
+    return _torch().from_dlpack(jax.block_until_ready(x)).clone()
+
+
+def torch_softmax(x: jax.Array, g: jax.Array, direction: str) -> Call:
+    """torch's softmax of the last axis."""
+    f = _torch().nn.functional.softmax
+    return _torch_call(functools.partial(f, dim=-1), (x,), g, direction)
+
+
+def torch_attention(arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, causal: bool) -> Call:
+    """torch's scaled dot-product attention, by whichever of its kernels it prefers.
+
+    Args:
+      arrays: (B, S, H, D), (B, S, K, D), (B, S, K, D).
+      g: of the result.
+    """
+    torch = _torch()
+    grouped = arrays[0].shape[2] != arrays[1].shape[2]
+    f = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped)
+    return _heads_first(f, arrays, g, direction)
+
+
+def flex_attention(
+    arrays: tuple[jax.Array, ...],
+    g: jax.Array,
+    direction: str,
+    *,
+    causal: bool,
+    segments: np.ndarray | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Call:
+    """torch's compiled flex_attention with a block mask.
+
+    Args:
+      arrays: (B, S, H, D), (B, S, K, D), (B, S, K, D).
+      g: of the result.
+      segments: (B, S) ids, or `None`.
+      window: keys that a query sees, itself among them.
+      softcap: of the scores.
+    """
+    torch = _torch()
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    (b, s, h, _), kv = arrays[0].shape, arrays[1].shape[2]
+    ids = None if segments is None else torch.from_numpy(segments).cuda()
+
+    def seen(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        keep = q >= k if causal else q >= 0
+        if window is not None:
+            keep = keep & (q - k < window)
+        if ids is not None:
+            keep = keep & (ids[batch, q] == ids[batch, k])
+        return keep
+
+    def capped(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    masked = causal or window is not None or ids is not None
+    mask = flex.create_block_mask(seen, b if ids is not None else None, None, s, s, device="cuda") if masked else None
+    f = functools.partial(
+        torch.compile(flex.flex_attention, dynamic=False),
+        block_mask=mask, score_mod=None if softcap is None else capped, enable_gqa=h != kv,
+    )  # fmt: skip
+    return _heads_first(f, arrays, g, direction)
+
+
+def _heads_first(f: Callable[..., Any], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str) -> Call:
+    """torch has heads before positions; the copies are made beforehand, so that it reads memory in its own order."""
+    return _torch_call(f, arrays, g, direction, lambda x: x.transpose(1, 2).contiguous())
+
+
+def _torch_call(
+    f: Callable[..., Any], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, turn: Any = lambda x: x
+) -> Call:
+    torch = _torch()
+    own = [turn(tensor(x)) for x in arrays]
+    back = lambda x: x.transpose(1, 2) if x.ndim == 4 else x  # noqa: E731
+    if direction == "forward":
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return back(f(*own))
+
+        return forward
+    own = [x.requires_grad_() for x in own]
+    out, cotangent = f(*own), turn(tensor(g))
+    return lambda: [back(x) for x in torch.autograd.grad(out, own, cotangent, retain_graph=True)]
+
+
+def torch_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str) -> Call:
+    """torch's cross-entropy of a linear head, compiled."""
+    torch = _torch()
+    a, b, t = tensor(x), tensor(w), tensor(targets).long()
+
+    def mean(a: Any, b: Any) -> Any:
+        return torch.nn.functional.cross_entropy((a @ b.T).float(), t)
+
+    compiled = torch.compile(mean, dynamic=False)
+    if direction == "forward":
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return compiled(a, b)
+
+        return forward
+    a, b = a.requires_grad_(), b.requires_grad_()
+
+    def both() -> Any:
+        y = compiled(a, b)
+        return [y, *torch.autograd.grad(y, (a, b))]
+
+    return both
+
+
+# Triton and tokamax ----------------------------------------------------------------------------------------------
+
+
+def triton_softmax(x: jax.Array, direction: str) -> Call:
+    """The Triton kernel that JAX ships."""
+    _only_gpu()
+    if direction == "backward":
+        raise NotImplementedError("JAX's Triton softmax has no gradient")
+    if x.shape[-1] > 32768:
+        raise NotImplementedError("JAX's Triton softmax holds a row in one block")
+    ops = importlib.import_module("jax.experimental.pallas.ops.gpu.softmax")
+    return functools.partial(jax.jit(ops.softmax), x)
+
+
+def triton_attention(
+    arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, *, causal: bool, segments: np.ndarray | None
+) -> Call:
+    """The Triton flash attention that JAX ships."""
+    _only_gpu()
+    if arrays[0].shape[2] != arrays[1].shape[2]:
+        raise NotImplementedError("JAX's Triton attention has no grouped heads")
+    ops = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+    ids = None if segments is None else jnp.asarray(segments)
+    scale = arrays[0].shape[-1] ** -0.5
+    return of_jax(lambda q, k, v: ops.mha(q, k, v, ids, scale, causal), arrays, g, direction)
+
+
+def tokamax_attention(arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, **options: Any) -> Call:
+    """tokamax's, by whichever kernel it prefers. Its options are `is_causal`, `mask`, `local_window_size` and more."""
+    _only_gpu()
+    tokamax = importlib.import_module("tokamax")
+    return of_jax(functools.partial(tokamax.dot_product_attention, **options), arrays, g, direction)
+
+
+def tokamax_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str) -> Call:
+    """tokamax's loss of a linear head; `w` is (V, E), and it takes (E, V)."""
+    _only_gpu()
+    tokamax = importlib.import_module("tokamax")
+    f = lambda x, w: tokamax.linear_softmax_cross_entropy_loss(x, targets, w.T, reduction="mean")  # noqa: E731
+    return functools.partial(jax.jit(f if direction == "forward" else jax.value_and_grad(f, (0, 1))), x, w)
+
+
+def of_jax(f: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str) -> Call:
+    """A call of the forward or of the backward pass alone of a function of JAX."""
+    if direction == "forward":
+        return functools.partial(jax.jit(f), *arrays)
+    pull = jax.jit(lambda *x: jax.vjp(f, *x)[1])(*arrays)
+    return functools.partial(jax.jit(lambda pull, g: pull(g)), pull, g)
+
+
+def _only_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("it is for GPUs")

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
@@ -28,19 +27,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to f
 import jax
 import jax.numpy as jnp
 import measure
+import record
 from jax import Array
 
 from jaxscale.optim.adamw import AdamWState, adamw
 from pallas_kernels.blockwise import ADAMW, quantize_blockwise, update_blockwise
-from pallas_kernels.dispatch import chosen
+from pallas_kernels.dispatch import chosen, forget
 
 NUMBERS = dict(lr=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 TILE, COLUMNS = (2, 128), 4096
-SIZES = {"gpu": (16, 64, 256), "tpu": (16, 64, 256), "cpu": (1, 4)}  # millions of parameters
+SIZES = {"gpu": (256, 64, 16), "tpu": (256, 64, 16), "cpu": (4, 1)}  # millions of parameters, most telling first
 STEPS = {"gpu": 8, "tpu": 8, "cpu": 1}  # in one timed call
 SETTLING = 3  # real steps before anything is timed
 FLUSH = 256 * 2**20
-TARGETS = {"copy": 0.70, "xla": 2.5, "torch": 1.4}
+TARGETS = {"copy": 0.70, "8-bit in XLA": 2.5, "torch fused": 1.4}
 """Share of the copy bandwidth, and how many times as fast as the same in XLA and as torch's 32-bit AdamW."""
 
 
@@ -180,81 +180,67 @@ def flusher(platform: str) -> Callable[[], None]:
     return flush
 
 
-def one_size(millions: int, dtype: Any, platform: str, rounds: int) -> list[dict[str, Any]]:
-    """All rows at one size; prints and returns them."""
-    size, steps = millions * 2**20, STEPS[platform]
-    rows = {
-        "8-bit fused": eight_bit(size, dtype, steps, None),
+def one_size(platform: str, rounds: int, case: tuple[int, Any]) -> tuple[dict[str, Any], list[record.Line]]:
+    """All ways to take a step at one size.
+
+    Args:
+      platform: where.
+      rounds: timings of each.
+      case: millions of parameters, and their dtype.
+    """
+    (millions, dtype), steps = case, STEPS[platform]
+    size = millions * 2**20
+    forget()
+    rows = {"ours": eight_bit(size, dtype, steps, None)}
+    ran = sorted({c.implementation for c in chosen("blockwise")})
+    rows |= {
         "8-bit in XLA": eight_bit(size, dtype, steps, "xla"),
         "32-bit in XLA": thirty_two_bit(size, dtype, steps),
         "copy": copy(size, dtype, steps),
     }
+    kind = jax.devices()[0].device_kind
+    refused = {}
     if row := torch_fused(size, dtype, steps):
         rows["torch fused"] = row
+    else:
+        refused["torch fused"] = "torch, or a GPU for it, is not here"
     seconds = in_turns(rows, rounds, flusher(platform))
-    bandwidth = rows["copy"].bytes * size / statistics.median(seconds["copy"])
-    out = []
-    for name, row in rows.items():
-        share = measure.ratio(seconds["copy"], seconds[name]).median * row.bytes / rows["copy"].bytes
-        faster = {
-            other: measure.ratio(seconds[other], seconds[name]).median for other in rows if other not in (name, "copy")
-        }
-        out.append(
-            {
-                "row": name,
-                "parameters": size,
-                "dtype": jnp.dtype(dtype).name,
-                "ms": statistics.median(seconds[name]) * 1e3,
-                "bytes_per_parameter": row.bytes,
-                "copy_gb_per_s": bandwidth / 1e9,
-                "share_of_copy": share,
-                "times_as_fast_as": faster,
-                "rounds": rounds,
-                "verdicts": verdicts(share, faster, dtype) if name == "8-bit fused" and platform == "gpu" else {},
-            }
-        )
-        _show(out[-1])
-    return out
-
-
-def verdicts(share: float, faster: dict[str, float], dtype: Any) -> dict[str, bool]:
-    """Which targets the fused row meets; torch's counts in float32, where its moments have 32 bits."""
-    met = {"copy": share >= TARGETS["copy"], "xla": faster["8-bit in XLA"] >= TARGETS["xla"]}
-    if "torch fused" in faster and jnp.dtype(dtype) == jnp.float32:
-        met["torch"] = faster["torch fused"] >= TARGETS["torch"]
-    return met
-
-
-def _show(r: dict[str, Any]) -> None:
-    ratios = ", ".join(f"{v:.2f}x {k}" for k, v in r["times_as_fast_as"].items()) if r["row"] == "8-bit fused" else ""
-    met = ", ".join(f"{k} {'met' if ok else 'MISSED'}" for k, ok in r["verdicts"].items())
-    print(
-        f"{r['parameters'] >> 20:4d}M {r['dtype']:9s} {r['row']:14s} {r['ms']:9.3f} ms  "
-        f"{r['share_of_copy']:.2f} of a copy's {r['copy_gb_per_s']:.0f} GB/s  {ratios}  {met}",
-        flush=True,
+    speed = {n: rows[n].bytes * size / statistics.median(s) / 1e9 for n, s in seconds.items()}
+    common: dict[str, Any] = dict(
+        runs=", ".join(ran), unit="GB/s", ours=speed["ours"], copy=speed["copy"], refused=refused
     )
+    common["others"] = {n: v for n, v in speed.items() if n not in ("ours", "copy")}
+    lines = []
+    for against, aim in TARGETS.items():
+        if against not in rows or (against == "torch fused" and dtype != jnp.float32):
+            continue  # torch's moments have the parameter's dtype: 32 bits only where it has
+        work = rows["ours"].bytes / rows["copy"].bytes if against == "copy" else 1.0
+        ratio = dataclasses.asdict(measure.ratio([work * s for s in seconds[against]], seconds["ours"]))
+        verdict = record.judge(ratio, aim, None, kind)
+        lines.append(record.Line(_name(case), ratio=ratio, against=against, target=aim, verdict=verdict, **common))
+    bytes_each = {n: r.bytes for n, r in rows.items()}
+    return {"parameters": size, "bytes_per_parameter": bytes_each, "timings": seconds}, lines
+
+
+def _name(case: tuple[int, Any]) -> str:
+    return f"adamw8bit {case[0]}M {jnp.dtype(case[1]).name}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    record.options(parser)
     parser.add_argument("--millions", type=int, nargs="*", help="sizes; by default those for this machine")
     args = parser.parse_args()
     device = jax.devices()[0]
     platform = device.platform if device.platform in SIZES else "gpu"
     if platform == "cpu":
         print("on a CPU: toy sizes, no kernel; these figures say nothing of a GPU or a TPU")
-    rows = []
-    for dtype in (jnp.bfloat16, jnp.float32):
-        for millions in args.millions or SIZES[platform]:
-            rows += one_size(millions, dtype, platform, args.rounds)
-    picked = sorted({str(c) for c in chosen("blockwise") if c.kind == device.device_kind})
-    for line in picked:
-        print(line[:200])
-    if args.json:
-        found = {"facts": measure.facts(device.device_kind), "toy": platform == "cpu", "targets": TARGETS}
-        args.json.write_text(json.dumps(found | {"chosen": picked, "rows": rows}, indent=1) + "\n")
+    results = record.Results("adamw8bit", device.device_kind, args)
+    cases = [
+        (millions, dtype) for millions in args.millions or SIZES[platform] for dtype in (jnp.bfloat16, jnp.float32)
+    ]
+    results.each(((_name(case), case) for case in cases), functools.partial(one_size, platform, args.rounds))
+    results.show()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The loss without logits, forward and with its gradients, against materialised logits and the speed of a matmul.
 
+Materialised by XLA and by torch, compiled; tokamax's where it is installed.
+
     python experiments/benchmarks/cross_entropy.py                           on the device there is
     python experiments/benchmarks/cross_entropy.py --json cross_entropy.json and every timing into a file
 
@@ -13,16 +15,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
+import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
 
 import jax
 import jax.numpy as jnp
 import measure
 import optax
+import record
+import rivals
 
 from pallas_kernels.cut_cross_entropy import linear_cross_entropy
 from pallas_kernels.dispatch import chosen
@@ -40,20 +46,18 @@ class Machine:
     Args:
       tokens, width, words: N, E and V.
       square: length of the matrix product's sides.
-      rounds: timings of each.
     """
 
     tokens: int
     width: int
     words: int
     square: int
-    rounds: int
 
 
 MACHINES = {
-    "gpu": Machine(8192, 4096, 131072, 8192, 30),
-    "tpu": Machine(8192, 4096, 131072, 8192, 30),
-    "cpu": Machine(512, 256, 16384, 1024, 30),
+    "gpu": Machine(8192, 4096, 131072, 8192),
+    "tpu": Machine(8192, 4096, 131072, 8192),
+    "cpu": Machine(512, 256, 16384, 1024),
 }
 
 
@@ -68,94 +72,61 @@ def theirs(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def measure_row(machine: Machine, dtype: Any, direction: str) -> dict[str, Any]:
+def measure_row(machine: Machine, dtype: Any, rounds: int, direction: str) -> tuple[dict[str, Any], list[record.Line]]:
     """Seconds of each, what ran, and the ratios."""
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0), 4)
     n, e, v = machine.tokens, machine.width, machine.words
     x, w = jax.random.normal(keys[0], (n, e), dtype), jax.random.normal(keys[1], (v, e), dtype) * e**-0.5
     targets = jax.random.randint(keys[2], (n,), 0, v)
-    square = jnp.ones((machine.square,) * 2, dtype)
-    calls = {"matmul": _call(jnp.matmul, square, square)}
-    outs = {}
-    for name, f in (("ours", ours), ("theirs", theirs)):
-        calls[name] = _call(f if direction == "forward" else jax.value_and_grad(f, (0, 1)), x, w, targets)
-        outs[name] = jax.tree.leaves(calls[name]())
-    apart = max(_apart(a, b) for a, b in zip(outs["ours"], outs["theirs"], strict=True))
-    if not apart < 0.02:
-        raise SystemExit(f"{direction}: ours and optax's are {apart} apart, relatively")
-    del outs
-    seconds = {name: t.wall for name, t in measure.interleaved(calls, machine.rounds).items()}
+    square = jax.random.normal(keys[3], (machine.square,) * 2, dtype)
+    makers: dict[str, Callable[[], rivals.Call]] = {
+        "ours": lambda: _call(ours, direction, x, w, targets),
+        "xla": lambda: _call(theirs, direction, x, w, targets),
+        "torch": lambda: rivals.torch_loss(x, w, targets, direction),
+        "tokamax": lambda: rivals.tokamax_loss(x, w, targets, direction),
+    }
+    calls, refused = rivals.agreeing(makers, 0.02)
+    calls["matmul"] = functools.partial(jax.jit(jnp.matmul), square, square)
+    timed = measure.interleaved({name: rivals.several(call, 1) for name, call in calls.items()}, rounds)
+    seconds = {name: t.wall for name, t in timed.items()}
     products = PRODUCTS[direction] * n * e * v / machine.square**3
     at_its_rate = [products * s for s in seconds["matmul"]]
-    return {
-        "direction": direction,
-        "shape": [n, e, v],
-        "dtype": jnp.dtype(dtype).name,
-        "implementation": chosen("linear_cross_entropy")[-1].implementation,
-        "matmul_tflops": 2 * machine.square**3 / statistics.median(seconds["matmul"]) / 1e12,
-        "seconds": {name: statistics.median(s) for name, s in seconds.items()},
-        "ratio": dataclasses.asdict(measure.ratio(seconds["theirs"], seconds["ours"])),
-        "share_of_matmul": dataclasses.asdict(measure.ratio(at_its_rate, seconds["ours"])),
-        "apart": apart,
-        "target": TARGETS[direction],
-        "timings": seconds,
-    }
+    ms = {name: statistics.median(s) * 1e3 for name, s in seconds.items()}
+    common: dict[str, Any] = dict(
+        runs=chosen("linear_cross_entropy")[-1].implementation, unit="ms", ours=ms["ours"], refused=refused,
+        others={name: t for name, t in ms.items() if name not in ("ours", "matmul")},
+        matmul=2 * machine.square**3 / ms["matmul"] / 1e9,
+    )  # fmt: skip
+    lines = []
+    for against, time, aim in (("matmul", at_its_rate, TARGETS[direction]), ("xla", seconds["xla"], 1.0)):
+        ratio = dataclasses.asdict(measure.ratio(time, seconds["ours"]))
+        verdict = record.judge(ratio, aim, None, jax.devices()[0].device_kind)
+        lines.append(
+            record.Line(f"loss {direction}", ratio=ratio, against=against, target=aim, verdict=verdict, **common)
+        )
+    return {"shape": [n, e, v], "direction": direction, "timings": seconds}, lines
 
 
-def _call(f: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
-    jitted = jax.jit(f)
-    return lambda: jax.block_until_ready(jitted(*arrays))
-
-
-def _apart(a: jax.Array, b: jax.Array) -> float:
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-
-
-HEADER = ("direction", "N x E x V", "runs", "matmul TFLOP/s", "ours ms", "XLA ms", "of matmul", "ratio", "target", "")
-
-
-def line(row: dict[str, Any], judged: bool) -> tuple[str, ...]:
-    """A row of the table."""
-    met = row["share_of_matmul"]["median"] >= row["target"] and row["ratio"]["median"] >= 1.0
-    return (
-        row["direction"],
-        " x ".join(map(str, row["shape"])),
-        row["implementation"],
-        f"{row['matmul_tflops']:.3g}",
-        f"{row['seconds']['ours'] * 1e3:.2f}",
-        f"{row['seconds']['theirs'] * 1e3:.2f}",
-        f"{row['share_of_matmul']['median']:.2f}",
-        f"{row['ratio']['median']:.2f} ({row['ratio']['low']:.2f}–{row['ratio']['high']:.2f})",
-        f"≥ {row['target']:.2f} of matmul, ≥ 1.0" if judged else "none",
-        ("met" if met else "missed") if judged else "",
-    )
+def _call(f: Callable[..., Any], direction: str, *arrays: jax.Array) -> rivals.Call:
+    return functools.partial(jax.jit(f if direction == "forward" else jax.value_and_grad(f, (0, 1))), *arrays)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write every timing there")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    record.options(parser)
     parser.add_argument("--dtype", default=None, help="bfloat16 (float32 on a CPU)")
-    parser.add_argument("--rounds", type=int, help="timings of each (default 30)")
     for name in ("tokens", "width", "words"):
         parser.add_argument(f"--{name}", type=int, help="in place of the machine's own")
     args = parser.parse_args()
     device = jax.devices()[0]
     machine = MACHINES.get(device.platform, MACHINES["cpu"])
-    given = {n: v for n in ("tokens", "width", "words", "rounds") if (v := getattr(args, n)) is not None}
+    given = {n: v for n in ("tokens", "width", "words") if (v := getattr(args, n)) is not None}
     machine = dataclasses.replace(machine, **given)
     dtype = jnp.dtype(args.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
-    judged = device.platform == "gpu" and "H200" in device.device_kind
-    if not judged:
-        print(f"on {device.device_kind}: sizes are {'small, ' if device.platform == 'cpu' else ''}no target applies")
-    print("  ".join(HEADER))
-    rows = []
-    for direction in TARGETS:
-        rows.append(measure_row(machine, dtype, direction))
-        print("  ".join(line(rows[-1], judged)), flush=True)
-    if args.json:
-        result = {**measure.facts(device.device_kind), "judged": judged, "rows": rows}
-        args.json.write_text(json.dumps(measure.rounded(result), indent=2) + "\n")
+    results = record.Results("cross_entropy", device.device_kind, args, dtype=dtype.name)
+    run = functools.partial(measure_row, machine, dtype, args.rounds)
+    results.each(((f"loss {direction}", direction) for direction in TARGETS), run)
+    results.show()
 
 
 if __name__ == "__main__":

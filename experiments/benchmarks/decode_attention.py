@@ -15,16 +15,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import record
+import rivals
 
 from pallas_kernels import chosen, forget
 from pallas_kernels.decode_attention import decode_attention
@@ -91,95 +91,44 @@ def arrays(case: Case, dtype: Any) -> tuple[tuple[jax.Array, ...], np.ndarray | 
     return (q, k, v), np.random.default_rng(0).permutation(case.b * per).reshape(case.b, per).astype(np.int32)
 
 
-def calls(case: Case, dtype: Any) -> dict[str, Callable[[], Any]]:
-    """What is timed: the sum that measures the bandwidth, ours, and `jax.nn`'s where it can do it."""
+def measure_row(dtype: Any, rounds: int, case: Case) -> tuple[dict[str, Any], list[record.Line]]:
+    """Bandwidths, the share of that of a plain sum of as many bytes, and what ran."""
     (q, k, v), tables = arrays(case, dtype)
     lengths = jnp.asarray(case.lengths)
-    plain = jnp.ones(case.bytes // 4, jnp.float32)
-    run = jax.jit(functools.partial(decode_attention, lengths=lengths, tables=tables))
-    found = {"sum": functools.partial(jax.jit(jnp.sum), plain), "ours": functools.partial(run, q, k, v)}
-    if tables is None:
-        for name in ("cudnn", "xla"):
-            other = functools.partial(
-                jax.nn.dot_product_attention, key_value_seq_lengths=lengths, implementation=name
-            )  # fmt: skip
-            found[name] = functools.partial(jax.jit(other), q, k, v)
-    return found
-
-
-def measure_row(case: Case, dtype: Any, rounds: int) -> dict[str, Any]:
-    """Bandwidths, the share, and what ran."""
-    timed, refused, results = {}, {}, {}
+    plain = jax.random.normal(jax.random.key(1), (case.bytes // 4,), jnp.float32)
     forget()
-    for name, call in calls(case, dtype).items():
-        try:
-            results[name] = jax.block_until_ready(call())
-        except (ValueError, NotImplementedError, RuntimeError) as e:  # jax.nn refuses with any of these
-            refused[name] = str(e).splitlines()[0]
-            continue
-        timed[name] = functools.partial(_several, call)
-    ours = results["ours"][0]
-    for name in set(results) - {"sum", "ours"}:
-        apart = float(jnp.linalg.norm(ours - results[name]) / jnp.linalg.norm(ours))
-        if not apart < 0.03:
-            raise SystemExit(f"{case.name}: ours and '{name}' are {apart:.3g} apart")
+    run = jax.jit(lambda q, k, v: decode_attention(q, k, v, lengths=lengths, tables=tables)[0])
+    makers: dict[str, Callable[[], rivals.Call]] = {"ours": lambda: functools.partial(run, q, k, v)}
+    for name in () if case.page else ("cudnn", "xla"):
+        other = functools.partial(jax.nn.dot_product_attention, key_value_seq_lengths=lengths, implementation=name)
+        makers[name] = lambda other=other: functools.partial(jax.jit(other), q, k, v)  # type: ignore[misc]
+    timed, refused = rivals.agreeing(makers, 0.03)
     runs = chosen("decode_attention")[-1]
-    results.clear()
-    wall = {name: [w / CALLS for w in t.wall] for name, t in measure.interleaved(timed, rounds).items()}
-    against = {name: dataclasses.asdict(measure.ratio(wall[name], wall["ours"])) for name in wall if name != "ours"}
-    return dataclasses.asdict(case) | {
-        "runs": runs.implementation,
-        "why": [list(x) for x in runs.why_not],
-        "refused": refused,
-        "gigabytes_per_second": {n: case.bytes / statistics.median(w) / 1e9 for n, w in wall.items()},
-        "share": against.pop("sum"),
-        "ratios": against,
-        "timings": wall,
-    }
-
-
-def _several(call: Callable[[], Any]) -> None:
-    out = None
-    for _ in range(CALLS):
-        out = call()  # the one before may go while this one is on its way
-    jax.block_until_ready(out)
-
-
-def line(row: dict[str, Any], judged: bool) -> str:
-    """A row of the table."""
-    share, speeds = row["share"], row["gigabytes_per_second"]
-    others = ", ".join(f"{r['median']:.3g}× {n}" for n, r in row["ratios"].items())
-    others += "".join(f", {n} refused" for n in row["refused"])
-    verdict = f"target {row['target']}: {'met' if share['median'] >= row['target'] else 'missed'}" if judged else ""
-    return (
-        f"{row['name']:26s} {row['runs']:10s} sum {speeds['sum']:8.1f} GB/s  ours {speeds['ours']:8.1f} GB/s  "
-        f"share {share['median']:.3f} ({share['low']:.3f}–{share['high']:.3f})  {others}  {verdict}"
-    )
+    timed["sum"] = functools.partial(jax.jit(jnp.sum), plain)
+    several = {name: rivals.several(call, CALLS) for name, call in timed.items()}
+    wall = {name: [w / CALLS for w in t.wall] for name, t in measure.interleaved(several, rounds).items()}
+    speed = {name: case.bytes / statistics.median(w) / 1e9 for name, w in wall.items()}
+    share = dataclasses.asdict(measure.ratio(wall["sum"], wall["ours"]))
+    line = record.Line(
+        f"decode {case.name}", runs=runs.implementation, unit="GB/s", ours=speed.pop("ours"), copy=speed.pop("sum"),
+        others=speed, refused=refused, ratio=share, against="sum", target=case.target,
+        verdict=record.judge(share, case.target, None, jax.devices()[0].device_kind),
+    )  # fmt: skip
+    jax.clear_caches()
+    return {**dataclasses.asdict(case), "why": [list(x) for x in runs.why_not], "timings": wall}, [line]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write every timing there")
-    parser.add_argument("--only", help="rows whose name holds this")
-    parser.add_argument("--rounds", type=int, default=30, help="timings of each")
+    record.options(parser)
     args = parser.parse_args()
     device = jax.devices()[0]
-    judged, small = "H200" in device.device_kind, device.platform == "cpu"
-    dtype = jnp.float32 if small else jnp.bfloat16
-    if not judged:
-        print(f"on {device.device_kind}: sizes are {'small, ' if small else ''}no target applies")
-    rows = []
-    for case in cases(small):
-        if args.only and args.only not in case.name:
-            continue
-        rows.append(measure_row(case, dtype, args.rounds))
-        jax.clear_caches()
-        print(line(rows[-1], judged), flush=True)
-    if not rows:
-        raise SystemExit(f"no row's name holds '{args.only}'")
-    if args.json:
-        result = {**measure.facts(device.device_kind), "dtype": jnp.dtype(dtype).name, "judged": judged, "rows": rows}
-        args.json.write_text(json.dumps(measure.rounded(result), indent=2) + "\n")
+    small = device.platform == "cpu"
+    dtype = jnp.dtype(jnp.float32 if small else jnp.bfloat16)
+    results = record.Results("decode_attention", device.device_kind, args, dtype=dtype.name)
+    run = functools.partial(measure_row, dtype, args.rounds)
+    results.each(((f"decode {case.name}", case) for case in cases(small)), run)
+    results.show()
 
 
 if __name__ == "__main__":

@@ -74,18 +74,18 @@ HEADER = ("what", "runs", "ours", "others", "machine", "ratio", "target", "verdi
 def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
     """A `Line`, as a dict, as the cells below `HEADER`."""
     others = [f"{name} {v:.4g}" for name, v in line["others"].items()] + [f"{name} –" for name in line["refused"]]
-    machine = [f"matmul {line['matmul']:.0f} TF/s"] if line["matmul"] else []
+    machine = [f"matmul {line['matmul']:.3g} TF/s"] if line["matmul"] else []
     machine += [f"copy {line['copy']:,.0f} GB/s"] if line["copy"] else []
     ratio, aim = line["ratio"], ""
     if line["target"] is not None and line["verdict"]:
-        aim = f"≥ {line['target']:.3g} {line['against']}" + (f" (floor {line['floor']:.3g})" if line["floor"] else "")
+        aim = f"≥ {line['target']:.3g}" + (f", floor {line['floor']:.3g}" if line["floor"] else "")
     return (
         line["what"],
         line["runs"],
         f"{line['ours']:.4g} {line['unit']}" if line["ours"] is not None else "–",
         ", ".join(others),
         ", ".join(machine),
-        f"{ratio['median']:.3g} ({ratio['low']:.3g}–{ratio['high']:.3g})" if ratio else "–",
+        f"{ratio['median']:.3g} ({ratio['low']:.3g}–{ratio['high']:.3g}) {line['against']}" if ratio else "–",
         aim,
         line["verdict"],
     )
@@ -198,7 +198,7 @@ def show_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> None:
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in HEADER:
-        table.add_column(name, justify="right" if name in ("ours", "ratio") else "left")
+        table.add_column(name, justify="right" if name == "ours" else "left")
     for line in lines:
         table.add_row(*cells(line))
     console = Console(highlight=False)

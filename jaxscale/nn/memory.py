@@ -145,13 +145,14 @@ POLICIES: dict[str, MemoryPolicy] = {
     "none": MemoryPolicy(rest="keep"),
     "full": MemoryPolicy(),
     "dots": MemoryPolicy(rest="dots"),
+    "dots_and_attention": MemoryPolicy(keep=("attn_out", "lse"), rest="dots"),
     "attention_only": MemoryPolicy(keep=("attn_out", "lse")),
     "offload_residual": MemoryPolicy(offload=("residual",)),
     "minimal": MemoryPolicy(offload=("residual",), tile=("norm", "mlp_hidden")),
 }
 """Policies by name. `none` keeps everything; `full` only each group's input (Chen et al. 2016); `dots` the products
-with weights as well; `attention_only` what keeps attention from running again; `offload_residual` is `full` with that
-input in host memory; `minimal` is that in tiles."""
+with weights as well, and `dots_and_attention` attention's output with them; `attention_only` what keeps attention from
+running again; `offload_residual` is `full` with that input in host memory; `minimal` is that in tiles."""
 
 
 @functools.cache

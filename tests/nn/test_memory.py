@@ -75,8 +75,8 @@ def test_each_policy_recomputes_what_it_says():
     # with weights, attention's output saves the second of the other two, queries, keys and values the first three; the
     # stream between the sub-layers saves the product before it.
     assert again == {
-        "none": 0, "full": 8, "dots": 2, "attention_only": 7, "offload_residual": 8, "minimal": 8,
-        "tiles": 2, "qkv": 5, "up": 6, "up to the host": 6, "mid": 7,
+        "none": 0, "full": 8, "dots": 2, "dots_and_attention": 1, "attention_only": 7, "offload_residual": 8,
+        "minimal": 8, "tiles": 2, "qkv": 5, "up": 6, "up to the host": 6, "mid": 7,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from jaxscale.models.presets import (
     olmo2_7b,
     phi3_mini,
     qwen3,
+    sheared_llama_1_3b,
 )
 from jaxscale.models.transformer import Transformer
 from jaxscale.models.transformer_config import Learned, TransformerConfig
@@ -40,4 +41,5 @@ __all__ = [
     "olmo2_7b",
     "phi3_mini",
     "qwen3",
+    "sheared_llama_1_3b",
 ]

@@ -87,6 +87,23 @@ def llama3_405b(**changes: Any) -> TransformerConfig:
 
 
 @register
+def sheared_llama_1_3b(**changes: Any) -> TransformerConfig:
+    """Sheared-LLaMA 1.3B (Xia et al. 2024): a Llama 2 cut down to 24 layers, 1,345,423,360 parameters."""
+    config = TransformerConfig(
+        depth=24,
+        vocab=32000,
+        width=2048,
+        heads=16,
+        head_dim=128,
+        hidden=5504,
+        norm_eps=1e-5,
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "sheared_llama_1_3b", changes)
+
+
+@register
 def mixtral_8x7b(**changes: Any) -> TransformerConfig:
     """Mixtral 8x7B (Jiang et al. 2024): eight experts in every layer, two of them for each token."""
     config = TransformerConfig(

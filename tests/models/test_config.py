@@ -26,6 +26,7 @@ from jaxscale.models import (
     olmo2_7b,
     phi3_mini,
     qwen3,
+    sheared_llama_1_3b,
 )
 from jaxscale.nn import GELU, GeGLU, GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRouter
 from jaxscale.train.state import describe_model
@@ -45,6 +46,7 @@ PUBLISHED = {
     gemma2_9b: 9_241_705_984,
     gemma3: 3_880_263_168,
     phi3_mini: 3_821_079_552,
+    sheared_llama_1_3b: 1_345_423_360,
 }
 
 

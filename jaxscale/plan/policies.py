@@ -49,6 +49,7 @@ class Choice(Shown):
       config: the run's settings with that policy.
       topology, budget: what it was chosen for, bytes per device.
       rows: a line per policy, cheapest first.
+      program: the step with that policy, compiled and ready to run, where it was chosen for the devices that are here.
     """
 
     policy: str
@@ -56,6 +57,7 @@ class Choice(Shown):
     topology: str
     budget: int
     rows: tuple[PolicyRow, ...]
+    program: Any = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield policy_table(self.rows, self.topology, self.budget)
@@ -68,6 +70,7 @@ def choose(
     *,
     policies: Mapping[str, MemoryPolicy] = POLICIES,
     compiles: int = COMPILES,
+    here: bool = False,
 ) -> Choice:
     """The memory policy that costs the least arithmetic among those that fit.
 
@@ -81,6 +84,8 @@ def choose(
       budget: bytes per device for arguments, outputs and temporaries together.
       policies: to choose from, by name.
       compiles: how many programs may be compiled.
+      here: the topology is this machine's own devices: what is compiled is the step that `fit` would run on them, with
+        the run's guards, and is handed over (`Choice.program`) instead of compiled a second time.
 
     Raises:
       ConfigError: none of them fits, or `estimate`'s reasons.
@@ -97,7 +102,7 @@ def choose(
     last = min(order, key=lambda n: found[n].device)
     rows: dict[str, PolicyRow] = {}
     added: list[int] = []  # by the compiler, to what arithmetic knows of
-    chosen = None
+    chosen, program = None, None
     for name in order:
         row = lambda verdict, size=None, name=name: PolicyRow(name, found[name], size, verdict)  # noqa: E731
         expected = found[name].device + min(added, default=0)
@@ -108,7 +113,8 @@ def choose(
         elif len(added) >= compiles - 1 and name != last:
             rows[name] = row("passed over: the last compilation is for the smallest estimate")
         else:
-            size = compiled_bytes(configs[name], topology)
+            program = compile_step(configs[name], None, guards=config.guards) if here else None
+            size = compiled_bytes(configs[name], topology) if program is None else bytes_of(program)
             added.append(max(0, size - found[name].device))
             chosen = name if size <= budget else None
             rows[name] = row("chosen" if chosen else "over the budget", size)
@@ -121,7 +127,7 @@ def choose(
             f"{least.compiled_bytes or least.estimate.device:,} {how}; give more devices, a smaller batch or a shorter "
             "sequence"
         )
-    return Choice(chosen, configs[chosen], topology, budget, table)
+    return Choice(chosen, configs[chosen], topology, budget, table, program)
 
 
 def compiled_bytes(config: TrainConfig, topology: str) -> int:

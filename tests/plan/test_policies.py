@@ -16,6 +16,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import POLICIES, MemoryPolicy, MixtureOfExperts
 from jaxscale.plan import choose, estimate, memory, policies
 from jaxscale.plan.layer_memory import local_bytes
+from jaxscale.train import prepare
 from jaxscale.train.state import describe_model
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
@@ -95,6 +96,20 @@ def test_the_choice_for_a_slice_that_is_not_here_fits_it():
     size = roomy.rows[0].compiled_bytes
     tight = choose(TINY, TOPOLOGY, size // 2, policies=names)
     assert tight.policy == "full" and tight.rows[-1].compiled_bytes <= size // 2
+
+
+@pytest.mark.once
+def test_a_choice_for_the_devices_here_hands_over_the_step_it_compiled():
+    model = TransformerConfig(depth=2, width=32, vocab=64)
+    data = js.data.synthetic(64, documents=8, length=32)
+    config = js.TrainConfig(
+        model=model, data=data, layout=js.Layout("data=1"), batch_size=2, seq_len=32, eval_batches=0
+    )
+    choice = choose(config, "cpu", 2**30, here=True)
+    ready = prepare(choice.config)
+    with config.layout:
+        _, metrics = choice.program(ready.blueprint.init(0), ready.place(ready.loader, 0))
+    assert choice.rows[0].verdict == "chosen" and jnp.isfinite(metrics["loss"])
 
 
 def test_a_mixtures_estimate_counts_active_experts_and_its_choice_leaves_tiles_out():

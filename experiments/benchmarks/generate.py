@@ -1,8 +1,6 @@
 """Our engine against `generate` of `transformers`: the same weights, the same prompts, one run.
 
     python experiments/benchmarks/generate.py            a 9M-parameter Llama, a few minutes on two cores
-    python experiments/benchmarks/generate.py --share    a 1.2B one of random weights on an accelerator, ours alone:
-                                                         which share of the measured read bandwidth a step reaches
 
 Greedy tokens have to be the same before anything is timed. Every round has prompts of its own, so that no page is found
 from an earlier one. Results are in `results/generate.json`; `README.md` says how to read them.
@@ -15,7 +13,6 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,66 +204,6 @@ def compare(case: Case, z: Sizes, model: Any, graphdef: Any, params: Any, rounds
     }
 
 
-# ---- on an accelerator
-
-
-def read_bandwidth(gib: int = 4) -> float:
-    """Bytes a second of reading a large array once."""
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones(gib * 2**29, jnp.bfloat16)
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-    return x.nbytes / _best(lambda: jax.block_until_ready(total(x)))
-
-
-def _best(call: Callable[[], Any], rounds: int = 10) -> float:
-    call()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def share(z: Sizes, rounds: int) -> dict[str, Any]:
-    """Of a step of decoding: bytes of the weights and of the keys and values it reads, against the bandwidth."""
-    import jax
-    from flax import nnx
-
-    from jaxscale.infer.cache import Contiguous, cache_bytes
-    from jaxscale.models import TransformerConfig
-    from jaxscale.train import describe_model, make_params
-
-    config = TransformerConfig(
-        depth=z.layers, width=z.width, heads=z.heads, kv_heads=z.kv_heads, hidden=z.hidden, vocab=z.vocab,
-        dtype=z.dtype, param_dtype=z.dtype, tied=True,
-    )  # fmt: skip
-    graphdef, _ = describe_model(config)
-    params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    bandwidth, rows = read_bandwidth(), {}
-    for batch in (1, 8, 32):
-        prompt, new = 1024, 256
-        case = Case(f"batch {batch}", ((prompt, new),) * batch)
-        ours = Ours(graphdef, params, case, z)
-        ours(0)
-        seconds = []
-        for n in range(1, rounds + 1):
-            begin = time.perf_counter()
-            ours(n)
-            seconds.append(time.perf_counter() - begin - ours.first[-1])
-        a_step = statistics.median(seconds) / (new - 1)
-        kept = cache_bytes(nnx.merge(graphdef, params), Contiguous(), 1, batch, prompt + new // 2)
-        rows[case.name] = {
-            "tokens_per_second": batch / a_step,
-            "first_token_seconds": statistics.median(ours.first[1:]),
-            "share": (weights + kept) / a_step / bandwidth,
-        }
-    return {"weights_bytes": weights, "bandwidth": bandwidth, "rows": rows}
-
-
 # ---- the run as a whole
 
 
@@ -274,20 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CASES, action="append", help="these rows alone; nothing is written")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of each (default {ROUNDS})")
-    parser.add_argument("--share", action="store_true", help="ours alone, on an accelerator")
     args = parser.parse_args()
     import jax
 
-    if args.share:
-        z = Sizes(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocab=128256, dtype="bfloat16")
-        found = {"sizes": dataclasses.asdict(z), **share(z, args.rounds)}
-        device = jax.devices()[0].device_kind
-        result = {**measure.facts(device), **found}
-        for name, row in found["rows"].items():
-            print(f"{name}: {row['tokens_per_second']:,.0f} tokens/s, {row['share']:.2f} of the read bandwidth")
-        name = f"generate_{device.split()[-1].lower()}"
-        print(f"written to {measure.write(name, result).relative_to(measure.ROOT)}")
-        return
     z = Sizes()
     model = make_theirs(z)
     graphdef, params = same_weights(model)

@@ -191,20 +191,32 @@ def write(name: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
-def fill(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Writes a table into the folder's README, between `<!-- name -->` and `<!-- end name -->`.
+def fill(
+    name: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    readme: Path = FOLDER / "README.md",
+    before: str | None = None,
+) -> None:
+    """Writes a table into a README, between `<!-- name -->` and `<!-- end name -->`.
+
+    Args:
+      name: of the place.
+      header, rows: cells.
+      readme: the file.
+      before: a paragraph above the table.
 
     Raises:
       ValueError: the README has no such place.
     """
     table = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-    readme = FOLDER / "README.md"
     start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-    before, found, rest = readme.read_text().partition(start)
+    above, found, rest = readme.read_text().partition(start)
     after = rest.partition(end)[2]
     if not found or not after:
         raise ValueError(f"{readme.name} has no place for the table '{name}': {start} ... {end}")
-    readme.write_text("\n".join([before + start, *table, end + after]))
+    text = [] if before is None else [before, ""]
+    readme.write_text("\n".join([above + start, *text, *table, end + after]))
 
 
 def rounded(x: Any) -> Any:

@@ -190,8 +190,8 @@ class Results:
         show_lines(f"{self.content['benchmark']} on {self.device}", self.lines)
 
 
-def show_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table of lines, and why what was refused was."""
+def show_lines(title: str, lines: Sequence[Mapping[str, Any]], console: Any = None) -> None:
+    """Prints a table of lines, and why what was refused was; to a `rich.console.Console`, or to the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -201,7 +201,8 @@ def show_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(name, justify="right" if name == "ours" else "left")
     for line in lines:
         table.add_row(*cells(line))
-    console = Console(highlight=False)
-    Console(highlight=False, width=None if console.is_terminal else 180).print(table)
+    if console is None:
+        console = Console(highlight=False, width=None if Console().is_terminal else 180)
+    console.print(table)
     for who, why in dict.fromkeys((who, why) for line in lines for who, why in line["refused"].items()):
-        print(f"{who}: {why[:200]}")
+        console.print(f"{who}: {why[:200]}", markup=False, soft_wrap=True)

@@ -1,0 +1,268 @@
+"""Every benchmark of an accelerator within a time budget, most valuable first, and one table of them.
+
+    python experiments/benchmarks/run_all.py --out DIR                 eight minutes of measuring
+    python experiments/benchmarks/run_all.py --out DIR --minutes 20 --only attention,softmax
+    python experiments/benchmarks/run_all.py --out DIR --correctness   no speed: is everything right on this device?
+    python experiments/benchmarks/run_all.py --publish DIR             into results/ and the READMEs' tables
+
+Each benchmark is a process of its own. A row that hangs or ends its process is recorded as lost, and the benchmark goes
+on behind it; `DIR/results.json` is whole after every row, `DIR/log.txt` has all output, `DIR/table.txt` the table.
+Time that a benchmark leaves over goes to those after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import measure
+import record
+
+MINUTES = 8.0
+RESTARTS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A benchmark.
+
+    Args:
+      name: of its script.
+      share: of the time, relative to the others'.
+      row_seconds: a row that takes longer hangs.
+      options: more of the script's.
+    """
+
+    name: str
+    share: float
+    row_seconds: float = 75.0
+    options: tuple[str, ...] = ()
+
+    def command(self, into: Path, seconds: float) -> list[str]:
+        """What to run; it writes `into` and begins no row after `seconds`."""
+        script = str(measure.FOLDER / f"{self.name}.py")
+        return [sys.executable, script, "--json", str(into), "--seconds", f"{seconds:.0f}", "--resume", *self.options]
+
+
+JOBS = (
+    Job("attention", 3.0),
+    Job("train_gpu", 4.0, 240.0),
+    Job("adamw8bit", 1.0),
+    Job("cross_entropy", 1.0),
+    Job("decode_attention", 1.0),
+    Job("softmax", 1.5),
+    Job("generate_share", 1.0, 150.0),
+)
+"""Most valuable first."""
+
+
+class Run:
+    """Runs benchmarks one after another into a folder.
+
+    Args:
+      out: the folder.
+      deadline: by `time.monotonic`; nothing runs beyond it.
+    """
+
+    def __init__(self, out: Path, deadline: float):
+        self.out, self.deadline = out, deadline
+        self.found: dict[str, dict[str, Any]] = {}
+        self.parts = Path(tempfile.mkdtemp(prefix="jaxscale-benchmarks-"))
+
+    def job(self, job: Job, seconds: float) -> None:
+        """Runs a benchmark for about so many seconds, again behind every row that ends its process."""
+        start, part = time.monotonic(), self.parts / f"{job.name}.json"
+        for _ in range(RESTARTS):
+            left = min(seconds - (time.monotonic() - start), self.deadline - time.monotonic())
+            if left < 5:
+                break
+            said = self._process(job, part, left)
+            self._gather(job.name, part)
+            content = self.found.get(job.name)
+            if content is None:
+                line = record.Line(job.name, verdict=f"did not start: {said}")
+                self.found[job.name] = {"rows": {job.name: {"lines": [dataclasses.asdict(line)]}}, "running": None}
+                break
+            if not content["running"]:
+                break
+        content = self.found.get(job.name)
+        if content is not None and content["running"]:
+            line = record.Line(content["running"], verdict="its process ended or hung, or the time was over")
+            content["rows"][content["running"]] = {"lines": [dataclasses.asdict(line)]}
+            content["running"] = None
+        self._write()
+
+    def _process(self, job: Job, part: Path, seconds: float) -> str:
+        """Until it ends, a row hangs or the deadline is there; the last line it printed."""
+        with (self.out / "log.txt").open("a+") as log:
+            log.write(f"\n# {job.name}, {seconds:.0f} s\n")
+            log.flush()
+            begun = time.time()
+            process = subprocess.Popen(
+                job.command(part, seconds), stdout=log, stderr=subprocess.STDOUT,
+                env=measure.environment() | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
+            )  # fmt: skip
+            try:
+                while process.poll() is None:
+                    time.sleep(0.2)
+                    self._gather(job.name, part)
+                    touched = max(begun, part.stat().st_mtime if part.exists() else 0.0)  # as each row begins
+                    if time.time() - touched > job.row_seconds or time.monotonic() > self.deadline:
+                        break
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            return _last_line(log)
+
+    def _gather(self, name: str, part: Path) -> None:
+        """Takes over what a benchmark has written since the last time, and says it."""
+        if not part.exists():
+            return
+        content = json.loads(part.read_text())
+        known = self.found.get(name, {"rows": {}})["rows"]
+        new = [line for row, kept in content["rows"].items() if row not in known for line in kept["lines"]]
+        self.found[name] = content
+        for line in new:
+            print("  ".join(cell for cell in record.cells(line) if cell), flush=True)
+        if new:
+            self._write()
+
+    def _write(self) -> None:
+        whole = self.out / "results.part"
+        whole.write_text(json.dumps(self.found, indent=1) + "\n")
+        whole.replace(self.out / "results.json")
+
+
+def _last_line(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line for line in log.read().splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def run(jobs: Sequence[Job], out: Path, minutes: float) -> dict[str, dict[str, Any]]:
+    """Runs benchmarks within a time, each with its share of what is left; what each has found."""
+    begun = time.monotonic()
+    todo, runs = list(jobs), Run(out, begun + 60 * minutes)
+    try:
+        while todo:
+            left = 60 * minutes - (time.monotonic() - begun)
+            job = todo.pop(0)
+            runs.job(job, left * job.share / (job.share + sum(j.share for j in todo)))
+    finally:
+        shutil.rmtree(runs.parts, ignore_errors=True)
+    return runs.found
+
+
+def lines_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """All lines of all benchmarks."""
+    return [line for one in found.values() for row in one["rows"].values() for line in row["lines"]]
+
+
+def device_of(found: dict[str, dict[str, Any]]) -> str:
+    """What was measured on."""
+    return next((one["device"] for one in found.values() if "device" in one), "no device")
+
+
+def summary(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Of each benchmark how many targets are met, and the ratios that fall furthest short and go furthest beyond."""
+    out = []
+    for name, one in found.items():
+        lines = [line for row in one["rows"].values() for line in row["lines"]]
+        judged = [line for line in lines if line["ratio"] and line["target"] is not None and line["verdict"]]
+        of = {v: sum(line["verdict"] == v for line in lines) for v in ("met", "above the floor", "missed")}
+        lost = sum(line["ours"] is None for line in lines)
+        ends = ["–", "–"]
+        if judged:
+            ranked = sorted(judged, key=lambda line: line["ratio"]["median"] / line["target"])
+            ends = [_short(line) for line in (ranked[0], ranked[-1])]
+        out.append((name, *(str(n) for n in of.values()), str(lost), *ends))
+    return out
+
+
+def _short(line: dict[str, Any]) -> str:
+    return f"{line['ratio']['median']:.3g} of {line['against']}, asked {line['target']:.3g} ({line['what']})"
+
+
+SUMMARY = ("benchmark", "met", "above the floor", "missed", "no figure", "furthest behind", "furthest ahead")
+
+
+def show(found: dict[str, dict[str, Any]], out: Path) -> None:
+    """Prints the table and the summary, and writes both."""
+    from rich.console import Console
+
+    title = f"{device_of(found)}"
+    record.show_lines(title, lines_of(found))
+    with (out / "table.txt").open("w") as file:
+        record.show_lines(title, lines_of(found), Console(file=file, width=220, highlight=False))
+    for cells in (SUMMARY, *summary(found)):
+        print(" | ".join(cells))
+
+
+def publish(folder: Path) -> None:
+    """Takes a run's results into the repository: results/, and the tables of both READMEs.
+
+    Raises:
+      SystemExit: there are none in the folder, or they are of a CPU.
+    """
+    file = folder / "results.json"
+    if not file.exists():
+        raise SystemExit(f"{file}: there are no results; run_all.py --out {folder} makes them")
+    found = json.loads(file.read_text())
+    device = device_of(found)
+    if not any(name in device for name in record.JUDGED):
+        raise SystemExit(f"{file}: it is of {device}; what is published is of {' or '.join(record.JUDGED)}")
+    short = next(name for name in record.JUDGED if name in device).lower()
+    path = measure.write(f"kernels_{short}", found)
+    measure.fill("gpu", record.HEADER, [record.cells(line) for line in lines_of(found)])
+    one = next(iter(found.values()))
+    said = f"Measured on {one.get('date')} on one {device} ({path.name}, commit {one.get('commit')})."
+    measure.fill("gpu", SUMMARY, summary(found), measure.ROOT / "README.md", before=said)
+    print(f"written to {path.relative_to(measure.ROOT)}, experiments/benchmarks/README.md and README.md")
+
+
+def correctness(out: Path, minutes: float) -> int:
+    """The parity table on the device that is here; its exit status."""
+    command = [sys.executable, "-m", "tests.pallas_kernels.on_device"]
+    command += ["--out", str(out / "correctness.jsonl"), "--seconds", f"{60 * minutes:.0f}"]
+    return subprocess.run(command, cwd=measure.ROOT, env=measure.environment()).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="the folder for results")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="in all (default %(default)s)")
+    parser.add_argument("--only", help=f"of {', '.join(job.name for job in JOBS)}, with commas")
+    parser.add_argument("--correctness", action="store_true", help="whether it is right, not how fast it is")
+    parser.add_argument("--publish", type=Path, metavar="DIR", help="take a run's results into the repository")
+    args = parser.parse_args()
+    if args.publish:
+        publish(args.publish)
+        return 0
+    if args.out is None:
+        parser.error("--out DIR: say where the results go")
+    names = [job.name for job in JOBS]
+    chosen = args.only.split(",") if args.only else names
+    if unknown := set(chosen) - set(names):
+        parser.error(f"--only {min(unknown)}: there are {', '.join(names)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.correctness:
+        return correctness(args.out, args.minutes)
+    found = run([job for job in JOBS if job.name in chosen], args.out, args.minutes)
+    show(found, args.out)
+    return 0 if any(line["ours"] is not None for line in lines_of(found)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The runner of benchmarks loses no more than the row that ends a process; benchmarks here are scripts of a few lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "benchmarks"
+pytestmark = pytest.mark.once
+
+SCRIPT = """
+import argparse, os, sys, time
+sys.path.insert(0, {folder!r})
+import record
+parser = argparse.ArgumentParser()
+record.options(parser)
+args = parser.parse_args()
+def run(what):
+    if what == "crash": os._exit(3)
+    if what == "hang": time.sleep(60)
+    if what == "raise": raise ValueError("no such kernel")
+    ratio = dict(median=2.0, low=1.9, high=2.1, rounds=3)
+    verdict = record.judge(ratio, 1.5, None, {device!r})
+    line = record.Line(what, "kernel", "ms", 1.0, {{"xla": 2.0}}, {{}}, ratio, "xla", 1.5, verdict=verdict)
+    return dict(timings=[1.0]), [line]
+results = record.Results("fake", {device!r}, args)
+results.each([(what, what) for what in {rows!r}], run)
+"""
+
+
+@pytest.fixture
+def run_all(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import run_all
+
+    yield run_all
+    for name in ("run_all", "record", "measure"):
+        sys.modules.pop(name, None)
+
+
+def ran(run_all, tmp_path, text, *, row_seconds=30.0, minutes=1.0):
+    """What the runner finds of a benchmark that is this text."""
+    (tmp_path / "fake.py").write_text(text)
+
+    class Fake(run_all.Job):
+        def command(self, into, seconds):
+            command = super().command(into, seconds)
+            return [command[0], str(tmp_path / "fake.py"), *command[2:]]
+
+    return run_all.run([Fake("fake", 1.0, row_seconds)], tmp_path, minutes)
+
+
+def rows(*names, device="NVIDIA H200"):
+    return SCRIPT.format(folder=str(FOLDER), rows=names, device=device)
+
+
+def verdicts(run_all, found):
+    return {line["what"]: line["verdict"] for line in run_all.lines_of(found)}
+
+
+@pytest.mark.parametrize("bad", ["crash", "hang"])
+def test_a_row_that_ends_its_process_or_hangs_costs_that_row_alone(run_all, tmp_path, bad):
+    found = ran(run_all, tmp_path, rows("first", bad, "last"), row_seconds=3.0)
+    assert verdicts(run_all, found) == {"first": "met", bad: "its process ended or hung", "last": "met"}
+
+
+def test_a_row_that_raises_says_why(run_all, tmp_path):
+    found = ran(run_all, tmp_path, rows("raise", "last"))
+    assert verdicts(run_all, found) == {"raise": "ValueError: no such kernel", "last": "met"}
+
+
+def test_what_was_found_is_on_disk_when_the_time_is_over(run_all, tmp_path):
+    ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
+    on_disk = json.loads((tmp_path / "results.json").read_text())
+    assert verdicts(run_all, on_disk) == {"first": "met", "hang": "its process ended or hung, or the time was over"}
+
+
+def test_a_benchmark_that_does_not_start_is_recorded_with_its_last_words(run_all, tmp_path):
+    found = ran(run_all, tmp_path, "raise SystemExit('no module named so')")
+    assert verdicts(run_all, found) == {"fake": "did not start: no module named so"}
+
+
+def test_nothing_is_asked_of_a_device_that_targets_are_not_for(run_all, tmp_path):
+    found = ran(run_all, tmp_path, rows("first", device="cpu"))
+    assert verdicts(run_all, found) == {"first": ""}
+
+
+def test_figures_of_another_device_are_not_published(run_all, tmp_path):
+    ran(run_all, tmp_path, rows("first", device="cpu"))
+    with pytest.raises(SystemExit, match="it is of cpu; what is published is of H100 or H200"):
+        run_all.publish(tmp_path)
+
+
+def test_the_summary_counts_verdicts_and_names_the_ends(run_all, tmp_path):
+    found = ran(run_all, tmp_path, rows("first", "raise"))
+    said = "2 of xla, asked 1.5 (first)"
+    assert run_all.summary(found) == [("fake", "1", "0", "0", "1", said, said)]

@@ -62,6 +62,17 @@ GPUS = {
 """A GPU's name -> its description for XLA."""
 
 
+def kind_of(topology: str) -> str:
+    """The device kind of named hardware; of a GPU also where nothing can be compiled for it.
+
+    Raises:
+      KernelError: as `devices_of`.
+    """
+    if text := GPUS.get(topology.strip().lower().partition(":")[0]):
+        return text.partition('device_description_str: "')[2].partition('"')[0]
+    return str(devices_of(topology)[0].device_kind)
+
+
 @functools.cache
 def devices_of(topology: str) -> tuple[Any, ...]:
     """The devices of named hardware, none of which is here.
@@ -262,12 +273,12 @@ class Report:
         return None
 
 
-def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str = "h200") -> list[Report]:
+def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str | None = "h200") -> list[Report]:
     """Compiles a function for a GPU and reads what ptxas says of each Mosaic kernel in it.
 
     Args:
       fn, *shapes: as for `compile_kernel`.
-      topology: a GPU.
+      topology: a GPU, or `None` for the device that is here, with the compiler that it runs with.
 
     Raises:
       KernelError: the compiler is not installed.
@@ -278,7 +289,10 @@ def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str = "h200")
         os.environ.update(flags)
         jax.clear_caches()
         try:
-            compile_kernel(fn, *shapes, topology=topology)
+            if topology is None:
+                jax.jit(fn).lower(*shapes).compile()
+            else:
+                compile_kernel(fn, *shapes, topology=topology)
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

@@ -1,34 +1,80 @@
-"""`python -m pallas_kernels.tune OP`: finds an op's tiles for a device and writes them into its `tiles.json`.
+"""`python -m pallas_kernels.tune OP...`: finds ops' tiles for a device and writes them into their `tiles.json`.
 
-Every candidate passes the compile gate first; those that do are timed where the device is here, the fastest is
-"measured". Where it is not, the first to pass, in the op's own order of preference, is "compiled".
+Every candidate passes the compile gate first. Where the device is here, those that do are timed, the fastest is
+"measured", and one whose result is another than the first one's is refused. Where it is not, the first to pass, in the
+op's own order of preference, is "compiled".
+
+    python -m pallas_kernels.tune --device h200 --jobs 12 --seconds 400 --out tried.jsonl   on the device: every op
+    python -m pallas_kernels.tune --take tried.jsonl                                        its best, into the tables
+
+With --out each attempt is on disk as soon as it is known, and a second run goes on behind it; with --jobs several
+processes compile and take turns to time. One that ends or hangs costs the candidate that it was at.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
+import fcntl
 import importlib
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.aot import GPUS, SMALLEST, devices_of
+from pallas_kernels.aot import GPUS, SMALLEST, kernel_reports, kind_of
 from pallas_kernels.dispatch import KernelError
 from pallas_kernels.gate import gate_gpu, gate_tpu, operations
 
-ROUNDS = 30
+ROUNDS = 15
+CALLS = 8
+"""In a timing, so that starting them counts for little."""
+AGREE = 0.05
+"""How far apart, relatively, the results of two tiles may be."""
+HANGS = 90.0
+"""Seconds after which a candidate hangs."""
+
+Say = Callable[[str], Any]
 
 
-def tune(
-    op: str, topology: str, *, limit: int | None = None, say: Callable[[str], Any] = print
-) -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A candidate, and what became of it.
+
+    Args:
+      op: whose.
+      device: the device kind.
+      key, tile: as in `tiles.json`.
+      seconds: of a call, or `None` where the device is not here.
+      problem: why it is not to be used, or `None`.
+      how: "measured ..." or "compiled".
+    """
+
+    op: str
+    device: str
+    key: dict[str, Any]
+    tile: dict[str, Any]
+    seconds: float | None
+    problem: str | None
+    how: str
+
+    def __str__(self) -> str:
+        what = self.problem or ("compiles" if self.seconds is None else f"{self.seconds * 1e6:.1f} us")
+        return f"{self.op} {self.key} {self.tile}: {what}"
+
+
+def tune(op: str, topology: str, *, limit: int | None = None, say: Say = print) -> list[dict[str, Any]]:
     """The best tile of every key of an op on a device.
 
     Args:
@@ -44,28 +90,8 @@ def tune(
     Raises:
       KernelError: no compiler for the device is installed.
     """
-    platform = "gpu" if topology in GPUS else "tpu"
-    kind = devices_of(topology)[0].device_kind
-    here = jax.devices()[0].device_kind == kind
-    found, room = [], tuning(op)
-    for key in room.keys(platform):
-        passed: list[tuple[float, dict[str, Any]]] = []
-        for tile in list(room.candidates(platform, key))[:limit]:
-            fn, shapes = room.build(platform, key, tile)
-            problem = gate_gpu(fn, shapes, topology)[1] if platform == "gpu" else gate_tpu(fn, shapes, topology)
-            seconds = _seconds(fn, shapes) if here and problem is None else 0.0
-            say(f"{op} {key} {tile}: {problem or (f'{seconds * 1e6:.1f} us' if here else 'compiles')}")
-            if problem is None:
-                passed.append((seconds, tile))
-                if not here:
-                    break  # nothing to compare: the op's first choice that compiles
-        if not passed:
-            say(f"{op} {key}: no candidate passes")
-            continue
-        how = f"measured {datetime.date.today()}, jax {jax.__version__}" if here else "compiled"
-        best = min(passed, key=lambda p: p[0])[1] if here else passed[0][1]
-        found.append({"device": kind, "key": key, "tile": best, "from": how})
-    return found
+    tried = [a for key in tuning(op).keys(_platform(topology)) for a in attempts(op, topology, key, limit, say=say)]
+    return best(tried, say=say)[op]
 
 
 def tuning(op: str) -> Any:
@@ -73,8 +99,82 @@ def tuning(op: str) -> Any:
     return importlib.import_module(f"pallas_kernels.{op}.tuning")
 
 
-def _seconds(fn: Callable[..., Any], shapes: tuple[Any, ...]) -> float:
-    """The median time of a call on random data, after a warm-up."""
+def attempts(
+    op: str,
+    topology: str,
+    key: dict[str, Any],
+    limit: int | None = None,
+    *,
+    known: Sequence[dict[str, Any]] = (),
+    before: Callable[[dict[str, Any]], Any] = lambda tile: None,
+    turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    say: Say = print,
+) -> Iterator[Attempt]:
+    """Tries the candidates of a key; where the device is not here, up to the first that compiles.
+
+    Args:
+      op, topology, limit, say: as for `tune`.
+      key: one of the op's.
+      known: tiles that were tried before.
+      before: told each tile when its turn comes.
+      turn: held while something is timed.
+    """
+    platform, kind = _platform(topology), kind_of(topology)
+    here = jax.devices()[0].device_kind == kind
+    how = f"measured {datetime.date.today()}, jax {jax.__version__}" if here else "compiled"
+    first: Any = None
+    for tile in list(tuning(op).candidates(platform, key))[:limit]:
+        if tile in known:
+            continue
+        before(tile)
+        fn, shapes = tuning(op).build(platform, key, tile)
+        seconds = None
+        if here:
+            problem = _problem_here(fn, shapes, platform)
+            if problem is None:
+                with turn():
+                    seconds, problem, first = _timed(fn, shapes, first)
+        else:
+            problem = gate_gpu(fn, shapes, topology)[1] if platform == "gpu" else gate_tpu(fn, shapes, topology)
+        found = Attempt(op, kind, key, tile, seconds, problem, how)
+        say(str(found))
+        yield found
+        if problem is None and not here:
+            return  # nothing to compare: the op's first choice that compiles
+
+
+def best(tried: Sequence[Attempt], *, say: Say = print) -> dict[str, list[dict[str, Any]]]:
+    """By op, entries for `tiles.write`: of each key the fastest attempt, or the first where nothing was timed."""
+    keys: dict[tuple[str, str, str], list[Attempt]] = {}
+    for one in tried:
+        keys.setdefault((one.op, one.device, json.dumps(one.key, sort_keys=True)), []).append(one)
+    found: dict[str, list[dict[str, Any]]] = {op: [] for op, _, _ in keys}
+    for (op, device, _), of_key in keys.items():
+        passed = [a for a in of_key if a.problem is None]
+        if not passed:
+            say(f"{op} {of_key[0].key}: no candidate passes")
+            continue
+        chosen = min(passed, key=lambda a: a.seconds or 0.0)
+        found[op].append({"device": device, "key": chosen.key, "tile": chosen.tile, "from": chosen.how})
+    return found
+
+
+def _platform(topology: str) -> str:
+    return "gpu" if topology.partition(":")[0] in GPUS else "tpu"
+
+
+def _problem_here(fn: Callable[..., Any], shapes: tuple[Any, ...], platform: str) -> str | None:
+    """What the compiler of the device that is here says against a function; on a TPU it says so when it runs."""
+    if platform == "tpu":
+        return None
+    try:
+        return next((r.problem for r in kernel_reports(fn, *shapes, topology=None) if r.problem), None)
+    except Exception as e:  # what the compiler refuses comes as many types
+        return f"does not compile: {str(e).strip().splitlines()[0][:200]}"
+
+
+def _timed(fn: Callable[..., Any], shapes: tuple[Any, ...], first: Any) -> tuple[float | None, str | None, Any]:
+    """The median time of a call on random data, why it is not to be used, and the result to compare others with."""
 
     def fill(s: jax.ShapeDtypeStruct) -> jax.Array:
         if not jnp.issubdtype(s.dtype, jnp.floating):
@@ -83,31 +183,181 @@ def _seconds(fn: Callable[..., Any], shapes: tuple[Any, ...]) -> float:
 
     args = jax.tree.map(fill, shapes)
     jitted = jax.jit(fn)
-    jax.block_until_ready(jitted(*args))
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(jitted(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    try:
+        got = jax.block_until_ready(jitted(*args))
+        if first is not None and not (apart := _apart(first, got)) < AGREE:
+            return None, f"its result is {apart:.3g} from that of the first tile", first
+        times = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                out = jitted(*args)  # the one before may go while this one is on its way
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - start) / CALLS)
+    except Exception as e:
+        return None, f"does not run: {str(e).strip().splitlines()[0][:200]}", first
+    return statistics.median(times), None, got if first is None else first
+
+
+def _apart(a: Any, b: Any) -> float:
+    """The largest relative difference of two trees' arrays; places where both are NaN, of made-up statistics, agree."""
+
+    def one(x: jax.Array, y: jax.Array) -> float:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        same = (jnp.isnan(x) & jnp.isnan(y)) | (x == y)
+        off = jnp.linalg.norm(jnp.where(same, 0.0, x - y).ravel())
+        return float(off / (jnp.linalg.norm(jnp.where(same, 0.0, x).ravel()) + 1e-30)) if off else 0.0
+
+    return max(map(one, jax.tree.leaves(a), jax.tree.leaves(b)), default=0.0)
+
+
+# the command -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """A file of attempts, a line each; one that was begun and has no result has none yet, or never will."""
+
+    path: Path
+
+    def add(self, one: Attempt | dict[str, Any]) -> None:
+        """Appends a line, whole."""
+        line = json.dumps(dataclasses.asdict(one) if isinstance(one, Attempt) else one)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+    def read(self) -> tuple[list[Attempt], list[dict[str, Any]]]:
+        """What was tried, and what was begun and not finished."""
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        tried = [Attempt(**line) for line in lines if "begun" not in line]
+        done = {_name(a.op, a.key, a.tile) for a in tried}
+        begun = [line for line in lines if "begun" in line]
+        return tried, [b for b in begun if _name(b["op"], b["key"], b["tile"]) not in done]
+
+    def give_up(self, one: dict[str, Any], kind: str) -> None:
+        """Records that a candidate took its process with it."""
+        self.add(Attempt(one["op"], kind, one["key"], one["tile"], None, "its process ended or hung", "measured"))
+
+
+def _name(op: str, key: dict[str, Any], tile: dict[str, Any]) -> str:
+    return json.dumps([op, key, tile], sort_keys=True)
+
+
+def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -> None:
+    """Tries every `jobs`-th key; what takes longer than the time is not begun."""
+    end = time.monotonic() + args.seconds if args.seconds else None
+    every = [(op, key) for op in ops for key in tuning(op).keys(_platform(args.device)) if _wanted(key, args.where)]
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        with log.path.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    for op, key in every[worker :: args.jobs]:
+        tried, begun = log.read()
+        known = [a.tile for a in tried if (a.op, a.key) == (op, key)]
+        note = lambda tile, op=op, key=key: log.add(  # noqa: E731
+            {"begun": time.time(), "worker": worker, "op": op, "key": key, "tile": tile}
+        )
+        if any(a.problem is None and a.seconds is None for a in tried if (a.op, a.key) == (op, key)):
+            continue  # compiled before
+        for one in attempts(op, args.device, key, args.limit, known=known, before=note, turn=turn):
+            log.add(one)
+            if end is not None and time.monotonic() > end:
+                return
+
+
+def _wanted(key: dict[str, Any], where: Sequence[str]) -> bool:
+    return all(str(key.get(name)) == value for name, _, value in (w.partition("=") for w in where))
+
+
+def _several(args: argparse.Namespace, argv: Sequence[str], log: Log) -> None:
+    """Keeps `jobs` processes at work until each is through or the time is over."""
+    end = time.monotonic() + args.seconds if args.seconds else None
+    kind = kind_of(args.device)
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / args.jobs:.3f}"}
+
+    def start(worker: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "pallas_kernels.tune", *argv, "--worker", str(worker)]
+        return subprocess.Popen(command, env={**os.environ, **share})
+
+    at_work = {worker: start(worker) for worker in range(args.jobs)}
+    try:
+        while at_work:
+            time.sleep(0.3)
+            over = end is not None and time.monotonic() > end
+            begun = {line["worker"]: line for line in log.read()[1]}
+            for worker, process in list(at_work.items()):
+                at = begun.get(worker)
+                if process.poll() is None and (over or (at and time.time() - at["begun"] > HANGS * args.jobs**0.5)):
+                    process.kill()
+                    process.wait()
+                if process.poll() is not None:
+                    del at_work[worker]
+                    if at is not None and not over:
+                        log.give_up(at, kind)
+                        at_work[worker] = start(worker)
+    finally:
+        for process in at_work.values():
+            process.kill()
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
-    parser.add_argument("op", choices=operations())
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("op", nargs="*", help=f"of {', '.join(operations())}; all by default")
     parser.add_argument("--device", default="h200", choices=sorted({*GPUS, *SMALLEST}))
     parser.add_argument("--limit", type=int, help="candidates to try of each key")
-    parser.add_argument("--write", action="store_true", help="into the op's tiles.json")
+    parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE", help="keys that have this")
+    parser.add_argument("--seconds", type=float, help="try nothing after this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
+    parser.add_argument("--out", type=Path, help="a file of attempts, to go on with")
+    parser.add_argument("--write", action="store_true", help="the best into the ops' tiles.json")
+    parser.add_argument("--take", type=Path, metavar="FILE", help="write the best of a file of attempts, try nothing")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if unknown := set(args.op) - set(operations()):
+        parser.error(f"no kernels of '{min(unknown)}'; there are {', '.join(operations())}")
+    if args.jobs < 1 or (args.jobs > 1 and args.out is None):
+        parser.error(f"--jobs {args.jobs}: at least 1, and more than one write to --out FILE")
+    ops = tuple(args.op or operations())
+    if args.take:
+        if not args.take.exists():
+            parser.error(f"--take {args.take}: there is no such file; --out makes one")
+        return _written(best(Log(args.take).read()[0]))
     try:
-        found = tune(args.op, args.device, limit=args.limit)
+        if args.out is None:
+            tried = []
+            for op in ops:
+                keys = [key for key in tuning(op).keys(_platform(args.device)) if _wanted(key, args.where)]
+                tried += [a for key in keys for a in attempts(op, args.device, key, args.limit)]
+        else:
+            log = Log(args.out)
+            if args.worker is not None:
+                _work(args, ops, log, args.worker)
+                return 0
+            for lost in log.read()[1]:
+                log.give_up(lost, kind_of(args.device))
+            _several(args, argv, log)
+            tried = log.read()[0]
     except KernelError as e:
         print(f"tune: {e}", file=sys.stderr)
         return 2
+    found = best(tried)
     if args.write:
-        print(f"{len(found)} entries into {tiles.write(args.op, found)}")
-    return 0 if found else 1
+        return _written(found)
+    return 0 if any(found.values()) else 1
+
+
+def _written(found: dict[str, list[dict[str, Any]]]) -> int:
+    for op, entries in found.items():
+        if entries:
+            print(f"{len(entries)} entries into {tiles.write(op, entries)}")
+    return 0 if any(found.values()) else 1
 
 
 if __name__ == "__main__":

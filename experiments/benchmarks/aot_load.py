@@ -1,0 +1,122 @@
+"""Does a program compiled ahead of time, without a GPU, load and run on one?
+
+    JAX_PLATFORMS=cpu python experiments/benchmarks/aot_load.py --make aot.bin --device h200    without a GPU
+    python experiments/benchmarks/aot_load.py --load aot.bin --out DIR                          on the GPU
+
+The file holds three programs: one of XLA's alone, one with our softmax kernel, one with our attention kernel. Loading
+unpickles the file: load no file but your own. Both ends need the same jaxlib. What is said: whether each loads, whether
+its result is that of the same function compiled on the spot, and how long loading and compiling take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import measure
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from pallas_kernels import aot
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.softmax import softmax
+
+BF16 = jnp.bfloat16
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "XLA alone": (lambda x, w: jax.nn.gelu(x @ w).astype(BF16), ((512, 1024), (1024, 2048))),
+    "softmax kernel": (softmax, ((256, 16384),)),
+    "attention kernel": (
+        lambda q, k, v: flash_attention(q, k, v, causal=True),
+        ((1, 2048, 8, 128), (1, 2048, 2, 128), (1, 2048, 2, 128)),
+    ),
+}
+
+
+def programs(devices: list[Any]) -> dict[str, Any]:
+    """The programs lowered for one device, which need not be here."""
+    mesh = Mesh(np.array(devices[:1]), ("device",), axis_types=(AxisType.Auto,))
+    whole = jax.NamedSharding(mesh, PartitionSpec())
+    lowered = {}
+    with jax.set_mesh(mesh):
+        for name, (fn, shapes) in PROGRAMS.items():
+            mapped = jax.shard_map(fn, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+            arguments = [jax.ShapeDtypeStruct(shape, BF16, sharding=whole) for shape in shapes]
+            lowered[name] = jax.jit(mapped).lower(*arguments)
+    return lowered
+
+
+def make(file: Path, device: str) -> None:
+    """Compiles the programs for a device that is not here, into a file."""
+    devices = list(aot.devices_of(device))
+    made = {}
+    for name, lowered in programs(devices).items():
+        compiled = aot.compile_lowered(lowered, devices)
+        kernel = "mosaic_gpu" in lowered.as_text()
+        if kernel != ("kernel" in name):
+            raise SystemExit(f"{name}: the program has {'a' if kernel else 'no'} kernel")
+        made[name] = serialize_executable.serialize(compiled)
+    file.write_bytes(pickle.dumps({"device": device, "jaxlib": jaxlib.__version__, "programs": made}))
+    print(f"{len(made)} programs for {aot.kind_of(device)}, {file.stat().st_size / 2**20:.1f} MiB: {file}")
+
+
+def load(file: Path) -> dict[str, dict[str, Any]]:
+    """Loads the programs of a file, runs them on random data, and compares them with the same compiled here."""
+    kept = pickle.loads(file.read_bytes())
+    if kept["jaxlib"] != jaxlib.__version__:
+        print(f"{file} was made with jaxlib {kept['jaxlib']}, and this is {jaxlib.__version__}")
+    devices = jax.devices()[:1]
+    found: dict[str, dict[str, Any]] = {}
+    for name in PROGRAMS:
+        keys = jax.random.split(jax.random.key(0), 4)
+        inputs = [jax.random.normal(k, s, BF16) for k, s in zip(keys, PROGRAMS[name][1], strict=False)]
+        inputs = [jax.device_put(x, devices[0]) for x in inputs]
+        row: dict[str, Any] = {}
+        try:
+            begun = time.perf_counter()
+            program = serialize_executable.deserialize_and_load(*kept["programs"][name], execution_devices=devices)
+            row["load_seconds"] = time.perf_counter() - begun
+            got = np.asarray(program(*inputs), np.float32)
+            jax.clear_caches()
+            begun = time.perf_counter()
+            here = programs(devices)[name].compile()
+            row["compile_seconds"] = time.perf_counter() - begun
+            want = np.asarray(here(*inputs), np.float32)
+            apart = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+            row |= {"apart": apart, "answer": "loads and runs" if apart < 0.01 else "loads, and is WRONG"}
+        except Exception as e:  # that it does not is an answer
+            row["answer"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
+        print(f"{name}: {row}", flush=True)
+        found[name] = row
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--make", type=Path, metavar="FILE", help="compile, here, for --device")
+    parser.add_argument("--device", default="h200", choices=sorted(aot.GPUS))
+    parser.add_argument("--load", type=Path, metavar="FILE", help="load and run, on the device")
+    parser.add_argument("--out", type=Path, help="a folder for the answer, as aot_load.json")
+    args = parser.parse_args()
+    if (args.make is None) == (args.load is None):
+        parser.error("one of --make FILE and --load FILE")
+    if args.make:
+        make(args.make, args.device)
+        return
+    found = load(args.load)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        result = {**measure.facts(jax.devices()[0].device_kind), "programs": found}
+        (args.out / "aot_load.json").write_text(json.dumps(measure.rounded(result), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,11 @@ import measure
 JUDGED = ("H100", "H200")
 """The kinds of devices that targets are for: stated for an H200, and as shares, so that they hold on an H100 too."""
 
+BROKEN = ("CUDA_ERROR", "illegal memory access", "launch failure", "device-side assert")
+"""What an error says after which a process gets nothing more out of its GPU."""
+
+LATE = "no time left"
+
 T = TypeVar("T")
 
 
@@ -123,6 +128,7 @@ class Results:
             "benchmark": name,
             **extra,
             "running": None,
+            "complete": False,
             "rows": {},
         }
         if args.resume and args.json is not None and args.json.exists():
@@ -141,29 +147,32 @@ class Results:
           run: gives what is to be kept of a row, and its lines.
 
         Raises:
-          SystemExit: no name holds what --only says.
+          SystemExit: no name holds what --only says; or a row broke the GPU's context, and those after it need another
+            process (`--resume`).
         """
         wanted = [(name, case) for name, case in cases if (self.args.only or "") in name]
         if not wanted:
             raise SystemExit(f"no row's name holds '{self.args.only}'")
         for name, case in wanted:
-            if name in self.content["rows"]:
+            if self.content["rows"].get(name, {"problem": LATE}).get("problem") != LATE:
                 continue
             if self.args.seconds is not None and time.monotonic() - self.start > self.args.seconds:
-                self._keep(name, {"problem": "no time left"})
+                self._keep(name, {"problem": LATE})
                 continue
             self.content["running"] = name
             self._write()
-            begun = time.monotonic()
+            begun, broken = time.monotonic(), False
             try:
                 row, lines = run(case)
             except Exception as e:  # of a compiler, a driver, a rival: the rows after it are wanted all the same
-                row, lines = (
-                    {"problem": f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"},
-                    (),
-                )
+                said = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
+                row, lines, broken = {"problem": said}, (), any(word in str(e) for word in BROKEN)
             row["took_seconds"] = time.monotonic() - begun
             self._keep(name, row | {"lines": [dataclasses.asdict(line) for line in lines]})
+            if broken:
+                raise SystemExit(f"{name} broke the GPU's context; --resume goes on behind it")
+        self.content["complete"] = True
+        self._write()
 
     def _keep(self, name: str, row: dict[str, Any]) -> None:
         if "problem" in row:

@@ -30,7 +30,7 @@ import measure
 import record
 
 MINUTES = 8.0
-RESTARTS = 6
+RESTARTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +92,13 @@ class Run:
             content = self.found.get(job.name)
             if content is None:
                 line = record.Line(job.name, verdict=f"did not start: {said}")
-                self.found[job.name] = {"rows": {job.name: {"lines": [dataclasses.asdict(line)]}}, "running": None}
+                self.found[job.name] = {
+                    "rows": {job.name: {"lines": [dataclasses.asdict(line)]}},
+                    "running": None,
+                    "complete": False,
+                }
                 break
-            if not content["running"]:
+            if content["complete"]:
                 break
         content = self.found.get(job.name)
         if content is not None and content["running"]:

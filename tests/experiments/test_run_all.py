@@ -1,8 +1,9 @@
-"""The runner of benchmarks loses no more than the row that ends a process; benchmarks here are scripts of a few lines."""
+"""The runner of benchmarks loses no more than the row that ends a process; those here are scripts of a few lines."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,10 @@ args = parser.parse_args()
 def run(what):
     if what == "crash": os._exit(3)
     if what == "hang": time.sleep(60)
+    if what == "broken":
+        os.environ["BROKEN_IN"] = str(os.getpid())
+        raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
+    if os.environ.get("BROKEN_IN") == str(os.getpid()): raise RuntimeError("no context")
     if what == "raise": raise ValueError("no such kernel")
     ratio = dict(median=2.0, low=1.9, high=2.1, rounds=3)
     verdict = record.judge(ratio, 1.5, None, {device!r})
@@ -72,10 +77,26 @@ def test_a_row_that_raises_says_why(run_all, tmp_path):
     assert verdicts(run_all, found) == {"raise": "ValueError: no such kernel", "last": "met"}
 
 
+def test_a_row_that_breaks_the_gpu_costs_that_row_alone(run_all, tmp_path):
+    """All that follows in its process would fail."""
+    found = ran(run_all, tmp_path, rows("first", "broken", "last"))
+    said = "RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert verdicts(run_all, found) == {"first": "met", "broken": said, "last": "met"}
+
+
 def test_what_was_found_is_on_disk_when_the_time_is_over(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
     on_disk = json.loads((tmp_path / "results.json").read_text())
     assert verdicts(run_all, on_disk) == {"first": "met", "hang": "its process ended or hung, or the time was over"}
+
+
+def test_rows_that_had_no_time_are_measured_when_there_is_more(run_all, tmp_path):
+    (tmp_path / "fake.py").write_text(rows("first", "last"))
+    file = tmp_path / "fake.json"
+    command = [sys.executable, str(tmp_path / "fake.py"), "--json", str(file), "--resume"]
+    for more, expected in (["--seconds", "-1"], ["no time left"] * 2), ([], ["met"] * 2):
+        subprocess.run([*command, *more], check=True, env=run_all.measure.environment())
+        assert list(verdicts(run_all, {"fake": json.loads(file.read_text())}).values()) == expected
 
 
 def test_a_benchmark_that_does_not_start_is_recorded_with_its_last_words(run_all, tmp_path):

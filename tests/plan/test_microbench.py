@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -69,6 +70,15 @@ def test_a_split_leaves_no_product_on_both_sides():
 def test_products_are_worked_on_in_whole_tiles(sizes, padded):
     assert gemm.padded_flops(*sizes, (128, 128, 32)) == 2 * padded
     assert gemm.padded_flops(*sizes, (128, 128, 32), cores=4) >= 4 * 2 * 128 * 128 * 32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+def test_products_are_timed_on_numbers_all_over_their_range(dtype):
+    kind = jnp.dtype(dtype)
+    x = np.asarray(gemm.scattered((256, 256), kind, jnp.uint32(1)), np.float64) / (128 if dtype == "int8" else 1)
+    assert abs(x.mean()) < 0.02
+    assert abs(x.std() - 3**-0.5) < 0.02  # of an even spread over [-1, 1)
+    assert abs(np.corrcoef(x[:-1].ravel(), x[1:].ravel())[0, 1]) < 0.02
 
 
 def test_a_model_is_fitted_on_enough_products_of_one_dtype():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.errors import LayoutError
+
+log = logging.getLogger("jaxscale")
 
 
 def init_distributed(
@@ -48,6 +54,29 @@ def init_distributed(
     except (ValueError, RuntimeError) as e:
         hint = "" if address else "; no cluster was recognised: give --distributed host:port,processes,process"
         raise LayoutError(f"could not start distributed JAX: {str(e).splitlines()[0]}{hint}") from None
+
+
+def compile_anew(devices: Sequence[Any]) -> None:
+    """Turns JAX's compilation cache off, and says so, where programs go over the CPUs of several processes.
+
+    XLA orders all collectives of a program. Of one read from the cache (jax 0.10.2 and 0.12.0.1), those within a
+    conditional or a loop are no longer ordered with those outside, so process 0, which reads, sends in another order
+    than the others, which find nothing in the cache and compile: Gloo then ends them all.
+
+    Args:
+      devices: those that programs will go over.
+    """
+    if len({d.process_index for d in devices if d.platform == "cpu"}) < 2:
+        return
+    values = jax.config.values
+    if values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"]:
+        log.warning(
+            "programs over the CPUs of several processes are compiled anew, and JAX's compilation cache (%s) is off: "
+            "those that come from it can mix up the processes' messages",
+            values["jax_compilation_cache_dir"],
+        )
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # whether there is one is asked once
 
 
 def _number(text: str | None) -> int | None:

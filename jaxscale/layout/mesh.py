@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout.axes import MESH_AXES, check_mesh_axis
+from jaxscale.layout.distributed import compile_anew
 
 log = logging.getLogger("jaxscale")
 
@@ -80,6 +81,7 @@ def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(parse_mesh(spec), len(devices), spec)
+    compile_anew(devices)
     kinds = (AxisType.Auto,) * len(sizes)
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
     if slices == 1:

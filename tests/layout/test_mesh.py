@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import MESH_AXES, Layout, init_distributed, make_mesh, parse_mesh, simulate_devices
+from jaxscale.layout.distributed import compile_anew
 from tests.truth.errors import raises_saying
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,3 +135,23 @@ def test_distributed_arguments_come_together(monkeypatch):
     monkeypatch.setenv("JAXSCALE_PROCESSES", "two")
     with raises_saying(LayoutError, "JAXSCALE_PROCESSES", "'two'"):
         init_distributed("localhost:1234")
+
+
+@pytest.mark.parametrize("platform, processes, off", [("cpu", 2, True), ("cpu", 1, False), ("gpu", 2, False)])
+def test_programs_over_the_cpus_of_several_processes_never_come_from_the_cache(
+    platform, processes, off, tmp_path, caplog
+):
+    set_to = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path)}
+    before = {name: jax.config.values[name] for name in set_to}
+    devices = [SimpleNamespace(platform=platform, process_index=i % processes) for i in range(4)]
+    try:
+        for name, value in set_to.items():
+            jax.config.update(name, value)
+        for _ in range(2):
+            compile_anew(devices)
+        assert jax.config.values["jax_enable_compilation_cache"] is not off
+        assert caplog.text.count(f"JAX's compilation cache ({tmp_path}) is off") == off
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -106,7 +106,7 @@ def run(
     codes_given = tuple(jax.new_ref(view(q)) for q in codes)
     scales_given = tuple(jax.new_ref(scale_view(s)) for s in scales)
 
-    def kernel(numbers_ref: Any, g_ref: Any, *refs: Any) -> None:
+    def blockwise_update(numbers_ref: Any, g_ref: Any, *refs: Any) -> None:
         code_refs, scale_refs, p_ref, rest = refs[:n], refs[n : 2 * n], refs[2 * n], refs[2 * n + 1 :]
         out_ref, rest = (p_ref, rest) if apply else (rest[0], rest[1:])
         *buffers, barriers = rest
@@ -160,7 +160,7 @@ def run(
     buffers += [plgpu.SMEM(shared, q.dtype) for q in codes]
     buffers += [] if apply else [plgpu.SMEM(shared, jnp.float32)]
     made = plgpu.kernel(
-        kernel,
+        blockwise_update,
         out_type=() if apply else (jax.ShapeDtypeStruct((tall, high, columns), jnp.float32),),
         grid=(tall // pairs * groups,),
         grid_names=("block",),

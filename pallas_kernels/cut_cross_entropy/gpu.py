@@ -131,7 +131,9 @@ def spans(
         """The last tile begins earlier, and leaves out what the one before it has done."""
         return lax.min(j * words, vocabulary - words)
 
-    def kernel(x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, x_s: Any, w_s: Any, stats_s: Any, *barriers: Any):  # type: ignore[no-untyped-def]
+    def cut_cross_entropy(
+        x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, x_s: Any, w_s: Any, stats_s: Any, *barriers: Any
+    ) -> None:
         full, free = barriers
         wg = lax.axis_index("wg")
 
@@ -230,7 +232,7 @@ def spans(
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
     return plgpu.kernel(  # type: ignore[no-any-return]
-        kernel,
+        cut_cross_entropy,
         out_type=jax.ShapeDtypeStruct((groups, stats, n), jnp.float32),
         grid=(blocks,),
         grid_names=("block",),

@@ -76,7 +76,7 @@ def attend(
     softmax, heads = weigher.score.kind == "softmax", walk.heads
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, plan_ref: Any, *refs: Any) -> None:
+    def flash_forward(q_ref: Any, k_ref: Any, v_ref: Any, plan_ref: Any, *refs: Any) -> None:
         of_tokens, refs = list(refs[: len(tokens)]), refs[len(tokens) :]
         out_ref, lse_ref, q_s, k_s, v_s, lse_s, *refs_ = refs
         out_s, refs_ = (refs_[0], refs_[1:]) if fits else (q_s, refs_)
@@ -195,7 +195,7 @@ def attend(
 
     barrier = plgpu.Barrier
     return plgpu.kernel(
-        kernel,
+        flash_forward,
         out_type=(jax.ShapeDtypeStruct((b, s, h, dv), dtype), jax.ShapeDtypeStruct((b, h, s), jnp.float32)),
         grid=(walk.blocks,),
         grid_names=("block",),

@@ -82,7 +82,7 @@ def of_keys(
         terms = walk.tiles if target.interpret else 1
         dq = jax.new_ref(jnp.zeros((terms, b, s, h, d), jnp.float32))
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
+    def flash_backward_keys(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
         def take(n: int) -> tuple[Any, ...]:
             nonlocal refs
             taken, refs = refs[:n], refs[n:]
@@ -250,7 +250,7 @@ def of_keys(
 
     barrier = plgpu.Barrier
     arrays = plgpu.kernel(
-        kernel,
+        flash_backward_keys,
         out_type=tuple(jax.ShapeDtypeStruct({"k": k, "v": v}[w].shape, dtype) for w in made),
         grid=(walk.blocks,),
         grid_names=("block",),

@@ -63,7 +63,7 @@ def of_queries(
     power = weigher.early(dtype)
     softmax, heads = stats is not None, walk.heads
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
+    def flash_backward_queries(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
         stats_ref: Any = refs[0] if softmax else None
         refs = refs[softmax:]
         plan_ref, of_tokens, refs = refs[0], refs[1 : 1 + len(tokens)], refs[1 + len(tokens) :]
@@ -158,7 +158,7 @@ def of_queries(
 
     barrier = plgpu.Barrier
     return plgpu.kernel(
-        kernel,
+        flash_backward_queries,
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         grid=(walk.blocks,),
         grid_names=("block",),

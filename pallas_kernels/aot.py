@@ -193,8 +193,15 @@ def compiler_options(devices: Sequence[Any]) -> dict[str, Any]:
 
 def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
     """`lowered.compile()` with what devices that are not here need."""
+    options = compiler_options(devices)
     with _uncached(), _cuda_tools() if devices[0].platform in ("gpu", "cuda") else contextlib.nullcontext():
-        return lowered.compile(compiler_options=compiler_options(devices) or None)
+        try:
+            return lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as e:
+            if "No supported config found" not in str(e):
+                raise
+            # Of some products that XLA gives to Triton it tells how only by trying on a device: to cuBLAS with them.
+            return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
 
 
 @contextlib.contextmanager

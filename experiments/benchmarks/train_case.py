@@ -1,0 +1,421 @@
+"""One training step of `train_gpu.py`, in a process of its own: planned, compiled, run, traced. Nothing calls it by hand.
+
+A step is the toolkit's own: a preset, `TrainConfig`, the memory policy that `jaxscale.plan.choose` takes for the
+device's memory, the program that this choice compiled. On a CPU the same code trains toys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+import numpy as np
+import trace_summary
+
+TIMED_SECONDS = 20.0
+"""What the timed steps of a case may take together; at least three are timed."""
+TRACED = 3
+PRODUCTS = 10
+"""Matrix products between two steps, together several milliseconds."""
+TOY_SHRINKS = 16
+"""A toy's rows are so many times shorter."""
+TOY = {"depth": 2, "vocab": 1024, "width": 128, "heads": 2, "kv_heads": 2, "head_dim": 64, "hidden": 256}
+TOY_BYTES = 200 * 2**20
+RESERVED = 2**30
+"""Bytes of the device that are not the step's: the matrix products', the trace's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Args:
+      preset: a model of `jaxscale.models`.
+      seq: tokens of a row.
+      packed: a row is documents of half to one and a half times an eighth of it, kept apart; else one text.
+      rows: of a step, to choose from.
+      depths: layers to choose from, the most that fit.
+    """
+
+    preset: str
+    seq: int
+    packed: bool
+    rows: tuple[int, ...]
+    depths: tuple[int, ...]
+
+
+SMALL, LARGE = ("sheared_llama_1_3b", (24, 12)), ("llama3_8b", (32, 24, 16, 8))
+CASES = {
+    "1.3B 4k": Case(SMALL[0], 4096, False, (4, 2, 1), SMALL[1]),
+    "8B 4k": Case(LARGE[0], 4096, False, (4, 2, 1), LARGE[1]),
+    "1.3B 32k packed": Case(SMALL[0], 32768, True, (1,), SMALL[1]),
+    "8B 32k packed": Case(LARGE[0], 32768, True, (1,), LARGE[1]),
+    "1.3B 4k packed": Case(SMALL[0], 4096, True, (4, 2, 1), SMALL[1]),
+}
+
+
+# ---- arithmetic
+
+
+def visible_pairs(lengths: Sequence[int]) -> int:
+    """Pairs of a query and a key that a causal mask within documents of these lengths leaves."""
+    return sum(n * (n + 1) // 2 for n in lengths)
+
+
+def document_lengths(segment_ids: np.ndarray) -> list[int]:
+    """Lengths of the documents of packed rows, (B, S) ids; 0 is padding."""
+    return [int(n) for row in segment_ids for n in np.unique(row[row > 0], return_counts=True)[1]]
+
+
+def model_flops(model: Any, tokens: int, lengths: Sequence[int]) -> int:
+    """FLOPs of a step that the model asks for, whatever is computed twice.
+
+    A multiply-add is two, a backward pass two forward ones. Products with weights count for every token (2 for each
+    weight; the head's among them, the embedding's lookup not); attention counts `visible_pairs` alone, 2 D for the
+    score and 2 D for the mixing of each pair in each head of each layer. Norms and softmax count nothing.
+
+    Args:
+      model: a `TransformerConfig` without windows.
+      tokens: of the step.
+      lengths: of its documents; of rows that are one text, the rows'.
+    """
+    products = model.products(1, 1)  # of one token, which sees one pair: itself
+    of_pair = products["scores"] + products["attn_out"]
+    of_token = sum(products.values()) - of_pair
+    return 3 * (tokens * of_token + visible_pairs(lengths) * of_pair)
+
+
+def palm_flops(model: Any, tokens: int, seq: int) -> int:
+    """The same as Chowdhery et al. 2022 (PaLM, appendix B) count: 6 N + 12 L H Q T a token.
+
+    N are all parameters, and attention is the whole square of the row, causal or not: what most published shares of a
+    data sheet rest on.
+    """
+    z = model.sizes
+    return tokens * (6 * model.param_count() + 12 * model.depth * z.heads * z.head_dim * seq)
+
+
+# ---- the step
+
+
+def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any:
+    """The run's settings, as a user writes them.
+
+    Args:
+      case: what is trained.
+      depth, rows: chosen.
+      toy: sizes for a CPU.
+      xla: all ops by XLA and none by our kernels.
+    """
+    import jaxscale as js
+    from jaxscale.nn import flash_attention
+    from jaxscale.optim import AdamW8bit, Constant
+    from jaxscale.train import CutLoss
+
+    implementation = "xla" if xla else None
+    attention = functools.partial(flash_attention, implementation=implementation) if xla else flash_attention
+    sizes: dict[str, Any] = TOY if toy else {"depth": depth}
+    model = getattr(js.models, case.preset)(param_dtype="bfloat16", attention=attention, **sizes)
+    seq = case.seq // TOY_SHRINKS if toy else case.seq
+    document = max(16, seq // 8)
+    return js.TrainConfig(
+        model=model,
+        data=js.data.synthetic(model.vocab, documents=8 + 16 * rows * seq // document, length=document, heldout=0.01),
+        layout=js.Layout("data=1"),
+        optimizer=AdamW8bit(implementation=implementation),
+        loss=CutLoss(implementation=implementation),
+        segments=case.packed,
+        batch_size=rows,
+        seq_len=seq,
+        steps=200,
+        lr=3e-4,
+        schedule=Constant(),
+        eval_batches=0,
+    )
+
+
+def planned(case: Case, topology: str, budget: int, *, toy: bool, xla: bool) -> Any:
+    """The settings with the most layers that fit by arithmetic; of the rows, those with which least is made twice.
+
+    Raises:
+      RuntimeError: nothing fits.
+    """
+    from jaxscale.nn import POLICIES
+    from jaxscale.plan import estimate
+
+    for depth in case.depths:
+        fitting = []
+        for rows in case.rows:
+            config = config_of(case, depth, rows, toy=toy, xla=xla)
+            for name in POLICIES:
+                found = estimate(
+                    dataclasses.replace(config, model=dataclasses.replace(config.model, memory=name)), topology
+                )
+                if found.device <= budget:
+                    fitting.append((round(found.extra_flops, 2), -rows, config))
+        if fitting:
+            return min(fitting, key=lambda f: f[:2])[2]
+    raise RuntimeError(f"RESOURCE_EXHAUSTED by arithmetic: nothing of {case} fits {budget:,} bytes")
+
+
+class Step:
+    """The chosen step and the state it carries; a call takes one and waits for its loss.
+
+    Args:
+      config: of `config_of`.
+      topology: the device that is here, by the planner's name.
+      budget: bytes that it may take.
+    """
+
+    def __init__(self, config: Any, topology: str, budget: int):
+        from jaxscale.plan import choose
+        from jaxscale.train import prepare
+        from pallas_kernels.dispatch import choosing
+
+        start = time.perf_counter()
+        with choosing() as made:
+            self.choice = choose(config, topology, budget, here=True)
+        self.compile_seconds = time.perf_counter() - start
+        self.ops = list(dict.fromkeys(map(str, made.values())))
+        self.runs = ", ".join(dict.fromkeys(f"{c.op} {c.implementation}" for c in made.values()))
+        self.config = self.choice.config
+        ready = prepare(self.config)
+        with self.config.layout:
+            self.state = ready.blueprint.init(0)
+            host = ready.loader.batch_at(0)
+            self.batch = ready.place(lambda _: host, 0)
+        tokens = host["tokens"]
+        lengths = document_lengths(host["segment_ids"]) if config.segments else [tokens.shape[1]] * tokens.shape[0]
+        self.tokens, self.lengths, self.host = tokens.size, lengths, host
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def __call__(self) -> None:
+        with self.config.layout:
+            self.state, metrics = self.choice.program(self.state, self.batch)
+        self.losses.append(float(metrics["loss"]))
+        self.norms.append(float(metrics["grad_norm"]))
+
+    def facts(self) -> dict[str, Any]:
+        """What was chosen and what it was to take."""
+        from jaxscale.plan.compile import bytes_of
+
+        model, memory = self.config.model, self.choice.program.memory_analysis()
+        row = next(r for r in self.choice.rows if r.verdict == "chosen")
+        return {
+            "preset": model.sizes.__dict__ | {"depth": model.depth, "vocab": model.vocab, "dtype": model.param_dtype},
+            "parameters": model.param_count(),
+            "rows": self.config.batch_size,
+            "seq": self.config.seq_len,
+            "tokens_per_step": self.tokens,
+            "documents": {"count": len(self.lengths), "shortest": min(self.lengths), "longest": max(self.lengths)},
+            "policy": self.choice.policy,
+            "policies": {r.policy: {"bytes": r.estimate.device, "verdict": r.verdict} for r in self.choice.rows},
+            "compile_seconds": self.compile_seconds,
+            "compiled_programs": sum(r.compiled_bytes is not None for r in self.choice.rows),
+            "ops": self.ops,
+            "runs": self.runs,
+            "memory": {
+                "planned": row.estimate.device,
+                "compiled": bytes_of(self.choice.program),
+                "compiled_temporaries": memory.temp_size_in_bytes,
+                "budget": self.choice.budget,
+            },
+        }
+
+    def check(self) -> None:
+        """That it trains: one batch over and over is learned.
+
+        Raises:
+          RuntimeError: its loss is not finite or has not come down.
+        """
+        if not (np.isfinite(self.losses).all() and self.losses[-1] < self.losses[0]):
+            raise RuntimeError(f"the step does not train: losses {self.losses[:3]} … {self.losses[-1]}")
+
+
+# ---- measuring
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The device that is here: JAX's name, the planner's, bytes that programs may take, whether it gets toys."""
+
+    kind: str
+    topology: str
+    budget: int
+    toy: bool
+
+    @classmethod
+    def here(cls, share: float = 1.0) -> Device:
+        """The first one; `share` of its memory.
+
+        Raises:
+          RuntimeError: an accelerator that `jaxscale.hardware` does not know.
+        """
+        import jax
+
+        from jaxscale.hardware import chip_of
+
+        device = jax.devices()[0]
+        if device.platform == "cpu":
+            return cls(device.device_kind, "cpu", int(share * TOY_BYTES), True)
+        chip = chip_of(device.device_kind)
+        if chip is None:
+            raise RuntimeError(f"jaxscale.hardware does not know '{device.device_kind}'")
+        limit = (device.memory_stats() or {}).get("bytes_limit", chip.capacity)
+        return cls(device.device_kind, chip.name, int(share * (limit - RESERVED)), False)
+
+
+def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, Any]:
+    """A case: the step timed in turns with matrix products, its memory, its trace."""
+    from jaxscale.hardware import chip_of
+
+    step = Step(planned(CASES[name], device.topology, device.budget, toy=device.toy, xla=args.xla), device.topology, device.budget)  # fmt: skip
+    row = step.facts() | {"peak_bytes_before_steps": peak_bytes()}
+    if args.values is not None:
+        save_values(args.values, step)
+    step()  # the first one brings libraries to the device
+    start = time.perf_counter()
+    step()
+    rounds = int(np.clip(TIMED_SECONDS / (time.perf_counter() - start), 3, args.rounds))
+    row["memory"]["peak"] = peak_bytes()
+    size, products = matmuls(512 if device.toy else 8192)
+    timed = measure.interleaved({"step": step, "matmul": products}, rounds, warmup=1)
+    step.check()
+    seconds, matmul = timed["step"].wall, [2 * size**3 * PRODUCTS / s for s in timed["matmul"].wall]
+    model = step.config.model
+    chip = chip_of(device.kind)
+    counted = {
+        "causal": model_flops(model, step.tokens, step.lengths),
+        "palm": palm_flops(model, step.tokens, step.config.seq_len),
+    }
+    return row | {
+        "device": device.kind,
+        "tokens_per_second": spread([step.tokens / s for s in seconds]),
+        "step_seconds": seconds,
+        "flops_per_step": counted,
+        "tflops": {n: f / statistics.median(seconds) / 1e12 for n, f in counted.items()},
+        "share_of_datasheet": {
+            n: f / statistics.median(seconds) / chip.flops["bfloat16"] for n, f in counted.items() if chip is not None
+        },
+        "share_of_matmul": {
+            n: dataclasses.asdict(measure.ratio([f / s for s in seconds], matmul)) for n, f in counted.items()
+        },
+        "matmul_tflops": statistics.median(matmul) / 1e12,
+        "losses": step.losses,
+        "grad_norm": step.norms[0],
+        "trace": traced(step),
+    }
+
+
+def long_step(seq: int, device: Device, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of so many tokens through the large model, once, and again where that is quick."""
+    case = dataclasses.replace(CASES["8B 4k"], seq=seq * (TOY_SHRINKS if device.toy else 1), rows=(1,))
+    config = config_of(case, case.depths[0], 1, toy=device.toy, xla=args.xla)
+    step = Step(config, device.topology, device.budget)
+    seconds = []
+    while not seconds or (len(seconds) < 3 and sum(seconds) < 30):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    if not np.isfinite(step.losses).all():
+        raise RuntimeError(f"the loss at {seq} tokens is {step.losses}")
+    row = step.facts() | {"step_seconds": seconds, "losses": step.losses}
+    row["memory"]["peak"] = peak_bytes()
+    return row | {"tokens_per_second": step.tokens / min(seconds)}
+
+
+def matmuls(size: int) -> tuple[int, Callable[[], None]]:
+    """bfloat16 products of random squares (zeros would draw less power and run faster), and their size."""
+    import jax
+    import jax.numpy as jnp
+
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in (0, 1))
+    product = jax.jit(jnp.matmul)
+
+    def run() -> None:
+        jax.block_until_ready([product(a, b) for _ in range(PRODUCTS)][-1])
+
+    return size, run
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return {"median": statistics.median(values), "low": low, "high": high}
+
+
+def peak_bytes() -> int | None:
+    """The most that was allocated on the device since this process began; `None` on a CPU."""
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def traced(step: Step) -> dict[str, Any]:
+    """Where the time of a few more steps goes, or why that cannot be told."""
+    import jax
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(TRACED):
+                    step()
+            return trace_summary.summarise(Path(folder), step.choice.program.as_text(), TRACED)
+    except Exception as e:  # a profiler without its library or the leave to look is no reason to lose the row
+        return {"problem": f"{type(e).__name__}: {e}"[:300]}
+
+
+def save_values(folder: Path, step: Step) -> None:
+    """The initial values and the batch for `torch_llama.py`: a file of 16-bit words or of float32 for each tensor."""
+    params = step.state.params
+    block = params["runs"][0]["blocks"][0]
+    layers = {
+        **{n: block[n]["scale"] for n in ("attn_norm", "mlp_norm")},
+        **{n: block["attn"][n]["kernel"] for n in ("q", "k", "v", "out")},
+        **{n: block["mlp"][n]["kernel"] for n in ("gate", "up", "down")},
+    }
+    ends = {"embed": params["embed"]["weight"], "norm": params["norm"]["scale"], "head": params["head"]["weight"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in (layers | ends).items():
+        array = np.asarray(value)
+        np.save(folder / f"{name}.npy", array.view(np.uint16) if array.dtype.itemsize == 2 else array)
+    for name in ("tokens", "targets"):
+        np.save(folder / f"{name}.npy", step.host[name])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", required=True, help=f"one of {', '.join(CASES)}, or a number of tokens, or 'device'")
+    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--values", type=Path, help="leave the initial values there")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--share", type=float, default=1.0, help="of the device's memory")
+    parser.add_argument("--xla", action="store_true", help="none of our kernels")
+    args = parser.parse_args()
+    try:
+        device = Device.here(args.share)
+        if args.case == "device":
+            row = dataclasses.asdict(device)
+        elif args.case.isdigit():
+            row = long_step(int(args.case), device, args)
+        else:
+            row = measured(args.case, device, args)
+    except Exception as e:  # the parent tells of it, and goes on with the next case
+        traceback.print_exc()
+        row = {"problem": f"{type(e).__name__}: {e}"[:1000]}
+    args.into.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Training steps of a 1.3B and an 8B-shaped Llama on one GPU: tokens/s, share of a matrix product's rate, memory, trace.
+
+    python experiments/benchmarks/train_gpu.py --json train_gpu.json --seconds 560     what fits into ten minutes
+    python experiments/benchmarks/train_gpu.py --json train_gpu.json --resume          the rest
+    python experiments/benchmarks/train_gpu.py --only "1.3B 4k"                        rows whose name holds it
+    python experiments/benchmarks/train_gpu.py --longest --json longest.json           the longest sequence alone
+
+Every row is a process of its own with a limit (`train_case.py`, `torch_llama.py`), most valuable first; the file is
+whole after each. Parameters and arithmetic are bfloat16, attention and loss our kernels, the optimizer 8-bit AdamW, the
+memory policy the one that `jaxscale.plan.choose` takes for the card's memory; rows of a step and, where it has to be,
+layers are those that fit. A step takes one batch that lies on the device, and is timed in turns with bfloat16 products
+of 8192 x 8192 random numbers.
+
+Model FLOP/s count only what the model asks for: 6 for each weight that multiplies and token, and of attention the
+pairs that a causal mask within documents leaves (`train_case.model_flops`). Beside them stands PaLM's formula
+(Chowdhery et al. 2022: 6 N + 12 L H Q T a token, the whole square), on which published shares of a data sheet rest.
+
+`PUBLISHED` are such shares. The target is of the first kind: at 1.3B and 4k, 0.70 of the product's rate of the same run.
+Where our kernels fail on the device, the first row is tried once more by XLA alone, and says so in "runs". On a CPU the
+same code trains toys, and no target applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+import record
+
+PUBLISHED = {"MaxText": "51%", "Megatron-LM": "47–48%", "AXLearn": "39%", "TorchTitan": "33–39%"}
+"""Model FLOP/s as a share of an H100's data sheet, by their own counts, mostly of many GPUs."""
+TARGETS = {"1.3B 4k": 0.70}
+ROWS = ("1.3B 4k", "1.3B 4k torch", "8B 4k", "1.3B 32k packed", "8B 32k packed", "1.3B 4k packed")
+LIMIT = {"1.3B 4k torch": 300.0}
+CASE_LIMIT = 240.0
+ALST = 500_000
+"""Tokens of the longest row of Llama 3 8B on one H100 of 80 GB, weights and optimizer state in host memory too (Bekman
+et al. 2025, ALST)."""
+BISECTIONS = 2
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",  # the rest is for libraries and the driver
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",  # layer inputs of long rows; by default 64
+}
+
+
+class Run:
+    """What rows need of each other: the time left, and the values that torch begins with."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, device: dict[str, Any]):
+        self.args, self.folder, self.device = args, folder, device
+        self.end = float("inf") if args.seconds is None else time.monotonic() + args.seconds
+        self.ours: dict[str, Any] | None = None
+
+    def left(self, most: float) -> float:
+        """Seconds that a process may take.
+
+        Raises:
+          RuntimeError: too few to begin.
+        """
+        left = min(most, self.end - time.monotonic())
+        if left < 30:
+            raise RuntimeError("no time left")
+        return left
+
+    def child(self, case: str, *more: str, limit: float = CASE_LIMIT) -> dict[str, Any]:
+        """A row of `train_case.py`.
+
+        Raises:
+          RuntimeError: with what it says of its failure.
+        """
+        arguments = ["--case", case, "--rounds", str(self.args.rounds), *more]
+        row = measure.in_subprocess(measure.FOLDER / "train_case.py", arguments, limit=self.left(limit))
+        if "problem" in row:
+            raise RuntimeError(row["problem"])
+        return row
+
+    def case(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
+        """One of `train_case.CASES`, once more with less memory or without our kernels where it fails."""
+        more = ["--xla"] if self.args.xla else []
+        if name == "1.3B 4k":
+            more += ["--values", str(self.folder)]
+        try:
+            row = self.child(name, *more)
+        except RuntimeError as e:
+            if out_of_memory(e):
+                again = ["--share", "0.85"]
+            elif name == "1.3B 4k" and not self.args.xla:
+                again = ["--xla"]
+            else:
+                raise
+            print(f"{name}: {e}; once more with {' '.join(again)}", flush=True)
+            row = self.child(name, *more, *again) | {"first_problem": str(e), "again": again}
+        if name == "1.3B 4k":
+            self.ours = row
+        return row, [self.line(name, row)]
+
+    def line(self, name: str, row: dict[str, Any]) -> record.Line:
+        share, target = row["share_of_matmul"]["causal"], TARGETS.get(name)
+        what = f"{name}: {row['tokens_per_step']:,} tokens a step, {row['preset']['depth']} layers"
+        runs = f"{row['runs']}; memory policy {row['policy']}"
+        if "again" in row:
+            runs += f"; with {' '.join(row['again'])}, since: {row['first_problem'][:80]}"
+        return record.Line(
+            what, runs, "tokens/s", row["tokens_per_second"]["median"], ratio=share, against="matmul", target=target,
+            verdict=record.judge(share, target, None, row["device"]), matmul=row["matmul_tflops"],
+        )  # fmt: skip
+
+    def torch(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
+        """The first row's shape in torch."""
+        ours = self.ours
+        if importlib.util.find_spec("torch") is None:
+            raise RuntimeError("torch is not installed")
+        sizes = ours["preset"] if ours else None
+        if ours is None or sizes is None:
+            raise RuntimeError(f"there is no row of ours for it: run '{name.removesuffix(' torch')}' in the same call")
+        arguments = ["--sizes", json.dumps(sizes), "--rows", str(ours["rows"]), "--seq", str(ours["seq"])]
+        arguments += ["--rounds", str(self.args.rounds), "--values", str(self.folder)]
+        row = measure.in_subprocess(measure.FOLDER / "torch_llama.py", arguments, limit=self.left(LIMIT[name]))
+        if "problem" in row:
+            raise RuntimeError(row["problem"])
+        row["loss_apart"] = abs(row["losses"][0] - ours["losses"][0])
+        row["grad_norm_apart"] = abs(row["grad_norm"] / ours["grad_norm"] - 1)
+        same = row["loss_apart"] < 0.01 and row["grad_norm_apart"] < 0.02
+        row["same_model"] = same
+        a, b = ours["tokens_per_second"], row["tokens_per_second"]
+        ratio = {"median": a["median"] / b["median"], "low": a["low"] / b["high"], "high": a["high"] / b["low"]}
+        how = f"torch {'compiled' if row['compiled'] else 'eager'}, {row['attention']} attention"
+        what = "1.3B 4k against torch" + ("" if same else ": the same shape only, first losses differ")
+        line = record.Line(
+            what, ours["runs"], "tokens/s", a["median"], others={how: b["median"]}, against=how,
+            ratio=ratio | {"rounds": len(row["timings"]["step"]["wall"])}, matmul=row["matmul_tflops"],
+        )  # fmt: skip
+        return row, [line]
+
+    def longest(self, results: record.Results) -> None:
+        """Doubles the length of one row until it does not fit or time is up, then halves the gap; a row each."""
+        lengths = Search(self.args.start or (1024 if self.device["toy"] else 131072))
+        last: dict[str, Any] | None = None
+        while (n := lengths.next()) is not None and n <= self.args.longest_cap:
+            name = f"8B longest {n}"
+            expected = 4 * sum(last["step_seconds"]) + last["compile_seconds"] if last else 0.0
+            if self.end - time.monotonic() < expected + 30:
+                print(f"{name}: no time left for it ({expected:.0f} s expected)", flush=True)
+                break
+            results.each([(name, n)], self.one_length)
+            row = results.content["rows"][name]
+            if "problem" in row and not out_of_memory(row["problem"]):
+                break  # a limit of time, or a failure that says nothing about memory
+            lengths.told("problem" not in row)
+            last = row if "problem" not in row else last
+        if lengths.fits:
+            said = f"8B longest: {lengths.fits:,} tokens trained"
+            said += f", {lengths.fails:,} did not fit" if lengths.fails else ", and the search did not end"
+            line = record.Line(said, unit="tokens", ours=lengths.fits, others={"ALST, one H100": ALST})
+            results.each([(f"8B longest of {lengths.fits}", None)], lambda _: ({"fails": lengths.fails}, [line]))
+
+    def one_length(self, n: int) -> tuple[dict[str, Any], list[record.Line]]:
+        row = self.child(str(n), *(["--xla"] if self.args.xla else []), limit=600)
+        what = f"8B, one row of {n:,} tokens, {row['preset']['depth']} layers"
+        runs = f"{row['runs']}; memory policy {row['policy']}"
+        return row, [record.Line(what, runs, "tokens/s", row["tokens_per_second"])]
+
+
+class Search:
+    """The longest length that fits: doubled (or halved) until one fits and one does not, then bisected."""
+
+    def __init__(self, start: int):
+        self.at: int = start
+        self.start, self.fits, self.fails, self.bisected = start, 0, 0, 0
+
+    def next(self) -> int | None:
+        """What to try, or `None` at the end."""
+        if not self.fits and not self.fails:
+            self.at = self.start
+        elif not self.fails:
+            self.at = 2 * self.fits
+        elif not self.fits:
+            self.at = self.fails // 2
+        else:
+            self.at = (self.fits + self.fails) // 2 // 128 * 128  # whole tiles of attention
+            self.bisected += 1
+        done = self.at in (self.fits, self.fails) or self.bisected > BISECTIONS or self.at < 128
+        return None if done else self.at
+
+    def told(self, fitted: bool) -> None:
+        """How the last one went."""
+        if fitted:
+            self.fits = self.at
+        else:
+            self.fails = self.at
+
+
+def out_of_memory(problem: object) -> bool:
+    """Whether a failure is one of memory, planned or real."""
+    words = ("RESOURCE_EXHAUSTED", "no memory policy fits", "out of memory", "Out of memory")
+    return any(word in str(problem) for word in words)
+
+
+def show_trace(name: str, trace: dict[str, Any]) -> None:
+    """A case's groups of kernels on one line, and its longest ones."""
+    if "problem" in trace:
+        print(f"{name}: no trace: {trace['problem']}")
+        return
+    groups = ", ".join(f"{group} {g['share']:.0%}" for group, g in trace["groups"].items())
+    print(f"{name}: {trace['step_ms']:.1f} ms a step: {groups}")
+    for k in trace["kernels"][:8]:
+        print(f"    {k['ms']:8.2f} ms {k['share']:6.1%} {k['calls']:6.0f} x  {k['group']}: {k['kernel']}  {k['scope']}")
+
+
+def show(rows: dict[str, Any]) -> None:
+    """What the common table has no place for: rates by both formulas, memory, policy, ops, trace."""
+    gib = lambda n: "–" if n is None else f"{n / 2**30:.2f}"  # noqa: E731
+    for name, row in rows.items():
+        if "ops" not in row:
+            continue
+        memory = row["memory"]
+        print(f"\n{name}: {row['tokens_per_step']:,} tokens a step, compiled in {row['compile_seconds']:.0f} s")
+        print(f"    memory, GiB: planned {gib(memory['planned'])}, compiled {gib(memory['compiled'])}, peak {gib(memory['peak'])}")  # fmt: skip
+        for n in row.get("tflops", {}):
+            sheet = row["share_of_datasheet"].get(n)
+            print(f"    {n}: {row['tflops'][n]:.4g} TFLOP/s, {row['share_of_matmul'][n]['median']:.3f} of the product's" + (f", {sheet:.1%} of the data sheet" if sheet else ""))  # fmt: skip
+        for op in row["ops"]:
+            print(f"    {op}")
+        if "trace" in row:
+            show_trace(name, row["trace"])
+    print("\npublished, of an H100's data sheet: " + ", ".join(f"{who} {share}" for who, share in PUBLISHED.items()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    record.options(parser)
+    parser.set_defaults(rounds=20)
+    parser.add_argument("--longest", action="store_true", help="the longest sequence alone")
+    parser.add_argument("--torch", action="store_true", help="the 1.3B model at 4k and its rival alone")
+    parser.add_argument("--start", type=int, help="the first length that --longest tries (default 131072)")
+    parser.add_argument("--longest-cap", type=int, default=2**21, help="and the last")
+    parser.add_argument("--xla", action="store_true", help="none of our kernels")
+    args = parser.parse_args(arguments)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    began = time.monotonic()
+    device = measure.in_subprocess(measure.FOLDER / "train_case.py", ["--case", "device"], limit=120)
+    if "problem" in device:
+        raise SystemExit(device["problem"])
+    if args.seconds is not None:
+        args.seconds -= time.monotonic() - began
+    if device["toy"]:
+        print(f"on {device['kind']}: toys, to show that it works; no target applies")
+    results = record.Results("train_gpu", device["kind"], args, published=PUBLISHED, budget=device["budget"])
+    folder = Path(tempfile.mkdtemp(prefix="values-"))
+    run = Run(args, folder, device)
+    names = [n for n in ROWS if (args.only or "") in n]
+    if args.torch:
+        names = ["1.3B 4k", "1.3B 4k torch"]
+    try:
+        if not args.longest:
+            args.only = None
+            for name in names:
+                of = run.torch if name.endswith("torch") else run.case
+                results.each([(name, name)], functools.partial(of))
+        if args.longest or not (args.torch or len(names) < len(ROWS)):
+            run.longest(results)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    results.show()
+    show(results.content["rows"])
+
+
+if __name__ == "__main__":
+    main()

@@ -115,19 +115,30 @@ def first_line(command: Sequence[str], file: Path, *, folder: Path, limit: float
             process.wait()
 
 
-def in_subprocess(script: str | Path, arguments: Sequence[str]) -> Any:
+def in_subprocess(script: str | Path, arguments: Sequence[str], *, limit: float | None = None) -> Any:
     """Runs `python script arguments... --into FILE` and returns the JSON it left there; its output is shown.
 
-    For what a process can do only once, such as choosing its number of devices.
+    For what a process can do only once, such as choosing its number of devices or running out of memory. What it has
+    left there is taken even if it ends badly afterwards.
+
+    Args:
+      script: what to run.
+      arguments: its own.
+      limit: seconds after which it is ended.
 
     Raises:
-      RuntimeError: it failed.
+      RuntimeError: it failed, or was ended, before it left anything.
     """
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "out.json"
-        done = subprocess.run([sys.executable, str(script), *arguments, "--into", str(into)], env=environment())
-        if done.returncode or not into.exists():
-            raise RuntimeError(f"{Path(script).name} {' '.join(arguments)} failed (exit code {done.returncode})")
+        command = [sys.executable, str(script), *arguments, "--into", str(into)]
+        what = f"{Path(script).name} {' '.join(arguments)}"
+        try:
+            how = f"failed (exit code {subprocess.run(command, env=environment(), timeout=limit).returncode})"
+        except subprocess.TimeoutExpired:
+            how = f"was ended after {limit:.0f} seconds"
+        if not into.exists():
+            raise RuntimeError(f"{what} {how}")
         return json.loads(into.read_text())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import statistics
 import time
@@ -77,7 +78,9 @@ def load(model: Llama, folder: Path) -> None:
     """Our initial values; torch's matrices are (out, in), ours (in, ...) but for the embedding and the head."""
 
     def tensor(array: np.ndarray) -> Tensor:
-        return torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else torch.tensor(array)
+        return (
+            torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else torch.tensor(array)
+        )
 
     with torch.no_grad():
         for name in ("embed", "norm", "head"):
@@ -196,6 +199,7 @@ def main() -> None:
         except Exception as e:
             traceback.print_exc()
             tried[f"{order} attention, {'compiled' if compiled else 'eager'}"] = f"{type(e).__name__}: {e}"[:300]
+        gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         torch.compiler.reset()

@@ -23,12 +23,12 @@ GROUPS: dict[str, tuple[str, str]] = {
     "optimizer": (r"\boptimizer\b|\bgradient_norm\b|\bis_finite\b|\breduce_and\b", r"^blockwise_update"),
     "loss": (r"\bloss\b", r"^cut_cross_entropy"),
     "attention": (r"\battn/mix\b", r"^flash_|fmha|flash"),
-    "matmuls": (r"\bdot_general$", r"nvjet|gemm|gemv|cutlass|xmma|cublas|wgmma|^dot|^ynn_fusion|^splitk"),
+    "matmuls": (r"\bdot_general$", r"nvjet|gemm|gemv|cutlass|xmma|cublas|wgmma|^dot|splitk"),
     "copies": (
         r"\bdynamic_(update_)?slice$|\btranspose$",
         r"memcpy|memset|copy|transpose|dynamic.(update.)?slice",
     ),
-    "norm and elementwise": (r"\bnorm\b", r"fusion|reduce|wrapped_|broadcast|convert|add|multiply"),
+    "norm and elementwise": (r"\bnorm\b", r"fusion|^(reduce|wrapped_|broadcast|convert|add|multiply)"),
 }
 
 

@@ -1,4 +1,4 @@
-"""One training step of `train_gpu.py`, in a process of its own: planned, compiled, run, traced. Nothing calls it by hand.
+"""One training step of `train_gpu.py`, in a process of its own: planned, compiled, run, traced.
 
 A step is the toolkit's own: a preset, `TrainConfig`, the memory policy that `jaxscale.plan.choose` takes for the
 device's memory, the program that this choice compiled. On a CPU the same code trains toys.
@@ -21,6 +21,9 @@ from typing import Any
 import measure
 import numpy as np
 import trace_summary
+from step_flops import document_lengths, model_flops, palm_flops
+
+from jaxscale.nn import POLICIES
 
 TIMED_SECONDS = 20.0
 """What the timed steps of a case may take together; at least three are timed."""
@@ -30,7 +33,7 @@ PRODUCTS = 10
 TOY_SHRINKS = 16
 """A toy's rows are so many times shorter."""
 TOY = {"depth": 2, "vocab": 1024, "width": 128, "heads": 2, "kv_heads": 2, "head_dim": 64, "hidden": 256}
-TOY_BYTES = 200 * 2**20
+TOY_BYTES = 80 * 2**20
 RESERVED = 2**30
 """Bytes of the device that are not the step's: the matrix products', the trace's."""
 
@@ -45,6 +48,7 @@ class Case:
       packed: a row is documents of half to one and a half times an eighth of it, kept apart; else one text.
       rows: of a step, to choose from.
       depths: layers to choose from, the most that fit.
+      policies: memory policies to choose from; all by default.
     """
 
     preset: str
@@ -52,6 +56,7 @@ class Case:
     packed: bool
     rows: tuple[int, ...]
     depths: tuple[int, ...]
+    policies: tuple[str, ...] = tuple(POLICIES)
 
 
 SMALL, LARGE = ("sheared_llama_1_3b", (24, 12)), ("llama3_8b", (32, 24, 16, 8))
@@ -60,49 +65,9 @@ CASES = {
     "8B 4k": Case(LARGE[0], 4096, False, (4, 2, 1), LARGE[1]),
     "1.3B 32k packed": Case(SMALL[0], 32768, True, (1,), SMALL[1]),
     "8B 32k packed": Case(LARGE[0], 32768, True, (1,), LARGE[1]),
+    "1.3B 4k dots_and_attention": Case(SMALL[0], 4096, False, (4, 2, 1), SMALL[1], ("dots_and_attention",)),
     "1.3B 4k packed": Case(SMALL[0], 4096, True, (4, 2, 1), SMALL[1]),
 }
-
-
-# ---- arithmetic
-
-
-def visible_pairs(lengths: Sequence[int]) -> int:
-    """Pairs of a query and a key that a causal mask within documents of these lengths leaves."""
-    return sum(n * (n + 1) // 2 for n in lengths)
-
-
-def document_lengths(segment_ids: np.ndarray) -> list[int]:
-    """Lengths of the documents of packed rows, (B, S) ids; 0 is padding."""
-    return [int(n) for row in segment_ids for n in np.unique(row[row > 0], return_counts=True)[1]]
-
-
-def model_flops(model: Any, tokens: int, lengths: Sequence[int]) -> int:
-    """FLOPs of a step that the model asks for, whatever is computed twice.
-
-    A multiply-add is two, a backward pass two forward ones. Products with weights count for every token (2 for each
-    weight; the head's among them, the embedding's lookup not); attention counts `visible_pairs` alone, 2 D for the
-    score and 2 D for the mixing of each pair in each head of each layer. Norms and softmax count nothing.
-
-    Args:
-      model: a `TransformerConfig` without windows.
-      tokens: of the step.
-      lengths: of its documents; of rows that are one text, the rows'.
-    """
-    products = model.products(1, 1)  # of one token, which sees one pair: itself
-    of_pair = products["scores"] + products["attn_out"]
-    of_token = sum(products.values()) - of_pair
-    return 3 * (tokens * of_token + visible_pairs(lengths) * of_pair)
-
-
-def palm_flops(model: Any, tokens: int, seq: int) -> int:
-    """The same as Chowdhery et al. 2022 (PaLM, appendix B) count: 6 N + 12 L H Q T a token.
-
-    N are all parameters, and attention is the whole square of the row, causal or not: what most published shares of a
-    data sheet rest on.
-    """
-    z = model.sizes
-    return tokens * (6 * model.param_count() + 12 * model.depth * z.heads * z.head_dim * seq)
 
 
 # ---- the step
@@ -150,14 +115,13 @@ def planned(case: Case, topology: str, budget: int, *, toy: bool, xla: bool) -> 
     Raises:
       RuntimeError: nothing fits.
     """
-    from jaxscale.nn import POLICIES
     from jaxscale.plan import estimate
 
     for depth in case.depths:
         fitting = []
         for rows in case.rows:
             config = config_of(case, depth, rows, toy=toy, xla=xla)
-            for name in POLICIES:
+            for name in case.policies:
                 found = estimate(
                     dataclasses.replace(config, model=dataclasses.replace(config.model, memory=name)), topology
                 )
@@ -175,16 +139,18 @@ class Step:
       config: of `config_of`.
       topology: the device that is here, by the planner's name.
       budget: bytes that it may take.
+      policies: memory policies to choose from.
     """
 
-    def __init__(self, config: Any, topology: str, budget: int):
+    def __init__(self, config: Any, topology: str, budget: int, policies: Sequence[str] = tuple(POLICIES)):
         from jaxscale.plan import choose
         from jaxscale.train import prepare
         from pallas_kernels.dispatch import choosing
 
         start = time.perf_counter()
         with choosing() as made:
-            self.choice = choose(config, topology, budget, here=True)
+            named = {name: POLICIES[name] for name in policies}
+            self.choice = choose(config, topology, budget, policies=named, here=True)
         self.compile_seconds = time.perf_counter() - start
         self.ops = list(dict.fromkeys(map(str, made.values())))
         self.runs = ", ".join(dict.fromkeys(f"{c.op} {c.implementation}" for c in made.values()))
@@ -280,7 +246,9 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
     """A case: the step timed in turns with matrix products, its memory, its trace."""
     from jaxscale.hardware import chip_of
 
-    step = Step(planned(CASES[name], device.topology, device.budget, toy=device.toy, xla=args.xla), device.topology, device.budget)  # fmt: skip
+    case = CASES[name]
+    config = planned(case, device.topology, device.budget, toy=device.toy, xla=args.xla)
+    step = Step(config, device.topology, device.budget, case.policies)
     row = step.facts() | {"peak_bytes_before_steps": peak_bytes()}
     if args.values is not None:
         save_values(args.values, step)
@@ -299,7 +267,7 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
         "causal": model_flops(model, step.tokens, step.lengths),
         "palm": palm_flops(model, step.tokens, step.config.seq_len),
     }
-    return row | {
+    row |= {
         "device": device.kind,
         "tokens_per_second": spread([step.tokens / s for s in seconds]),
         "step_seconds": seconds,
@@ -314,8 +282,10 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
         "matmul_tflops": statistics.median(matmul) / 1e12,
         "losses": step.losses,
         "grad_norm": step.norms[0],
-        "trace": traced(step),
+        "trace": {"problem": "the process ended while it was traced"},
     }
+    args.into.write_text(json.dumps(row))  # a profiler can end a process
+    return row | {"trace": traced(step)}
 
 
 def long_step(seq: int, device: Device, args: argparse.Namespace) -> dict[str, Any]:

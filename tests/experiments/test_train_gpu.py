@@ -1,0 +1,119 @@
+"""What the benchmark of training steps counts and sorts, and what it does where a row fails."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale.models import TransformerConfig, llama3_8b
+
+FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("measure", "record", "step_flops", "trace_summary", "train_gpu"):
+        sys.modules.pop(name, None)
+
+
+def test_pairs_of_packed_documents_are_those_of_the_mask():
+    flops = importlib.import_module("step_flops")
+    ids = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 3, 3]])
+    seen = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, None, :] & np.tril(np.ones((6, 6), bool))
+    assert flops.visible_pairs(flops.document_lengths(ids)) == seen.sum()
+
+
+def test_model_flops_are_those_counted_by_hand_and_by_the_model():
+    flops = importlib.import_module("step_flops")
+    # two layers of queries and output 8 x 8, keys and values 8 x 4, feed-forward 3 x 8 x 12; the head 8 x 10
+    model = TransformerConfig(depth=2, vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, hidden=12)
+    weights = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12) + 8 * 10
+    pairs = 5 * 6 // 2 + 3 * 4 // 2
+    attention = 2 * (2 * 4) * 2 * 2 * pairs  # layers, heads x D, two products, multiply and add
+    assert flops.model_flops(model, 8, [5, 3]) == 3 * (2 * 8 * weights + attention)
+    assert flops.model_flops(model, 2 * 16, [16, 16]) == model.flops(2, 16)
+    assert flops.palm_flops(model, 8, 8) == 8 * (6 * model.param_count() + 12 * 2 * 2 * 4 * 8)
+    large = llama3_8b()
+    assert flops.model_flops(large, 4096, [4096]) == large.flops(1, 4096)
+
+
+def test_kernels_are_told_apart_by_their_scope_else_by_their_name():
+    trace = importlib.import_module("trace_summary")
+    scope = "jit(step)/transpose(jvp(runs/0))/while/body/blocks/0/"
+    gemm, backward_loss = "nvjet_hsh_256x128_64x4_2x1_v_bz_TNT", "jit(step)/transpose(jvp(loss))/nv,ve->ne/dot_general"
+    for kernel, where, group in (
+        ("flash_forward_mosaic_gpu_kernel", "", "attention"),
+        ("input_concatenate_fusion_2", scope + "attn/mix/stack", "attention"),
+        ("blockwise_update_mosaic_gpu_kernel", "", "optimizer"),
+        ("input_reduce_fusion_82", "jit(step)/reduce_and", "optimizer"),
+        (gemm, backward_loss, "loss"),
+        (gemm, scope + "mlp/up/dot_general", "matmuls"),
+        (gemm, "", "matmuls"),
+        ("MemcpyD2D", "", "copies"),
+        ("loop_add_multiply_fusion", scope + "mlp/up/mul", "norm and elementwise"),
+        ("ncclDevKernel_AllReduce", "", "other"),
+    ):
+        assert trace.group_of(kernel, where) == group, kernel
+
+
+def test_a_trace_counts_loops_by_what_they_do_themselves_and_time_without_kernels_as_idle():
+    trace = importlib.import_module("trace_summary")
+    events = [
+        trace.Event("while.1", "while.1", "a", 0.0, 100.0),
+        trace.Event("gemm_fusion_dot_7", "", "a", 0.0, 60.0),  # of a graph: the operation is not told
+        trace.Event("loop_add_fusion.3", "loop_add_fusion.3", "a", 60.0, 30.0),
+        trace.Event("MemcpyD2D", "", "b", 150.0, 50.0),
+    ]
+    program = """
+      %gemm_fusion_dot.7 = f32[2]{0} fusion(%x), metadata={op_name="jit(step)/jvp(loss)/dot_general" id=1}
+      ROOT %loop_add_fusion.3 = f32[2]{0} fusion(%x), metadata={op_name="jit(step)/blocks/0/norm/mul"}
+    """
+    found = trace.table(events, trace.scopes_of(program), steps=2)
+    ns = {name: round(group["ms"] * 2e6) for name, group in found["groups"].items()}
+    assert ns == {"loss": 60, "norm and elementwise": 30, "other": 10, "copies": 50, "idle": 50}
+    assert found["step_ms"] == pytest.approx(1e-4) and found["kernels"][0]["calls"] == 0.5
+
+
+@pytest.mark.parametrize("most", (100, 128, 3000, 70000, 10**9))
+def test_the_search_for_the_longest_row_ends_between_one_that_fits_and_one_that_does_not(most):
+    train_gpu = importlib.import_module("train_gpu")
+    search, tried = train_gpu.Search(1024), []
+    while (n := search.next()) is not None and n < 10**7:
+        tried.append(n)
+        search.told(n <= most)
+    assert len(tried) == len(set(tried)) and search.fits <= most
+    assert not search.fails or search.fails > most
+    if 128 <= most < 10**7:
+        assert search.fails <= 2 * search.fits  # and halved twice where there is room
+
+
+def test_a_case_that_fails_is_taken_once_more_with_less_memory_or_without_our_kernels(monkeypatch, tmp_path):
+    train_gpu = importlib.import_module("train_gpu")
+    asked = []
+    good = {
+        "tokens_per_step": 8, "preset": {"depth": 2}, "runs": "ours", "policy": "none", "device": "NVIDIA H100",
+        "tokens_per_second": {"median": 1.0}, "matmul_tflops": 1.0, "share_of_matmul": {"causal": {"median": 0.71}},
+    }  # fmt: skip
+
+    def pretend(script, arguments, *, limit):
+        asked.append(arguments)
+        if {"--share", "--xla"} & set(arguments):
+            return good
+        return {"problem": "RESOURCE_EXHAUSTED: 1 GiB" if "8B 4k" in arguments else "a kernel is wrong"}
+
+    monkeypatch.setattr(train_gpu.measure, "in_subprocess", pretend)
+    args = argparse.Namespace(seconds=None, rounds=3, xla=False)
+    run = train_gpu.Run(args, results=None, folder=tmp_path, toy=False)
+    row, (line,) = run.case("1.3B 4k")
+    assert row["again"] == ["--xla"] and "a kernel is wrong" in line.runs and line.verdict == "met"
+    assert run.case("8B 4k")[0]["again"] == ["--share", "0.85"]
+    with pytest.raises(RuntimeError, match="a kernel is wrong"):
+        run.case("1.3B 32k packed")
+    assert len(asked) == 5

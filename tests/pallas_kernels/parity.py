@@ -74,6 +74,51 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class Program:
+    """What one run shows, on random arrays.
+
+    Args:
+      ours: implementation -> a function of `arrays`, to be jitted.
+      arrays: what it is given.
+      parts: what it returns -> the value of each line, in the order of `Work.parts`.
+      plain: the parts of the same in plain jax.numpy, in the same dtype.
+      truth: the parts in float64 (NumPy), or, of what is too large for that, float32 on the device.
+    """
+
+    ours: Callable[[str], Callable[..., Any]]
+    arrays: tuple[Any, ...]
+    parts: Callable[[Any], tuple[Any, ...]]
+    plain: Callable[[], tuple[Any, ...]]
+    truth: Callable[[], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Lines of the table that one run shows.
+
+    Args:
+      op, feature, dtype: what they are called.
+      parts: each line's direction.
+      make: a seed -> the program; `None` is the table's own data.
+    """
+
+    op: str
+    feature: str
+    dtype: str
+    parts: tuple[str, ...]
+    make: Callable[[int | None], Program]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.feature} {self.dtype} {' '.join(self.parts)}"
+
+
+def draws(stream: int, seed: int | None) -> Any:
+    """What makes a `numpy.random.Generator` of a stream: the table's own, or another for every seed."""
+    return stream if seed is None else [stream, seed]
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """A line of the table. Without an error, `verdict` is the sentence of the refusal."""
 
@@ -108,11 +153,35 @@ def measure(case: Case, backend: str) -> Row:
 
 def cases() -> Iterator[Case]:
     """Every line, in the order of the table."""
-    yield from _softmax_cases()
-    yield from _blockwise_cases()
-    yield from _attention_cases()
-    yield from _loss_cases()
-    yield from _decode_cases()
+    for work in works():
+        yield from lines(work)
+
+
+def works() -> Iterator[Work]:
+    """What is run for them; nothing is drawn before its `make` is called."""
+    yield from _softmax_works()
+    yield from _blockwise_works()
+    yield from _attention_works()
+    yield from _loss_works()
+    yield from _decode_works()
+
+
+def lines(work: Work) -> Iterator[Case]:
+    """The lines that a piece of work shows; it is run once for all of them."""
+    program = functools.cache(lambda: work.make(None))
+
+    @functools.cache
+    def ours(how: str) -> tuple[Any, ...]:
+        made = program()
+        return made.parts(jax.jit(made.ours(how))(*made.arrays))
+
+    plain = functools.cache(lambda: program().plain())
+    truth = functools.cache(lambda: program().truth())
+    for i, part in enumerate(work.parts):
+        yield Case(
+            work.op, work.feature, work.dtype, part,
+            lambda how, i=i: ours(how)[i], lambda i=i: plain()[i], lambda i=i: truth()[i],
+        )  # fmt: skip
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -130,28 +199,35 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _softmax_cases() -> Iterator[Case]:
-    for name, (ours, plain) in _OPS.items():
-        for feature, shape in _SHAPES.items():
+def _softmax_works() -> Iterator[Work]:
+    for name in _OPS:
+        for feature in _SHAPES:
             for dtype in ("float32", "bfloat16", "float16"):
-                x, g, mask = _logits(feature, shape, dtype, name)
-
                 for direction in ("forward", "backward"):
-                    if mask is not None and direction == "backward" and name == "log_softmax":
+                    if feature == "masked" and direction == "backward" and name == "log_softmax":
                         continue  # -inf at a masked place: what a plain one differentiates there is NaN
-                    yield Case(
-                        name, feature, dtype, direction,
-                        lambda how, ours=ours, d=direction, x=x, g=g, mask=mask: _ours(ours, how, d, x, g, mask),
-                        lambda plain=plain, d=direction, x=x, g=g, mask=mask: _ours(plain, None, d, x, g, mask),
-                        lambda name=name, d=direction, x=x, g=g, mask=mask: _truth(name, d, x, g, mask),
-                    )  # fmt: skip
+                    make = functools.partial(_softmax_program, name, feature, dtype, direction)
+                    yield Work(name, feature, dtype, (direction,), make)
 
 
-def _ours(op: Callable[..., Any], how: str | None, direction: str, x: Any, g: Any, mask: Any) -> Any:
-    f = functools.partial(op, where=mask) if how is None else functools.partial(op, where=mask, implementation=how)
-    if direction == "forward":
-        return _finite(jax.jit(f)(x))
-    return jax.jit(lambda x: jax.vjp(f, x)[1](g.astype(jax.eval_shape(f, x).dtype))[0])(x)
+def _softmax_program(name: str, feature: str, dtype: str, direction: str, seed: int | None) -> Program:
+    x, g, mask = _logits(feature, _SHAPES[feature], dtype, name, seed)
+    ours, plain = _OPS[name]
+
+    def run(op: Callable[..., Any]) -> Callable[..., Any]:
+        f = functools.partial(op, where=mask)
+        if direction == "forward":
+            return f
+        return lambda x: jax.vjp(f, x)[1](g.astype(jax.eval_shape(f, x).dtype))[0]
+
+    shown = lambda y: (_finite(y) if direction == "forward" else y,)  # noqa: E731
+    return Program(
+        lambda how: run(functools.partial(ours, implementation=how)),
+        (x,),
+        shown,
+        lambda: shown(jax.jit(run(plain))(x)),
+        lambda: (_truth(name, direction, x, g, mask),),
+    )
 
 
 def _finite(y: Any) -> Any:
@@ -160,8 +236,8 @@ def _finite(y: Any) -> Any:
     return np.where(np.isneginf(y.astype(np.float64)), 0, y).astype(y.dtype)
 
 
-def _logits(feature: str, shape: tuple[int, int], dtype: str, name: str) -> tuple[Any, Any, Any]:
-    random = np.random.default_rng(0)
+def _logits(feature: str, shape: tuple[int, int], dtype: str, name: str, seed: int | None) -> tuple[Any, Any, Any]:
+    random = np.random.default_rng(draws(0, seed))
     x = random.normal(size=shape) * 4.0 + (3e4 if feature == "large logits" else 0.0)  # exp overflows everywhere
     g = random.normal(size=shape[:1] if name == "logsumexp" else shape)
     mask = jnp.asarray(random.random(shape) < 0.7) if feature == "masked" else None
@@ -192,27 +268,32 @@ _SCALARS |= {"momentum": 0.9}
 _FEATURES = {"matrix": ((128, 512), (2, 128)), "heads": ((128, 4, 128), (2, 1, 128)), "narrow": ((64, 64), (4, 64))}
 
 
-def _blockwise_cases() -> Iterator[Case]:
+def _blockwise_works() -> Iterator[Work]:
     for rule in RULES.values():
-        for feature, (shape, tile) in _FEATURES.items():
+        for feature in _FEATURES:
             for dtype in ("float32", "bfloat16"):
                 if feature != "matrix" and (rule.name != "adamw" or dtype != "float32"):
                     continue  # the shapes once, the rules once
-                p, g, states = _inputs(rule, shape, tile, dtype)
-                # one run shows the parameter and every state
-                ours = functools.cache(functools.partial(_updated, rule, p, g, states))
-                plain = functools.cache(functools.partial(_plain_update, rule, p, g, states))
-                for i in range(-1, len(rule.states)):
-                    yield Case(
-                        "blockwise", feature, dtype, f"{rule.name}: {'parameter' if i < 0 else f'state {i}'}",
-                        lambda how, ours=ours, i=i: _part(ours(how), i),
-                        lambda plain=plain, i=i: _part(plain(), i),
-                        lambda r=rule, p=p, g=g, s=states, i=i: _true_update(r, p, g, s, i),
-                    )  # fmt: skip
+                states = (f"state {i}" for i in range(len(rule.states)))
+                parts = tuple(f"{rule.name}: {what}" for what in ("parameter", *states))
+                yield Work("blockwise", feature, dtype, parts, functools.partial(_update_program, rule, feature, dtype))
 
 
-def _inputs(rule: Rule, shape: Any, tile: Any, dtype: str) -> tuple[Any, Any, tuple[Quantized, ...]]:
-    random = np.random.default_rng(1)
+def _update_program(rule: Rule, feature: str, dtype: str, seed: int | None) -> Program:
+    p, g, states = _inputs(rule, *_FEATURES[feature], dtype, seed)
+    every = range(-1, len(rule.states))
+    parts = lambda found: tuple(_part(found, i) for i in every)  # noqa: E731
+    return Program(
+        lambda how: lambda p, g, s: update_blockwise(rule, _scalars(rule), p, g, s, implementation=how),
+        (p, g, states),
+        parts,
+        lambda: parts(_plain_update(rule, p, g, states)),
+        lambda: tuple(_true_update(rule, p, g, states, i) for i in every),
+    )
+
+
+def _inputs(rule: Rule, shape: Any, tile: Any, dtype: str, seed: int | None) -> tuple[Any, Any, tuple[Quantized, ...]]:
+    random = np.random.default_rng(draws(1, seed))
     draw = lambda scale: jnp.asarray(random.normal(size=shape) * scale, jnp.float32)  # noqa: E731
     p, g = draw(1.0).astype(dtype), draw(0.1).astype(dtype)
     states = (draw(0.1) if signed else jnp.square(draw(0.1)) for signed in rule.states)
@@ -222,10 +303,6 @@ def _inputs(rule: Rule, shape: Any, tile: Any, dtype: str) -> tuple[Any, Any, tu
 
 def _scalars(rule: Rule) -> dict[str, float]:
     return {name: _SCALARS[name] for name in rule.scalars}
-
-
-def _updated(rule: Rule, p: Any, g: Any, states: Any, how: str) -> Any:
-    return jax.jit(lambda p, g, s: update_blockwise(rule, _scalars(rule), p, g, s, implementation=how))(p, g, states)
 
 
 def _part(found: Any, i: int) -> Any:
@@ -263,15 +340,15 @@ _ATTENTION: tuple[dict[str, Any], ...] = (
 """Of the full grid's features (`flash_attention/grid.py`): each once at least, and all kinds of widths."""
 
 
-def _attention_cases() -> Iterator[Case]:
+def _attention_works() -> Iterator[Work]:
     from tests.pallas_kernels.flash_attention import grid  # which asks this file to measure
 
     for chosen in _ATTENTION:
         for dtype in ("float32", "bfloat16", "float16"):
             if dtype == "float32" and chosen["D"] == 256:
                 continue  # see above
-            for case in grid.parts_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype}):
-                yield dataclasses.replace(case, feature=case.feature.partition(" ")[2])
+            work = grid.work_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype})
+            yield dataclasses.replace(work, feature=work.feature.partition(" ")[2])
 
 
 # cut cross-entropy ------------------------------------------------------------------------------------------------
@@ -284,35 +361,37 @@ _LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def _loss_cases() -> Iterator[Case]:
+def _loss_works() -> Iterator[Work]:
+    for feature in _LOSSES:
+        for dtype in ("float32", "bfloat16", "float16"):
+            make = functools.partial(_loss_program, feature, dtype)
+            yield Work("linear_cross_entropy", feature, dtype, ("loss", "dx", "dw"), make)
+
+
+def _loss_program(feature: str, dtype: str, seed: int | None) -> Program:
     from tests.pallas_kernels.cut_cross_entropy.cases import truth
 
-    for feature, given in _LOSSES.items():
-        for dtype in ("float32", "bfloat16", "float16"):
-            (x, w, targets), d = _loss_inputs(dtype, given.get("w_layout", "ve"))
-            # one run shows the loss and both gradients
-            ours = functools.cache(functools.partial(_loss_and_gradients, x, w, targets, d, given))
-            plain = functools.cache(functools.partial(ours, None))
-            right = functools.cache(lambda x=x, w=w, t=targets, d=d, o=given: truth((x, w, t), o, d, np.zeros_like(d)))
-            for i, part in enumerate(("loss", "dx", "dw")):
-                yield Case(
-                    "linear_cross_entropy", feature, dtype, part,
-                    lambda how, ours=ours, i=i: ours(how)[i],
-                    lambda plain=plain, i=i: plain()[i],
-                    lambda right=right, i=i: right()[(0, 2, 3)[i]],
-                )  # fmt: skip
+    given = _LOSSES[feature]
+    (x, w, targets), d = _loss_inputs(dtype, given.get("w_layout", "ve"), seed)
+    ours = functools.partial(_loss_and_gradients, targets, d, given)
+
+    def right() -> tuple[Any, ...]:
+        loss, _, dx, dw, _ = truth((x, w, targets), given, d, np.zeros_like(d))
+        return loss, dx, dw
+
+    return Program(ours, (x, w), tuple, lambda: tuple(jax.jit(ours(None))(x, w)), right)
 
 
-def _loss_inputs(dtype: str, w_layout: str) -> tuple[tuple[Any, Any, Any], Any]:
-    random = np.random.default_rng(2)
+def _loss_inputs(dtype: str, w_layout: str, seed: int | None) -> tuple[tuple[Any, Any, Any], Any]:
+    random = np.random.default_rng(draws(2, seed))
     n, v, e = 24, 320, 64
     x, w = jnp.asarray(random.normal(size=(n, e)), dtype), jnp.asarray(random.normal(size=(v, e)) / 4, dtype)
     targets, d = random.integers(0, v, n).astype(np.int32), random.normal(size=n).astype(np.float32)
     return (x, w if w_layout == "ve" else w.T, targets), d
 
 
-def _loss_and_gradients(x: Any, w: Any, targets: Any, d: Any, options: dict[str, Any], how: str | None) -> Any:
-    """With no implementation, what anybody writes: the loss of materialised logits."""
+def _loss_and_gradients(targets: Any, d: Any, options: dict[str, Any], how: str | None) -> Callable[..., Any]:
+    """Of x and w. With no implementation, what anybody writes: the loss of materialised logits."""
     from tests.pallas_kernels.cut_cross_entropy import cases
 
     def f(x: Any, w: Any) -> Any:
@@ -320,8 +399,7 @@ def _loss_and_gradients(x: Any, w: Any, targets: Any, d: Any, options: dict[str,
             return cases.plain(x, w, 1.0, targets=targets, options=options)[0]
         return linear_cross_entropy(x, w, targets, **options, implementation=how)
 
-    y, (dx, dw) = jax.jit(lambda x, w: (f(x, w), jax.vjp(f, x, w)[1](d)))(x, w)
-    return y, dx, dw
+    return lambda x, w: (f(x, w), *jax.vjp(f, x, w)[1](d))
 
 
 # decode attention ------------------------------------------------------------------------------------------------
@@ -333,28 +411,27 @@ _CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-def _decode_cases() -> Iterator[Case]:
+def _decode_works() -> Iterator[Work]:
+    for feature in _CACHES:
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield Work(
+                "decode_attention", feature, dtype, ("out", "lse"), functools.partial(_decode_program, feature, dtype)
+            )
+
+
+def _decode_program(feature: str, dtype: str, seed: int | None) -> Program:
     from tests.pallas_kernels.decode_attention import cases
 
-    for feature, given in _CACHES.items():
-        for dtype in ("float32", "bfloat16", "float16"):
-            case = {"dtype": dtype, "widths": (64, 64), "heads": (4, 2), "queries": 1, **given}
-            arrays, options = cases.make(case, pages=True)
-            # one run shows both
-            ours = functools.cache(functools.partial(_decoded, arrays, options))
-            plain = functools.cache(functools.partial(cases.plain, arrays, options))
-            right = functools.cache(functools.partial(cases.truth, arrays, options))
-            for i, part in enumerate(("out", "lse")):
-                yield Case(
-                    "decode_attention", feature, dtype, part,
-                    lambda how, ours=ours, i=i: _finite(ours(how)[i]),
-                    lambda plain=plain, i=i: _finite(plain()[i]),
-                    lambda right=right, i=i: _finite(right()[i]),
-                )  # fmt: skip
-
-
-def _decoded(arrays: Any, options: dict[str, Any], how: str) -> Any:
-    return jax.jit(lambda a: decode_attention(*a, **options, implementation=how))(arrays)
+    case = {"dtype": dtype, "widths": (64, 64), "heads": (4, 2), "queries": 1, **_CACHES[feature]}
+    arrays, options = cases.make(case, draws(0, seed), pages=True)
+    finite = lambda found: tuple(map(_finite, found))  # noqa: E731
+    return Program(
+        lambda how: lambda a: decode_attention(*a, **options, implementation=how),
+        (arrays,),
+        finite,
+        lambda: finite(cases.plain(arrays, options)),
+        lambda: finite(cases.truth(arrays, options)),
+    )
 
 
 # the table -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from experiments.benchmarks.measure import commit  # noqa: E402
 from pallas_kernels import dispatch, flash_attention  # noqa: E402
 from pallas_kernels.flash_attention import xla  # noqa: E402
 from tests.pallas_kernels.flash_attention import cases as shared  # noqa: E402
-from tests.pallas_kernels.parity import THREADS, Case, Row, measure  # noqa: E402
+from tests.pallas_kernels.parity import THREADS, Case, Program, Row, Work, draws, lines, measure  # noqa: E402
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
@@ -80,6 +80,16 @@ def width_of(case: dict[str, Any]) -> str:
 
 def parts_of(case: dict[str, Any]) -> Iterator[Case]:
     """Output, log-sum-exp and three gradients, as cases of the parity table; each side runs once for all five."""
+    return lines(work_of(case))
+
+
+def work_of(case: dict[str, Any], deterministic: bool = False) -> Work:
+    """A case as work of the parity table; all five results are parts of one run."""
+    make = functools.partial(_program, case, deterministic)
+    return Work("flash_attention", name_of(case), case["dtype"], PARTS, make)
+
+
+def _program(case: dict[str, Any], deterministic: bool, seed: int | None) -> Program:
     arrays, options = shared.make(
         dict.fromkeys(shared.FEATURES)
         | {
@@ -92,34 +102,26 @@ def parts_of(case: dict[str, Any]) -> Iterator[Case]:
             "window": 7 if case["window"] else None,
             "softcap": 2.0 if case["softcap"] else None,
             "kind": "softmax",
-        }
+        },
+        draws(0, seed),
     )
     q, k, v, _ = arrays
     (b, s, h, _), t = q.shape, k.shape[1]
-    random = np.random.default_rng(9)
+    random = np.random.default_rng(draws(9, seed))
     dout = jnp.asarray(random.normal(size=(b, s, h, v.shape[3])), q.dtype)
     dlse = jnp.asarray(random.normal(size=(b, s, h)), jnp.float32)
     seen = shared.seen_at_once(options, b, s, t)
 
-    @functools.cache
-    def ours(backend: str) -> tuple[Any, ...]:
-        op = functools.partial(flash_attention.flash_attention, **options, return_lse=True, implementation=backend)
-        return _five(jax.jit(functools.partial(_both, op))(q, k, v, dout, dlse))
+    def ours(backend: str) -> Any:
+        given = options | {"return_lse": True, "deterministic": deterministic, "implementation": backend}
+        return functools.partial(_both, functools.partial(flash_attention.flash_attention, **given))
 
-    @functools.cache
-    def plain() -> tuple[Any, ...]:
-        return _five(_plain(options["softcap"])(q, k, v, dout, dlse, jnp.asarray(seen)))
-
-    @functools.cache
     def truth() -> tuple[Any, ...]:
         out, lse, grads = shared.truth(arrays, options, dout, dlse)
         return _five((out, lse, *grads[:3]))
 
-    for i, part in enumerate(PARTS):
-        yield Case(
-            "flash_attention", name_of(case), case["dtype"], part,
-            lambda how, i=i: ours(how)[i], lambda i=i: plain()[i], lambda i=i: truth()[i],
-        )  # fmt: skip
+    plain = lambda: _five(_plain(options["softcap"])(q, k, v, dout, dlse, jnp.asarray(seen)))  # noqa: E731
+    return Program(ours, (q, k, v, dout, dlse), _five, plain, truth)
 
 
 def _both(op: Any, q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -166,7 +168,7 @@ def fingerprint(backend: str) -> str:
         TABLE.parent / "masks.py",
     ]
     text = "".join(path.read_text() for path in [*files, Path(shared.__file__)])
-    text += inspect.getsource(parts_of) + repr((FEATURES, LENGTHS, TILE))
+    text += inspect.getsource(_program) + repr((FEATURES, LENGTHS, TILE))
     return f"{jax.__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from pallas_kernels import withdrawn
 from pallas_kernels.errors import KernelError
 
 __all__ = [
@@ -185,7 +186,7 @@ def dispatch(
       implementation: a name, or `None` for the best.
 
     Raises:
-      KernelError: the named implementation does not exist or is not supported here.
+      KernelError: the named implementation does not exist, is not supported here, or is withdrawn (`withdrawn.py`).
     """
     here = device()
     if implementation is not None:
@@ -207,7 +208,7 @@ def _best(op: str, implementations: Sequence[Implementation], target: Target, ca
     for one in implementations:
         if one.platforms and target.platform not in one.platforms:
             continue
-        why = _why_not(one, target, case)
+        why = _why_not(op, one, target, case)
         if why is None:
             _record(op, target, one, tuple(why_not), case)
             return one
@@ -233,14 +234,14 @@ def _run_named(
     if how is not None and one.platforms:
         platform = one.platforms[0]
         target = Target(_STAND_IN[platform], platform, interpret=True, races=how == "races")
-    why = _why_not(one, target, case)
+    why = _why_not(op, one, target, case)
     if why is not None:
         raise KernelError(f"{op}: implementation='{name}' is not supported here: {why}")
     _record(op, target, one, (), case)
     return one.run(target, *arrays, **case)
 
 
-def _why_not(one: Implementation, target: Target, case: dict[str, Any]) -> str | None:
+def _why_not(op: str, one: Implementation, target: Target, case: dict[str, Any]) -> str | None:
     if one.platforms and target.platform not in one.platforms:
         return (
             f"it is for {' and '.join(one.platforms)}, and this is {target.kind or target.platform}; "
@@ -248,7 +249,12 @@ def _why_not(one: Implementation, target: Target, case: dict[str, Any]) -> str |
         )
     if one.platforms and not target.interpret and (why := _unguarded()):
         return why
-    return one.supported(target, **case)
+    if why := one.supported(target, **case):
+        return why
+    # What was wrong on hardware is looked for in an interpreter; and XLA is what is left when a kernel is withdrawn.
+    if not one.platforms or target.interpret or withdrawn.is_allowed():
+        return None
+    return withdrawn.why(op, one.name, target.kind, case)
 
 
 def _unguarded() -> str | None:

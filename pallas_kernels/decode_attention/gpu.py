@@ -24,7 +24,7 @@ from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.decode_attention import examples
 from pallas_kernels.decode_attention.inputs import How, Inputs
 from pallas_kernels.decode_attention.split import Tiles, bounds, cost, merged, shares
-from pallas_kernels.dispatch import Target, hopper
+from pallas_kernels.dispatch import JAX_VERSION, Target, hopper
 from pallas_kernels.flash_attention.gpu_walk import (
     LOG2E,
     ROWS,
@@ -335,7 +335,7 @@ def parts(
             barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        cost_estimate=cost(inputs, how),
+        **({"cost_estimate": cost(inputs, how)} if JAX_VERSION >= (0, 12) else {}),  # an argument since 0.12
         **target.gpu(),
     )(q, k, v, at, tables, plan, of_rows, first)
 

@@ -100,6 +100,7 @@ class Work:
       op, feature, dtype: what they are called.
       parts: each line's direction.
       make: a seed -> the program; `None` is the table's own data.
+      large: fills an accelerator's memory and time, and has its truth on the device; no line of the table.
     """
 
     op: str
@@ -107,6 +108,7 @@ class Work:
     dtype: str
     parts: tuple[str, ...]
     make: Callable[[int | None], Program]
+    large: bool = False
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ class Work:
 
 
 def draws(stream: int, seed: int | None) -> Any:
-    """What makes a `numpy.random.Generator` of a stream: the table's own, or another for every seed."""
+    """What makes a `numpy.random.Generator` of a stream: the table's own (as 0 is), or another for every seed."""
     return stream if seed is None else [stream, seed]
 
 
@@ -276,11 +278,18 @@ def _blockwise_works() -> Iterator[Work]:
                     continue  # the shapes once, the rules once
                 states = (f"state {i}" for i in range(len(rule.states)))
                 parts = tuple(f"{rule.name}: {what}" for what in ("parameter", *states))
-                yield Work("blockwise", feature, dtype, parts, functools.partial(_update_program, rule, feature, dtype))
+                yield Work(
+                    "blockwise",
+                    feature,
+                    dtype,
+                    parts,
+                    functools.partial(update_program, rule, *_FEATURES[feature], dtype),
+                )
 
 
-def _update_program(rule: Rule, feature: str, dtype: str, seed: int | None) -> Program:
-    p, g, states = _inputs(rule, *_FEATURES[feature], dtype, seed)
+def update_program(rule: Rule, shape: Any, tile: Any, dtype: str, seed: int | None) -> Program:
+    """One step of a rule; the parts are the parameter and each state, dequantised."""
+    p, g, states = _inputs(rule, shape, tile, dtype, seed)
     every = range(-1, len(rule.states))
     parts = lambda found: tuple(_part(found, i) for i in every)  # noqa: E731
     return Program(
@@ -373,7 +382,7 @@ def _loss_program(feature: str, dtype: str, seed: int | None) -> Program:
 
     given = _LOSSES[feature]
     (x, w, targets), d = _loss_inputs(dtype, given.get("w_layout", "ve"), seed)
-    ours = functools.partial(_loss_and_gradients, targets, d, given)
+    ours = functools.partial(loss_and_gradients, targets, d, given)
 
     def right() -> tuple[Any, ...]:
         loss, _, dx, dw, _ = truth((x, w, targets), given, d, np.zeros_like(d))
@@ -390,7 +399,7 @@ def _loss_inputs(dtype: str, w_layout: str, seed: int | None) -> tuple[tuple[Any
     return (x, w if w_layout == "ve" else w.T, targets), d
 
 
-def _loss_and_gradients(targets: Any, d: Any, options: dict[str, Any], how: str | None) -> Callable[..., Any]:
+def loss_and_gradients(targets: Any, d: Any, options: dict[str, Any], how: str | None) -> Callable[..., Any]:
     """Of x and w. With no implementation, what anybody writes: the loss of materialised logits."""
     from tests.pallas_kernels.cut_cross_entropy import cases
 

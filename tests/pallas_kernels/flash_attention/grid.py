@@ -114,7 +114,7 @@ def _program(case: dict[str, Any], deterministic: bool, seed: int | None) -> Pro
 
     def ours(backend: str) -> Any:
         given = options | {"return_lse": True, "deterministic": deterministic, "implementation": backend}
-        return functools.partial(_both, functools.partial(flash_attention.flash_attention, **given))
+        return functools.partial(both, functools.partial(flash_attention.flash_attention, **given))
 
     def truth() -> tuple[Any, ...]:
         out, lse, grads = shared.truth(arrays, options, dout, dlse)
@@ -124,7 +124,8 @@ def _program(case: dict[str, Any], deterministic: bool, seed: int | None) -> Pro
     return Program(ours, (q, k, v, dout, dlse), _five, plain, truth)
 
 
-def _both(op: Any, q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+def both(op: Any, q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    """Output, log-sum-exp and the gradients of q, k and v."""
     (out, lse), pull = jax.vjp(op, q, k, v)
     return out, lse, *pull((dout, dlse))
 
@@ -135,7 +136,7 @@ def _plain(softcap: float | None) -> Any:
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any, seen: Any) -> tuple[Any, ...]:
         op = functools.partial(shared.plain, bias=None, seen=seen, options={"softcap": softcap})
-        return _both(op, q, k, v, dout, dlse)
+        return both(op, q, k, v, dout, dlse)
 
     return jax.jit(run)
 

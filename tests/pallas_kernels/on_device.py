@@ -1,0 +1,498 @@
+"""The parity table on the real device: compiled kernels, fresh data, reruns, and outputs that start as NaN.
+
+    python -m tests.pallas_kernels.on_device --out correctness.jsonl              # on the device there is
+    python -m tests.pallas_kernels.on_device --out again.jsonl --seed 7 --op softmax
+    python -m tests.pallas_kernels.on_device --withdraw correctness.jsonl         # takes what was wrong from dispatch
+    python -m tests.pallas_kernels.on_device --out x.jsonl --interpret mosaic_gpu --op decode_attention   # on a CPU
+
+Every case of the table and, on an accelerator, cases at the sizes of the benchmarks, on the kernels of the device and
+on "xla". A row says "ok", "WRONG" (the table's rule, or a piece of the result is far off), "NOT THE SAME TWICE" (reruns
+of one compiled program differ), "UNWRITTEN" (after free memory was filled with 0xFF bytes the result is another),
+"not supported: ...", "crashed: ..." or "no time". The gradient of attention by q may differ between runs on Hopper
+unless it is deterministic; `spread` then says by how much.
+
+The work is done by processes of their own (`device_check.py`). One that crashes or hangs loses the case it was in, and
+another goes on with the rest. Rows are written as they come. The exit status is 1 when a row is none of "ok", "not
+supported" and "no time", or none is "ok". This process starts no JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from experiments.benchmarks.measure import commit
+
+ROOT = Path(__file__).resolve().parents[2]
+START = 180.0
+"""Seconds that a process may take to import JAX and find its device."""
+LARGE_PROCESSES = 2
+MEMORY = {"small": 0.25, "large": 0.6}
+"""Of an accelerator, shared by the processes for either size; the rest is for what lies outside their pools."""
+FAULTS = ("WRONG", "UNWRITTEN", "NOT THE SAME TWICE")
+
+
+# one process -------------------------------------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    """A process is gone, or was ended here because it did not answer (`hung`)."""
+
+    def __init__(self, why: str, hung: bool = False):
+        super().__init__(why)
+        self.hung = hung
+
+
+class Process:
+    """A process that is told lines of JSON and answers with such lines.
+
+    Args:
+      command: what to run; "--answers FD" is added.
+      environment: its own.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
+        self._reader, writer = os.pipe()
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._rest = b""
+        self._process = subprocess.Popen(
+            [*command, "--answers", str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(writer,),
+            cwd=ROOT,
+            env=dict(environment),
+            start_new_session=True,  # so that compilers which it started end with it
+        )
+        os.close(writer)
+
+    def tell(self, what: Any) -> None:
+        """Raises `Ended` when nobody listens."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise Ended(self._how_it_ended()) from None
+
+    def answer(self, seconds: float) -> Any:
+        """The next line; raises `Ended` when there is none any more, or none in time."""
+        until = time.monotonic() + seconds
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._reader, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                left = until - time.monotonic()
+                if left <= 0 or not ready.select(left):
+                    self.kill()
+                    raise Ended(f"hung: no answer in {seconds:.0f} s", hung=True)
+                got = os.read(self._reader, 1 << 16)
+                if not got:
+                    raise Ended(self._how_it_ended())
+                self._rest += got
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """Ends it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        code = self._process.poll()
+        self.kill()
+        how = "the process does not answer" if code is None else f"the process ended with status {code}"
+        if code is not None and code < 0:
+            how = f"the process died of {signal.Signals(-code).name}"
+        said = self.said().splitlines()
+        return f"{how}: {said[-1].strip()[:300]}" if said else how
+
+    def said(self) -> str:
+        """The end of what it printed, without empty lines."""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 8192))
+        text = self._log.read().decode(errors="replace")
+        return "\n".join(line for line in text.splitlines() if line.strip())
+
+
+# all of them -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A piece of work on some backends, one after the other in one process, which makes its truth once.
+
+    Args:
+      index: of the work, as the process knows it.
+      names: "op", "feature", "dtype" and "large".
+      parts: what its rows show.
+      backends: in this order.
+    """
+
+    index: int
+    names: Mapping[str, Any]
+    parts: tuple[str, ...]
+    backends: tuple[str, ...]
+
+    def rows(self, backend: str, verdict: str) -> list[dict[str, Any]]:
+        """Its rows where there are no results."""
+        return [{**self.names, "part": part, "backend": backend, "verdict": verdict} for part in self.parts]
+
+
+class Lane:
+    """A thread that has one process at a time do tasks from a queue until it is empty.
+
+    Args:
+      tasks: the queue, which several lanes may share.
+      start: makes a process.
+      record: takes the rows of a task.
+      limit: seconds for one task on one backend.
+      deadline: on the monotonic clock, when all has to end.
+      process: one that has started already.
+    """
+
+    def __init__(
+        self,
+        tasks: queue.SimpleQueue[Task],
+        start: Callable[[], Process],
+        record: Callable[[list[dict[str, Any]]], None],
+        limit: float,
+        deadline: float,
+        process: Process | None = None,
+    ):
+        self._tasks, self._start, self._record = tasks, start, record
+        self._limit, self._deadline = limit, deadline
+        self._process = process
+        self._failures = 0  # starts in a row that came to nothing
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _run(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while self._failures < 3:
+                task = self._tasks.get_nowait()
+                for backend in task.backends:
+                    self._record(self._rows(task, backend))
+        self.kill()
+
+    def _rows(self, task: Task, backend: str) -> list[dict[str, Any]]:
+        try:
+            if self._left() <= 0:
+                return task.rows(backend, "no time")
+            if self._process is None:
+                self._failures += 1
+                self._process = self._start()
+                self._process.answer(min(START, self._left()))
+                self._failures = 0
+            self._process.tell({"work": task.index, "backend": backend})
+            answer = self._process.answer(min(self._limit, self._left()))
+        except Ended as e:
+            self._process = None
+            return task.rows(backend, "no time" if e.hung and self._left() <= 0 else f"crashed: {e}")
+        if answer["last"]:
+            self.kill()
+            self._process = None
+        return list(answer["rows"])
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+
+class Journal:
+    """Rows in the order they come, each on disk at once, those that are not ok in sight."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any]):
+        self.rows: list[dict[str, Any]] = []
+        self._lock, self._seed = threading.Lock(), run["seed"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        self._line({"run": dict(run)})
+
+    def record(self, rows: list[dict[str, Any]]) -> None:
+        with self._lock:
+            for row in rows:
+                self.rows.append(row)
+                self._line(row | {"seed": self._seed})
+                if row["verdict"] != "ok" and not row["verdict"].startswith("not supported"):
+                    print(name_of(row), row["verdict"], flush=True)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._line({"summary": dict(summary)})
+        self._file.close()
+
+    def _line(self, what: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(what) + "\n")
+        self._file.flush()
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    return f"{row['op']} {row['feature']} {row['dtype']} {row['part']} {row['backend']}"
+
+
+def interleaved(tasks: Sequence[Task]) -> queue.SimpleQueue[Task]:
+    """A queue in which ops take turns, so that when time runs out each has been looked at."""
+    by_op: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_op.setdefault(task.names["op"], []).append(task)
+    found: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    for turn in itertools.zip_longest(*by_op.values()):
+        for task in turn:
+            if task is not None:
+                found.put(task)
+    return found
+
+
+@contextlib.contextmanager
+def running(lanes: list[Lane]) -> Iterator[None]:
+    """None of them outlives this, however it is left."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        for lane in lanes:
+            lane.kill()
+        signal.signal(signal.SIGTERM, before)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Runs all that is asked for; returns the exit status."""
+    deadline = time.monotonic() + (args.seconds or float("inf"))
+    seed = args.seed if args.seed is not None else time.time_ns() % 2**31
+    command = [sys.executable, "-m", f"{__package__}.device_check", "--seed", str(seed), "--works", args.works]
+    command += ["--interpret"] * bool(args.interpret)
+    first = Process(command, environment(None))
+    try:
+        facts = first.answer(min(START, deadline - time.monotonic()))
+    except Ended as e:
+        print(f"on_device: {e}\n{first.said()}", file=sys.stderr)
+        first.kill()
+        return 2
+    if gone := facts["platform"] != "cpu":
+        first.kill()  # its memory is for those that work
+    backends = (args.interpret,) if args.interpret else tuple(facts["backends"])
+    tasks = [
+        Task(i, {"op": op, "feature": feature, "dtype": dtype, "large": large}, tuple(parts), backends)
+        for i, (op, feature, dtype, parts, large) in enumerate(facts["works"])
+        if args.op in (None, op)
+    ]
+    if not tasks:
+        first.kill()
+        print(
+            f"on_device: no op '{args.op}', only {', '.join(sorted({w[0] for w in facts['works']}))}", file=sys.stderr
+        )
+        return 2
+    jobs = args.jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    groups = _groups(tasks, facts["platform"], jobs)
+    run = {k: facts[k] for k in ("platform", "device", "jax", "memory")} | {
+        "commit": commit(), "date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], "seed": seed,
+        "backends": backends, "interpreted": bool(args.interpret), "processes": sum(n for _, n, _ in groups),
+    }  # fmt: skip
+    journal = Journal(args.out, run)
+    print(
+        f"{run['device']}, jax {run['jax']}, {len(tasks)} programs on {', '.join(backends)}, --seed {seed}", flush=True
+    )
+    start, lanes, left = time.monotonic(), [], []
+    with running(lanes):
+        for mine, processes, memory in groups:
+            waiting = interleaved(mine)
+            left.append(waiting)
+            make = lambda memory=memory: Process(command, environment(memory))  # noqa: E731
+            for _ in range(processes):
+                ready = None if gone or lanes else first
+                lanes.append(Lane(waiting, make, journal.record, args.limit, deadline, ready))
+        for lane in lanes:
+            while lane.thread.is_alive():
+                lane.thread.join(1)
+    for waiting in left:  # every lane gave up
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = waiting.get_nowait()
+                for backend in task.backends:
+                    journal.record(task.rows(backend, "crashed: no process starts"))
+    counts = collections.Counter(kind_of(row) for row in journal.rows)
+    journal.close(dict(counts) | {"seconds": round(time.monotonic() - start, 1)})
+    print(report(journal.rows))
+    print(f"{sum(counts.values())} rows in {time.monotonic() - start:.0f} s, --seed {seed}: {args.out}")
+    return 0 if counts["ok"] and not counts["crashed"] + sum(counts[fault] for fault in FAULTS) else 1
+
+
+def _groups(tasks: list[Task], platform: str, jobs: int) -> list[tuple[list[Task], int, float | None]]:
+    """Tasks, how many processes share them, and the share of an accelerator's memory that each of these takes."""
+    if platform == "cpu":
+        return [(tasks, jobs, None)]
+    if platform == "tpu":  # which belongs to one process
+        return [(tasks, 1, None)]
+    groups = []
+    for name, processes in (("small", jobs), ("large", LARGE_PROCESSES)):
+        mine = [t for t in tasks if t.names["large"] == (name == "large")]
+        processes = min(processes, len(mine))
+        if mine:
+            groups.append((mine, processes, MEMORY[name] / processes))
+    return groups
+
+
+def environment(memory: float | None) -> dict[str, str]:
+    """Of a process that takes a share of an accelerator's memory beforehand, or none."""
+    found = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"))}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), found.get("PYTHONPATH"))))
+    found.setdefault("OPENBLAS_NUM_THREADS", "1")  # several processes' threads get in each other's way
+    found.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a kernel takes one device, and refuses where there are several
+    found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if memory is None else "true"
+    if memory is not None:
+        found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{memory:.4f}"
+    return found
+
+
+# what was found ----------------------------------------------------------------------------------------------------
+
+KINDS = ("ok", *FAULTS, "crashed", "not supported", "no time")
+
+
+def kind_of(row: Mapping[str, Any]) -> str:
+    """A verdict without its sentence."""
+    return str(row["verdict"]).partition(":")[0]
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of all that is not ok, and counts."""
+    lines = ["", "not ok:"]
+    for row in rows:
+        if kind_of(row) not in ("ok", "not supported", "no time"):
+            lines.append(f"  {name_of(row)}: {row['verdict']}{_numbers(row)}")
+    if len(lines) == 2:
+        lines = []
+    refused = collections.Counter((r["backend"], r["op"], r["verdict"]) for r in rows if kind_of(r) == "not supported")
+    lines += [""] * bool(refused) + [f"  {n:4d} {b} {op}: {why}" for (b, op, why), n in sorted(refused.items())]
+    varied = [row for row in rows if kind_of(row) == "ok" and not row.get("same", True)]
+    lines += [f"  differs between runs, as documented: {name_of(row)} by {row['spread']:.1e}" for row in varied]
+    back = sorted({why for row in rows if kind_of(row) == "ok" for why in row.get("withdrawn", ())})
+    lines += [f"  ok here, and withdrawn: {why}" for why in back]
+    counts = collections.Counter((row["op"], row["backend"], kind_of(row)) for row in rows)
+    lines += ["", "  ".join(f"{head:>20s}" if i else f"{head:32s}" for i, head in enumerate(("", *KINDS)))]
+    for op, backend in sorted({(row["op"], row["backend"]) for row in rows}):
+        cells = [f"{counts[op, backend, kind] or '':>20}" for kind in KINDS]
+        lines.append("  ".join([f"{op + ' ' + backend:32s}", *cells]))
+    return "\n".join(lines)
+
+
+def _numbers(row: Mapping[str, Any]) -> str:
+    if "error" not in row:
+        return ""
+    number = lambda x: f"{x:.1e}" if isinstance(x, float) else x  # noqa: E731
+    parts = [f"error {number(row['error'])} of {number(row['allowed'])}"]
+    parts.append(f"worst piece {number(row['worst'])} of {number(row['worst_allowed'])}")
+    poisoned = row["poisoned"]
+    parts.append(f"spread {number(row['spread'])}")
+    parts.append(f"poisoned {'the same' if poisoned['same'] else number(poisoned['error'])}")
+    return f" ({', '.join(parts)})"
+
+
+# withdrawing -------------------------------------------------------------------------------------------------------
+
+
+def withdraw(path: Path, crashed: bool) -> int:
+    """Writes entries of `withdrawn.json` from a run's rows, and says which."""
+    from pallas_kernels import withdrawn  # which starts no backend
+
+    first, *rows = (json.loads(line) for line in path.read_text().splitlines())
+    run = first["run"]
+    if run["interpreted"]:
+        print("on_device: an interpreted run says nothing of a device; nothing is withdrawn")
+        return 2
+    wanted = (*FAULTS, *(("crashed",) if crashed else ()))
+    bad = [row for row in rows if "verdict" in row and kind_of(row) in wanted]
+    fresh = withdrawn.write(withdrawals([row for row in bad if row["backend"] != "xla"], run))
+    for entry in fresh:
+        print(json.dumps(entry))
+    xla = sorted({row["op"] for row in bad if row["backend"] == "xla"})
+    if xla:
+        print(f"xla is what ops fall back to and cannot be withdrawn; mend it in {', '.join(xla)}")
+    left = sum("verdict" in row and kind_of(row) == "crashed" for row in rows)
+    if left and not crashed:
+        print(f"{left} rows crashed, and are left alone; --crashed withdraws them too")
+    print(f"{len(fresh)} entries written to {withdrawn.FILE}; {len(bad)} rows were not right")
+    return 0
+
+
+def withdrawals(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Entries that cover all these rows: a kernel's op, direction and dtype, on all devices of a family.
+
+    As broad as that, since a kernel that was wrong in one shape is not known to be right in another.
+    """
+    kind = run["device"]
+    found = {k: run[k] for k in ("commit", "jax", "date")}
+    by_entry: dict[str, tuple[dict[str, Any], list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        op, case = _withdrawn_case(row)
+        entry = {"op": op, "implementation": row["backend"], "device": "NVIDIA H" if kind[:8] == "NVIDIA H" else kind}
+        entry["case"] = case
+        by_entry.setdefault(json.dumps(entry), (entry, []))[1].append(row)
+    return [
+        entry
+        | {"why": f"{name_of(same[0])}: {same[0]['verdict']}{_numbers(same[0])}, {len(same)} such", "found": found}
+        for entry, same in by_entry.values()
+    ]
+
+
+def _withdrawn_case(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What dispatch calls the op that has a row's kernel, and what of its static case the row is an example of."""
+    op, part, dtype = row["op"], row["part"], row["dtype"]
+    if op == "blockwise":
+        return op, {"rule.name": part.partition(":")[0], "param_dtype": dtype}
+    if op == "flash_attention":
+        return op, {"direction": "forward" if part in ("out", "lse") else "backward", "dtype": dtype}
+    if op == "linear_cross_entropy":  # the kernel is the forward pass, and its log-sum-exp makes the gradient
+        return op, {"direction": "forward", "dtype": dtype}
+    if part == "backward" and op != "logsumexp":  # whose gradient is made of what its kernel gave
+        op = f"{op}_backward"
+    return op, {"dtype": dtype}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="FILE.jsonl", help="check, and write rows there")
+    what.add_argument("--withdraw", type=Path, metavar="FILE.jsonl", help="withdraw what is wrong in a run's rows")
+    parser.add_argument("--crashed", action="store_true", help="with --withdraw: also what crashed")
+    parser.add_argument("--seed", type=int, help="of all data (default: from the clock)")
+    parser.add_argument("--op", help="this op alone")
+    parser.add_argument("--jobs", type=int, help="processes (default: half the cores, 8 at most); on a GPU 2 more")
+    parser.add_argument("--seconds", type=float, help="end after so long; what is left has had no time")
+    parser.add_argument(
+        "--limit", type=float, default=180.0, metavar="SECONDS_PER_PART",
+        help="for one program on one backend (default %(default)s); then its process is ended",
+    )  # fmt: skip
+    parser.add_argument("--interpret", metavar="BACKEND", help="on a CPU, run this backend's kernels interpreted")
+    parser.add_argument("--works", default=f"{__package__}.device_check", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
+    return withdraw(args.withdraw, args.crashed) if args.withdraw else check(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""Work at the sizes of `experiments/benchmarks`, for a device that can hold it; the rule is the parity table's.
+
+Truth is plain jax.numpy on the device, in float32 products of the highest precision on inputs cast up (in float64 for
+float32 inputs, whose plain implementation it would otherwise be), a group of heads, a row or some tokens at a time, so
+that nothing of S x T or N x V is held for more than those.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.blockwise import ADAMW
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.softmax import log_softmax, logsumexp, softmax
+from tests.pallas_kernels.cut_cross_entropy import cases as loss_cases
+from tests.pallas_kernels.decode_attention import cases as decode_cases
+from tests.pallas_kernels.flash_attention import cases as attention_cases
+from tests.pallas_kernels.flash_attention import grid
+from tests.pallas_kernels.parity import Program, Work, loss_and_gradients, update_program
+
+
+def works(small: bool = False) -> Iterator[Work]:
+    """All of them; `small` has the same features at sizes for a CPU."""
+    yield from _attention(small)
+    yield from _softmax(small)
+    yield from _blockwise(small)
+    yield from _loss(small)
+    yield from _decode(small)
+
+
+def _key(seed: int | None) -> jax.Array:
+    return jax.random.key(seed or 0)
+
+
+def _true(f: Callable[..., Any], dtype: str, *arrays: jax.Array) -> Any:
+    """A plain function of arrays cast up, its products as exact as can be."""
+    with jax.enable_x64(dtype == "float32"), jax.default_matmul_precision("highest"):
+        wide = jnp.float64 if dtype == "float32" else jnp.float32
+        return jax.jit(f)(*(x.astype(wide) for x in arrays))
+
+
+# attention ---------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = (0.31, 0.02, 0.17, 0.05, 0.09, 0.22, 0.01, 0.13)
+"""Lengths of a packed row's documents, as shares of it; those of the benchmark."""
+
+_CAUSAL: dict[str, Any] = {"causal": True}
+_ATTENTION: tuple[tuple[str, str, tuple[int, int, int, int], Any, dict[str, Any]], ...] = (
+    ("causal", "bfloat16", (2, 8192, 16, 16), 128, _CAUSAL),
+    ("causal", "bfloat16", (2, 8192, 16, 16), 64, _CAUSAL),
+    ("packed", "bfloat16", (1, 8192, 16, 16), 128, _CAUSAL | {"packed": True}),
+    ("grouped", "bfloat16", (1, 8192, 16, 4), 128, _CAUSAL),
+    ("window", "bfloat16", (1, 8192, 16, 16), 128, _CAUSAL | {"window": 1024}),
+    ("softcap", "bfloat16", (2, 4096, 16, 16), 128, _CAUSAL | {"softcap": 50.0}),
+    ("causal", "bfloat16", (2, 4096, 8, 8), 256, _CAUSAL),
+    ("full", "bfloat16", (2, 4096, 16, 16), 128, {}),
+    ("full", "float16", (2, 4096, 16, 16), 64, {}),
+    ("full", "bfloat16", (2, 4096, 8, 8), 256, {}),
+    ("packed grouped window", "bfloat16", (1, 8192, 16, 4), 64, _CAUSAL | {"packed": True, "window": 1024}),
+    ("softcap", "bfloat16", (2, 4096, 16, 16), 64, _CAUSAL | {"softcap": 50.0}),
+    ("causal", "float16", (4, 2048, 16, 16), 128, _CAUSAL),
+    ("causal", "bfloat16", (1, 4096, 16, 16), (192, 128), _CAUSAL),
+    ("causal", "float32", (1, 2048, 8, 8), 128, _CAUSAL),
+)
+"""Name, dtype, (B, S, H, K), width of heads (of values), options."""
+
+
+def _attention(small: bool) -> Iterator[Work]:
+    for name, dtype, (b, s, h, kv), width, options in _ATTENTION:
+        d, dv = width if isinstance(width, tuple) else (width, width)
+        if small:
+            s, h, kv = s // 32, h // 4, kv // 4
+            options = options | ({"window": options["window"] // 32} if "window" in options else {})
+        for deterministic in (False, True):
+            if deterministic and (d != dv or d > 128 or dtype == "float32"):
+                continue  # the default is it
+            feature = f"{name} D={grid.width_of({'D': width})} {b}x{s}x{h}" + (f" on {kv}" if kv != h else "")
+            make = functools.partial(_attention_program, dtype, (b, s, h, kv), (d, dv), options, deterministic)
+            feature += " deterministic" if deterministic else ""
+            yield Work("flash_attention", feature, dtype, grid.PARTS, make, large=True)
+
+
+def _attention_program(
+    dtype: str,
+    shape: tuple[int, int, int, int],
+    widths: tuple[int, int],
+    options: dict[str, Any],
+    deterministic: bool,
+    seed: int | None,
+) -> Program:
+    (b, s, h, kv), (d, dv) = shape, widths
+    sizes = ((b, s, h, d), (b, s, kv, d), (b, s, kv, dv), (b, s, h, dv), (b, s, h))
+    keys = jax.random.split(_key(seed), len(sizes))
+    q, k, v, dout, dlse = (jax.random.normal(key, size, jnp.float32) for key, size in zip(keys, sizes, strict=True))
+    arrays = (*(x.astype(dtype) for x in (q, k, v, dout)), dlse)
+    given = {n: x for n, x in options.items() if n != "packed"}
+    ids = None
+    if options.get("packed"):
+        ends = np.round(np.cumsum(DOCUMENTS) * s).astype(int)
+        ids = np.tile(np.searchsorted(ends, np.arange(s), side="right").astype(np.int32), (b, 1))
+
+    def ours(how: str) -> Any:
+        op = functools.partial(flash_attention, **given, segment_ids=ids, return_lse=True, deterministic=deterministic)
+        return functools.partial(grid.both, functools.partial(op, implementation=how))
+
+    plain = functools.partial(_plain_attention, options, ids)
+    return Program(ours, arrays, tuple, lambda: jax.jit(plain)(*arrays), lambda: _true(plain, dtype, *arrays))
+
+
+def _plain_attention(options: dict[str, Any], ids: np.ndarray | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """What `cases.plain` and its gradients are, one key head of one example after another."""
+    (b, s, *_), kv = arrays[0].shape, arrays[1].shape[2]
+    i, j = jnp.arange(s, dtype=jnp.int32)[:, None], jnp.arange(s, dtype=jnp.int32)
+    documents = jnp.zeros((b, s), jnp.int32) if ids is None else jnp.asarray(ids)
+
+    def one(given: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        at, *mine = given
+        seen = documents[at][:, None] == documents[at]
+        if options.get("causal"):
+            seen &= i >= j
+        if options.get("window"):
+            seen &= i - j < options["window"]
+        op = functools.partial(
+            attention_cases.plain, bias=None, seen=seen[None], options={"softcap": options.get("softcap")}
+        )
+        *mine, dlse = (x[None] for x in mine)
+        return grid.both(op, *mine, dlse.astype(jnp.float32))  # what that function's log-sum-exp always is
+
+    def heads(x: jax.Array) -> jax.Array:  # (B, S, K * n, ...) -> (B * K, S, n, ...)
+        split = x.reshape(b, s, kv, x.shape[2] // kv, *x.shape[3:])
+        return jnp.moveaxis(split, 2, 1).reshape(b * kv, s, *split.shape[3:])
+
+    def together(x: jax.Array) -> jax.Array:
+        x = x[:, 0].reshape(b, kv, s, *x.shape[3:])
+        return jnp.moveaxis(x, 1, 2).reshape(b, s, kv * x.shape[3], *x.shape[4:])
+
+    examples = jnp.repeat(jnp.arange(b, dtype=jnp.int32), kv)
+    return tuple(map(together, jax.lax.map(one, (examples, *map(heads, arrays)))))
+
+
+# softmax -----------------------------------------------------------------------------------------------------------
+
+_SOFTMAX = {
+    "softmax": (softmax, jax.nn.softmax),
+    "log_softmax": (log_softmax, jax.nn.log_softmax),
+    "logsumexp": (logsumexp, functools.partial(jax.nn.logsumexp, axis=-1)),
+}
+
+
+def _softmax(small: bool) -> Iterator[Work]:
+    elements = 2**20 if small else 2**26
+    for name in _SOFTMAX:
+        for columns in (32768, 131072, 1024, 1048576) if name == "softmax" else (131072,):
+            for dtype in ("bfloat16", "float32"):
+                rows = elements // columns
+                make = functools.partial(_softmax_program, name, (rows, columns), dtype)
+                yield Work(name, f"{rows}x{columns}", dtype, ("forward", "backward"), make, large=True)
+
+
+def _softmax_program(name: str, shape: tuple[int, int], dtype: str, seed: int | None) -> Program:
+    one, other = jax.random.split(_key(seed))
+    x = (jax.random.normal(one, shape, jnp.float32) * 4.0).astype(dtype)
+    g = jax.random.normal(other, shape[:1] if name == "logsumexp" else shape, jnp.float32).astype(dtype)
+    ours, theirs = _SOFTMAX[name]
+
+    def both(op: Callable[..., Any], x: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, pull = jax.vjp(op, x)
+        return y, pull(g.astype(y.dtype))[0]
+
+    plain = functools.partial(both, theirs)
+    return Program(
+        lambda how: functools.partial(both, functools.partial(ours, implementation=how)),
+        (x, g),
+        tuple,
+        lambda: jax.jit(plain)(x, g),
+        lambda: _true(plain, dtype, x, g),
+    )
+
+
+# blockwise ---------------------------------------------------------------------------------------------------------
+
+
+def _blockwise(small: bool) -> Iterator[Work]:
+    shape = (64, 4096) if small else (4096, 4096)
+    parts = ("adamw: parameter", "adamw: state 0", "adamw: state 1")
+    for dtype in ("bfloat16", "float32"):
+        make = functools.partial(update_program, ADAMW, shape, (2, 128), dtype)
+        yield Work("blockwise", f"{math.prod(shape):,} parameters", dtype, parts, make, large=True)
+
+
+# cut cross-entropy -------------------------------------------------------------------------------------------------
+
+_LOSSES: tuple[tuple[str, str, tuple[int, int, int], dict[str, Any]], ...] = (
+    ("plain", "bfloat16", (2048, 1024, 32768), {}),
+    ("softcap", "bfloat16", (2048, 1024, 32768), {"softcap": 30.0}),
+    ("label smoothing", "float16", (2048, 1024, 32768), {"label_smoothing": 0.1}),
+    ("plain", "bfloat16", (8192, 4096, 131072), {}),
+)
+_LOGITS = 2**27
+"""Float32 logits that are held at a time."""
+
+
+def _loss(small: bool) -> Iterator[Work]:
+    for name, dtype, (n, e, v), options in _LOSSES:
+        sizes = (n // 16, e // 16, v // 64) if small else (n, e, v)
+        make = functools.partial(_loss_program, dtype, sizes, options)
+        feature = f"{name} {'x'.join(map(str, sizes))}"
+        yield Work("linear_cross_entropy", feature, dtype, ("loss", "dx", "dw"), make, large=True)
+
+
+def _loss_program(dtype: str, sizes: tuple[int, int, int], options: dict[str, Any], seed: int | None) -> Program:
+    n, e, v = sizes
+    keys = jax.random.split(_key(seed), 4)
+    x = jax.random.normal(keys[0], (n, e), jnp.float32).astype(dtype)
+    w = (jax.random.normal(keys[1], (v, e), jnp.float32) * e**-0.5).astype(dtype)
+    targets, d = jax.random.randint(keys[2], (n,), 0, v), jax.random.normal(keys[3], (n,), jnp.float32)
+    ours = functools.partial(loss_and_gradients, np.asarray(targets), np.asarray(d), options)
+    plain = functools.partial(_plain_loss, targets, d, options, dtype)
+
+    def rounded(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        loss, dx, dw = plain(x, w)
+        return loss, dx, dw.astype(dtype)
+
+    return Program(ours, (x, w), tuple, lambda: jax.jit(rounded)(x, w), lambda: _true(plain, dtype, x, w))
+
+
+def _plain_loss(
+    targets: jax.Array, d: jax.Array, options: dict[str, Any], dtype: str, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What `cases.plain` and its gradients are, some tokens after others; the sum of dw is not rounded in between."""
+    (n, e), v = x.shape, w.shape[0]
+    some = math.gcd(n, max(1, _LOGITS // v))
+
+    def step(dw: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x, targets, d = given
+        loss = lambda x, w: loss_cases.plain(x, w, 1.0, targets=targets, options=options)[0]  # noqa: E731
+        y, pull = jax.vjp(loss, x, w)
+        dx, more = pull(d.astype(y.dtype))
+        return dw + more.astype(dw.dtype), (y, dx)
+
+    pieces = (x.reshape(-1, some, e), targets.reshape(-1, some), d.reshape(-1, some))
+    dw, (loss, dx) = jax.lax.scan(step, jnp.zeros(w.shape, jnp.float32), pieces)
+    return loss.reshape(n), dx.reshape(n, e), dw
+
+
+# decode attention --------------------------------------------------------------------------------------------------
+
+_DECODES: tuple[tuple[str, int | None, bool, dict[str, Any]], ...] = (
+    ("contiguous", None, False, {}),
+    ("paged 16 ragged", 16, True, {}),
+    ("paged 128", 128, False, {}),
+    ("contiguous ragged", None, True, {}),
+    ("paged 128 ragged window softcap", 128, True, {"window": 1024, "softcap": 30.0}),
+)
+"""Name, keys of a page, whether rows have from an eighth of the keys to all, options."""
+
+
+def _decode(small: bool) -> Iterator[Work]:
+    t = 1024 if small else 32768
+    for name, page, ragged, options in _DECODES:
+        make = functools.partial(_decode_program, t, page, ragged, options)
+        yield Work("decode_attention", f"{name} 8x{t}", "bfloat16", ("out", "lse"), make, large=True)
+
+
+def _decode_program(t: int, page: int | None, ragged: bool, options: dict[str, Any], seed: int | None) -> Program:
+    b, h, kv, d = 8, 32, 8, 128
+    page = page or t
+    keys = jax.random.split(_key(seed), 3)
+    sizes = ((b, 1, h, d), (b * t // page, page, kv, d), (b * t // page, page, kv, d))
+    arrays = tuple(
+        jax.random.normal(k, size, jnp.float32).astype(jnp.bfloat16) for k, size in zip(keys, sizes, strict=True)
+    )
+    lengths = np.maximum(1, np.linspace(1 / 8 if ragged else 1, 1, b) * t).astype(np.int32)
+    tables = np.random.default_rng(seed).permutation(b * t // page).reshape(b, -1).astype(np.int32)
+    if page == t:
+        tables = np.arange(b, dtype=np.int32)[:, None]
+
+    def ours(how: str) -> Any:
+        given = {"lengths": lengths, "tables": None if page == t else tables, "implementation": how}
+        return functools.partial(decode_attention, **options, **given)
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        """What `cases.plain` is, one row after another."""
+
+        def one(given: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            q, table, last = given
+            row = {"tables": table[None], "positions": last[None, None]}
+            return tuple(x[0] for x in decode_cases.plain((q[None], k, v), options | row))
+
+        return jax.lax.map(one, (q, jnp.asarray(tables), jnp.asarray(lengths - 1)))
+
+    return Program(ours, arrays, tuple, lambda: jax.jit(plain)(*arrays), lambda: _true(plain, "bfloat16", *arrays))

@@ -1,0 +1,177 @@
+"""The check of a device: every verdict can occur, nothing that a process does stops the others, and faults withdraw."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import time
+
+import jax
+import pytest
+
+from pallas_kernels import dispatch, withdrawn
+from tests.pallas_kernels import device_check, misbehaving, on_device, parity
+from tests.pallas_kernels.misbehaving import half_written, one_row_wrong, program, raises, refused, right, unlike, wrong
+from tests.pallas_kernels.on_device import Lane, Process, Task
+
+RUN = {"device": "cpu", "interpreted": False, "commit": "0123456789ab", "jax": "0.11.2", "date": "2026-11-30"}
+
+
+@pytest.mark.parametrize(
+    "f, verdict",
+    [
+        (right, "ok"),
+        (wrong, "WRONG"),
+        (one_row_wrong, "WRONG"),
+        (unlike, "NOT THE SAME TWICE"),
+        (half_written, "UNWRITTEN"),
+        (refused, "not supported: it is too odd"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_verdict_occurs(f, verdict, monkeypatch):
+    monkeypatch.setattr(misbehaving, "_garbage", misbehaving._garbage)
+    (row,) = device_check.check(misbehaving.work(f), "xla", program(f, 3), poison=misbehaving.poison)
+    assert row["verdict"] == verdict
+
+
+def test_results_that_may_vary_are_no_fault_and_their_spread_is_told(monkeypatch):
+    monkeypatch.setattr(device_check, "may_vary", lambda work, backend, part: True)
+    (row,) = device_check.check(misbehaving.work(unlike), "xla", program(unlike, 3), poison=misbehaving.poison)
+    assert row["verdict"] == "ok" and not row["same"] and 0 < row["spread"] < 1e-6
+
+
+def test_only_a_gradient_that_hopper_adds_up_in_any_order_may_vary():
+    every = device_check.works("cpu")
+    vary = {
+        (w.op, b, p) for w in every for b in parity.BACKENDS for p in w.parts if device_check.may_vary(w, b, p)
+    }  # fmt: skip
+    assert vary == {("flash_attention", "mosaic_gpu", "dq")}
+    assert not any(device_check.may_vary(w, "mosaic_gpu", "dq") for w in every if "deterministic" in w.name)
+
+
+def test_an_error_of_a_run_is_fatal_and_has_its_first_line():
+    with pytest.raises(device_check.Crash, match="crashed: run: ") as caught:
+        device_check.check(misbehaving.work(raises), "xla", program(raises, 3))
+    assert caught.value.fatal and "\n" not in str(caught.value)
+
+
+def test_memory_is_filled_with_nan():
+    assert device_check.fill_free_memory() is None  # a CPU does not say how much is free
+    assert jax.numpy.isnan(device_check._fill(256)().view("bfloat16")).all()
+
+
+def test_other_seeds_draw_other_data_and_the_tables_stay():
+    work = next(w for w in parity.works() if w.op == "decode_attention")
+    key = lambda seed: str(jax.tree.leaves(work.make(seed).arrays)[0])  # noqa: E731
+    assert len({key(None), key(1), key(2)}) == 3 and key(1) == key(1)
+    assert parity.draws(2, None) == 2
+
+
+# processes ---------------------------------------------------------------------------------------------------------
+
+STUB = """
+import json, os, signal, sys, time
+answers = os.fdopen(int(sys.argv[-1]), "w")
+say = lambda x: (answers.write(json.dumps(x) + "\\n"), answers.flush())
+say({})
+for line in sys.stdin:
+    what = json.loads(line)["work"]
+    if what == 1:
+        print("Check failed: something", flush=True)
+        os.kill(os.getpid(), signal.SIGABRT)
+    if what == 2:
+        time.sleep(60)
+    say({"rows": [{"op": "toy", "feature": str(what), "verdict": "ok"}], "last": what == 3})
+    if what == 3:
+        sys.exit(0)
+"""
+"""What a process of `device_check` is to the others, without JAX: 1 dies, 2 hangs, after 3 it is not fit for more."""
+
+
+def _lane(count, *, limit=0.5, deadline=30.0, code=STUB):
+    """Verdicts of so many tasks."""
+    tasks, rows = queue.SimpleQueue(), []
+    for i in range(count):
+        tasks.put(Task(i, {"op": "toy", "feature": str(i), "dtype": "float32", "large": False}, ("y",), ("xla",)))
+    start = lambda: Process([sys.executable, "-S", "-c", code], os.environ)  # noqa: E731
+    lane = Lane(tasks, start, rows.extend, limit, time.monotonic() + deadline)
+    lane.thread.join(30)
+    assert not lane.thread.is_alive()
+    return [row["verdict"] for row in rows]
+
+
+def test_a_process_that_dies_or_hangs_loses_the_case_it_was_in():
+    first, dies, hangs, *others = _lane(6)
+    assert (first, *others) == ("ok",) * 4
+    assert dies == "crashed: the process died of SIGABRT: Check failed: something"
+    assert hangs.startswith("crashed: hung: no answer in")
+
+
+def test_what_is_left_at_the_deadline_had_no_time():
+    assert _lane(4, limit=60, deadline=1.0)[2:] == ["no time", "no time"]
+
+
+def test_a_lane_whose_processes_do_not_start_gives_up():
+    assert _lane(9, code="raise SystemExit('no device')") == [
+        "crashed: the process ended with status 1: no device"
+    ] * 3  # fmt: skip
+
+
+def test_the_command_writes_every_row_and_fails_when_one_is_wrong(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    status = on_device.main(["--out", str(out), "--seed", "5", "--works", misbehaving.__name__, "--jobs", "1"])
+    first, *rows, last = map(json.loads, out.read_text().splitlines())
+    assert status == 1 and first["run"]["seed"] == 5 and last["summary"]["WRONG"] == 1
+    verdicts = {row["feature"]: row["verdict"].partition(":")[0] for row in rows}
+    assert verdicts == {"wrong": "WRONG", "right": "ok"}
+    assert "toy wrong float32 double xla: WRONG (error 5.0e-03" in capsys.readouterr().out
+
+
+# withdrawing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.setattr(withdrawn, "FILE", tmp_path / "withdrawn.json")
+    withdrawn.FILE.write_text("[]")
+    return withdrawn.FILE
+
+
+def test_every_row_has_an_entry_that_withdraws_what_it_ran(table):
+    """By the ops' own static cases, so that a name in an entry is one that they have."""
+    once = {(w.op, *w.parts): w for w in parity.works() if w.dtype == "bfloat16"}
+    for work in once.values():
+        made = work.make(None)
+        with dispatch.choosing() as ran:
+            jax.eval_shape(made.ours("xla"), *made.arrays)
+        for part in work.parts:
+            row = device_check._row(work, "xla", part, "WRONG")
+            table.write_text(json.dumps(on_device.withdrawals([row], RUN)))
+            withdrawn._read.cache_clear()
+            hit = [c for c in ran.values() if withdrawn.why(c.op, "xla", "cpu", dict(c.case))]
+            assert hit, (work.name, part)
+            assert not any(withdrawn.why(c.op, "xla", "NVIDIA H200", dict(c.case)) for c in hit)
+
+
+def _row(verdict, part="dq", backend="mosaic_gpu"):
+    names = {"op": "flash_attention", "feature": "causal", "dtype": "bfloat16", "part": part, "backend": backend}
+    return names | {"verdict": verdict}
+
+
+def test_withdrawing_says_what_it_wrote_and_leaves_the_rest(table, tmp_path, capsys):
+    rows = [_row("WRONG"), _row("UNWRITTEN", "dk"), _row("ok", "out"), _row("WRONG", backend="xla")]
+    rows += [_row("crashed: run", "out"), _row("no time", "lse")]
+    out = tmp_path / "rows.jsonl"
+    run = {"run": RUN | {"device": "NVIDIA H100 80GB HBM3"}}
+    out.write_text("\n".join(map(json.dumps, [run, *rows, {"summary": {}}])))
+    assert on_device.main(["--withdraw", str(out)]) == 0
+    (entry,) = withdrawn.entries()
+    assert entry["device"] == "NVIDIA H" and entry["case"] == {"direction": "backward", "dtype": "bfloat16"}
+    assert entry["why"] == "flash_attention causal bfloat16 dq mosaic_gpu: WRONG, 2 such"
+    said = capsys.readouterr().out
+    assert "1 entries written" in said and "cannot be withdrawn" in said and "1 rows crashed" in said
+    on_device.main(["--withdraw", str(out), "--crashed"])
+    assert [e["case"]["direction"] for e in withdrawn.entries()] == ["backward", "forward"]

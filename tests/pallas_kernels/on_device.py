@@ -183,10 +183,13 @@ class Lane:
         self._limit, self._deadline = limit, deadline
         self._process = process
         self._failures = 0  # starts in a row that came to nothing
+        self._stopped = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def kill(self) -> None:
+    def stop(self) -> None:
+        """Ends its process, and no other is started."""
+        self._stopped = True
         if self._process is not None:
             self._process.kill()
 
@@ -196,7 +199,7 @@ class Lane:
                 task = self._tasks.get_nowait()
                 for backend in task.backends:
                     self._record(self._rows(task, backend))
-        self.kill()
+        self.stop()
 
     def _rows(self, task: Task, backend: str) -> list[dict[str, Any]]:
         try:
@@ -213,12 +216,12 @@ class Lane:
             self._process = None
             return task.rows(backend, "no time" if e.hung and self._left() <= 0 else f"crashed: {e}")
         if answer["last"]:
-            self.kill()
+            self._process.kill()
             self._process = None
         return list(answer["rows"])
 
     def _left(self) -> float:
-        return self._deadline - time.monotonic()
+        return 0.0 if self._stopped else self._deadline - time.monotonic()
 
 
 class Journal:
@@ -273,7 +276,7 @@ def running(lanes: list[Lane]) -> Iterator[None]:
         yield
     finally:
         for lane in lanes:
-            lane.kill()
+            lane.stop()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -424,7 +427,9 @@ def withdraw(path: Path, crashed: bool) -> int:
         return 2
     wanted = (*FAULTS, *(("crashed",) if crashed else ()))
     bad = [row for row in rows if "verdict" in row and kind_of(row) in wanted]
-    fresh = withdrawn.write(withdrawals([row for row in bad if row["backend"] != "xla"], run))
+    fresh = withdrawn.write(
+        withdrawals([row for row in bad if row["backend"] != "xla" and row["op"] != "control"], run)
+    )
     for entry in fresh:
         print(json.dumps(entry))
     xla = sorted({row["op"] for row in bad if row["backend"] == "xla"})
@@ -483,7 +488,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, help="processes (default: half the cores, 8 at most); on a GPU 2 more")
     parser.add_argument("--seconds", type=float, help="end after so long; what is left has had no time")
     parser.add_argument(
-        "--limit", type=float, default=180.0, metavar="SECONDS_PER_PART",
+        "--limit", type=float, default=120.0, metavar="SECONDS_PER_PART",
         help="for one program on one backend (default %(default)s); then its process is ended",
     )  # fmt: skip
     parser.add_argument("--interpret", metavar="BACKEND", help="on a CPU, run this backend's kernels interpreted")

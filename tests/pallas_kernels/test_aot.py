@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,20 @@ def _double(block):
 
     spec = pl.BlockSpec(block, lambda i: (i, 0))
     return pl.pallas_call(kernel, out_shape=X, grid=(16 // block[0],), in_specs=[spec], out_specs=spec)
+
+
+def test_products_that_triton_would_have_to_try_are_compiled_by_cublas():
+    asked = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            asked.append(compiler_options)
+            if compiler_options.get("xla_gpu_enable_triton_gemm", True):
+                raise jax.errors.JaxRuntimeError("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.42")
+            return "program"
+
+    assert aot.compile_lowered(Lowered(), [types.SimpleNamespace(platform="gpu")]) == "program"
+    assert len(asked) == 2 and asked[1]["xla_gpu_autotune_level"] == 0
 
 
 @TPU

@@ -65,7 +65,7 @@ CASES = {
     "8B 4k": Case(LARGE[0], 4096, False, (4, 2, 1), LARGE[1]),
     "1.3B 32k packed": Case(SMALL[0], 32768, True, (1,), SMALL[1]),
     "8B 32k packed": Case(LARGE[0], 32768, True, (1,), LARGE[1]),
-    "1.3B 4k dots_and_attention": Case(SMALL[0], 4096, False, (4, 2, 1), SMALL[1], ("dots_and_attention",)),
+    "1.3B 4k none": Case(SMALL[0], 4096, False, (4, 2, 1), SMALL[1], ("none",)),
     "1.3B 4k packed": Case(SMALL[0], 4096, True, (4, 2, 1), SMALL[1]),
 }
 

@@ -43,7 +43,7 @@ ROWS = (
     "1.3B 4k",
     "1.3B 4k torch",
     "8B 4k",
-    "1.3B 4k dots_and_attention",
+    "1.3B 4k none",
     "1.3B 32k packed",
     "8B 32k packed",
     "1.3B 4k packed",

@@ -74,9 +74,10 @@ def choose(
 ) -> Choice:
     """The memory policy that costs the least arithmetic among those that fit.
 
-    Policies that the model refuses are left out. The rest are tried from the cheapest on. One is passed over without
-    compiling when its estimate is over the budget by itself or with the least that the compiler added to another. An
-    estimate may be a few per cent too high, so one that only just fits may be passed over; what is chosen was compiled.
+    Policies that the model refuses are left out. The rest are tried from the cheapest on; one that keeps everything
+    comes after those that make no product twice either. One is passed over without compiling when its estimate is over
+    the budget by itself or with the least that the compiler added to another. An estimate may be a few per cent too
+    high, so one that only just fits may be passed over; what is chosen was compiled.
 
     Args:
       config: the run's settings; its model's own policy does not matter.
@@ -98,7 +99,9 @@ def choose(
     if not configs:
         raise ConfigError(f"the model takes none of the memory policies {', '.join(policies)}; give others")
     found = {n: estimate(c, topology) for n, c in configs.items()}
-    order = sorted(found, key=lambda n: (found[n].extra_flops, found[n].host, -found[n].device))
+    # what keeps all moves more bytes than it saves arithmetic, where another makes no product twice either
+    whole = {n: MemoryPolicy.of(policies[n]).keeps_all for n in found}
+    order = sorted(found, key=lambda n: (found[n].extra_flops, found[n].host, whole[n], -found[n].device))
     last = min(order, key=lambda n: found[n].device)
     rows: dict[str, PolicyRow] = {}
     added: list[int] = []  # by the compiler, to what arithmetic knows of

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import POLICIES, MemoryPolicy, MixtureOfExperts
+from jaxscale.nn import POLICIES, MemoryPolicy, MixtureOfExperts, flash_attention
 from jaxscale.plan import choose, estimate, memory, policies
 from jaxscale.plan.layer_memory import local_bytes
 from jaxscale.train import prepare
@@ -84,6 +84,14 @@ def test_policies_are_ruled_out_by_arithmetic_and_at_most_four_are_compiled(monk
         choose(TINY, TOPOLOGY, 2**20 - 1, policies=many)
     # three from the cheapest on, and the smallest: a compiler that never adds up leaves arithmetic nothing to rule out
     assert [c.model.memory.tile_size for c in compiled] == [500, 400, 300, 10]
+
+
+def test_of_two_policies_that_make_no_product_twice_the_one_that_holds_less_is_chosen(monkeypatch):
+    monkeypatch.setattr(policies, "compiled_bytes", lambda config, topology: 2**30)
+    flash = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, attention=flash_attention))
+    choice = choose(flash, TOPOLOGY, 2**40)
+    assert [r.policy for r in choice.rows[:2]] == ["dots_and_attention", "none"]
+    assert choice.policy == "dots_and_attention" and choice.rows[0].estimate.extra_flops == 0
 
 
 @pytest.mark.once

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jaxscale.plan.explain import explain
     from jaxscale.sweep.comparing import curves, runs
     from jaxscale.train import Run, TrainConfig
-    from jaxscale.train.loop import fit
+    from jaxscale.train.fit import fit
     from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 
 _ROOMS = (

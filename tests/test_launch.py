@@ -22,15 +22,15 @@ FAULT = """
 import os, signal
 import jax
 import tests.truth.runs
-from jaxscale.train.loop import _Loop
-place = _Loop._place
+from jaxscale.train.loop import Loop
+place = Loop._place
 
 def placed(self, done):
     if done + 1 == 5 and jax.process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return place(self, done)
 
-_Loop._place = placed
+Loop._place = placed
 """
 
 

@@ -127,14 +127,14 @@ def pair(root: Path) -> None:
             state.params["embed"]["weight"] = changed(weight, turn(11, 5), jax.local_devices()[2].id)
         return state, batch
 
-    place = loop._Loop._place
-    loop._Loop._take = at_step(loop._Loop._take, {FLIPPED: flip})  # type: ignore[method-assign]
+    place = loop.Loop._place
+    loop.Loop._take = at_step(loop.Loop._take, {FLIPPED: flip})  # type: ignore[method-assign]
 
     def slow(self: Any, done: int) -> Any:
         time.sleep(SLEEPS * number)
         return place(self, done)
 
-    loop._Loop._place = slow  # type: ignore[method-assign]
+    loop.Loop._place = slow  # type: ignore[method-assign]
     guards = (FingerprintGuard(every=COMPARED), StragglerGuard(every=10))
     with contextlib.redirect_stdout(io.StringIO()) as said:
         js.fit(small(steps=20, checkpoint_every=5, guards=guards), run=root / "pair")

@@ -97,7 +97,7 @@ def piece(run: Path, reads: Path, mesh: str, until: int, steps: int = STEPS) -> 
         return state
 
     js.train.Checkpoints.restore = noting  # type: ignore[method-assign]
-    place = js.train.loop._Loop._place
+    place = js.train.loop.Loop._place
 
     def stopping(self: Any, done: int) -> Any:
         if done + 1 == until and until != steps:
@@ -105,13 +105,13 @@ def piece(run: Path, reads: Path, mesh: str, until: int, steps: int = STEPS) -> 
             self.signals["signal"] = "the plan"
         return place(self, done)
 
-    js.train.loop._Loop._place = stopping  # type: ignore[method-assign]
+    js.train.loop.Loop._place = stopping  # type: ignore[method-assign]
     try:
         with reading_logged(reads.with_suffix(f".reads-{jax.process_index()}")):
             js.fit(settings, run=run, resume="newest", quiet=True)
     finally:
         js.train.Checkpoints.restore = restore  # type: ignore[method-assign]
-        js.train.loop._Loop._place = place  # type: ignore[method-assign]
+        js.train.loop.Loop._place = place  # type: ignore[method-assign]
 
 
 def on_disk(checkpoint: Path) -> dict[str, bytes]:

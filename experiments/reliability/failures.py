@@ -35,8 +35,8 @@ fault, victim, address, process, folder = sys.argv[1:]
 import jaxscale as js
 js.simulate_devices(2)
 js.init_distributed(address, 2, int(process))
-from jaxscale.train.loop import _Loop
-place = _Loop._place
+from jaxscale.train.loop import Loop
+place = Loop._place
 
 def placed(self, done):
     if done + 1 == {step} and process == victim:
@@ -51,7 +51,7 @@ def placed(self, done):
             raise OSError("the disk with the tokens went away")
     return place(self, done)
 
-_Loop._place = placed
+Loop._place = placed
 model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64)
 js.fit(model=model, data=js.data.synthetic(256, documents=64, length=64), layout=js.Layout("data=4"), steps=10**6,
        batch_size=8, seq_len=16, eval_batches=0, checkpoint_every=5, tensorboard=False, run=folder, quiet=True)
@@ -82,8 +82,8 @@ train.tensorboard = False
 FAULT = """
 import os, signal, time
 import jax
-from jaxscale.train.loop import _Loop
-place = _Loop._place
+from jaxscale.train.loop import Loop
+place = Loop._place
 
 def placed(self, done):
     if done + 1 == 18 and jax.process_index() == 1 and not os.path.exists("fault"):
@@ -91,7 +91,7 @@ def placed(self, done):
         os.kill(os.getpid(), signal.SIGKILL)
     return place(self, done)
 
-_Loop._place = placed
+Loop._place = placed
 """
 
 

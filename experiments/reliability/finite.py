@@ -63,7 +63,7 @@ def life(seed: int, root: Path) -> None:
     number = jax.process_index()
     random = np.random.default_rng(seed)
     prepare: Any = importlib.import_module("jaxscale.train.prepare")  # the package's own `prepare` is its function
-    sound, take = prepare.make_loss_and_grads, loop._Loop._take
+    sound, take = prepare.make_loss_and_grads, loop.Loop._take
     seen: dict[str, Any] = {}
     fold = lambda step: jax.random.fold_in(jax.random.key(seed), step - 1)  # noqa: E731
     keys = {step: np.asarray(jax.random.key_data(fold(step))) for step in HOLES}
@@ -121,7 +121,7 @@ def life(seed: int, root: Path) -> None:
         seen.setdefault(str(done + 1), {"refused": refused, "unchanged": before == digest(new)})
         return new, metrics
 
-    prepare.make_loss_and_grads, loop._Loop._take = with_hole, watched  # type: ignore[method-assign]
+    prepare.make_loss_and_grads, loop.Loop._take = with_hole, watched  # type: ignore[method-assign]
     run = js.fit(config(seed), run=root / "run", quiet=True)
     seen["end"] = digest(run.state)
     (root / f"{number}.json").write_text(json.dumps(seen))

@@ -45,7 +45,7 @@ def changed(x: jax.Array, change: Callable[[np.ndarray], None], device: int | No
 def at_step(
     take: Any, faults: dict[int, Callable[[Any, dict[str, jax.Array]], tuple[Any, dict[str, jax.Array]]]]
 ) -> Any:
-    """`_Loop._take` with faults: each changes the state and the batch of one step (from 1), the first time only."""
+    """`Loop._take` with faults: each changes the state and the batch of one step (from 1), the first time only."""
     left = dict(faults)
 
     def faulty(self: Any, state: Any, done: int) -> Any:

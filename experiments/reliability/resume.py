@@ -105,7 +105,7 @@ def whole(name: str, folder: Path) -> None:
 
 def killed(name: str, folder: Path) -> None:
     """Is killed before step `KILLED` is taken, once the checkpoint of step `SAVED` is there."""
-    take = loop._Loop._take
+    take = loop.Loop._take
 
     def dies(self: Any, state: Any, done: int) -> Any:
         if done + 1 == KILLED:
@@ -114,7 +114,7 @@ def killed(name: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return take(self, state, done)
 
-    loop._Loop._take = dies  # type: ignore[method-assign]
+    loop.Loop._take = dies  # type: ignore[method-assign]
     js.fit(config_of(name), run=folder / "run", quiet=True)
 
 

@@ -33,8 +33,8 @@ STEPS, FAULT_AT = 30, 18
 FAULT = f"""
 import os, pathlib, shutil, signal, time
 import jax
-from jaxscale.train.loop import _Loop
-place = _Loop._place
+from jaxscale.train.loop import Loop
+place = Loop._place
 
 def placed(self, done):
     if done + 1 == {FAULT_AT} and jax.process_index() == 1 and os.environ.get("FAULT") and not os.path.exists("fault"):
@@ -44,7 +44,7 @@ def placed(self, done):
         os.kill(os.getpid(), signal.SIGKILL)
     return place(self, done)
 
-_Loop._place = placed
+Loop._place = placed
 """
 
 SMALL = f"""

@@ -2,7 +2,7 @@
 
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
-from jaxscale.train.loop import fit
+from jaxscale.train.fit import fit
 from jaxscale.train.lora import LoRA
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
 from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of

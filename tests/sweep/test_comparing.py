@@ -374,7 +374,7 @@ def test_without_matplotlib_the_page_is_written_and_the_rest_is_told(tmp_path, m
 
 
 def test_a_run_keeps_its_sample_for_the_page(tmp_path):
-    loop = js.train.loop._Loop.__new__(js.train.loop._Loop)
+    loop = js.train.loop.Loop.__new__(js.train.loop.Loop)
     loop.run, loop.main = js.Run(write_run(tmp_path / "a")), True
     loop._keep_sample(3, "def ", "def a sample(): é")
     assert "a sample(): é" in Page(tmp_path / "a").text

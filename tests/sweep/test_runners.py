@@ -79,21 +79,21 @@ def assert_same_run(got: js.Run, want: js.Run, tolerance: float) -> None:
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr("jaxscale.train.loop._Loop._picture", lambda self: None)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._picture", lambda self: None)
 
 
 @pytest.fixture
 def places(monkeypatch) -> dict[str, set[Any]]:
     """The devices that runs had their states on when they saved them, by folder."""
     found: dict[str, set[Any]] = {}
-    save = js.train.loop._Loop._save
+    save = js.train.loop.Loop._save
 
     def saved(self: Any, state: Any) -> None:
         devices = {d for x in jax.tree.leaves(state.params) for d in x.devices()}
         found.setdefault(self.run.path.name, set()).update(devices)
         save(self, state)
 
-    monkeypatch.setattr("jaxscale.train.loop._Loop._save", saved)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._save", saved)
     return found
 
 
@@ -102,7 +102,7 @@ def alone(tmp_path_factory) -> list[js.Run]:
     """The runs that differ in what `Vmapped` takes, each by itself on one device."""
     root = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxscale.train.loop._Loop._picture", lambda self: None)
+        patch.setattr("jaxscale.train.loop.Loop._picture", lambda self: None)
         return [js.fit(small(**MORE, **each), run=root / f"{i}", quiet=True) for i, each in enumerate(DIFFER)]
 
 

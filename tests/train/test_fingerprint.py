@@ -18,7 +18,7 @@ from jaxscale.train import blueprint_of
 from jaxscale.train.guards import FingerprintGuard, FiniteGuard, SpikeGuard, StragglerGuard
 from jaxscale.train.guards.fingerprint import comparer, fingerprint
 from jaxscale.train.guards.stragglers import make_probe, slow
-from jaxscale.train.loop import _Loop
+from jaxscale.train.loop import Loop
 from tests.truth.errors import raises_saying
 from tests.truth.runs import Bigram, assert_same_bits, bigram
 
@@ -104,7 +104,7 @@ def test_a_run_goes_back_when_a_replica_differs(monkeypatch):
         **bigram(layout=js.Layout("data=8"), steps=8, checkpoint_every=4, guards=(FingerprintGuard(every=3),))
     )
     sound = js.fit(config, run="sound", quiet=True)
-    take, hit = _Loop._take, []
+    take, hit = Loop._take, []
 
     def struck(self, state, done):
         state, metrics = take(self, state, done)
@@ -113,7 +113,7 @@ def test_a_run_goes_back_when_a_replica_differs(monkeypatch):
             state = flipped(state, "params/embed/weight", 6, word=9, bit=3)
         return state, metrics
 
-    monkeypatch.setattr(_Loop, "_take", struck)
+    monkeypatch.setattr(Loop, "_take", struck)
     run = js.fit(config, run="struck", quiet=True)
     (row,) = map(json.loads, (run.path / "skipped.jsonl").read_text().splitlines())
     assert (row["back_to"], row["passed_over"]) == (4, [])

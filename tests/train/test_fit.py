@@ -176,7 +176,7 @@ def test_a_second_interrupt_acts_at_once(monkeypatch):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("jaxscale.train.loop._Loop._place", impatient)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", impatient)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -204,7 +204,7 @@ def test_a_run_that_fails_says_so_in_its_folder(monkeypatch):
     def broken(self, step):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("jaxscale.train.loop._Loop._place", broken)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         fit(run="here")
     info = js.Run("here").info
@@ -212,8 +212,8 @@ def test_a_run_that_fails_says_so_in_its_folder(monkeypatch):
 
 
 def test_a_run_that_fails_keeps_the_checkpoint_it_was_writing(monkeypatch):
-    place = js.train.loop._Loop._place
-    monkeypatch.setattr("jaxscale.train.loop._Loop._place", lambda self, n: place(self, n) if n < 2 else 1 / 0)
+    place = js.train.loop.Loop._place
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", lambda self, n: place(self, n) if n < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(run="here", checkpoint_every=2)
     assert (js.Run("here").info["step"], js.Run("here", js.TrainConfig(**bigram())).last_step()) == (2, 2)

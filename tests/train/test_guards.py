@@ -20,7 +20,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.optim import AdamW8bit, EightBit, OnHost
 from jaxscale.train import blueprint_of, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.guards import FiniteGuard, SpikeGuard, memory_of
-from jaxscale.train.loop import _Loop
+from jaxscale.train.loop import Loop
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force, random_batch
 from tests.truth.runs import Bigram, assert_same_bits, bigram, losses, on_host
@@ -202,7 +202,7 @@ def bad_batches(monkeypatch):
     """Makes the batches of these steps (from 1) weigh `value`."""
 
     def make(*steps, value=np.nan):
-        place = _Loop._place
+        place = Loop._place
 
         def placed(self, done):
             batch = place(self, done)
@@ -210,7 +210,7 @@ def bad_batches(monkeypatch):
                 batch["weights"] = jax.device_put(batch["weights"].at[0, 0].set(value), batch["weights"].sharding)
             return batch
 
-        monkeypatch.setattr(_Loop, "_place", placed)
+        monkeypatch.setattr(Loop, "_place", placed)
 
     return make
 
@@ -251,14 +251,14 @@ def test_after_too_many_in_a_row_the_run_goes_back_and_passes_over_them(bad_batc
 
 
 def test_the_state_that_is_left_behind_is_gone_before_the_older_one_is_read(bad_batches, monkeypatch):
-    restore, live = _Loop._restore, []
+    restore, live = Loop._restore, []
 
     def watched(self):
         gc.collect()
         live.append(sum(x.nbytes for x in jax.live_arrays() if x.shape == (4096, 8)))
         return restore(self)
 
-    monkeypatch.setattr(_Loop, "_restore", watched)
+    monkeypatch.setattr(Loop, "_restore", watched)
     bad_batches(6, 7, 8)
     fit("here", model=Bigram(vocab=4096))
     assert live == [0]
@@ -277,7 +277,7 @@ def test_a_run_that_went_back_is_resumed_bit_for_bit(bad_batches):
 def test_what_breaks_the_state_itself_is_undone(monkeypatch):
     """A NaN in the optimizer's state makes every step bad, whatever its batch."""
     sound, hit = fit("sound"), []
-    take = _Loop._take
+    take = Loop._take
 
     def struck(self, state, done):
         if done == 5 and not hit:
@@ -285,7 +285,7 @@ def test_what_breaks_the_state_itself_is_undone(monkeypatch):
             state = in_optimizer(np.nan)(state)
         return take(self, state, done)
 
-    monkeypatch.setattr(_Loop, "_take", struck)
+    monkeypatch.setattr(Loop, "_take", struck)
     run = fit("struck")
     assert skipped(run)[-1]["back_to"] == 4
     assert_same_bits({k: v for k, v in on_host(run.state).items() if k == "rng"}, {"rng": on_host(sound.state)["rng"]})
@@ -294,7 +294,7 @@ def test_what_breaks_the_state_itself_is_undone(monkeypatch):
 
 
 def test_a_state_that_is_not_finite_is_never_saved(monkeypatch):
-    take, hit = _Loop._take, []
+    take, hit = Loop._take, []
 
     def struck(self, state, done):
         state, metrics = take(self, state, done)
@@ -303,7 +303,7 @@ def test_a_state_that_is_not_finite_is_never_saved(monkeypatch):
             state = in_optimizer(np.nan)(state)
         return state, metrics
 
-    monkeypatch.setattr(_Loop, "_take", struck)
+    monkeypatch.setattr(Loop, "_take", struck)
     run = fit("struck")
     assert "after step 8 is not finite, and must not be saved" in skipped(run)[-1]["why"]
     assert_same_bits(run.state, fit("sound").state)

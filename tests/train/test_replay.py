@@ -10,7 +10,7 @@ import pytest
 import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import RunError
-from jaxscale.train.loop import _Loop
+from jaxscale.train.loop import Loop
 from jaxscale.train.replay import replay
 from jaxscale.train.trace import first_nonfinite
 from tests.truth.errors import raises_saying
@@ -31,14 +31,14 @@ def test_a_step_is_replayed_to_the_bit():
 @pytest.fixture
 def broken(monkeypatch):
     """A run of which a parameter was struck after step 3."""
-    take = _Loop._take
+    take = Loop._take
 
     def struck(self, state, done):
         if done == 3:
             state.params["head"]["weight"] = state.params["head"]["weight"].at[1].mul(1.5)
         return take(self, state, done)
 
-    monkeypatch.setattr(_Loop, "_take", struck)
+    monkeypatch.setattr(Loop, "_take", struck)
     return js.fit(js.TrainConfig(**bigram(steps=6, checkpoint_every=2)), run="broken", quiet=True)
 
 

@@ -108,7 +108,7 @@ def test_runs_of_a_longer_name_are_not_counted():
 def test_an_unfinished_run_is_gone_on_with(monkeypatch, capfd):
     stop_after(monkeypatch, 2)
     fit(name="demo")
-    monkeypatch.setattr("jaxscale.train.loop._Loop._stopping", lambda self, step: False)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._stopping", lambda self, step: False)
     assert fit(name="demo", resume="newest", quiet=False).path == Path("runs/demo-1")
     assert "resuming runs/demo-1" in capfd.readouterr().out
 
@@ -224,7 +224,7 @@ def test_an_older_unfinished_run_is_found_behind_other_folders(monkeypatch):
     stop_after(monkeypatch, 2)
     fit(name="demo")
     Path("runs/demo-2").mkdir()
-    monkeypatch.setattr("jaxscale.train.loop._Loop._stopping", lambda self, step: False)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._stopping", lambda self, step: False)
     assert fit(name="demo", resume="newest").path == Path("runs/demo-1")
 
 
@@ -235,7 +235,7 @@ def test_a_run_that_is_being_trained_is_left_to_its_process(monkeypatch):
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the other process holds it
         with raises_saying(RunError, "runs/demo-1", "being trained"):
             fit("runs/demo-1", resume=True)
-        monkeypatch.setattr("jaxscale.train.loop._Loop._stopping", lambda self, step: False)
+        monkeypatch.setattr("jaxscale.train.loop.Loop._stopping", lambda self, step: False)
         assert fit(name="demo", resume="newest").path == Path("runs/demo-2")
 
 
@@ -243,7 +243,7 @@ def test_a_named_folder_is_started_and_then_gone_on_with(monkeypatch):
     """What a cluster does that runs the same command again."""
     stop_after(monkeypatch, 2)
     fit("here", resume="newest")
-    monkeypatch.setattr("jaxscale.train.loop._Loop._stopping", lambda self, step: False)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._stopping", lambda self, step: False)
     assert [row["step"] for row in fit("here", resume="newest").metrics()] == [1, 2, 3, 4]
 
 

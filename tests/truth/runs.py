@@ -161,14 +161,14 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
     """As if somebody sent a signal while a run takes this step."""
-    place = js.train.loop._Loop._place
+    place = js.train.loop.Loop._place
 
     def placed(self: Any, done: int) -> Any:
         if done + 1 == step:
             signal.raise_signal(number)
         return place(self, done)
 
-    monkeypatch.setattr("jaxscale.train.loop._Loop._place", placed)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", placed)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from jaxscale.train.peaks import peak_flops
 from jaxscale.train.prepare import Prepared
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import HF, Run, about, bring_companions, write_config, write_text
+from jaxscale.train.saved import Saved
 from jaxscale.train.state import TrainState
 
 RETURNS = 3
@@ -52,6 +52,7 @@ class Loop:
         self.profiling = False
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
+        self.saved = Saved(run, prepared, self.checkpoints, reporter.say)
         self.skips = Skips(run.path / SKIPS)
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
@@ -75,7 +76,7 @@ class Loop:
         config, reporter = self.config, self.reporter
         self.watchdog.phase(0, "first state", disk=True)
         self.snapshots = config.snapshots.of(self.run.path)
-        state = self._first_state(resuming)
+        state = self.saved.first(self.snapshots, resuming)
         _ = self.prepared.frozen  # read now, and not within the first step
         first = int(state.step)
         if first >= self.last:
@@ -86,7 +87,7 @@ class Loop:
         status = "failed"
         try:
             files += self._open_files(first)
-            self.snapshots.begin(state, self._facts())
+            self.snapshots.begin(state, self.saved.facts())
             state = self._to_the_end(state, files)
             self.watchdog.phase(int(state.step), "end of the last save", disk=True)
             self.checkpoints.close()
@@ -103,7 +104,7 @@ class Loop:
                     self.checkpoints.close()
             if self.main:
                 with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
-                    self._write_info(status, self._last_step(), sys.exception() if status == "failed" else None)
+                    self._write_info(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
         self.watchdog.phase(int(state.step), "picture and sample", disk=True)
         self._picture()
@@ -140,7 +141,7 @@ class Loop:
         self.watchdog.phase(self.now, "going back", disk=True)
         self.checkpoints.wait()
         self.snapshots.forget()
-        target = agree.broadcast(self._last_step())
+        target = agree.broadcast(self.saved.last_step())
         if self.returns == RETURNS:
             raise RunError(
                 f"{back}; the run went back {RETURNS} times, and got no further. Look at a step with jaxscale replay "
@@ -150,7 +151,7 @@ class Loop:
         self.skips.pass_over(back.steps, target, str(back))
         over = f", and passes over {_spans(back.steps)} from now on" if back.steps else ""
         self.reporter.warn(f"{back}; the run goes back to step {target}{over}")
-        return self._restore() if target else self.prepared.blueprint.init(self.config.seed)
+        return self.saved.restore() if target else self.prepared.blueprint.init(self.config.seed)
 
     def _steps(self, state: TrainState, first: int, files: list[Any]) -> TrainState:
         config = self.config
@@ -259,84 +260,7 @@ class Loop:
     def _save(self, state: TrainState) -> None:
         for watch in self.watches:
             watch.before_save(state)
-        layout = None if self.config.layout is None else str(self.config.layout)
-        facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows(), **self._start}
-        self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
-
-    def _first_state(self, resuming: bool) -> TrainState:
-        """Out of memory where there is a snapshot newer than every checkpoint, else off the disk, else a new one."""
-        blueprint, newest = self.prepared.blueprint, self.snapshots.newest()
-        if newest > agree.broadcast(self._last_step()):
-            shapes, places = blueprint.abstract_state(), blueprint.shardings()
-            state = self.snapshots.restore(shapes, places, self._facts(), self.reporter.say)
-            if state is not None:
-                return state
-        return self._restore() if resuming else blueprint.init(self.config.seed)
-
-    def _facts(self) -> dict[str, Any]:
-        """What a snapshot has to have in common with this run."""
-        run = agree.broadcast(self.checkpoints.run)
-        return {"run": run, "data": self.prepared.fingerprint, "rows": self._rows(), "steps": self.config.steps}
-
-    def _restore(self) -> TrainState:
-        blueprint, manifest = self.prepared.blueprint, {}
-
-        def check(found: dict[str, Any]) -> None:
-            self._check_data(found)
-            self._check_start(found)
-            manifest.update(found)
-
-        state = self.checkpoints.restore(
-            None, blueprint.abstract_state(), blueprint.shardings(), self.reporter.say, check
-        )
-        state = blueprint.with_guards(state)
-        step = int(state.step)
-        if self.main:
-            self.checkpoints.set_aside(after=step)
-        self.checkpoints.run = self.checkpoints.run or manifest["run"]
-        if self.prepared.schedule is not None and manifest["steps"] != self.config.steps:
-            rate = float(self.prepared.schedule(step))
-            self.reporter.say(
-                f"train.steps was {manifest['steps']} and is {self.config.steps}: the schedule is made anew, and goes "
-                f"on with a learning rate of {rate:.3g}"
-            )
-        return state
-
-    def _check_data(self, manifest: dict[str, Any]) -> None:
-        for key, value in self._rows().items():
-            if manifest["rows"][key] != value:
-                raise RunError(
-                    f"{self.run.path} was trained with train.{key} = {manifest['rows'][key]!r}, and a run keeps its "
-                    f"rows; leave it so, or start a new run for {value!r}"
-                )
-        saved = manifest["data"]
-        if saved != self.prepared.fingerprint:
-            raise RunError(
-                f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "
-                f"is {self.prepared.fingerprint[:12]}); start a new run, or bring the old files back"
-            )
-
-    def _check_start(self, manifest: dict[str, Any]) -> None:
-        """That adapters go on over the parameters that they were trained on."""
-        if self.config.adapters is not None and manifest.get("start") != self._start.get("start"):
-            raise CheckpointError(
-                f"the adapters of {self.run.path} were trained over other parameters than those of "
-                f"{self.config.start}; bring that checkpoint back, or name it with --gin.FromRun.path and .step"
-            )
-
-    @functools.cached_property
-    def _start(self) -> dict[str, Any]:
-        """What a checkpoint says of where the run started; without adapters nothing depends on it any more."""
-        start = self.config.start
-        return {} if start is None or self.config.adapters is None else {"start": start.fingerprint()}
-
-    def _rows(self) -> dict[str, Any]:
-        """The settings that decide what a row of data is."""
-        return {"seq_len": self.config.seq_len, "packing": self.config.packing}
-
-    def _last_step(self) -> int:
-        steps = self.checkpoints.steps()
-        return steps[-1] if steps else 0
+        self.saved.save(state)
 
     def _stopping(self, step: int) -> bool:
         """Whether any process was asked to stop; all answer alike."""
@@ -428,7 +352,7 @@ class Loop:
     def _ended(self) -> None:
         """Another process failed, and this one's main thread may wait for it."""
         if self.run.info["status"] == "running":
-            self._write_info("failed", self._last_step())
+            self._write_info("failed", self.saved.last_step())
 
     def _keep_sample(self, step: int, prompt: str, text: str) -> None:
         """A line of `samples.jsonl`, for who compares runs later."""

@@ -21,6 +21,7 @@ from jaxscale.optim import AdamW8bit, EightBit, OnHost
 from jaxscale.train import blueprint_of, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.guards import FiniteGuard, SpikeGuard, memory_of
 from jaxscale.train.loop import Loop
+from jaxscale.train.saved import Saved
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force, random_batch
 from tests.truth.runs import Bigram, assert_same_bits, bigram, losses, on_host
@@ -251,14 +252,14 @@ def test_after_too_many_in_a_row_the_run_goes_back_and_passes_over_them(bad_batc
 
 
 def test_the_state_that_is_left_behind_is_gone_before_the_older_one_is_read(bad_batches, monkeypatch):
-    restore, live = Loop._restore, []
+    restore, live = Saved.restore, []
 
     def watched(self):
         gc.collect()
         live.append(sum(x.nbytes for x in jax.live_arrays() if x.shape == (4096, 8)))
         return restore(self)
 
-    monkeypatch.setattr(Loop, "_restore", watched)
+    monkeypatch.setattr(Saved, "restore", watched)
     bad_batches(6, 7, 8)
     fit("here", model=Bigram(vocab=4096))
     assert live == [0]

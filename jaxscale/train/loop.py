@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +12,17 @@ import jax
 import numpy as np
 
 from jaxscale.data import Batch
-from jaxscale.errors import CheckpointError, DataError, RunError
-from jaxscale.layout import describe
+from jaxscale.errors import CheckpointError, RunError
 from jaxscale.optim import averaged
 from jaxscale.train import agree
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.guards import RollBack, Skips, Watched
 from jaxscale.train.guards.skips import SKIPS
-from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
 from jaxscale.train.peaks import peak_flops
 from jaxscale.train.prepare import Prepared
+from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
-from jaxscale.train.run import HF, Run, about, bring_companions, write_config, write_text
+from jaxscale.train.run import Run
 from jaxscale.train.saved import Saved
 from jaxscale.train.state import TrainState
 
@@ -53,6 +50,7 @@ class Loop:
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
         self.saved = Saved(run, prepared, self.checkpoints, reporter.say)
+        self.record = Record(run, prepared, self.checkpoints, reporter.warn)
         self.skips = Skips(run.path / SKIPS)
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
@@ -82,11 +80,11 @@ class Loop:
         if first >= self.last:
             more = "until" if self.last < config.steps else "train.steps"
             raise RunError(f"{self.run.path} has already taken {first} of {self.last} steps; raise {more} to go on")
-        self._announce(first)
+        reporter.announce(config, self.prepared, self.run.path, first)
         files: list[Any] = []
         status = "failed"
         try:
-            files += self._open_files(first)
+            files += self.record.begin(first)
             self.snapshots.begin(state, self.saved.facts())
             state = self._to_the_end(state, files)
             self.watchdog.phase(int(state.step), "end of the last save", disk=True)
@@ -104,18 +102,23 @@ class Loop:
                     self.checkpoints.close()
             if self.main:
                 with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
-                    self._write_info(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
+                    self.record.status(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
-        self.watchdog.phase(int(state.step), "picture and sample", disk=True)
-        self._picture()
+        self._afterwards(int(state.step), status)
+
+    def _afterwards(self, step: int, status: str) -> None:
+        """A picture of the run, and a sample or why it is not finished."""
+        config, say = self.config, self.reporter.say
+        self.watchdog.phase(step, "picture and sample", disk=True)
+        self.record.picture()
         if status != "finished":
             why = f"stopped by {self.signals['signal']}" if status == "stopped" else f"paused, {config.steps} to go to,"
-            reporter.say(f"{why} after step {int(state.step)}; its checkpoint is written")
+            say(f"{why} after step {step}; its checkpoint is written")
         elif config.prompt is not None:
             room = config.seq_len - len(self.run.prompt_ids(config.prompt))  # of what it was trained on
             text = self.run.sample(config.prompt, tokens=max(1, min(400, room)))
-            self._keep_sample(int(state.step), config.prompt, text)
-            reporter.say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
+            self.record.sample(step, config.prompt, text)
+            say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
 
     def _status(self, step: int) -> str:
         if step == self.config.steps:
@@ -296,78 +299,10 @@ class Loop:
         jax.profiler.stop_trace()
         self.reporter.say(f"a profile is in {self.run.path / 'profile'}")
 
-    def _announce(self, first: int) -> None:
-        config, infos = self.config, self.prepared.blueprint.infos
-        layout = "one device, no mesh" if config.layout is None else str(config.layout)
-        rows = describe(infos, config.layout)
-        self.reporter.table(f"parameters, laid out {layout}", rows)
-        if config.start is not None:
-            self.reporter.say(f"starts from step {config.start.step} of {config.start.path}")
-        if self.prepared.blueprint.adaptation is not None:
-            self.reporter.say(self.prepared.blueprint.adaptation.describe())
-        since = f", from step {first}" if first else ""
-        self.reporter.say(
-            f"{config.model.param_count() / 1e6:.2f}M parameters · {config.data.name}, "
-            f"{len(self.prepared.loader.source):,} rows of {config.seq_len} tokens · {config.batch_size} rows a step · "
-            f"{config.steps} steps{since} · run folder {self.run.path}"
-        )
-        self.reporter.say(f"loss: {config.loss.describe(config.model.vocab)}")
-
-    def _open_files(self, first: int) -> list[Any]:
-        if not self.main:
-            return []
-        if self.config.start is not None and not (self.run.path / HF).exists():
-            with contextlib.suppress(RunError, DataError):  # of a run that goes on, that one may be gone
-                bring_companions(self.config.start.run, self.run)
-        lost = write_config(self.run.path, self.config, first)
-        for setting in lost:
-            self.reporter.warn(f"{setting} came from Python and is not in config.gin; resume this run from Python")
-        self._write_info("running", first)
-        board = tensorboard_or_none(self.run.path / "tensorboard", self.config.tensorboard)
-        return [MetricsFile(self.run.path / "metrics.jsonl"), *([board] if board else [])]
-
-    def _write_info(self, status: str, step: int, error: BaseException | None = None) -> None:
-        before: dict[str, Any] = {}
-        with contextlib.suppress(RunError):
-            before = self.run.info
-        self.checkpoints.run = before.get("id", self.checkpoints.run) or os.urandom(8).hex()
-        info = {
-            "id": self.checkpoints.run,
-            **about(self.config, self.prepared.fingerprint),
-            **self._started_from(before),
-            "status": status,
-            "step": step,
-            "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
-            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **({"error": f"{type(error).__name__}: {error}"} if error is not None else {}),
-        }
-        write_text(self.run.path / "run.json", json.dumps(info, indent=2) + "\n")
-
-    def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
-        """The run and the checkpoint that the first parameters are of; looked up once, since that run may go."""
-        if self.config.start is None:
-            return {}
-        return {"start": before["start"] if "start" in before else self.config.start.about()}
-
     def _ended(self) -> None:
         """Another process failed, and this one's main thread may wait for it."""
         if self.run.info["status"] == "running":
-            self._write_info("failed", self.saved.last_step())
-
-    def _keep_sample(self, step: int, prompt: str, text: str) -> None:
-        """A line of `samples.jsonl`, for who compares runs later."""
-        if self.main:
-            samples = MetricsFile(self.run.path / "samples.jsonl")
-            samples.write({"step": step, "prompt": prompt, "text": text})
-            samples.close()
-
-    def _picture(self) -> None:
-        if not self.main:
-            return
-        try:
-            self.run.plot(self.run.path / "loss.png")
-        except RunError as e:
-            self.reporter.warn(f"{e}")
+            self.record.status("failed", self.saved.last_step())
 
 
 def _spans(steps: Sequence[int]) -> str:

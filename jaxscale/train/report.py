@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jaxscale.layout import TensorRow
+from jaxscale.layout import TensorRow, describe
+
+if TYPE_CHECKING:
+    from jaxscale.train.config import TrainConfig
+    from jaxscale.train.prepare import Prepared
 
 WIDTH = 132
 
@@ -43,6 +48,23 @@ class Reporter:
         """The tensor table."""
         if not self._quiet:
             self.console.print(tensor_table(title, rows))
+
+    def announce(self, config: TrainConfig, prepared: Prepared, folder: Path, first: int) -> None:
+        """What is about to be trained, how it is laid out, and from which step."""
+        blueprint = prepared.blueprint
+        layout = "one device, no mesh" if config.layout is None else str(config.layout)
+        self.table(f"parameters, laid out {layout}", describe(blueprint.infos, config.layout))
+        if config.start is not None:
+            self.say(f"starts from step {config.start.step} of {config.start.path}")
+        if blueprint.adaptation is not None:
+            self.say(blueprint.adaptation.describe())
+        since = f", from step {first}" if first else ""
+        self.say(
+            f"{config.model.param_count() / 1e6:.2f}M parameters · {config.data.name}, "
+            f"{len(prepared.loader.source):,} rows of {config.seq_len} tokens · {config.batch_size} rows a step · "
+            f"{config.steps} steps{since} · run folder {folder}"
+        )
+        self.say(f"loss: {config.loss.describe(config.model.vocab)}")
 
     def start(self, steps: int, done: int) -> None:
         """Begins the bar; `done` steps were taken before."""

@@ -20,6 +20,7 @@ from jaxscale.sweep.comparing.folders import read_bindings
 from jaxscale.sweep.comparing.page import page
 from jaxscale.sweep.comparing.report import report
 from jaxscale.train.metrics import json_row
+from jaxscale.train.record import Record
 from tests.truth.errors import raises_saying
 
 CONFIG = """\
@@ -374,9 +375,9 @@ def test_without_matplotlib_the_page_is_written_and_the_rest_is_told(tmp_path, m
 
 
 def test_a_run_keeps_its_sample_for_the_page(tmp_path):
-    loop = js.train.loop.Loop.__new__(js.train.loop.Loop)
-    loop.run, loop.main = js.Run(write_run(tmp_path / "a")), True
-    loop._keep_sample(3, "def ", "def a sample(): é")
+    record = Record.__new__(Record)
+    record.run = js.Run(write_run(tmp_path / "a"))
+    record.sample(3, "def ", "def a sample(): é")
     assert "a sample(): é" in Page(tmp_path / "a").text
 
 

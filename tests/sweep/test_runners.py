@@ -79,7 +79,7 @@ def assert_same_run(got: js.Run, want: js.Run, tolerance: float) -> None:
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr("jaxscale.train.loop.Loop._picture", lambda self: None)
+    monkeypatch.setattr("jaxscale.train.record.Record.picture", lambda self: None)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def alone(tmp_path_factory) -> list[js.Run]:
     """The runs that differ in what `Vmapped` takes, each by itself on one device."""
     root = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxscale.train.loop.Loop._picture", lambda self: None)
+        patch.setattr("jaxscale.train.record.Record.picture", lambda self: None)
         return [js.fit(small(**MORE, **each), run=root / f"{i}", quiet=True) for i, each in enumerate(DIFFER)]
 
 

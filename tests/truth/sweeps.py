@@ -1,4 +1,4 @@
-"""Small sweeps: a run's text, and a runner whose runs are told what their losses are."""
+"""Small sweeps: a run's text, a runner whose runs are told what their losses are, and a sweep on it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import config
+from jaxscale.sweep import Result, Sweep, sweep_of
 from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Job
 from jaxscale.sweep.jobs import config_of, sizes
 from jaxscale.sweep.outcomes import Outcome
@@ -31,6 +32,9 @@ train.eval_batches = 1
 train.tensorboard = False
 """
 """The run of `tests.truth.runs.bigram`, which compiles in no time."""
+
+LR = 'sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2]}\n'
+"""A sweep of it."""
 
 
 def text(more: str = "", base: str = BASE) -> str:
@@ -104,3 +108,22 @@ class Told:
 
     def close(self) -> None:
         pass
+
+
+def run(
+    more: str = LR,
+    runner: Told | None = None,
+    folder: str = "sweep",
+    base: str = BASE,
+    retry_failed: bool = False,
+    **changes,
+) -> Result:
+    """Runs a text's sweep on a runner that is told its losses."""
+    whole = text(more, base)
+    sweep = Sweep(**{**vars(sweep_of(whole)), **changes, "runner": runner or Told()})
+    return sweep.run(folder, whole, quiet=True, retry_failed=retry_failed)
+
+
+def states(result: Result) -> list[str]:
+    """The state of each row."""
+    return [row["state"] for row in result.table()]

@@ -57,7 +57,7 @@ class Job:
 
 JOBS = (
     Job("attention", 3.0),
-    Job("train_gpu", 4.0, 240.0),
+    Job("train_gpu", 4.0, 500.0),
     Job("adamw8bit", 1.0),
     Job("cross_entropy", 1.0),
     Job("decode_attention", 1.0),

@@ -68,16 +68,9 @@ def export_checkpoint(
     """
     run = run if isinstance(run, Run) else Run(run)
     out = Path(out)
-    model = run.config.model
-    if not isinstance(model, TransformerConfig):
-        raise CheckpointError(f"{run.path} is of a {type(model).__name__}, and only a Transformer can be exported")
-    if dtype is not None and dtype not in PRECISIONS:
-        raise CheckpointError(f"dtype = '{dtype}' is not one to export{near(dtype, PRECISIONS)}")
+    chosen, model, theirs, length = said_by(run, family, dtype)
     step = run.last_step() if step is None else step
     imported = run.imported
-    theirs = {} if imported is None else imported.config
-    length = _length(run, theirs)
-    chosen = family_for(model, FAMILIES, length, family or theirs.get("model_type"))
     kept = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
     bound = chosen.bind(kept)
     arrays = _Blocks(run, step)
@@ -96,6 +89,27 @@ def export_checkpoint(
     except OSError as e:
         raise CheckpointError(f"{out} could not be written: {e.strerror or e}; start it again to go on") from e
     return out
+
+
+def said_by(run: Run, family: str | None, dtype: str | None) -> tuple[Family, TransformerConfig, dict[str, Any], int]:
+    """The family that says a run's model, the model, the config.json it came with (or nothing) and its length.
+
+    Args:
+      run: the run.
+      family: the one that is asked for, or `None`.
+      dtype: that is asked for, or `None`.
+
+    Raises:
+      CheckpointError: no family, or not the one that is asked for, can say the model; a dtype that is not known.
+    """
+    model = run.config.model
+    if not isinstance(model, TransformerConfig):
+        raise CheckpointError(f"{run.path} is of a {type(model).__name__}, and only a Transformer can be exported")
+    if dtype is not None and dtype not in PRECISIONS:
+        raise CheckpointError(f"dtype = '{dtype}' is not one to export{near(dtype, PRECISIONS)}")
+    theirs = {} if run.imported is None else run.imported.config
+    length = _length(run, theirs)
+    return family_for(model, FAMILIES, length, family or theirs.get("model_type")), model, theirs, length
 
 
 class _Blocks:

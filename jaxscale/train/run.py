@@ -148,7 +148,7 @@ class Run:
         """
         if self.config.adapters is not None:
             return self._with_adapters(step, self.config.layout if self.state is not None and not layout else layout)
-        return self._trained(step, layout)
+        return self.trained(step, layout)
 
     def _with_adapters(self, step: int | None, layout: Layout | None) -> Any:
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
@@ -160,10 +160,10 @@ class Run:
             as_kept = jax.tree.map(lambda x, i: x.astype(i.dtype), frozen, adaptation.infos)
             return adaptation.merged(adapters, as_kept)
 
-        return jax.jit(merge, out_shardings=placed)(self._trained(step, layout), frozen)
+        return jax.jit(merge, out_shardings=placed)(self.trained(step, layout), frozen)
 
-    def _trained(self, step: int | None, layout: Layout | None) -> Any:
-        """The parameters that were trained: the model's, or its adapters."""
+    def trained(self, step: int | None = None, layout: Layout | None = None) -> Any:
+        """The parameters that were trained: the model's, or its adapters; arguments as `params`."""
         if self.state is not None and step is None:
             live = averaged(self.state.opt_state, self.state.params)
             if layout is None or layout == self.config.layout:

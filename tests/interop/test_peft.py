@@ -1,0 +1,47 @@
+"""PEFT loads what is exported: the same logits on both sides."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.train import LoRA
+from jaxscale.train.exporting_adapters import export_adapters
+from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
+from jaxscale.train.state import describe_model
+from tests.truth import foreign
+from tests.truth.adapted import adapted
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.torch
+
+TOKENS = np.random.default_rng(0).integers(0, foreign.VOCAB, (2, 24))
+
+
+def _logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
+
+
+def _ours(run):
+    graphdef, _ = describe_model(run.config.model)
+    return jax.jit(lambda params: nnx.merge(graphdef, params)(TOKENS))(run.params())
+
+
+@pytest.mark.parametrize("name, stabilized", [("phi3", False), ("gpt2", True)])
+def test_peft_makes_of_the_base_and_our_adapters_what_our_run_is(name, stabilized, tmp_path):
+    quiet = dict(say=lambda _: None)
+    theirs = foreign.save(name, tmp_path / "theirs")
+    base = import_checkpoint(theirs, tmp_path / "base", **quiet)
+    run = adapted(base, tmp_path / "run", LoRA(rank=3, alpha=4.5, rank_stabilized=stabilized))
+    out = export_adapters(run, tmp_path / "out", **quiet)
+    with_adapters = peft.AutoPeftModelForCausalLM.from_pretrained(out)  # which finds the base by its config
+    found = _logits(with_adapters)
+    np.testing.assert_allclose(found, _ours(run), atol=1e-4, rtol=1e-4)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(export_checkpoint(run, tmp_path / "merged", **quiet))
+    np.testing.assert_allclose(found, _logits(merged), atol=1e-4, rtol=1e-4)
+    assert np.abs(found - foreign.logits(name, TOKENS)).max() > 0.1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.companions import FILES
+from jaxscale.interop.peft import ADAPTER_CONFIG
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -37,7 +38,7 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
             f"there is no folder {path}, and to look for '{source}' on the Hugging Face Hub needs the package "
             "huggingface_hub: pip install 'jaxscale[hf]'"
         ) from None
-    wanted = ["*.safetensors", "*.safetensors.index.json", *FILES]
+    wanted = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, *FILES]
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=wanted))
     except Exception as e:  # its errors and those of what it downloads with share no class

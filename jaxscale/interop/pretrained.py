@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import CheckpointError, near
+from jaxscale.interop.added import Added, is_adapters
 from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import Family, family_of
 from jaxscale.interop.fields import Fields, read_json
+from jaxscale.interop.peft import ADAPTER_CONFIG
 from jaxscale.interop.safetensors import SafeTensors
 from jaxscale.interop.transfer import Foreign
 from jaxscale.models import TransformerConfig
@@ -49,7 +51,11 @@ class Pretrained:
 
 
 def open_pretrained(
-    folder: str | Path, *, dtype: str | None = None, say: Callable[[str], None] = log.warning
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    adapters: str | Path | None = None,
+    say: Callable[[str], None] = log.warning,
 ) -> Pretrained:
     """Opens a folder; everything that can be wrong with its names and shapes is found now, and no value is read.
 
@@ -60,19 +66,28 @@ def open_pretrained(
       folder: with config.json and safetensors.
       dtype: of parameters and arithmetic, "bfloat16" or "float32"; by default the first where all of it is, else the
         second, so that no value is rounded.
+      adapters: a folder as PEFT writes it, whose products are added to the matrices as they are read (see `Added`).
       say: takes a sentence for the user.
 
     Raises:
       CheckpointError: a family, a field or a dtype that is not known; tensors that are missing, extra or misshapen;
-        pickled weights only.
+        pickled weights only; adapters of another kind or model.
     """
     folder = Path(folder)
+    if is_adapters(folder):
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "HF_DIR"
+        raise CheckpointError(
+            f"{folder} holds adapters and no model; name the model that they are on, and them beside it: "
+            f"jaxscale import {base} OUT --adapters {folder}"
+        )
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"dtype = '{dtype}' is not one to import into{near(dtype, PRECISIONS)}")
     tensors = SafeTensors(folder)
     file = folder / "config.json"
     values = read_json(file)
     family = family_of(values, FAMILIES, str(file))
+    if adapters is not None:
+        tensors = Added(folder, adapters, family.prefix)
     fields = Fields(values, str(file))
     config = family.model(fields)
     length = int(fields.number("max_position_embeddings", 0) or fields.number("n_positions", 2048))

@@ -111,7 +111,7 @@ def _base(start: FromRun | None, say: Callable[[str], None]) -> tuple[str | None
     except RunError:
         info = {}
     source = info.get("source")
-    as_it_came = info.get("status") == "imported" and start.step in (None, STEP)
+    as_it_came = info.get("status") == "imported" and "adapters" not in info and start.step in (None, STEP)
     if source is None or not as_it_came:
         say(
             f"{start.path} is no imported checkpoint as it came, so that base_model_name_or_path is left open; write "

@@ -50,6 +50,7 @@ def import_checkpoint(
     layout: Layout | str | None = None,
     dtype: str | None = None,
     revision: str | None = None,
+    adapters: str | Path | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Run:
     """Makes a run folder of a Hugging Face checkpoint: `load(out)` is then a run with parameters and a tokenizer.
@@ -65,6 +66,7 @@ def import_checkpoint(
         onto any other.
       dtype: see `open_pretrained`.
       revision: of a name on the Hub.
+      adapters: a folder of PEFT's, or a name on the Hub; they are added to the weights, in the type of those.
       say: takes a sentence for the user.
 
     Raises:
@@ -73,8 +75,10 @@ def import_checkpoint(
       RunError: `out` is there already, and no unfinished import of the same files.
     """
     layout = Layout(layout) if isinstance(layout, str) else layout
-    found = open_pretrained(local_folder(source, revision), dtype=dtype, say=say)
+    added = None if adapters is None else local_folder(adapters)
+    found = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, say=say)
     facts = {"source": str(found.folder.absolute()), "family": found.family.model_type}
+    facts |= {} if added is None else {"adapters": str(added.absolute())}
     mark = json.dumps([found.arrays.tensors.fingerprint(), found.values])
     return write_run(
         out, _settings(found, Path(out), layout), found.arrays, hf=found.folder, facts=facts, mark=mark, say=say

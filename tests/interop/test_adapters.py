@@ -1,4 +1,4 @@
-"""Adapters alone: beside a folder of theirs they are what the folder with them added is."""
+"""Adapters alone, out and in: beside a folder of theirs they are what the folder with them added is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxscale.cli import main
 from jaxscale.errors import CheckpointError, RunError
+from jaxscale.interop.added import Added
 from jaxscale.interop.maps import Map, bind
 from jaxscale.interop.peft import Pair, modules_of
 from jaxscale.layout import TensorInfo
@@ -80,6 +81,11 @@ def test_the_base_and_their_products_are_what_the_merged_export_is(name, tmp_pat
     assert not tensors
     assert changed == {k for k in weights if not np.array_equal(weights[k], merged[k])}
 
+    added = Added(tmp_path / "hf-base", out)
+    for key, value in merged.items():
+        with added.reading(key) as tensor:
+            np.testing.assert_allclose(tensor, value, atol=1e-6, err_msg=key)
+
 
 def test_what_cannot_be_said_is_refused_before_anything_is_written(tmp_path):
     base = drawn(LATENT, tmp_path / "base")
@@ -108,7 +114,7 @@ def test_a_matrix_that_is_none_of_peft_s_is_named():
         modules_of(bound, {info.path: pair})
 
 
-def test_the_commands_export_adapters_of_an_imported_model(tmp_path, capsys):
+def test_the_commands_export_adapters_of_an_imported_model_and_import_them(tmp_path, capsys):
     hf, out = write_folder(tmp_path / "hf"), tmp_path / "out"
     base = import_checkpoint(hf, tmp_path / "base", dtype="float32")
     run = adapted(base, tmp_path / "run", LoRA(rank=2))
@@ -122,11 +128,38 @@ def test_the_commands_export_adapters_of_an_imported_model(tmp_path, capsys):
     (base.path / "run.json").write_text(json.dumps({**info, "source": cached}))
     hub = json.loads((export_adapters(run, tmp_path / "hub") / "adapter_config.json").read_text())
     assert (hub["base_model_name_or_path"], hub["revision"]) == ("Qwen/Qwen3-0.6B", "c1899de")
+    assert main(["import", str(hf), str(tmp_path / "whole"), "--adapters", str(out)]) == 0
     capsys.readouterr()
     for more, says in (
         (["export", str(run.path), str(out), "--adapters"], "is there already"),
         (["export", str(run.path), "x", "--adapters", "--check"], "--check is of whole models"),
         (["export", str(run.path), "x", "--base", "me/mine"], "give --adapters as well"),
+        (["import", str(hf), "x", "--adapters", str(out), "--check"], "leave out --check or --adapters"),
+        (["import", str(out), "x"], f"jaxscale import {hf} OUT --adapters {out}"),
     ):
         assert main(more) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"peft_type": "IA3"}, "'IA3'"),
+    ({"use_dora": True}, "use_dora = True, which is not expressed here"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    ({}, "holds no tensor"),
+    ("base_model.model.model.embed_tokens.lora_embedding_A", "no matrix that it could be added"),
+    ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", "no matrix that it could be added"),
+    ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "has one of the two matrices for"),
+    ("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight", r"\[2, 32\] and \[3, 2\] for .* which is \[48, 32\]"),
+])  # fmt: skip
+def test_adapters_that_are_not_of_the_model_are_refused(change, says, tmp_path):
+    about = {"peft_type": "LORA", "lora_alpha": 4, "r": 2, **(change if isinstance(change, dict) else {})}
+    tensors = {} if isinstance(change, dict) else {change: np.ones((3, 2), np.float32)}
+    if "up_proj" in str(change):
+        tensors[change.replace("lora_B", "lora_A")] = np.ones((2, 32), np.float32)
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        import_checkpoint(write_folder(tmp_path / "hf"), tmp_path / "run", adapters=folder)
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""PEFT loads what is exported: the same logits on both sides."""
+"""PEFT loads what is exported, and its own adapters are imported: the same logits on both sides."""
 
 from __future__ import annotations
 
@@ -45,3 +45,19 @@ def test_peft_makes_of_the_base_and_our_adapters_what_our_run_is(name, stabilize
     merged = transformers.AutoModelForCausalLM.from_pretrained(export_checkpoint(run, tmp_path / "merged", **quiet))
     np.testing.assert_allclose(found, _logits(merged), atol=1e-4, rtol=1e-4)
     assert np.abs(found - foreign.logits(name, TOKENS)).max() > 0.1
+
+
+def test_adapters_that_peft_made_are_imported(tmp_path):
+    name, targets = "gpt2", ["c_attn", "attn.c_proj"]
+    theirs = foreign.save(name, tmp_path / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    patterns = dict(rank_pattern={targets[0]: 5}, alpha_pattern={f"1.*{targets[0]}": 9})
+    config = peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=targets, use_rslora=True, init_lora_weights=False, **patterns
+    )
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapters")
+    run = import_checkpoint(theirs, tmp_path / "run", adapters=tmp_path / "adapters", say=lambda _: None)
+    wanted = _logits(model)
+    np.testing.assert_allclose(_ours(run), wanted, atol=1e-4, rtol=1e-4)
+    assert np.abs(wanted - foreign.logits(name, TOKENS)).max() > 0.1

@@ -1,0 +1,133 @@
+"""A checkpoint of theirs to whose matrices PEFT's adapters are added as they are read: nothing is written twice."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxscale.errors import CheckpointError, near
+from jaxscale.interop.fields import Fields, read_json
+from jaxscale.interop.peft import ADAPTER_CONFIG, ADAPTER_TENSORS, PREFIX, WEIGHT
+from jaxscale.interop.safetensors import SafeTensors, Stored, dtype_of, is_real, read_header
+
+_KEY = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])" + re.escape(WEIGHT))
+_AS_THEY_ARE = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Ways to begin that leave the model's own matrices as they were; of others the base is not the one that was named."""
+
+
+class Added(SafeTensors):
+    """The tensors of a folder, those with adapters as W + scale · B · A, float32 (W + scale · (B · A)ᵀ of GPT-2's).
+
+    Args:
+      folder: of the model; see `SafeTensors`.
+      adapters: a folder as PEFT writes it; LoRA alone (Hu et al. 2021), whatever its ranks and scales.
+      prefix: what names of the model's tensors may lack.
+
+    Raises:
+      CheckpointError: adapters of another kind, or of other modules or shapes than the folder has; pickled ones.
+    """
+
+    def __init__(self, folder: str | Path, adapters: str | Path, prefix: str = ""):
+        super().__init__(folder)
+        self.adapters = Path(adapters)
+        about = Fields(read_json(self.adapters / ADAPTER_CONFIG), str(self.adapters / ADAPTER_CONFIG))
+        self._about = about
+        about.only("peft_type", "LORA")
+        about.only("use_dora", False)
+        about.only("use_qalora", False)
+        about.only("layer_replication", None)
+        about.only("init_lora_weights", *_AS_THEY_ARE)
+        self._turned = about.only("fan_in_fan_out", False, True)
+        self._pairs: dict[str, dict[str, Float[np.ndarray, "x y"]]] = {}
+        modules: dict[str, str] = {}
+        for key, tensor in _header(self.adapters).items():
+            found = _KEY.fullmatch(key)
+            name = "" if found is None else self._name(found["module"] + WEIGHT, prefix)
+            if found is None or name not in self:
+                raise CheckpointError(
+                    f"{self.adapters / ADAPTER_TENSORS} has {key}, and {self.folder} no matrix that it could be added "
+                    f"to{near(key, [f'{PREFIX}{k}' for k in self])}"
+                )
+            self._pairs.setdefault(name, {})[found["side"]] = _read(tensor, key)
+            modules[name] = found["module"]
+        if not modules:
+            raise CheckpointError(f"{self.adapters / ADAPTER_TENSORS} holds no tensor")
+        self._scales = {name: self._scale(name, module) for name, module in modules.items()}
+
+    def _name(self, name: str, prefix: str) -> str:
+        return name if name in self else name.removeprefix(prefix)
+
+    def _scale(self, name: str, module: str) -> float:
+        """The factor of a module's product, after its shapes were looked at."""
+        pair, shape = self._pairs[name], self[name].shape
+        if set(pair) != {"A", "B"}:
+            raise CheckpointError(f"{self.adapters / ADAPTER_TENSORS} has one of the two matrices for {name}")
+        a, b = pair["A"], pair["B"]
+        made = (b.shape[0], a.shape[-1]) if a.ndim == b.ndim == 2 and 0 < len(a) == b.shape[1] else None
+        if made is None or shape not in (made, made[::-1] if self._turned else made):
+            raise CheckpointError(
+                f"{self.adapters / ADAPTER_TENSORS} has matrices of {list(a.shape)} and {list(b.shape)} for {name}, "
+                f"which is {list(shape)}"
+            )
+        if not is_real(dtype_of(self[name], name)):
+            raise CheckpointError(f"the tensor {name} is of type {self[name].dtype}, to which nothing can be added")
+        rank, alpha = len(a), self._alpha(module)
+        return alpha / (math.sqrt(rank) if self._about.only("use_rslora", False, True) else rank)
+
+    def _alpha(self, module: str) -> float:
+        own: Any = self._about.get("alpha_pattern", {})
+        for pattern in own if isinstance(own, Mapping) else ():
+            try:
+                found = re.fullmatch(rf"(.*\.)?({pattern})", module)
+            except re.error as e:
+                raise CheckpointError(f"{self._about.what} has the alpha_pattern {pattern!r}: {e}") from None
+            if found:
+                return Fields(dict(own), f"alpha_pattern of {self._about.what}").number(pattern)
+        return self._about.number("lora_alpha")
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[np.ndarray]:
+        """See `SafeTensors.reading`."""
+        with super().reading(name) as tensor:
+            pair = self._pairs.get(name)
+            yield tensor if pair is None else self._sum(name, tensor, **pair)
+
+    def _sum(self, name: str, tensor: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:  # noqa: N803
+        more = np.float32(self._scales[name]) * (B @ A)
+        turned = self._turned if len(more) == more.shape[1] else more.shape != tensor.shape
+        return tensor.astype(np.float32) + (more.T if turned else more)
+
+    def fingerprint(self) -> list[list[Any]]:
+        """See `SafeTensors.fingerprint`; of the adapters as well."""
+        files = [self.adapters / n for n in (ADAPTER_CONFIG, ADAPTER_TENSORS)]
+        return [*super().fingerprint(), *([f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files)]
+
+
+def is_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def _header(folder: Path) -> dict[str, Stored]:
+    file = folder / ADAPTER_TENSORS
+    if not file.is_file() and (folder / "adapter_model.bin").is_file():
+        raise CheckpointError(
+            f"{folder} has pickled adapters only, and unpickling runs whatever code is in them; bring them as "
+            "safetensors: PeftModel.from_pretrained(...).save_pretrained(DIR)"
+        )
+    return read_header(file)
+
+
+def _read(tensor: Stored, key: str) -> Float[np.ndarray, "x y"]:
+    """The values of a small tensor, float32."""
+    dtype = dtype_of(tensor, key)
+    count = math.prod(tensor.shape)
+    return np.fromfile(tensor.file, dtype, count, offset=tensor.start).reshape(tensor.shape).astype(np.float32)

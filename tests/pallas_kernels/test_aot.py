@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import aot, gate, tiles, tune
+from pallas_kernels import aot, gate, tiles, trials
 from pallas_kernels.aot import Report
 from pallas_kernels.dispatch import KernelError
 
@@ -135,8 +135,8 @@ def test_the_gates_command_names_an_unknown_op(capsys):
 @pytest.mark.parametrize("op", ["blockwise", "softmax"])
 def test_the_tuner_finds_a_tile_that_compiles_for_every_key(op):
     said = []
-    found = tune.tune(op, "v5e", limit=1, say=said.append)
-    assert [f["key"] for f in found] == list(tune.tuning(op).keys("tpu")), said
+    found = trials.tune(op, "v5e", limit=1, say=said.append)
+    assert [f["key"] for f in found] == list(trials.tuning(op).keys("tpu")), said
     assert {(f["device"], f["from"]) for f in found} == {("TPU v5 lite", "compiled")}
 
 
@@ -149,5 +149,5 @@ def test_a_tile_on_trial_is_what_is_looked_up():
 
 def test_every_shipped_tile_has_a_key_that_the_tuner_knows():
     for op in gate.operations():
-        known = [*tune.tuning(op).keys("tpu"), *tune.tuning(op).keys("gpu")]
+        known = [*trials.tuning(op).keys("tpu"), *trials.tuning(op).keys("gpu")]
         assert [e["key"] for e in tiles.entries(op) if e["key"] not in known] == []

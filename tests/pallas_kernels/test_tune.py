@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import tune
+from pallas_kernels import trials, tune
 
 pytestmark = pytest.mark.once
 KEY = {"columns": 8}
@@ -36,14 +36,14 @@ def made_up(monkeypatch):
         candidates=lambda platform, key: ({"kind": k} for k in ("slow", "wrong and fast", "broken", "fast")),
         build=build,
     )
-    monkeypatch.setattr(tune, "tuning", lambda name: op)
-    monkeypatch.setattr(tune, "kind_of", lambda topology: jax.devices()[0].device_kind)
+    monkeypatch.setattr(trials, "tuning", lambda name: op)
+    monkeypatch.setattr(trials, "kind_of", lambda topology: jax.devices()[0].device_kind)
     return op
 
 
 def test_the_fastest_tile_with_the_first_ones_result_is_taken(made_up):
     said = []
-    (entry,) = tune.tune("made_up", "v5e", say=said.append)
+    (entry,) = trials.tune("made_up", "v5e", say=said.append)
     assert entry["tile"] == {"kind": "fast"} and entry["from"].startswith("measured")
     assert "'wrong and fast'}: its result is 2 from that of the first tile" in said[1]
     assert "'broken'}: does not run: no such tile" in said[2]
@@ -51,7 +51,7 @@ def test_the_fastest_tile_with_the_first_ones_result_is_taken(made_up):
 
 def test_what_was_tried_is_not_tried_again(made_up):
     known = [{"kind": "slow"}, {"kind": "broken"}]
-    tried = tune.attempts("made_up", "v5e", KEY, known=known, say=lambda line: None)
+    tried = trials.attempts("made_up", "v5e", KEY, known=known, say=lambda line: None)
     assert [a.tile["kind"] for a in tried] == ["wrong and fast", "fast"]
 
 
@@ -60,7 +60,7 @@ def test_a_log_knows_what_was_begun_and_not_finished(tmp_path):
     lost, done = {"kind": "slow"}, {"kind": "fast"}
     for tile in (lost, done):
         log.add({"begun": 0.0, "worker": 0, "op": "made_up", "key": KEY, "tile": tile})
-    log.add(tune.Attempt(**LOG_LINE, tile=done, seconds=1.0, problem=None))
+    log.add(trials.Attempt(**LOG_LINE, tile=done, seconds=1.0, problem=None))
     tried, begun = log.read()
     assert ([a.tile for a in tried], [b["tile"] for b in begun]) == ([done], [lost])
 
@@ -76,6 +76,7 @@ def test_a_process_that_ends_costs_the_candidate_it_was_at(tmp_path, monkeypatch
     monkeypatch.setattr(
         subprocess, "Popen", lambda *_, **__: popen([sys.executable, "-c", write, str(out), texts.pop(0)])
     )
+    monkeypatch.setattr(tune, "kind_of", trials.kind_of)
     args = types.SimpleNamespace(jobs=1, seconds=30.0, device="v5e")
     tune._several(args, [], tune.Log(out))
     tried, left = tune.Log(out).read()

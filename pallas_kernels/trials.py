@@ -17,8 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.aot import GPUS, kernel_reports, kind_of
+from pallas_kernels.aot import GPUS, SMALLEST, kernel_reports, kind_of
+from pallas_kernels.dispatch import KernelError
 from pallas_kernels.gate import gate_gpu, gate_tpu
 
 ROUNDS = 15
@@ -99,9 +101,15 @@ def attempts(
       known: tiles that were tried before.
       before: told each tile when its turn comes.
       turn: held while something is timed.
+
+    Raises:
+      KernelError: as `tune`; or an accelerator is here, and it is another.
     """
     platform, kind = platform_of(topology), kind_of(topology)
-    here = jax.devices()[0].device_kind == kind
+    found_here = jax.devices()[0]
+    here = found_here.device_kind == kind
+    if found_here.platform != "cpu" and not here:
+        raise KernelError(f"the device here is {found_here.device_kind}, and not {kind}; leave --device out")
     how = f"measured {datetime.date.today()}, jax {jax.__version__}" if here else "compiled"
     first: Any = None
     for tile in list(tuning(op).candidates(platform, key))[:limit]:
@@ -135,13 +143,31 @@ def best(tried: Sequence[Attempt], *, say: Say = print) -> dict[str, list[dict[s
         if not passed:
             say(f"{op} {of_key[0].key}: no candidate passes")
             continue
-        chosen = min(passed, key=lambda a: a.seconds or 0.0)
+        if sum("that of the first tile" in (a.problem or "") for a in of_key) > len(passed):
+            say(f"{op} {of_key[0].key}: most tiles have another result than the first one, which may be the wrong one")
+        chosen = min(passed, key=lambda a: (a.seconds is None, a.seconds or 0.0))
         found[op].append({"device": device, "key": chosen.key, "tile": chosen.tile, "from": chosen.how})
     return found
 
 
 def platform_of(topology: str) -> str:
+    """ "gpu" or "tpu"."""
     return "gpu" if topology.partition(":")[0] in GPUS else "tpu"
+
+
+def topology_here() -> str | None:
+    """The name of the accelerator that is here, as `tune` takes it; `None` on a CPU.
+
+    Raises:
+      KernelError: an accelerator that has no name.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return None
+    for name in GPUS if device.platform == "gpu" else SMALLEST:
+        if kind_of(name) == device.device_kind:
+            return name
+    raise KernelError(f"there are no tiles to tune for a {device.device_kind}; --device NAME compiles on a CPU")
 
 
 def _problem_here(fn: Callable[..., Any], shapes: tuple[Any, ...], platform: str) -> str | None:
@@ -150,22 +176,24 @@ def _problem_here(fn: Callable[..., Any], shapes: tuple[Any, ...], platform: str
         return None
     try:
         return next((r.problem for r in kernel_reports(fn, *shapes, topology=None) if r.problem), None)
+    except KernelError:
+        return None  # it compiles, and its report cannot be read: time will tell
     except Exception as e:  # what the compiler refuses comes as many types
-        return f"does not compile: {str(e).strip().splitlines()[0][:200]}"
+        return f"does not compile: {_first_line(e)}"
 
 
 def _timed(fn: Callable[..., Any], shapes: tuple[Any, ...], first: Any) -> tuple[float | None, str | None, Any]:
-    """The median time of a call on random data, why it is not to be used, and the result to compare others with."""
+    """The median time of a call on random data, why it is not to be used, and a sample of the result for the others."""
 
     def fill(s: jax.ShapeDtypeStruct) -> jax.Array:
         if not jnp.issubdtype(s.dtype, jnp.floating):
             return jnp.zeros(s.shape, s.dtype)
         return jax.random.normal(jax.random.key(0), s.shape).astype(s.dtype)
 
-    args = jax.tree.map(fill, shapes)
     jitted = jax.jit(fn)
     try:
-        got = jax.block_until_ready(jitted(*args))
+        args = jax.tree.map(jax.jit(fill, static_argnums=0), shapes)
+        got = _sample(jitted(*args))
         if first is not None and not (apart := _apart(first, got)) < AGREE:
             return None, f"its result is {apart:.3g} from that of the first tile", first
         times = []
@@ -176,17 +204,30 @@ def _timed(fn: Callable[..., Any], shapes: tuple[Any, ...], first: Any) -> tuple
             jax.block_until_ready(out)
             times.append((time.perf_counter() - start) / CALLS)
     except Exception as e:
-        return None, f"does not run: {str(e).strip().splitlines()[0][:200]}", first
+        return None, f"does not run: {_first_line(e)}", first
     return statistics.median(times), None, got if first is None else first
 
 
-def _apart(a: Any, b: Any) -> float:
-    """The largest relative difference of two trees' arrays; places where both are NaN, of made-up statistics, agree."""
+def _first_line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
 
-    def one(x: jax.Array, y: jax.Array) -> float:
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        same = (jnp.isnan(x) & jnp.isnan(y)) | (x == y)
-        off = jnp.linalg.norm(jnp.where(same, 0.0, x - y).ravel())
-        return float(off / (jnp.linalg.norm(jnp.where(same, 0.0, x).ravel()) + 1e-30)) if off else 0.0
 
-    return max(map(one, jax.tree.leaves(a), jax.tree.leaves(b)), default=0.0)
+def _sample(tree: Any) -> list[np.ndarray]:
+    """About a million numbers of each array, evenly spread, in the host's memory."""
+
+    def spread(x: jax.Array) -> jax.Array:
+        return x.ravel()[:: x.size // 2**20 | 1].astype(jnp.float32)
+
+    return [np.asarray(x) for x in jax.jit(lambda tree: [spread(x) for x in jax.tree.leaves(tree)])(tree)]
+
+
+def _apart(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    """The largest relative difference of samples; places where both are NaN, of made-up statistics, agree."""
+
+    def one(x: np.ndarray, y: np.ndarray) -> float:
+        same = (np.isnan(x) & np.isnan(y)) | (x == y)
+        off = np.linalg.norm(np.where(same, 0.0, x.astype(np.float64) - y))
+        return float(off / (np.linalg.norm(np.where(same, 0.0, x.astype(np.float64))) + 1e-30)) if off else 0.0
+
+    with np.errstate(invalid="ignore"):
+        return max(map(one, a, b), default=0.0)

@@ -4,8 +4,8 @@ Every candidate passes the compile gate first. Where the device is here, those t
 "measured", and one whose result is another than the first one's is refused. Where it is not, the first to pass, in the
 op's own order of preference, is "compiled".
 
-    python -m pallas_kernels.tune --device h200 --jobs 12 --seconds 400 --out tried.jsonl   on the device: every op
-    python -m pallas_kernels.tune --take tried.jsonl                                        its best, into the tables
+    python -m pallas_kernels.tune --jobs 8 --seconds 400 --out tried.jsonl   on the device: every op
+    python -m pallas_kernels.tune --take tried.jsonl                            its best, into the tables
 
 With --out each attempt is on disk as soon as it is known, and a second run goes on behind it; with --jobs several
 processes compile and take turns to time. One that ends or hangs costs the candidate that it was at.
@@ -30,15 +30,17 @@ from pallas_kernels import tiles
 from pallas_kernels.aot import GPUS, SMALLEST, kind_of
 from pallas_kernels.dispatch import KernelError
 from pallas_kernels.gate import operations
-from pallas_kernels.trials import Attempt, attempts, best, platform_of, tuning
+from pallas_kernels.trials import Attempt, attempts, best, platform_of, topology_here, tuning
 
-HANGS = 90.0
-"""Seconds after which a candidate hangs."""
+LIMITS = {"begun": 180.0, "timing": 30.0}
+"""Seconds after which a candidate hangs that is being compiled, or timed; waiting for its turn it may."""
+REFUSED = 2
+"""The exit status of a process that cannot work on this device: no other could."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A file of attempts, a line each; one that was begun and has no result has none yet, or never will."""
+    """A file of attempts, a line each, and between them what each process is at."""
 
     path: Path
 
@@ -49,55 +51,79 @@ class Log:
             file.write(line + "\n")
 
     def read(self) -> tuple[list[Attempt], list[dict[str, Any]]]:
-        """What was tried, and what was begun and not finished."""
+        """What was tried, and what is under way or was lost: the last that its process said of it.
+
+        What was under way when a run's time was over is neither.
+        """
         lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
-        tried = [Attempt(**line) for line in lines if "begun" not in line]
-        done = {_name(a.op, a.key, a.tile) for a in tried}
-        begun = [line for line in lines if "begun" in line]
-        return tried, [b for b in begun if _name(b["op"], b["key"], b["tile"]) not in done]
+        tried: list[Attempt] = []
+        under_way: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            if "over" in line:
+                under_way.clear()
+                continue
+            name = json.dumps([line["op"], line["device"], line["key"], line["tile"]], sort_keys=True)
+            if "state" in line:
+                times = under_way.get(name, {"times": 0})["times"] + (line["state"] == "begun")
+                under_way[name] = line | {"times": times}
+            else:
+                tried.append(Attempt(**line))
+                under_way.pop(name, None)
+        return tried, list(under_way.values())
 
-    def give_up(self, one: dict[str, Any], kind: str) -> None:
+    def give_up(self, one: dict[str, Any]) -> None:
         """Records that a candidate took its process with it."""
-        self.add(Attempt(one["op"], kind, one["key"], one["tile"], None, "its process ended or hung", "measured"))
-
-
-def _name(op: str, key: dict[str, Any], tile: dict[str, Any]) -> str:
-    return json.dumps([op, key, tile], sort_keys=True)
+        why = "its process ended or hung"
+        self.add(Attempt(one["op"], one["device"], one["key"], one["tile"], None, why, "measured"))
 
 
 def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -> None:
-    """Tries every `jobs`-th key; what takes longer than the time is not begun."""
+    """Tries every `jobs`-th key; after the time nothing is begun."""
     end = time.monotonic() + args.seconds if args.seconds else None
-    every = [(op, key) for op in ops for key in tuning(op).keys(platform_of(args.device)) if _wanted(key, args.where)]
+    topology = _topology(args)
+    kind = kind_of(topology)
+    every = [(op, key) for op in ops for key in tuning(op).keys(platform_of(topology)) if _wanted(key, args.where)]
+    at: dict[str, Any] = {}
+
+    def now(state: str) -> None:
+        log.add({"state": state, "at": time.time(), "worker": worker, "device": kind, **at})
 
     @contextlib.contextmanager
     def turn() -> Iterator[None]:
+        now("waiting")
         with log.path.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            now("timing")
             yield
 
     for op, key in every[worker :: args.jobs]:
-        tried, begun = log.read()
-        known = [a.tile for a in tried if (a.op, a.key) == (op, key)]
-        note = lambda tile, op=op, key=key: log.add(  # noqa: E731
-            {"begun": time.time(), "worker": worker, "op": op, "key": key, "tile": tile}
-        )
-        if any(a.problem is None and a.seconds is None for a in tried if (a.op, a.key) == (op, key)):
+        before = [a for a in log.read()[0] if (a.op, a.device, a.key) == (op, kind, key)]
+        if any(a.problem is None and a.seconds is None for a in before):
             continue  # compiled before
-        for one in attempts(op, args.device, key, args.limit, known=known, before=note, turn=turn):
+
+        def begin(tile: dict[str, Any], op: str = op, key: dict[str, Any] = key) -> None:
+            at.update(op=op, key=key, tile=tile)
+            now("begun")
+
+        known = [a.tile for a in before]
+        for one in attempts(op, topology, key, args.limit, known=known, before=begin, turn=turn):
             log.add(one)
             if end is not None and time.monotonic() > end:
                 return
+
+
+def _topology(args: argparse.Namespace) -> str:
+    """What to tune for: what was said, else what is here, else an H200."""
+    return args.device or topology_here() or "h200"
 
 
 def _wanted(key: dict[str, Any], where: Sequence[str]) -> bool:
     return all(str(key.get(name)) == value for name, _, value in (w.partition("=") for w in where))
 
 
-def _several(args: argparse.Namespace, argv: Sequence[str], log: Log) -> None:
-    """Keeps `jobs` processes at work until each is through or the time is over."""
+def _several(args: argparse.Namespace, argv: Sequence[str], log: Log) -> bool:
+    """Keeps `jobs` processes at work until each is through or the time is over; false where none can work here."""
     end = time.monotonic() + args.seconds if args.seconds else None
-    kind = kind_of(args.device)
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / args.jobs:.3f}"}
 
     def start(worker: int) -> subprocess.Popen[bytes]:
@@ -109,20 +135,26 @@ def _several(args: argparse.Namespace, argv: Sequence[str], log: Log) -> None:
         while at_work:
             time.sleep(0.3)
             over = end is not None and time.monotonic() > end
-            begun = {line["worker"]: line for line in log.read()[1]}
+            states = {line["worker"]: line for line in log.read()[1]}
             for worker, process in list(at_work.items()):
-                at = begun.get(worker)
-                if process.poll() is None and (over or (at and time.time() - at["begun"] > HANGS * args.jobs**0.5)):
+                at = states.get(worker)
+                hangs = at is not None and time.time() - at["at"] > LIMITS.get(at["state"], float("inf"))
+                if process.poll() is None and (over or hangs):
                     process.kill()
                     process.wait()
-                if process.poll() is not None:
-                    del at_work[worker]
-                    if at is not None and not over:
-                        log.give_up(at, kind)
-                        at_work[worker] = start(worker)
+                if process.poll() is None:
+                    continue
+                del at_work[worker]
+                if process.returncode == REFUSED:
+                    return False
+                if at is not None and not over:
+                    log.give_up(at)
+                    at_work[worker] = start(worker)
     finally:
         for process in at_work.values():
             process.kill()
+        log.add({"over": time.time()})
+    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,7 +164,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("op", nargs="*", help=f"of {', '.join(operations())}; all by default")
-    parser.add_argument("--device", default="h200", choices=sorted({*GPUS, *SMALLEST}))
+    known = sorted({*GPUS, *SMALLEST})
+    parser.add_argument("--device", choices=known, help="by default what is here, or an H200")
     parser.add_argument("--limit", type=int, help="candidates to try of each key")
     parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE", help="keys that have this")
     parser.add_argument("--seconds", type=float, help="try nothing after this")
@@ -153,22 +186,24 @@ def main(argv: list[str] | None = None) -> int:
         return _written(best(Log(args.take).read()[0]))
     try:
         if args.out is None:
-            tried = []
+            tried, topology = [], _topology(args)
             for op in ops:
-                keys = [key for key in tuning(op).keys(platform_of(args.device)) if _wanted(key, args.where)]
-                tried += [a for key in keys for a in attempts(op, args.device, key, args.limit)]
+                keys = [key for key in tuning(op).keys(platform_of(topology)) if _wanted(key, args.where)]
+                tried += [a for key in keys for a in attempts(op, topology, key, args.limit)]
         else:
             log = Log(args.out)
             if args.worker is not None:
                 _work(args, ops, log, args.worker)
                 return 0
             for lost in log.read()[1]:
-                log.give_up(lost, kind_of(args.device))
-            _several(args, argv, log)
+                if lost["times"] > 1:  # once may have been the end of the run
+                    log.give_up(lost)
+            if not _several(args, argv, log):
+                return REFUSED
             tried = log.read()[0]
     except KernelError as e:
         print(f"tune: {e}", file=sys.stderr)
-        return 2
+        return REFUSED
     found = best(tried)
     if args.write:
         return _written(found)

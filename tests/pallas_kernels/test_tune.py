@@ -55,30 +55,59 @@ def test_what_was_tried_is_not_tried_again(made_up):
     assert [a.tile["kind"] for a in tried] == ["wrong and fast", "fast"]
 
 
-def test_a_log_knows_what_was_begun_and_not_finished(tmp_path):
+def state(tile, what="begun", worker=0):
+    return {"state": what, "at": 9e9, "worker": worker, "device": "cpu", "op": "made_up", "key": KEY, "tile": tile}
+
+
+def test_a_log_knows_what_is_under_way(tmp_path):
     log = tune.Log(tmp_path / "tried.jsonl")
     lost, done = {"kind": "slow"}, {"kind": "fast"}
     for tile in (lost, done):
-        log.add({"begun": 0.0, "worker": 0, "op": "made_up", "key": KEY, "tile": tile})
+        log.add(state(tile))
+    log.add(state(lost, "timing"))
     log.add(trials.Attempt(**LOG_LINE, tile=done, seconds=1.0, problem=None))
-    tried, begun = log.read()
-    assert ([a.tile for a in tried], [b["tile"] for b in begun]) == ([done], [lost])
+    tried, under_way = log.read()
+    assert [a.tile for a in tried] == [done]
+    assert [(u["tile"], u["state"], u["times"]) for u in under_way] == [(lost, "timing", 1)]
 
 
-def test_a_process_that_ends_costs_the_candidate_it_was_at(tmp_path, monkeypatch, made_up):
-    """The first process begins a tile and dies, the next one finishes another."""
-    out = tmp_path / "tried.jsonl"
-    begun = {"begun": 9e9, "worker": 0, "op": "made_up", "key": KEY, "tile": {"kind": "slow"}}
+def test_what_was_under_way_when_the_time_was_over_is_tried_again(tmp_path):
+    log = tune.Log(tmp_path / "tried.jsonl")
+    log.add(state({"kind": "slow"}))
+    log.add({"over": 0.0})
+    assert log.read() == ([], [])
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    """Runs the tuner's parent over processes that write these lines each and then do what is said."""
+
+    def run(*of_each, then=""):
+        out = tmp_path / "tried.jsonl"
+        texts = ["".join(f"{json.dumps(line)}\n" for line in lines) for lines in of_each]
+        popen, write = subprocess.Popen, f"import sys, time; open(sys.argv[1], 'a').write(sys.argv[2]); {then}"
+        monkeypatch.setattr(
+            subprocess, "Popen", lambda *_, **__: popen([sys.executable, "-c", write, str(out), texts.pop(0)])
+        )
+        went = tune._several(types.SimpleNamespace(jobs=1, seconds=30.0, device=None), [], tune.Log(out))
+        return went, tune.Log(out).read()[0], texts
+
+    return run
+
+
+def test_a_process_that_ends_costs_the_candidate_it_was_at(processes):
     done = {**LOG_LINE, "tile": {"kind": "fast"}, "seconds": 1.0, "problem": None}
-    texts = [f"{json.dumps(line)}\n" for line in (begun, done)]
-    popen = subprocess.Popen
-    write = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *_, **__: popen([sys.executable, "-c", write, str(out), texts.pop(0)])
-    )
-    monkeypatch.setattr(tune, "kind_of", trials.kind_of)
-    args = types.SimpleNamespace(jobs=1, seconds=30.0, device="v5e")
-    tune._several(args, [], tune.Log(out))
-    tried, left = tune.Log(out).read()
-    assert not left and not texts
+    _, tried, left = processes([state({"kind": "slow"})], [done])
+    assert not left
     assert [(a.tile["kind"], a.problem) for a in tried] == [("slow", "its process ended or hung"), ("fast", None)]
+
+
+def test_a_kernel_that_never_ends_is_ended(processes, monkeypatch):
+    monkeypatch.setitem(tune.LIMITS, "timing", -1e12)  # however long it has taken
+    _, tried, _ = processes([state({"kind": "slow"}, "timing")], [], then="time.sleep(60 * (sys.argv[2] != ''))")
+    assert [a.problem for a in tried] == ["its process ended or hung"]
+
+
+def test_where_one_process_cannot_work_none_is_started_again(processes):
+    went, tried, left = processes([], ["never started"], then=f"sys.exit({tune.REFUSED})")
+    assert (went, tried, len(left)) == (False, [], 1)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import record
+import rivals
 from jax import Array
 
 from jaxscale.optim.adamw import AdamWState, adamw
@@ -129,14 +130,13 @@ def copy(size: int, dtype: Any, steps: int) -> Row:
     return Row(carried(step, state, jnp.float32(1.0), steps), 8.0, steps)
 
 
-def torch_fused(size: int, dtype: Any, steps: int) -> Row | None:
-    """torch's fused AdamW (its moments are of the parameter's dtype), where torch finds a GPU."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
+def torch_fused(size: int, dtype: Any, steps: int) -> Row:
+    """torch's fused AdamW (its moments are of the parameter's dtype).
+
+    Raises:
+      Exception: torch, or a GPU for it, is not here; or whatever torch raises.
+    """
+    torch = rivals.torch_here()
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[jnp.dtype(dtype).name]
     p = torch.nn.Parameter((torch.randn(size, device="cuda") * 0.02).to(kind))
     p.grad = (torch.randn(size, device="cuda") * 1e-3).to(kind)
@@ -200,10 +200,10 @@ def one_size(platform: str, rounds: int, case: tuple[int, Any]) -> tuple[dict[st
     }
     kind = jax.devices()[0].device_kind
     refused = {}
-    if row := torch_fused(size, dtype, steps):
-        rows["torch fused"] = row
-    else:
-        refused["torch fused"] = "torch, or a GPU for it, is not here"
+    try:
+        rows["torch fused"] = torch_fused(size, dtype, steps)
+    except Exception as e:
+        refused["torch fused"] = f"{type(e).__name__}: {str(e)[:200]}"
     seconds = in_turns(rows, rounds, flusher(platform))
     speed = {n: rows[n].bytes * size / statistics.median(s) / 1e9 for n, s in seconds.items()}
     common: dict[str, Any] = dict(

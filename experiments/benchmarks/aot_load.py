@@ -68,8 +68,13 @@ def make(file: Path, device: str) -> None:
     print(f"{len(made)} programs for {aot.kind_of(device)}, {file.stat().st_size / 2**20:.1f} MiB: {file}")
 
 
-def load(file: Path) -> dict[str, dict[str, Any]]:
-    """Loads the programs of a file, runs them on random data, and compares them with the same compiled here."""
+def load(file: Path, out: Path | None) -> None:
+    """Loads the programs of a file, runs them on random data, and compares them with the same compiled here.
+
+    Args:
+      file: of `make`.
+      out: a folder, for the answers in `aot_load.json`, which is whole after each.
+    """
     kept = pickle.loads(file.read_bytes())
     if kept["jaxlib"] != jaxlib.__version__:
         print(f"{file} was made with jaxlib {kept['jaxlib']}, and this is {jaxlib.__version__}")
@@ -96,7 +101,10 @@ def load(file: Path) -> dict[str, dict[str, Any]]:
             row["answer"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
         print(f"{name}: {row}", flush=True)
         found[name] = row
-    return found
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            result = {**measure.facts(devices[0].device_kind), "jaxlib": kept["jaxlib"], "programs": found}
+            (out / "aot_load.json").write_text(json.dumps(measure.rounded(result), indent=1) + "\n")
 
 
 def main() -> None:
@@ -111,11 +119,7 @@ def main() -> None:
     if args.make:
         make(args.make, args.device)
         return
-    found = load(args.load)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        result = {**measure.facts(jax.devices()[0].device_kind), "programs": found}
-        (args.out / "aot_load.json").write_text(json.dumps(measure.rounded(result), indent=1) + "\n")
+    load(args.load, args.out)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is measured where: the large shapes (B, S, H), the short one, widths, the window, the product."""
+    """What is measured where: the large shapes (B, S, H), the short one, widths, the window, the product; calls
+    and seconds that a timing has at least.
+    """
 
     shapes: tuple[tuple[int, int, int], ...]
     short: tuple[int, int, int]
@@ -105,10 +107,11 @@ class Machine:
     window: int
     matmul: int
     calls: int
+    least: float
 
 
-LARGE = Machine(((2, 8192, 16), (1, 16384, 16)), (16, 1024, 16), (128, 64), 256, 1024, 8192, 4)
-MACHINES = {"gpu": LARGE, "tpu": LARGE, "cpu": Machine(((1, 1024, 4),), (2, 256, 4), (64,), 256, 128, 1024, 1)}
+LARGE = Machine(((2, 8192, 16), (1, 16384, 16)), (16, 1024, 16), (128, 64), 256, 1024, 8192, 4, 5e-3)
+MACHINES = {"gpu": LARGE, "tpu": LARGE, "cpu": Machine(((1, 1024, 4),), (2, 256, 4), (64,), 256, 128, 1024, 1, 0.0)}
 
 
 def cases(machine: Machine, platform: str) -> list[Case]:
@@ -234,15 +237,14 @@ def made(case: Case, call: str, dtype: Any) -> rivals.Call:
     if call == "tokamax":
         return rivals.tokamax_attention(qkv, g, case.direction, is_causal=causal)
     library, _, masked = call.partition(" ")
-    mask = None
-    if masked:
-        s = np.arange(shape.s)
-        assert ids is not None
-        mask = jnp.asarray((ids[:, :, None] == ids[:, None]) & (s[:, None] >= s))[:, None]
-    theirs = functools.partial(
-        jax.nn.dot_product_attention, mask=mask, is_causal=causal and not masked, implementation=library
-    )
-    return rivals.of_jax(theirs, qkv, g, case.direction)
+    if not masked:
+        theirs = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=library)
+        return rivals.of_jax(theirs, qkv, g, case.direction)
+    place = np.arange(shape.s)
+    assert ids is not None
+    mask = jnp.asarray((ids[:, :, None] == ids[:, None]) & (place[:, None] >= place))[:, None]
+    f = lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=library)  # noqa: E731
+    return rivals.of_jax(f, qkv, g, case.direction, mask)
 
 
 def matmul(size: int, dtype: Any) -> tuple[Callable[[], Any], float]:
@@ -261,9 +263,10 @@ def measure_row(machine: Machine, dtype: Any, rounds: int, case: Case) -> tuple[
     if "causal" in case.calls:  # another computation than the others: nothing to agree with
         calls["causal"] = made(case, "causal", dtype)
         jax.block_until_ready(calls["causal"]())
-    several = {name: rivals.several(call, machine.calls) for name, call in {"matmul": product, **calls}.items()}
+    times = _calls(machine, calls["ours"])
+    several = {name: rivals.several(call, times) for name, call in {"matmul": product, **calls}.items()}
     timed = measure.interleaved(several, rounds)
-    seconds = {name: [w / machine.calls for w in t.wall] for name, t in timed.items()}
+    seconds = {name: [w / times for w in t.wall] for name, t in timed.items()}
     tflops = {n: _work(case, n) / statistics.median(seconds[n]) / 1e12 for n in calls}
     row = {**_described(case), "runs": runs, "timings": seconds}
     ours = tflops.pop("ours")
@@ -273,6 +276,13 @@ def measure_row(machine: Machine, dtype: Any, rounds: int, case: Case) -> tuple[
     )  # fmt: skip
     jax.clear_caches()
     return row, [_line(case, claim, seconds, common) for claim in case.claims]
+
+
+def _calls(machine: Machine, call: rivals.Call) -> int:
+    """How many calls a timing has: enough that starting the first and waiting for the last count for little."""
+    some = rivals.several(call, machine.calls)
+    once = min(measure.interleaved({"": some}, 3)[""].wall) / machine.calls
+    return max(machine.calls, min(64, round(machine.least / once)))
 
 
 def _described(case: Case) -> dict[str, Any]:

@@ -78,19 +78,22 @@ HEADER = ("what", "runs", "ours", "others", "machine", "ratio", "target", "verdi
 
 def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
     """A `Line`, as a dict, as the cells below `HEADER`."""
-    others = [f"{name} {v:.4g}" for name, v in line["others"].items()] + [f"{name} –" for name in line["refused"]]
-    machine = [f"matmul {line['matmul']:.3g} TF/s"] if line["matmul"] else []
-    machine += [f"copy {line['copy']:,.0f} GB/s"] if line["copy"] else []
+    others = [f"{name} {float(v):.4g}" for name, v in line["others"].items()]  # a file has "nan" and "inf" as words
+    others += [f"{name} –" for name in line["refused"]]
+    machine = [f"matmul {float(line['matmul']):.3g} TF/s"] if line["matmul"] else []
+    machine += [f"copy {float(line['copy']):,.0f} GB/s"] if line["copy"] else []
     ratio, aim = line["ratio"], ""
     if line["target"] is not None and line["verdict"]:
         aim = f"≥ {line['target']:.3g}" + (f", floor {line['floor']:.3g}" if line["floor"] else "")
     return (
         line["what"],
         line["runs"],
-        f"{line['ours']:.4g} {line['unit']}" if line["ours"] is not None else "–",
+        f"{float(line['ours']):.4g} {line['unit']}" if line["ours"] is not None else "–",
         ", ".join(others),
         ", ".join(machine),
-        f"{ratio['median']:.3g} ({ratio['low']:.3g}–{ratio['high']:.3g}) {line['against']}" if ratio else "–",
+        "{:.3g} ({:.3g}–{:.3g}) {}".format(*(float(ratio[k]) for k in ("median", "low", "high")), line["against"])
+        if ratio
+        else "–",
         aim,
         line["verdict"],
     )

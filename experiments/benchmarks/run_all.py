@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -109,7 +110,7 @@ class Run:
 
     def _process(self, job: Job, part: Path, seconds: float) -> str:
         """Until it ends, a row hangs or the deadline is there; the last line it printed."""
-        with (self.out / "log.txt").open("a+") as log:
+        with (self.out / "log.txt").open("a+", errors="replace") as log:
             log.write(f"\n# {job.name}, {seconds:.0f} s\n")
             log.flush()
             begun = time.time()
@@ -138,10 +139,10 @@ class Run:
         known = self.found.get(name, {"rows": {}})["rows"]
         new = [line for row, kept in content["rows"].items() if row not in known for line in kept["lines"]]
         self.found[name] = content
-        for line in new:
-            print("  ".join(cell for cell in record.cells(line) if cell), flush=True)
         if new:
             self._write()
+        for line in new:
+            print("  ".join(cell for cell in record.cells(line) if cell), flush=True)
 
     def _write(self) -> None:
         whole = self.out / "results.part"
@@ -238,8 +239,10 @@ def publish(folder: Path) -> None:
 
 def correctness(out: Path, minutes: float) -> int:
     """The parity table on the device that is here; its exit status."""
+    names = (f"correctness{n}.jsonl" for n in itertools.chain([""], (f"-{i}" for i in itertools.count(2))))
+    file = next(out / name for name in names if not (out / name).exists())  # each run's data are others
     command = [sys.executable, "-m", "tests.pallas_kernels.on_device"]
-    command += ["--out", str(out / "correctness.jsonl"), "--seconds", f"{60 * minutes:.0f}"]
+    command += ["--out", str(file.resolve()), "--seconds", f"{60 * minutes:.0f}"]
     return subprocess.run(command, cwd=measure.ROOT, env=measure.environment()).returncode
 
 

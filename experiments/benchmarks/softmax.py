@@ -101,10 +101,10 @@ def measure_row(
     lines = []
     least = [touched / 2 * c for c in seconds["copy"]]  # moving what has to be moved, at the copy's speed
     for against, theirs, aim in (
-        ("xla", seconds["xla"], target(columns)),
+        ("xla", seconds.get("xla"), target(columns)),
         ("copy", least, COPY_SHARE if columns <= 16384 else None),
     ):
-        ratio = dataclasses.asdict(measure.ratio(theirs, seconds["ours"]))
+        ratio = None if theirs is None else dataclasses.asdict(measure.ratio(theirs, seconds["ours"]))
         verdict = record.judge(ratio, aim, None, jax.devices()[0].device_kind)
         lines.append(
             record.Line(_name(case), ratio=ratio, against=against, target=aim, verdict=verdict, **common)

@@ -9,6 +9,7 @@ bandwidth; p says how far the two overlap, 1 not at all, large wholly (then it i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -190,8 +191,10 @@ def scattered(shape: tuple[int, ...], dtype: jnp.dtype, seed: jax.Array) -> jax.
       shape, dtype: of the array.
       seed: uint32, a scalar.
     """
-    bits = (jax.lax.iota(jnp.uint32, math.prod(shape)) ^ seed) * jnp.uint32(2654435761)
-    signed = jax.lax.bitcast_convert_type(bits ^ (bits >> 15), jnp.int32).reshape(shape)
+    # by dimensions, so that each device makes its own part
+    parts = [jax.lax.broadcasted_iota(jnp.uint32, shape, d) * math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    bits = (functools.reduce(jnp.add, parts) ^ seed) * jnp.uint32(2654435761)
+    signed = jax.lax.bitcast_convert_type(bits ^ (bits >> 15), jnp.int32)
     if jnp.issubdtype(dtype, jnp.integer):
         return (signed >> (32 - 8 * dtype.itemsize)).astype(dtype)
     return (signed.astype(jnp.float32) * 2.0**-31).astype(dtype)

@@ -231,7 +231,7 @@ class Journal:
         self.rows: list[dict[str, Any]] = []
         self._lock, self._seed = threading.Lock(), run["seed"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
+        self._file = path.open("x")
         self._line({"run": dict(run)})
 
     def record(self, rows: list[dict[str, Any]]) -> None:
@@ -363,6 +363,8 @@ def environment(memory: float | None) -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), found.get("PYTHONPATH"))))
     found.setdefault("OPENBLAS_NUM_THREADS", "1")  # several processes' threads get in each other's way
     found.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a kernel takes one device, and refuses where there are several
+    # A GPU's products of float32 would have 10 bits, and those that XLA makes sums of all 24: no rule fits both.
+    found.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if memory is None else "true"
     if memory is not None:
         found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{memory:.4f}"
@@ -496,6 +498,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.jobs is not None and args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
+    if args.out is not None and args.out.exists():
+        parser.error(f"--out {args.out}: is there already, with the rows of another run; name a new file")
     return withdraw(args.withdraw, args.crashed) if args.withdraw else check(args)
 
 

@@ -202,32 +202,32 @@ def write(name: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
-def fill(
-    name: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    readme: Path = FOLDER / "README.md",
-    before: str | None = None,
-) -> None:
-    """Writes a table into a README, between `<!-- name -->` and `<!-- end name -->`.
-
-    Args:
-      name: of the place.
-      header, rows: cells.
-      readme: the file.
-      before: a paragraph above the table.
+def fill(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Writes a table into the folder's README, between `<!-- name -->` and `<!-- end name -->`.
 
     Raises:
       ValueError: the README has no such place.
     """
-    table = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    put(name, table(header, rows), FOLDER / "README.md")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def put(name: str, text: str, readme: Path) -> None:
+    """Writes a text into a README, between `<!-- name -->` and `<!-- end name -->`.
+
+    Raises:
+      ValueError: the README has no such place.
+    """
     start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
     above, found, rest = readme.read_text().partition(start)
     after = rest.partition(end)[2]
     if not found or not after:
-        raise ValueError(f"{readme.name} has no place for the table '{name}': {start} ... {end}")
-    text = [] if before is None else [before, ""]
-    readme.write_text("\n".join([above + start, *text, *table, end + after]))
+        raise ValueError(f"{readme.name} has no place for '{name}': {start} ... {end}")
+    readme.write_text("\n".join([above + start, text, end + after]))
 
 
 def rounded(x: Any) -> Any:

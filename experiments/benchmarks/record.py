@@ -22,7 +22,7 @@ JUDGED = ("H100", "H200")
 BROKEN = ("CUDA_ERROR", "illegal memory access", "launch failure", "device-side assert")
 """What an error says after which a process gets nothing more out of its GPU."""
 
-LATE = "no time left"
+LATE, LOST = "no time left", "its process ended or hung"
 
 T = TypeVar("T")
 
@@ -134,13 +134,21 @@ class Results:
             "complete": False,
             "rows": {},
         }
-        if args.resume and args.json is not None and args.json.exists():
-            before = json.loads(args.json.read_text())
-            if (before.get("benchmark"), before.get("device")) != (name, device):
-                raise SystemExit(f"{args.json}: it is of {before.get('benchmark')} on {before.get('device')}")
+        if args.rounds < 1:
+            raise SystemExit(f"--rounds {args.rounds}: at least 1")
+        if args.json is not None and not args.json.parent.is_dir():
+            raise SystemExit(f"--json {args.json}: there is no folder {args.json.parent}")
+        if args.resume and args.json is None:
+            raise SystemExit("--resume goes on with the file of --json FILE; give that too")
+        if args.resume and args.json.exists():
+            before = read(args.json)
+            of = {n: before.get(n) for n in ("benchmark", "device", "commit")}
+            if of != (here := {n: self.content[n] for n in of}):
+                said = " and ".join(f"{n} is {of[n]}, here {here[n]}" for n in of if of[n] != here[n])
+                raise SystemExit(f"{args.json} is not to be gone on with: {said}")
             self.content["rows"] = before["rows"]
             if before["running"]:
-                self._keep(before["running"], {"problem": "its process ended or hung"})
+                self._keep(before["running"], {"problem": LOST})
 
     def each(self, cases: Iterable[tuple[str, T]], run: Callable[[T], tuple[dict[str, Any], Sequence[Line]]]) -> None:
         """Measures the cases that are wanted, most valuable first; one that raises is recorded, and the next follows.
@@ -167,6 +175,11 @@ class Results:
             begun, broken = time.monotonic(), False
             try:
                 row, lines = run(case)
+            except KeyboardInterrupt:
+                self.content["running"] = None
+                self._write()
+                kept = f"; {self.args.json} has the rows before it, and --resume goes on" if self.args.json else ""
+                raise SystemExit(f"interrupted in '{name}'{kept}") from None
             except Exception as e:  # of a compiler, a driver, a rival: the rows after it are wanted all the same
                 said = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
                 row, lines, broken = {"problem": said}, (), any(word in str(e) for word in BROKEN)
@@ -199,7 +212,24 @@ class Results:
 
     def show(self) -> None:
         """The table, and why what was refused was."""
-        show_lines(f"{self.content['benchmark']} on {self.device}", self.lines)
+        show_lines(f"{self.content['benchmark']} on {self.device}{no_target(self.device)}", self.lines)
+
+
+def no_target(device: str) -> str:
+    """Says that no target is for a device, where none is."""
+    return "" if any(name in device for name in JUDGED) else ", which no target is for"
+
+
+def read(file: Path) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+      SystemExit: it is missing, or torn, or something else.
+    """
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as e:
+        raise SystemExit(f"{file} cannot be read: {e}") from None
 
 
 def show_lines(title: str, lines: Sequence[Mapping[str, Any]], console: Any = None) -> None:

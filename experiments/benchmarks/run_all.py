@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/run_all.py --out DIR                 eight minutes of measuring
     python experiments/benchmarks/run_all.py --out DIR --minutes 20 --only attention,softmax
+    python experiments/benchmarks/run_all.py --out DIR --resume        rows that had no time
     python experiments/benchmarks/run_all.py --out DIR --correctness   no speed: is everything right on this device?
     python experiments/benchmarks/run_all.py --publish DIR             into results/ and the READMEs' tables
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -74,46 +76,47 @@ class Run:
     Args:
       out: the folder.
       deadline: by `time.monotonic`; nothing runs beyond it.
+      found: of an earlier run, to go on with.
     """
 
-    def __init__(self, out: Path, deadline: float):
-        self.out, self.deadline = out, deadline
-        self.found: dict[str, dict[str, Any]] = {}
+    def __init__(self, out: Path, deadline: float, found: dict[str, dict[str, Any]]):
+        self.out, self.deadline, self.found = out, deadline, found
         self.parts = Path(tempfile.mkdtemp(prefix="jaxscale-benchmarks-"))
 
     def job(self, job: Job, seconds: float) -> None:
         """Runs a benchmark for about so many seconds, again behind every row that ends its process."""
         start, part = time.monotonic(), self.parts / f"{job.name}.json"
+        if "device" in self.found.get(job.name, {}):
+            part.write_text(json.dumps(self.found[job.name]))
+        problem = record.LATE
         for _ in range(RESTARTS):
             left = min(seconds - (time.monotonic() - start), self.deadline - time.monotonic())
             if left < 5:
                 break
-            said = self._process(job, part, left)
+            problem = self._process(job, part, left)
             self._gather(job.name, part)
             content = self.found.get(job.name)
-            if content is None:
-                line = record.Line(job.name, verdict=f"did not start: {said}")
-                self.found[job.name] = {
-                    "rows": {job.name: {"lines": [dataclasses.asdict(line)]}},
-                    "running": None,
-                    "complete": False,
-                }
+            if content is None or content["complete"]:
                 break
-            if content["complete"]:
-                break
-        content = self.found.get(job.name)
-        if content is not None and content["running"]:
-            line = record.Line(content["running"], verdict="its process ended or hung, or the time was over")
-            content["rows"][content["running"]] = {"lines": [dataclasses.asdict(line)]}
-            content["running"] = None
+        self._end(job.name, problem)
+
+    def _end(self, name: str, problem: str) -> None:
+        """Records what a benchmark could not: the row it was at, or that it has none."""
+        content = self.found.setdefault(name, {"rows": {}, "running": None, "complete": False})
+        lost = content["running"] or (None if content["rows"] else name)
+        if lost:
+            lines = [dataclasses.asdict(record.Line(lost, verdict=problem))]
+            content["rows"][lost] = {"problem": problem, "lines": lines}
+            print(f"{lost}: {problem}", flush=True)
+        content["running"] = None
         self._write()
 
     def _process(self, job: Job, part: Path, seconds: float) -> str:
-        """Until it ends, a row hangs or the deadline is there; the last line it printed."""
+        """Until it ends, a row hangs or the deadline is there; what to say of a row that it leaves unfinished."""
         with (self.out / "log.txt").open("a+", errors="replace") as log:
             log.write(f"\n# {job.name}, {seconds:.0f} s\n")
             log.flush()
-            begun = time.time()
+            begun, over = time.time(), False
             process = subprocess.Popen(
                 job.command(part, seconds), stdout=log, stderr=subprocess.STDOUT,
                 env=measure.environment() | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
@@ -123,13 +126,20 @@ class Run:
                     time.sleep(0.2)
                     self._gather(job.name, part)
                     touched = max(begun, part.stat().st_mtime if part.exists() else 0.0)  # as each row begins
-                    if time.time() - touched > job.row_seconds or time.monotonic() > self.deadline:
+                    over = time.monotonic() > self.deadline
+                    if time.time() - touched > job.row_seconds or over:
                         break
+            except KeyboardInterrupt:
+                self._gather(job.name, part)
+                self._end(job.name, record.LATE)
+                raise
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            return _last_line(log)
+            if over:
+                return record.LATE
+            return record.LOST if part.exists() else f"did not start: {_last_line(log)}"
 
     def _gather(self, name: str, part: Path) -> None:
         """Takes over what a benchmark has written since the last time, and says it."""
@@ -137,7 +147,7 @@ class Run:
             return
         content = json.loads(part.read_text())
         known = self.found.get(name, {"rows": {}})["rows"]
-        new = [line for row, kept in content["rows"].items() if row not in known for line in kept["lines"]]
+        new = [line for row, kept in content["rows"].items() if known.get(row) != kept for line in kept["lines"]]
         self.found[name] = content
         if new:
             self._write()
@@ -156,18 +166,47 @@ def _last_line(log: IO[str]) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def run(jobs: Sequence[Job], out: Path, minutes: float) -> dict[str, dict[str, Any]]:
-    """Runs benchmarks within a time, each with its share of what is left; what each has found."""
+def run(
+    jobs: Sequence[Job], out: Path, minutes: float, found: dict[str, dict[str, Any]] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Runs benchmarks within a time, each with its share of what is left; what each has found.
+
+    Args:
+      jobs: most valuable first.
+      out: a folder, which there is.
+      minutes: in all.
+      found: of an earlier run, to go on with.
+    """
     begun = time.monotonic()
-    todo, runs = list(jobs), Run(out, begun + 60 * minutes)
+    todo, runs = list(jobs), Run(out, begun + 60 * minutes, found or {})
     try:
         while todo:
             left = 60 * minutes - (time.monotonic() - begun)
             job = todo.pop(0)
             runs.job(job, left * job.share / (job.share + sum(j.share for j in todo)))
+    except KeyboardInterrupt:
+        print(f"interrupted; {out / 'results.json'} has what was measured, and --resume goes on", flush=True)
     finally:
         shutil.rmtree(runs.parts, ignore_errors=True)
     return runs.found
+
+
+def earlier(out: Path, resume: bool) -> dict[str, dict[str, Any]]:
+    """What a folder holds of an earlier run, to go on with.
+
+    Raises:
+      SystemExit: it holds one that is not to be gone on with, or cannot be.
+    """
+    file = out / "results.json"
+    if not file.exists():
+        return {}
+    found = record.read(file)
+    if not resume:
+        raise SystemExit(f"{file} is of a run on {device_of(found)}: --resume goes on with it, or name another folder")
+    commits = {one["commit"] for one in found.values() if "commit" in one} - {measure.commit()}
+    if commits:
+        raise SystemExit(f"{file} is of commit {min(commits)}, and this is {measure.commit()}: name another folder")
+    return found
 
 
 def lines_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -207,7 +246,8 @@ def show(found: dict[str, dict[str, Any]], out: Path) -> None:
     """Prints the table and the summary, and writes both."""
     from rich.console import Console
 
-    title = f"{device_of(found)}"
+    device = device_of(found)
+    title = f"{device}{record.no_target(device)}"
     record.show_lines(title, lines_of(found))
     with (out / "table.txt").open("w") as file:
         record.show_lines(title, lines_of(found), Console(file=file, width=220, highlight=False))
@@ -216,25 +256,59 @@ def show(found: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def publish(folder: Path) -> None:
-    """Takes a run's results into the repository: results/, and the tables of both READMEs.
+    """Takes a run's results into the repository: results/, and what the READMEs say of each device so far.
 
     Raises:
-      SystemExit: there are none in the folder, or they are of a CPU.
+      SystemExit: there are none in the folder, or they are of a CPU, of several devices, or of no known commit.
     """
     file = folder / "results.json"
     if not file.exists():
         raise SystemExit(f"{file}: there are no results; run_all.py --out {folder} makes them")
-    found = json.loads(file.read_text())
+    found = record.read(file)
     device = device_of(found)
     if not any(name in device for name in record.JUDGED):
         raise SystemExit(f"{file}: it is of {device}; what is published is of {' or '.join(record.JUDGED)}")
+    for what in ("device", "commit"):
+        if len(several := {one[what] for one in found.values() if what in one}) > 1:
+            raise SystemExit(f"{file}: its benchmarks are of more than one {what}: {', '.join(sorted(several))}")
+    if "uncommitted" in {one.get("commit") for one in found.values()}:
+        raise SystemExit(f"{file}: it does not say of which commit it is; run with BENCHMARK_COMMIT set to that")
     short = next(name for name in record.JUDGED if name in device).lower()
-    path = measure.write(f"kernels_{short}", found)
-    measure.fill("gpu", record.HEADER, [record.cells(line) for line in lines_of(found)])
-    one = next(iter(found.values()))
-    said = f"Measured on {one.get('date')} on one {device} ({path.name}, commit {one.get('commit')})."
-    measure.fill("gpu", SUMMARY, summary(found), measure.ROOT / "README.md", before=said)
-    print(f"written to {path.relative_to(measure.ROOT)}, experiments/benchmarks/README.md and README.md")
+    written = [measure.write(f"kernels_{short}", found)]
+    texts: dict[str, list[str]] = {"README.md": [], "experiments/benchmarks/README.md": []}
+    for name in record.JUDGED:
+        path = measure.RESULTS / f"kernels_{name.lower()}.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        if not any("device" in one for one in kept.values() if isinstance(one, dict)):
+            continue
+        said = about(kept, path)
+        texts["README.md"] += [said, "", measure.table(SUMMARY, summary(kept)), ""]
+        rows = [record.cells(line) for line in lines_of(kept)]
+        texts["experiments/benchmarks/README.md"] += [said, "", measure.table(record.HEADER, rows), ""]
+    texts["pallas_kernels/README.md"] = [
+        "What they reach on a GPU, and where they are behind: [`experiments/benchmarks`](../experiments/benchmarks)."
+    ]
+    for readme, text in texts.items():
+        measure.put("gpu", "\n".join(text).rstrip(), measure.ROOT / readme)
+        written.append(measure.ROOT / readme)
+    if any("tflops" in row for row in found.get("train_gpu", {}).get("rows", {}).values()):
+        measure.put("gpu steps", "Measured: the rows in the table above.", measure.FOLDER / "README.md")
+    print("written to " + ", ".join(str(path.relative_to(measure.ROOT)) for path in written))
+
+
+def about(found: dict[str, dict[str, Any]], path: Path) -> str:
+    """When and where results were measured, and what of the benchmarks has no figure."""
+    one = next(one for one in found.values() if "device" in one)
+    missing = [
+        j.name
+        for j in JOBS
+        if not any(line["ours"] is not None for line in lines_of({"": found.get(j.name, {"rows": {}})}))
+    ]
+    rest = f" Without a figure: {', '.join(missing)}." if missing else ""
+    versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("jax", "torch") if name in one["versions"])
+    return (
+        f"Measured on {one['date']} on one {one['device']}, {versions} (`{path.name}`, commit {one['commit']}).{rest}"
+    )
 
 
 def correctness(out: Path, minutes: float) -> int:
@@ -243,7 +317,10 @@ def correctness(out: Path, minutes: float) -> int:
     file = next(out / name for name in names if not (out / name).exists())  # each run's data are others
     command = [sys.executable, "-m", "tests.pallas_kernels.on_device"]
     command += ["--out", str(file.resolve()), "--seconds", f"{60 * minutes:.0f}"]
-    return subprocess.run(command, cwd=measure.ROOT, env=measure.environment()).returncode
+    try:
+        return subprocess.run(command, cwd=measure.ROOT, env=measure.environment()).returncode
+    except KeyboardInterrupt:
+        return 130  # it has said so itself
 
 
 def main() -> int:
@@ -252,6 +329,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="in all (default %(default)s)")
     parser.add_argument("--only", help=f"of {', '.join(job.name for job in JOBS)}, with commas")
     parser.add_argument("--correctness", action="store_true", help="whether it is right, not how fast it is")
+    parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="take a run's results into the repository")
     args = parser.parse_args()
     if args.publish:
@@ -263,10 +341,21 @@ def main() -> int:
     chosen = args.only.split(",") if args.only else names
     if unknown := set(chosen) - set(names):
         parser.error(f"--only {min(unknown)}: there are {', '.join(names)}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    if args.correctness and (args.only or args.resume):
+        parser.error("--only and --resume are for benchmarks, and --correctness checks everything anew")
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g}: there has to be some time")
+    if lacking := [name for name in ("jax", "flax", "optax", "rich") if importlib.util.find_spec(name) is None]:
+        parser.error(
+            f"{sys.executable} has no {lacking[0]}; make install PYTHON=python3.12 EXTRAS=gpu, then .venv/bin/python"
+        )
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"--out {args.out}: {e.strerror}")
     if args.correctness:
         return correctness(args.out, args.minutes)
-    found = run([job for job in JOBS if job.name in chosen], args.out, args.minutes)
+    found = run([job for job in JOBS if job.name in chosen], args.out, args.minutes, earlier(args.out, args.resume))
     show(found, args.out)
     return 0 if any(line["ours"] is not None for line in lines_of(found)) else 1
 

@@ -13,7 +13,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "benchmarks"
 pytestmark = pytest.mark.once
 
 SCRIPT = """
-import argparse, os, sys, time
+import argparse, os, sys
+from time import sleep
+from os import kill
 sys.path.insert(0, {folder!r})
 import record
 parser = argparse.ArgumentParser()
@@ -21,7 +23,7 @@ record.options(parser)
 args = parser.parse_args()
 def run(what):
     if what == "crash": os._exit(3)
-    if what == "hang": time.sleep(60)
+    if what == "hang": sleep(60)
     if what == "broken":
         os.environ["BROKEN_IN"] = str(os.getpid())
         raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -46,7 +48,7 @@ def run_all(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def ran(run_all, tmp_path, text, *, row_seconds=30.0, minutes=1.0):
+def ran(run_all, tmp_path, text, *, row_seconds=30.0, minutes=1.0, resume=False):
     """What the runner finds of a benchmark that is this text."""
     (tmp_path / "fake.py").write_text(text)
 
@@ -55,7 +57,8 @@ def ran(run_all, tmp_path, text, *, row_seconds=30.0, minutes=1.0):
             command = super().command(into, seconds)
             return [command[0], str(tmp_path / "fake.py"), *command[2:]]
 
-    return run_all.run([Fake("fake", 1.0, row_seconds)], tmp_path, minutes)
+    found = run_all.earlier(tmp_path, resume)
+    return run_all.run([Fake("fake", 1.0, row_seconds)], tmp_path, minutes, found)
 
 
 def rows(*names, device="NVIDIA H200"):
@@ -87,7 +90,38 @@ def test_a_row_that_breaks_the_gpu_costs_that_row_alone(run_all, tmp_path):
 def test_what_was_found_is_on_disk_when_the_time_is_over(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
     on_disk = json.loads((tmp_path / "results.json").read_text())
-    assert verdicts(run_all, on_disk) == {"first": "met", "hang": "its process ended or hung, or the time was over"}
+    assert verdicts(run_all, on_disk) == {"first": "met", "hang": "no time left"}
+
+
+def test_a_folder_with_results_is_gone_on_with_or_left_alone(run_all, tmp_path):
+    ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
+    with pytest.raises(SystemExit, match="is of a run on NVIDIA H200: --resume goes on with it"):
+        run_all.earlier(tmp_path, resume=False)
+    found = ran(run_all, tmp_path, rows("first", "hang").replace("sleep(60)", "sleep(0)"), resume=True)
+    assert verdicts(run_all, found) == {"first": "met", "hang": "met"}
+
+
+def test_results_of_another_commit_are_not_gone_on_with(run_all, tmp_path, monkeypatch):
+    ran(run_all, tmp_path, rows("first"))
+    monkeypatch.setattr(run_all.measure, "commit", lambda: "another")
+    with pytest.raises(SystemExit, match="and this is another: name another folder"):
+        run_all.earlier(tmp_path, resume=True)
+
+
+def test_a_benchmark_that_time_did_not_reach_is_named(run_all, tmp_path):
+    found = run_all.run([run_all.Job("softmax", 1.0)], tmp_path, 0.01)
+    assert verdicts(run_all, found) == {"softmax": "no time left"}
+
+
+def test_an_interrupted_row_is_measured_when_gone_on_with(run_all, tmp_path):
+    (tmp_path / "fake.py").write_text(rows("first", "hang").replace("sleep(60)", "kill(os.getpid(), 2)"))
+    file = tmp_path / "fake.json"
+    command = [sys.executable, str(tmp_path / "fake.py"), "--json", str(file)]
+    env = run_all.measure.environment()
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stderr.strip() == f"interrupted in 'hang'; {file} has the rows before it, and --resume goes on"
+    content = json.loads(file.read_text())
+    assert (list(content["rows"]), content["running"]) == (["first"], None)
 
 
 def test_rows_that_had_no_time_are_measured_when_there_is_more(run_all, tmp_path):
@@ -113,6 +147,27 @@ def test_figures_of_another_device_are_not_published(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", device="cpu"))
     with pytest.raises(SystemExit, match="it is of cpu; what is published is of H100 or H200"):
         run_all.publish(tmp_path)
+
+
+def test_figures_of_each_device_stand_in_all_readmes(run_all, tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    readmes = [root / name for name in ("README.md", "experiments/benchmarks/README.md", "pallas_kernels/README.md")]
+    for readme in readmes:
+        readme.parent.mkdir(parents=True, exist_ok=True)
+        readme.write_text((FOLDER.parents[1] / readme.relative_to(root)).read_text())
+    for name, path in {"ROOT": root, "FOLDER": readmes[1].parent, "RESULTS": readmes[1].parent / "results"}.items():
+        monkeypatch.setattr(run_all.measure, name, path)
+    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        (out := tmp_path / device).mkdir()
+        ran(run_all, out, rows("first", device=device))
+        file = out / "results.json"
+        file.write_text(file.read_text().replace("uncommitted", "0123abc"))  # a checkout without its history
+        run_all.publish(out)
+    for readme in readmes:
+        text = readme.read_text()
+        assert "No figure of a GPU" not in text and "nothing has been measured" not in text
+        if readme != readmes[2]:
+            assert "on one NVIDIA H100 80GB HBM3" in text and "on one NVIDIA H200" in text
 
 
 def test_the_summary_counts_verdicts_and_names_the_ends(run_all, tmp_path):

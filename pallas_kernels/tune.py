@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import tiles
-from pallas_kernels.aot import GPUS, SMALLEST, kind_of
+from pallas_kernels.aot import SMALLEST, kind_of
 from pallas_kernels.dispatch import KernelError
 from pallas_kernels.gate import operations
 from pallas_kernels.trials import Attempt, attempts, best, platform_of, topology_here, tuning
@@ -55,7 +55,7 @@ class Log:
 
         What was under way when a run's time was over is neither.
         """
-        lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        lines = self._lines()
         tried: list[Attempt] = []
         under_way: dict[str, dict[str, Any]] = {}
         for line in lines:
@@ -70,6 +70,22 @@ class Log:
                 tried.append(Attempt(**line))
                 under_way.pop(name, None)
         return tried, list(under_way.values())
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """All that are whole: the last may have been cut by the end of its process.
+
+        Raises:
+          KernelError: it is another kind of file.
+        """
+        text = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        whole = text if not text or text[-1].endswith("\n") else text[:-1]
+        try:
+            lines = [json.loads(line) for line in whole]
+            if not all(isinstance(line, dict) and ("over" in line or "tile" in line) for line in lines):
+                raise ValueError("a line is no attempt")
+        except ValueError as e:
+            raise KernelError(f"{self.path} is no file of attempts, as --out writes one ({e})") from None
+        return lines
 
     def give_up(self, one: dict[str, Any]) -> None:
         """Records that a candidate took its process with it."""
@@ -164,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("op", nargs="*", help=f"of {', '.join(operations())}; all by default")
-    known = sorted({*GPUS, *SMALLEST})
+    known = sorted({*SMALLEST, "h100", "h200"})  # the kernels for GPUs are Hopper's
     parser.add_argument("--device", choices=known, help="by default what is here, or an H200")
     parser.add_argument("--limit", type=int, help="candidates to try of each key")
     parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE", help="keys that have this")
@@ -180,11 +196,20 @@ def main(argv: list[str] | None = None) -> int:
     if args.jobs < 1 or (args.jobs > 1 and args.out is None):
         parser.error(f"--jobs {args.jobs}: at least 1, and more than one write to --out FILE")
     ops = tuple(args.op or operations())
+    platform = platform_of(args.device or "h200")
+    names = sorted({name for op in ops for key in tuning(op).keys(platform) for name in key})
+    if wrong := next((w for w in args.where if w.partition("=")[0] not in names or "=" not in w), None):
+        parser.error(f"--where {wrong}: write NAME=VALUE, NAME one of {', '.join(names)}")
+    if args.where and not any(_wanted(key, args.where) for op in ops for key in tuning(op).keys(platform)):
+        parser.error(f"--where {' --where '.join(args.where)}: no key has that")
     if args.take:
-        if not args.take.exists():
+        if not args.take.is_file():
             parser.error(f"--take {args.take}: there is no such file; --out makes one")
-        return _written(best(Log(args.take).read()[0]))
+    if args.out is not None and not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
+        if args.take:
+            return _written(best(Log(args.take).read()[0]))
         if args.out is None:
             tried, topology = [], _topology(args)
             for op in ops:
@@ -204,6 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     except KernelError as e:
         print(f"tune: {e}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        print(f"interrupted{f'; {args.out} has what was tried' if args.out else ''}", file=sys.stderr)
+        return 130
     found = best(tried)
     if args.write:
         return _written(found)
@@ -211,9 +239,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _written(found: dict[str, list[dict[str, Any]]]) -> int:
+    """Writes entries, none that was only compiled over one that was measured."""
     for op, entries in found.items():
-        if entries:
-            print(f"{len(entries)} entries into {tiles.write(op, entries)}")
+        measured = [(e["device"], e["key"]) for e in tiles.entries(op) if e["from"].startswith("measured")]
+        kept = [e for e in entries if e["from"] == "compiled" and (e["device"], e["key"]) in measured]
+        if kept:
+            print(f"{op}: {len(kept)} that were measured stay, which these were only compiled against")
+        if better := [e for e in entries if e not in kept]:
+            print(f"{len(better)} entries into {tiles.write(op, better)}")
     return 0 if any(found.values()) else 1
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.softmax import softmax
 
 BF16 = jnp.bfloat16
+RUNS = "loads and runs"
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "XLA alone": (lambda x, w: jax.nn.gelu(x @ w).astype(BF16), ((512, 1024), (1024, 2048))),
     "softmax kernel": (softmax, ((256, 16384),)),
@@ -68,16 +70,27 @@ def make(file: Path, device: str) -> None:
     print(f"{len(made)} programs for {aot.kind_of(device)}, {file.stat().st_size / 2**20:.1f} MiB: {file}")
 
 
-def load(file: Path, out: Path | None) -> None:
+def load(file: Path, out: Path | None) -> int:
     """Loads the programs of a file, runs them on random data, and compares them with the same compiled here.
 
     Args:
       file: of `make`.
       out: a folder, for the answers in `aot_load.json`, which is whole after each.
+
+    Returns:
+      1 where one does not load or run, or is wrong, else 0.
+
+    Raises:
+      SystemExit: the file is none of `make`, or of another jaxlib.
     """
-    kept = pickle.loads(file.read_bytes())
+    try:
+        kept = pickle.loads(file.read_bytes())
+    except (OSError, pickle.UnpicklingError, EOFError) as e:
+        raise SystemExit(f"{file} is no file of --make: {e}") from None
     if kept["jaxlib"] != jaxlib.__version__:
-        print(f"{file} was made with jaxlib {kept['jaxlib']}, and this is {jaxlib.__version__}")
+        raise SystemExit(
+            f"{file} was made with jaxlib {kept['jaxlib']}, and this is {jaxlib.__version__}: make it anew"
+        )
     devices = jax.devices()[:1]
     found: dict[str, dict[str, Any]] = {}
     for name in PROGRAMS:
@@ -96,7 +109,7 @@ def load(file: Path, out: Path | None) -> None:
             row["compile_seconds"] = time.perf_counter() - begun
             want = np.asarray(here(*inputs), np.float32)
             apart = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-            row |= {"apart": apart, "answer": "loads and runs" if apart < 0.01 else "loads, and is WRONG"}
+            row |= {"apart": apart, "answer": RUNS if apart < 0.01 else "loads, and is WRONG"}
         except Exception as e:  # that it does not is an answer
             row["answer"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
         print(f"{name}: {row}", flush=True)
@@ -105,22 +118,28 @@ def load(file: Path, out: Path | None) -> None:
             out.mkdir(parents=True, exist_ok=True)
             result = {**measure.facts(devices[0].device_kind), "jaxlib": kept["jaxlib"], "programs": found}
             (out / "aot_load.json").write_text(json.dumps(measure.rounded(result), indent=1) + "\n")
+    loads = sum(row["answer"] == RUNS for row in found.values())
+    print(f"{loads} of {len(found)} programs load and run")
+    return int(loads < len(found))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--make", type=Path, metavar="FILE", help="compile, here, for --device")
-    parser.add_argument("--device", default="h200", choices=sorted(aot.GPUS))
+    parser.add_argument("--device", default="h200", choices=("h100", "h200"))
     parser.add_argument("--load", type=Path, metavar="FILE", help="load and run, on the device")
     parser.add_argument("--out", type=Path, help="a folder for the answer, as aot_load.json")
     args = parser.parse_args()
     if (args.make is None) == (args.load is None):
         parser.error("one of --make FILE and --load FILE")
     if args.make:
-        make(args.make, args.device)
-        return
-    load(args.load, args.out)
+        try:
+            make(args.make, args.device)
+        except aot.KernelError as e:
+            raise SystemExit(str(e)) from None
+        return 0
+    return load(args.load, args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

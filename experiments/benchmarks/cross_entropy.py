@@ -114,7 +114,7 @@ def _call(f: Callable[..., Any], direction: str, *arrays: jax.Array) -> rivals.C
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
-    parser.add_argument("--dtype", default=None, help="bfloat16 (float32 on a CPU)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 (float32 on a CPU)")
     for name in ("tokens", "width", "words"):
         parser.add_argument(f"--{name}", type=int, help="in place of the machine's own")
     args = parser.parse_args()

@@ -144,7 +144,7 @@ def _what_ran(columns: int, direction: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
-    parser.add_argument("--dtype", default=None, help="bfloat16 (float32 on a CPU)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 (float32 on a CPU)")
     parser.add_argument("--columns", type=int, action="append", help="these alone")
     args = parser.parse_args()
     device = jax.devices()[0]

@@ -111,3 +111,27 @@ def test_a_kernel_that_never_ends_is_ended(processes, monkeypatch):
 def test_where_one_process_cannot_work_none_is_started_again(processes):
     went, tried, left = processes([], ["never started"], then=f"sys.exit({tune.REFUSED})")
     assert (went, tried, len(left)) == (False, [], 1)
+
+
+def test_a_tile_that_only_compiled_does_not_replace_a_measured_one(monkeypatch, capsys):
+    entry = {"device": "cpu", "key": KEY, "tile": {"kind": "fast"}}
+    monkeypatch.setattr(tune.tiles, "entries", lambda op: (entry | {"from": "measured 2026-11-22, jax 0.11.2"},))
+    monkeypatch.setattr(tune.tiles, "write", lambda op, found: pytest.fail(f"{found} written"))
+    tune._written({"made_up": [entry | {"from": "compiled"}]})
+    assert "1 that were measured stay" in capsys.readouterr().out
+
+
+def test_a_cut_last_line_is_no_line_and_another_file_is_named(tmp_path, capsys):
+    file = tmp_path / "tried.jsonl"
+    file.write_text(json.dumps(state({"kind": "slow"})) + '\n{"op": "made')
+    assert len(tune.Log(file).read()[1]) == 1
+    file.write_text("# A README\n")
+    assert tune.main(["--take", str(file)]) == tune.REFUSED
+    assert "is no file of attempts, as --out writes one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["nonsense", "nonsense=1", "columns=nosuch"])
+def test_keys_that_there_are_not_are_named(where, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["softmax", "--where", where])
+    assert f"--where {where}: " in capsys.readouterr().err

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COMPILES = 4
 """At most so many programs are compiled for one choice."""
+REFUSED = "over the budget: memory ran out while it was compiled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,21 +117,35 @@ def choose(
         elif len(added) >= compiles - 1 and name != last:
             rows[name] = row("passed over: the last compilation is for the smallest estimate")
         else:
-            program = compile_step(configs[name], None, guards=config.guards) if here else None
-            size = compiled_bytes(configs[name], topology) if program is None else bytes_of(program)
-            added.append(max(0, size - found[name].device))
-            chosen = name if size <= budget else None
-            rows[name] = row("chosen" if chosen else "over the budget", size)
+            program, size = _compiled_here(configs[name]) if here else (None, compiled_bytes(configs[name], topology))
+            added.append(0 if size is None else max(0, size - found[name].device))
+            refused = here and program is None
+            chosen = name if size is not None and size <= budget and not refused else None
+            rows[name] = row("chosen" if chosen else REFUSED if refused else "over the budget", size)
     table = tuple(rows[name] for name in order)
     if chosen is None:
         least = min(table, key=lambda r: r.compiled_bytes or r.estimate.device)
         how = "by arithmetic" if least.compiled_bytes is None else "compiled"
+        how += f" ({REFUSED})" if least.verdict == REFUSED else ""
         raise ConfigError(
             f"no memory policy fits {budget:,} bytes per device of {topology}: the smallest, '{least.policy}', takes "
             f"{least.compiled_bytes or least.estimate.device:,} {how}; give more devices, a smaller batch or a shorter "
             "sequence"
         )
     return Choice(chosen, configs[chosen], topology, budget, table, program)
+
+
+def _compiled_here(config: TrainConfig) -> tuple[Any, int | None]:
+    """A run's step for this machine and its bytes per device; no step where memory ran out, nor bytes if unknown."""
+    try:
+        program = compile_step(config, None, guards=config.guards)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return None, bytes_wanted(e)
+        return None, None
+    return program, bytes_of(program)
 
 
 def compiled_bytes(config: TrainConfig, topology: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,44 @@ def test_a_choice_for_the_devices_here_hands_over_the_step_it_compiled():
     with config.layout:
         _, metrics = choice.program(ready.blueprint.init(0), ready.place(ready.loader, 0))
     assert choice.rows[0].verdict == "chosen" and jnp.isfinite(metrics["loss"])
+
+
+def test_a_policy_whose_compilation_runs_out_of_memory_here_is_over_the_budget_and_the_next_one_is_tried(monkeypatch):
+    tried = []
+
+    class Program:
+        def memory_analysis(self):
+            return types.SimpleNamespace(
+                argument_size_in_bytes=1000, temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0
+            )
+
+    def pretend(config, topology, *, guards):
+        tried.append(config.model.memory)
+        if len(tried) <= fails:
+            raise jax.errors.JaxRuntimeError(said)
+        return Program()
+
+    monkeypatch.setattr(policies, "compile_step", pretend)
+    names = {n: POLICIES[n] for n in ("none", "dots_and_attention", "full")}
+    said, fails = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", 1
+    choice = choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
+    first, second, last = choice.rows
+    assert first.compiled_bytes is None and first.verdict.startswith("over the budget")
+    assert (second.verdict, last.verdict) == ("chosen", f"not needed: dearer than {second.policy}")
+    assert isinstance(choice.program, Program) and choice.policy == second.policy and len(tried) == 2
+    # one that names its bytes is over the budget as well, be they fewer
+    tried.clear()
+    said = "RESOURCE_EXHAUSTED: Used 16.00G of 15.00G hbm"
+    choice = choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
+    assert choice.rows[0].compiled_bytes == 2**34 and choice.rows[1].verdict == "chosen"
+    tried.clear()
+    said, fails = "RESOURCE_EXHAUSTED: Out of memory", 3
+    with raises_saying(ConfigError, "no memory policy fits", "full", "ran out while it was compiled"):
+        choose(TINY, TOPOLOGY, 2**30, policies=names, here=True)
+    tried.clear()
+    said = "INTERNAL: another failure"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another failure"):
+        choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
 
 
 def test_a_mixtures_estimate_counts_active_experts_and_its_choice_leaves_tiles_out():

@@ -103,7 +103,7 @@ def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any
         batch_size=rows,
         seq_len=seq,
         steps=200,
-        lr=3e-4,
+        lr=3e-5,  # without a warm-up
         schedule=Constant(),
         eval_batches=0,
     )
@@ -199,14 +199,15 @@ class Step:
             },
         }
 
-    def check(self) -> None:
-        """That it trains: one batch over and over is learned.
+    def trains(self) -> bool:
+        """Whether one batch over and over is learned.
 
         Raises:
-          RuntimeError: its loss is not finite or has not come down.
+          RuntimeError: a loss is not finite.
         """
-        if not (np.isfinite(self.losses).all() and self.losses[-1] < self.losses[0]):
-            raise RuntimeError(f"the step does not train: losses {self.losses[:3]} … {self.losses[-1]}")
+        if not np.isfinite(self.losses).all():
+            raise RuntimeError(f"a loss is not finite: {self.losses[:3]} … {self.losses[-1]}")
+        return self.losses[-1] < self.losses[0]
 
 
 # ---- measuring
@@ -259,7 +260,7 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
     row["memory"]["peak"] = peak_bytes()
     size, products = matmuls(512 if device.toy else 8192)
     timed = measure.interleaved({"step": step, "matmul": products}, rounds, warmup=1)
-    step.check()
+    trains = step.trains()
     seconds, matmul = timed["step"].wall, [2 * size**3 * PRODUCTS / s for s in timed["matmul"].wall]
     model = step.config.model
     chip = chip_of(device.kind)
@@ -281,6 +282,7 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
         },
         "matmul_tflops": statistics.median(matmul) / 1e12,
         "losses": step.losses,
+        "trains": trains,
         "grad_norm": step.norms[0],
         "trace": {"problem": "the process ended while it was traced"},
     }

@@ -150,12 +150,19 @@ class Results:
             if before["running"]:
                 self._keep(before["running"], {"problem": LOST})
 
-    def each(self, cases: Iterable[tuple[str, T]], run: Callable[[T], tuple[dict[str, Any], Sequence[Line]]]) -> None:
+    def each(
+        self,
+        cases: Iterable[tuple[str, T]],
+        run: Callable[[T], tuple[dict[str, Any], Sequence[Line]]],
+        *,
+        own_process: bool = False,
+    ) -> None:
         """Measures the cases that are wanted, most valuable first; one that raises is recorded, and the next follows.
 
         Args:
           cases: names, which tell them apart, and what `run` is given.
           run: gives what is to be kept of a row, and its lines.
+          own_process: `run` measures in another process, so none after it suffers; and `finish` is left to the caller.
 
         Raises:
           SystemExit: no name holds what --only says; or a row broke the GPU's context, and those after it need another
@@ -185,8 +192,13 @@ class Results:
                 row, lines, broken = {"problem": said}, (), any(word in str(e) for word in BROKEN)
             row["took_seconds"] = time.monotonic() - begun
             self._keep(name, row | {"lines": [dataclasses.asdict(line) for line in lines]})
-            if broken:
+            if broken and not own_process:
                 raise SystemExit(f"{name} broke the GPU's context; --resume goes on behind it")
+        if not own_process:
+            self.finish()
+
+    def finish(self) -> None:
+        """Every row that is wanted is there."""
         self.content["complete"] = True
         self._write()
 

@@ -1,15 +1,16 @@
 """Training steps of a 1.3B and an 8B-shaped Llama on one GPU: speed, share of a matrix product's rate, memory, trace.
 
-    python experiments/benchmarks/train_gpu.py --json train_gpu.json --seconds 520     what fits into ten minutes
-    python experiments/benchmarks/train_gpu.py --json train_gpu.json --resume          the rest
+    python experiments/benchmarks/train_gpu.py --json FILE --seconds 520               what fits into ten minutes
+    python experiments/benchmarks/train_gpu.py --json FILE --seconds 520 --resume      the rest, as often as it takes
     python experiments/benchmarks/train_gpu.py --only "1.3B 4k"                        rows whose name holds it
-    python experiments/benchmarks/train_gpu.py --longest --json longest.json           the longest sequence alone
+    python experiments/benchmarks/train_gpu.py --longest --json FILE --seconds 520     the longest sequence alone
 
 Every row is a process of its own with a limit (`train_case.py`, `torch_llama.py`), most valuable first; the file is
-whole after each. Parameters and arithmetic are bfloat16, attention and loss our kernels, the optimizer 8-bit AdamW, the
-memory policy the one that `jaxscale.plan.choose` takes for the card's memory; rows of a step and, where it has to be,
-layers are those that fit. A step takes one batch that lies on the device, and is timed in turns with bfloat16 products
-of 8192 x 8192 random numbers.
+whole after each. None goes on beyond --seconds: a row without time says so, and --resume takes it again. Parameters and
+arithmetic are bfloat16, attention and loss our kernels, the optimizer 8-bit AdamW, the memory policy the one that
+`jaxscale.plan.choose` takes for the card's memory; rows of a step and, where it has to be, layers are those that fit.
+A step takes one batch that lies on the device, and is timed in turns with bfloat16 products of 8192 x 8192 random
+numbers.
 
 Model FLOP/s count only what the model asks for: 6 for each weight that multiplies and token, and of attention the
 pairs that a causal mask within documents leaves (`step_flops.model_flops`). Beside them stands PaLM's formula
@@ -23,7 +24,6 @@ same code trains toys, and no target applies.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -51,6 +51,8 @@ ROWS = (
 """Most valuable first; the longest sequence comes after them."""
 LIMIT = {"1.3B 4k torch": 300.0}
 CASE_LIMIT = 240.0
+LEAST = 45.0
+"""Seconds without which no process is begun."""
 ALST = 500_000
 """Tokens of the longest row of Llama 3 8B on one H100 of 80 GB, weights and optimizer state in host memory too (Bekman
 et al. 2025, ALST)."""
@@ -59,6 +61,10 @@ ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",  # the rest is for libraries and the driver
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",  # layer inputs of long rows; by default 64
 }
+
+
+class Late(Exception):
+    """A row has no time left."""
 
 
 class Run:
@@ -76,29 +82,43 @@ class Run:
         self.end = float("inf") if args.seconds is None else time.monotonic() + args.seconds
 
     def each(self, cases: Sequence[tuple[str, Any]], run: Callable[[Any], Any]) -> None:
-        """`Results.each`, which leaves when a row broke its GPU's context: here that was another process's."""
-        with contextlib.suppress(SystemExit):
-            self.results.each(cases, run)
+        """`Results.each` of rows that are processes; `run` may raise `Late`."""
+
+        def in_time(case: Any) -> tuple[dict[str, Any], Sequence[record.Line]]:
+            try:
+                return run(case)
+            except Late:
+                return {"problem": record.LATE}, ()
+
+        self.results.each(cases, in_time, own_process=True)
 
     def row(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
         """One of `ROWS`."""
         return self.torch(name) if name.endswith("torch") else self.case(name)
 
-    def left(self, most: float) -> float:
-        """Seconds that a process may take: what is left, and a minute where that is less."""
-        return max(60.0, min(most, self.end - time.monotonic()))
-
-    def child(self, case: str, *more: str, limit: float = CASE_LIMIT) -> dict[str, Any]:
-        """A row of `train_case.py`.
+    def process(self, script: str, arguments: Sequence[str], limit: float) -> dict[str, Any]:
+        """What a script leaves, of at most so many seconds and of those that are left.
 
         Raises:
+          Late: too few are left, or they were not enough.
           RuntimeError: with what it says of its failure.
         """
-        arguments = ["--case", case, "--rounds", str(self.args.rounds), *more]
-        row = measure.in_subprocess(measure.FOLDER / "train_case.py", arguments, limit=self.left(limit))
+        left = self.end - time.monotonic()
+        if left < LEAST:
+            raise Late
+        try:
+            row = measure.in_subprocess(measure.FOLDER / script, arguments, limit=min(limit, left))
+        except RuntimeError as e:
+            if left < limit and time.monotonic() >= self.end:
+                raise Late from e
+            raise
         if "problem" in row:
             raise RuntimeError(row["problem"])
         return row
+
+    def child(self, case: str, *more: str, limit: float = CASE_LIMIT) -> dict[str, Any]:
+        """A row of `train_case.py`; raises as `process`."""
+        return self.process("train_case.py", ["--case", case, "--rounds", str(self.args.rounds), *more], limit)
 
     def case(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
         """One of `train_case.CASES`, once more with less memory or without our kernels where it fails."""
@@ -108,9 +128,9 @@ class Run:
         try:
             row = self.child(name, *more)
         except RuntimeError as e:
-            if out_of_memory(e):
+            if out_of_memory(e) and not planned(e):  # which rows and layers there are would be the same
                 again = ["--share", "0.85"]
-            elif name == "1.3B 4k" and not self.args.xla:
+            elif name == "1.3B 4k" and not self.args.xla and not planned(e):
                 again = ["--xla"]
             else:
                 raise
@@ -140,9 +160,7 @@ class Run:
         arguments += ["--rounds", str(self.args.rounds)]
         if (self.folder / "tokens.npy").exists():  # not where our row is of an earlier call
             arguments += ["--values", str(self.folder)]
-        row = measure.in_subprocess(measure.FOLDER / "torch_llama.py", arguments, limit=self.left(LIMIT[name]))
-        if "problem" in row:
-            raise RuntimeError(row["problem"])
+        row = self.process("torch_llama.py", arguments, LIMIT[name])
         row["loss_apart"] = abs(row["losses"][0] - ours["losses"][0])
         row["grad_norm_apart"] = abs(row["grad_norm"] / ours["grad_norm"] - 1)
         same = row["same_values"] and row["loss_apart"] < 0.01 and row["grad_norm_apart"] < 0.02
@@ -164,7 +182,7 @@ class Run:
         while (n := lengths.next()) is not None and n <= self.args.longest_cap:
             name = f"8B longest {n}"
             expected = 4 * sum(last["step_seconds"]) + last["compile_seconds"] if last else 0.0
-            if self.end - time.monotonic() < expected + 30:
+            if self.end - time.monotonic() < max(expected + 30, LEAST):
                 print(f"{name}: no time left for it ({expected:.0f} s expected)", flush=True)
                 break
             self.each([(name, n)], self.one_length)
@@ -218,8 +236,13 @@ class Search:
 
 def out_of_memory(problem: object) -> bool:
     """Whether a failure is one of memory, planned or real."""
-    words = ("RESOURCE_EXHAUSTED", "no memory policy fits", "out of memory", "Out of memory")
-    return any(word in str(problem) for word in words)
+    words = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
+    return planned(problem) or any(word in str(problem) for word in words)
+
+
+def planned(problem: object) -> bool:
+    """Whether it was seen before anything ran that memory would not do."""
+    return any(word in str(problem) for word in ("no memory policy fits", "by arithmetic"))
 
 
 def show_trace(name: str, trace: dict[str, Any]) -> None:
@@ -284,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run.each([(name, name) for name in names], run.row)
         if args.longest or everything:
             run.longest()
+    results.finish()
     results.show()
     show(results.content["rows"])
 

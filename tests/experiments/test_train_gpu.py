@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -117,3 +118,71 @@ def test_a_case_that_fails_is_taken_once_more_with_less_memory_or_without_our_ke
     with pytest.raises(RuntimeError, match="a kernel is wrong"):
         run.case("1.3B 32k packed")
     assert len(asked) == 5
+
+
+def _results(train_gpu, path, seconds=None):
+    args = argparse.Namespace(
+        seconds=seconds, rounds=3, xla=False, json=path, resume=False, only=None, start=None, longest_cap=2**18
+    )
+    return args, train_gpu.record.Results("train_gpu", "cpu", args)
+
+
+@pytest.mark.parametrize(
+    "said", ("no memory policy fits 9 bytes", "RESOURCE_EXHAUSTED by arithmetic: nothing of it fits")
+)
+def test_what_was_planned_not_to_fit_is_not_tried_with_less_memory(monkeypatch, tmp_path, said):
+    train_gpu, asked = importlib.import_module("train_gpu"), []
+    monkeypatch.setattr(
+        train_gpu.measure, "in_subprocess", lambda *a, limit: asked.append(a) or {"problem": f"Error: {said}"}
+    )
+    args, _ = _results(train_gpu, None)
+    for name in ("1.3B 4k", "8B 4k"):
+        with pytest.raises(RuntimeError, match=said):
+            train_gpu.Run(args, None, tmp_path, False).case(name)
+    assert len(asked) == 2 and train_gpu.out_of_memory(said)  # the longest row ends there too
+
+
+def test_a_row_that_breaks_its_gpu_stops_none_after_it_and_the_file_is_complete_at_the_end(monkeypatch, tmp_path):
+    train_gpu, seen = importlib.import_module("train_gpu"), []
+    path = tmp_path / "rows.json"
+
+    def pretend(script, arguments, *, limit):
+        seen.append(json.loads(path.read_text())["complete"])
+        return {"problem": "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"}
+
+    monkeypatch.setattr(train_gpu.measure, "in_subprocess", pretend)
+    args, results = _results(train_gpu, path)
+    run = train_gpu.Run(args, results, tmp_path, False)
+    names = ("8B 4k", "8B 32k packed", "1.3B 4k packed")
+    run.each([(n, n) for n in names], run.row)
+    run.longest()
+    assert seen == [False] * 4 and not results.content["complete"]
+    assert list(results.content["rows"]) == [*names, "8B longest 131072"]
+    assert all("illegal" in row["problem"] for row in results.content["rows"].values())
+    results.finish()
+    assert json.loads(path.read_text())["complete"]
+
+
+def test_no_process_goes_on_beyond_the_end_or_begins_shortly_before_it(monkeypatch, tmp_path):
+    train_gpu, granted = importlib.import_module("train_gpu"), []
+    now = [1000.0]
+    monkeypatch.setattr(train_gpu.time, "monotonic", lambda: now[0])
+
+    def hang(script, arguments, *, limit):
+        granted.append(limit)
+        now[0] += limit
+        raise RuntimeError(f"was ended after {limit:.0f} seconds")
+
+    monkeypatch.setattr(train_gpu.measure, "in_subprocess", hang)
+    args, results = _results(train_gpu, None, seconds=520.0)
+    run = train_gpu.Run(args, results, tmp_path, False)
+    names = ("1.3B 4k", "8B 4k", "1.3B 4k none")
+    run.each([(n, n) for n in names], run.row)
+    # the first one, its second try, and no third process in what is left
+    assert granted == [240.0, 240.0] and now[0] == 1480.0
+    rows = results.content["rows"]
+    assert "240 seconds" in rows["1.3B 4k"]["problem"]
+    assert [rows[n]["problem"] for n in names[1:]] == [train_gpu.record.LATE] * 2
+    now[0] = 1420.0
+    run.each([("8B 4k", "8B 4k")], run.row)  # a row without time is taken again, and ends with the time
+    assert granted[2:] == [100.0] and rows["8B 4k"]["problem"] == train_gpu.record.LATE

@@ -186,3 +186,26 @@ def test_no_process_goes_on_beyond_the_end_or_begins_shortly_before_it(monkeypat
     now[0] = 1420.0
     run.each([("8B 4k", "8B 4k")], run.row)  # a row without time is taken again, and ends with the time
     assert granted[2:] == [100.0] and rows["8B 4k"]["problem"] == train_gpu.record.LATE
+
+
+def test_a_search_for_the_longest_row_that_time_ends_says_what_fitted(monkeypatch, tmp_path):
+    train_gpu, now = importlib.import_module("train_gpu"), [0.0]
+    monkeypatch.setattr(train_gpu.time, "monotonic", lambda: now[0])
+    good = {
+        "preset": {"depth": 32}, "runs": "ours", "policy": "full", "tokens_per_second": 1.0,
+        "step_seconds": [1.0], "compile_seconds": 1.0,
+    }  # fmt: skip
+
+    def pretend(script, arguments, *, limit):
+        if arguments[1] == "131072":
+            now[0] += 20.0
+            return dict(good)
+        now[0] += limit + 0.1
+        raise RuntimeError("was ended")
+
+    monkeypatch.setattr(train_gpu.measure, "in_subprocess", pretend)
+    args, results = _results(train_gpu, None, seconds=100.0)
+    train_gpu.Run(args, results, tmp_path, False).longest()
+    rows = results.content["rows"]
+    assert rows["8B longest 262144"]["problem"] == train_gpu.record.LATE
+    assert (rows["8B longest"]["fits"], rows["8B longest"]["fails"]) == (131072, 0)

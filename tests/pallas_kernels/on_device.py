@@ -13,7 +13,8 @@ unless it is deterministic; `spread` then says by how much.
 
 The work is done by processes of their own (`device_check.py`). One that crashes or hangs loses the case it was in, and
 another goes on with the rest. Rows are written as they come. The exit status is 1 when a row is none of "ok", "not
-supported" and "no time", or none is "ok". This process starts no JAX.
+supported" and "no time", or none is "ok"; 3 when nothing is wrong and some had "no time"; 2 for a mistake of the
+user's; 130 when it was interrupted (143 by SIGTERM), and what was under way then is no row. This process starts no JAX.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import json
 import os
 import queue
+import re
 import selectors
 import signal
 import subprocess
@@ -46,6 +49,10 @@ LARGE_PROCESSES = 2
 MEMORY = {"small": 0.25, "large": 0.6}
 """Of an accelerator, shared by the processes for either size; the rest is for what lies outside their pools."""
 FAULTS = ("WRONG", "UNWRITTEN", "NOT THE SAME TWICE")
+INTERPRETED = ("mosaic_gpu", "mosaic_tpu", "xla")
+"""What --interpret takes: the table's backends, whose module starts JAX."""
+NOT_REACHED = 3
+"""The exit status when nothing is wrong as far as time went."""
 
 
 # one process -------------------------------------------------------------------------------------------------------
@@ -57,6 +64,22 @@ class Ended(Exception):
     def __init__(self, why: str, hung: bool = False):
         super().__init__(why)
         self.hung = hung
+
+
+class Interrupted(BaseException):
+    """A signal (`number`) asked for the end; what had come by then is said in a sentence."""
+
+    def __init__(self, number: int, said: str = "before the first row"):
+        super().__init__(said)
+        self.number = number
+
+
+STARTING = re.compile(
+    r"(?:^.*plugin configuration error.*\n)?^Traceback \(most recent call last\):\n(?:^[ \t].*\n)*"
+    r"^RuntimeError: Unable to load .*\n?",
+    re.MULTILINE,
+)
+"""What JAX prints on starting where a library of CUDA is missing, which ends nothing."""
 
 
 class Process:
@@ -124,7 +147,7 @@ class Process:
         how = "the process does not answer" if code is None else f"the process ended with status {code}"
         if code is not None and code < 0:
             how = f"the process died of {signal.Signals(-code).name}"
-        said = self.said().splitlines()
+        said = STARTING.sub("", self.said() + "\n").strip().splitlines()
         return f"{how}: {said[-1].strip()[:300]}" if said else how
 
     def said(self) -> str:
@@ -214,7 +237,8 @@ class Lane:
             answer = self._process.answer(min(self._limit, self._left()))
         except Ended as e:
             self._process = None
-            return task.rows(backend, "no time" if e.hung and self._left() <= 0 else f"crashed: {e}")
+            ended = self._stopped or (e.hung and self._left() <= 0)  # from here, and for no fault of the task
+            return task.rows(backend, "no time" if ended else f"crashed: {e}")
         if answer["last"]:
             self._process.kill()
             self._process = None
@@ -225,7 +249,7 @@ class Lane:
 
 
 class Journal:
-    """Rows in the order they come, each on disk at once, those that are not ok in sight."""
+    """Rows in the order they come, each on disk at once, those that are not ok in sight; none after it is closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]):
         self.rows: list[dict[str, Any]] = []
@@ -236,15 +260,16 @@ class Journal:
 
     def record(self, rows: list[dict[str, Any]]) -> None:
         with self._lock:
-            for row in rows:
+            for row in () if self._file.closed else rows:
                 self.rows.append(row)
                 self._line(row | {"seed": self._seed})
                 if row["verdict"] != "ok" and not row["verdict"].startswith("not supported"):
                     print(name_of(row), row["verdict"], flush=True)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        self._line({"summary": dict(summary)})
-        self._file.close()
+        with self._lock:
+            self._line({"summary": dict(summary)})
+            self._file.close()
 
     def _line(self, what: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(what) + "\n")
@@ -271,13 +296,29 @@ def interleaved(tasks: Sequence[Task]) -> queue.SimpleQueue[Task]:
 @contextlib.contextmanager
 def running(lanes: list[Lane]) -> Iterator[None]:
     """None of them outlives this, however it is left."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
         for lane in lanes:
             lane.stop()
-        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise `Interrupted` in here, the first of them; processes have sessions of their own."""
+
+    def stop(number: int, frame: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {each: signal.signal(each, stop) for each in both if signal.getsignal(each) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def check(args: argparse.Namespace) -> int:
@@ -293,6 +334,9 @@ def check(args: argparse.Namespace) -> int:
         print(f"on_device: {e}\n{first.said()}", file=sys.stderr)
         first.kill()
         return 2
+    except Interrupted:
+        first.kill()
+        raise
     if gone := facts["platform"] != "cpu":
         first.kill()  # its memory is for those that work
     backends = (args.interpret,) if args.interpret else tuple(facts["backends"])
@@ -312,6 +356,7 @@ def check(args: argparse.Namespace) -> int:
     run = {k: facts[k] for k in ("platform", "device", "jax", "memory")} | {
         "commit": commit(), "date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], "seed": seed,
         "backends": backends, "interpreted": bool(args.interpret), "processes": sum(n for _, n, _ in groups),
+        "rows": sum(len(t.parts) * len(t.backends) for t in tasks),
     }  # fmt: skip
     journal = Journal(args.out, run)
     print(
@@ -319,27 +364,46 @@ def check(args: argparse.Namespace) -> int:
     )
     start, lanes, left = time.monotonic(), [], []
     with running(lanes):
-        for mine, processes, memory in groups:
-            waiting = interleaved(mine)
-            left.append(waiting)
-            make = lambda memory=memory: Process(command, environment(memory))  # noqa: E731
-            for _ in range(processes):
-                ready = None if gone or lanes else first
-                lanes.append(Lane(waiting, make, journal.record, args.limit, deadline, ready))
-        for lane in lanes:
-            while lane.thread.is_alive():
-                lane.thread.join(1)
+        try:
+            for mine, processes, memory in groups:
+                waiting = interleaved(mine)
+                left.append(waiting)
+                make = lambda memory=memory: Process(command, environment(memory))  # noqa: E731
+                for _ in range(processes):
+                    ready = None if gone or lanes else first
+                    lanes.append(Lane(waiting, make, journal.record, args.limit, deadline, ready))
+            for lane in lanes:
+                while lane.thread.is_alive():
+                    lane.thread.join(1)
+        except Interrupted as e:  # before lanes end: what that kills is no row's fault
+            journal.close(_counts(journal.rows) | {"interrupted": True})
+            raise Interrupted(e.number, f"with {len(journal.rows)} of {run['rows']} rows in {args.out}") from None
     for waiting in left:  # every lane gave up
         with contextlib.suppress(queue.Empty):
             while True:
                 task = waiting.get_nowait()
                 for backend in task.backends:
                     journal.record(task.rows(backend, "crashed: no process starts"))
-    counts = collections.Counter(kind_of(row) for row in journal.rows)
-    journal.close(dict(counts) | {"seconds": round(time.monotonic() - start, 1)})
+    counts = _counts(journal.rows)
+    journal.close(counts | {"seconds": round(time.monotonic() - start, 1)})
     print(report(journal.rows))
     print(f"{sum(counts.values())} rows in {time.monotonic() - start:.0f} s, --seed {seed}: {args.out}")
-    return 0 if counts["ok"] and not counts["crashed"] + sum(counts[fault] for fault in FAULTS) else 1
+    if "no time" in counts:
+        print(f"{_not_reached(journal.rows, run)} (give it more --seconds)")
+    if not {"crashed", *FAULTS}.isdisjoint(counts):
+        return 1
+    return NOT_REACHED if "no time" in counts else 0 if "ok" in counts else 1
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many of each kind there are, of those that there are."""
+    return dict(collections.Counter(kind_of(row) for row in rows))
+
+
+def _not_reached(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+    reached = sum(kind_of(row) != "no time" for row in rows)
+    every = run.get("rows", len(rows))
+    return f"not reached: {every - reached} of {every} rows" if reached < every else ""
 
 
 def _groups(tasks: list[Task], platform: str, jobs: int) -> list[tuple[list[Task], int, float | None]]:
@@ -418,30 +482,69 @@ def _numbers(row: Mapping[str, Any]) -> str:
 # withdrawing -------------------------------------------------------------------------------------------------------
 
 
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a run was, and its rows; a last line that is cut, as where it was killed, is left out, which is said.
+
+    Raises:
+      ValueError: it is no file of a run, in a sentence.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"{path} cannot be read: {e.strerror or e}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no file that --out wrote: it is no text") from None
+    lines, found = text.splitlines(), []
+    for i, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            if i < len(lines) or i == 1 or text.endswith("\n"):
+                raise ValueError(f"{path} is no file that --out wrote: line {i} is no JSON") from None
+            print(f"the last line of {path} is cut, as where a run was killed, and is left out")
+    run = found[0].get("run") if found and isinstance(found[0], dict) else None
+    if not isinstance(run, dict) or not {"device", "interpreted", "commit", "jax", "date"} <= set(run):
+        why = "its first line does not say what was run" if found else "it is empty"
+        raise ValueError(f"{path} is no file that --out wrote: {why}")
+    return run, [row for row in found[1:] if isinstance(row, dict) and "verdict" in row]
+
+
 def withdraw(path: Path, crashed: bool) -> int:
     """Writes entries of `withdrawn.json` from a run's rows, and says which."""
     from pallas_kernels import withdrawn  # which starts no backend
 
-    first, *rows = (json.loads(line) for line in path.read_text().splitlines())
-    run = first["run"]
+    try:
+        run, rows = read(path)
+    except ValueError as e:
+        print(f"on_device: {e}", file=sys.stderr)
+        return 2
     if run["interpreted"]:
-        print("on_device: an interpreted run says nothing of a device; nothing is withdrawn")
+        print("on_device: an interpreted run says nothing of a device; nothing is withdrawn", file=sys.stderr)
         return 2
     wanted = (*FAULTS, *(("crashed",) if crashed else ()))
-    bad = [row for row in rows if "verdict" in row and kind_of(row) in wanted]
-    fresh = withdrawn.write(
-        withdrawals([row for row in bad if row["backend"] != "xla" and row["op"] != "control"], run)
-    )
+    bad = [row for row in rows if kind_of(row) in wanted]
+    made = withdrawals([row for row in bad if row["backend"] != "xla" and row["op"] != "control"], run)
+    fresh = withdrawn.write(made)
     for entry in fresh:
         print(json.dumps(entry))
+    if any(entry["device"] == FAMILY for entry in made):
+        print(f"entries are for '{FAMILY}', every H100 and H200, and were found on an {run['device']}")
     xla = sorted({row["op"] for row in bad if row["backend"] == "xla"})
     if xla:
         print(f"xla is what ops fall back to and cannot be withdrawn; mend it in {', '.join(xla)}")
-    left = sum("verdict" in row and kind_of(row) == "crashed" for row in rows)
+    left = sum(kind_of(row) == "crashed" for row in rows)
     if left and not crashed:
-        print(f"{left} rows crashed, and are left alone; --crashed withdraws them too")
-    print(f"{len(fresh)} entries written to {withdrawn.FILE}; {len(bad)} rows were not right")
+        print(f"rows that crashed, and are left alone: {left}; --crashed withdraws them too")
+    if unknown := _not_reached(rows, run):
+        print(f"{unknown}; nothing is known of them")
+    there = len(made) - len(fresh)
+    print(f"rows that were not right: {len(bad)}; entries written to {withdrawn.FILE}: {len(fresh)}", end="")
+    print(f", and there already: {there}" if there else "")
     return 0
+
+
+FAMILY = "NVIDIA H"
+"""Whose devices run the same kernels."""
 
 
 def withdrawals(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -454,7 +557,7 @@ def withdrawals(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> li
     by_entry: dict[str, tuple[dict[str, Any], list[Mapping[str, Any]]]] = {}
     for row in rows:
         op, case = _withdrawn_case(row)
-        entry = {"op": op, "implementation": row["backend"], "device": "NVIDIA H" if kind[:8] == "NVIDIA H" else kind}
+        entry = {"op": op, "implementation": row["backend"], "device": FAMILY if kind.startswith(FAMILY) else kind}
         entry["case"] = case
         by_entry.setdefault(json.dumps(entry), (entry, []))[1].append(row)
     return [
@@ -500,7 +603,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
     if args.out is not None and args.out.exists():
         parser.error(f"--out {args.out}: is there already, with the rows of another run; name a new file")
-    return withdraw(args.withdraw, args.crashed) if args.withdraw else check(args)
+    if args.withdraw:
+        return withdraw(args.withdraw, args.crashed)
+    if args.interpret is not None and args.interpret not in INTERPRETED:
+        close = difflib.get_close_matches(args.interpret, INTERPRETED, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        print(f"on_device: no backend '{args.interpret}', only {', '.join(INTERPRETED)}{hint}", file=sys.stderr)
+        return 2
+    try:
+        with interruptible():
+            return check(args)
+    except Interrupted as e:
+        print(f"on_device: interrupted, {e}", file=sys.stderr)
+        return 128 + e.number
 
 
 if __name__ == "__main__":

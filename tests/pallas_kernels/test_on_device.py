@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import time
 
@@ -84,11 +85,14 @@ for line in sys.stdin:
         os.kill(os.getpid(), signal.SIGABRT)
     if what == 2:
         time.sleep(60)
-    say({"rows": [{"op": "toy", "feature": str(what), "verdict": "ok"}], "last": what == 3})
+    if what == 99:
+        os.kill(os.getpid(), signal.SIGKILL)
+    names = {"op": "toy", "feature": str(what), "dtype": "float32", "part": "y", "backend": "xla"}
+    say({"rows": [names | {"verdict": "ok"}], "last": what == 3})
     if what == 3:
         sys.exit(0)
 """
-"""What a process of `device_check` is to the others, without JAX: 1 dies, 2 hangs, after 3 it is not fit for more."""
+"""What a process of `device_check` is to the others, without JAX: 1 dies, 2 hangs, after 3 it is unfit, 99 kills it."""
 
 
 def _lane(count, *, limit=0.5, deadline=30.0, code=STUB):
@@ -114,6 +118,41 @@ def test_what_is_left_at_the_deadline_had_no_time():
     assert _lane(4, limit=60, deadline=1.0)[2:] == ["no time", "no time"]
 
 
+NOISE = """ERROR:2026-11-22:jax._src.xla_bridge:487: Jax plugin configuration error: Exception when calling it
+Traceback (most recent call last):
+  File "xla_bridge.py", line 485, in discover_pjrt_plugins
+    plugin_module.initialize()
+    ~~~~~~~~~~~~~~~~~~~~~~~~^^
+RuntimeError: Unable to load cuDNN. Is it installed?"""
+
+
+@pytest.mark.parametrize(
+    "before, after, why",
+    [("", "", ""), ("it begins", "", ": it begins"), ("", "RuntimeError: mine", ": RuntimeError: mine")],
+)
+def test_the_reason_of_a_death_is_not_what_jax_says_on_starting(before, after, why):
+    code = f"print({before!r}); print({NOISE!r}); print({after!r}, flush=True)\n{STUB}"
+    process = Process([sys.executable, "-S", "-c", code], os.environ)
+    process.answer(30)
+    process.tell({"work": 99})
+    with pytest.raises(on_device.Ended, match=f"^the process died of SIGKILL{why}$"):
+        process.answer(30)
+
+
+def test_what_is_under_way_when_lanes_are_stopped_had_no_time():
+    tasks, rows = queue.SimpleQueue(), []
+    tasks.put(Task(2, {"op": "toy", "feature": "2", "dtype": "float32", "large": False}, ("y",), ("xla",)))
+    process = Process([sys.executable, "-S", "-c", STUB], os.environ)
+    process.answer(30)
+    lane = Lane(tasks, lambda: process, rows.extend, 60, time.monotonic() + 60, process)
+    while not tasks.empty():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    lane.stop()
+    lane.thread.join(30)
+    assert [row["verdict"] for row in rows] == ["no time"]
+
+
 def test_a_lane_whose_processes_do_not_start_gives_up():
     assert _lane(9, code="raise SystemExit('no device')") == [
         "crashed: the process ended with status 1: no device"
@@ -128,6 +167,54 @@ def test_the_command_writes_every_row_and_fails_when_one_is_wrong(tmp_path, caps
     verdicts = {row["feature"]: row["verdict"].partition(":")[0] for row in rows}
     assert verdicts == {"wrong": "WRONG", "right": "ok"}
     assert "toy wrong float32 double xla: WRONG (error 5.0e-03" in capsys.readouterr().out
+
+
+WORK = [["toy", str(i), "float32", ["y"], False] for i in range(3)]
+ABOUT = {"platform": "cpu", "device": "cpu", "jax": "0.11.2", "memory": None, "backends": ["xla"], "works": WORK}
+HANGS_AT_1 = STUB.replace("say({})", f"say(json.loads({json.dumps(ABOUT)!r}))").replace("what == 1", "False").replace(
+    "what == 2", "what == 1"
+)  # fmt: skip
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """The command's processes are stubs of which the second of three cases hangs."""
+    made = lambda *_: Process([sys.executable, "-S", "-c", HANGS_AT_1], os.environ)  # noqa: E731
+    monkeypatch.setattr(on_device, "Process", made)
+
+
+def test_rows_that_were_not_reached_are_a_status_of_their_own(stub, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert on_device.main(["--out", str(out), "--jobs", "1", "--seconds", "2"]) == 3
+    assert capsys.readouterr().out.endswith("not reached: 2 of 3 rows (give it more --seconds)\n")
+    assert on_device.main(["--withdraw", str(out)]) == 0
+    assert "not reached: 2 of 3 rows; nothing is known of them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_has_no_rows_of_what_was_under_way(stub, number, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    record = on_device.Journal.record
+
+    def recorded(journal, rows):
+        record(journal, rows)
+        if rows[0]["feature"] == "0":
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(on_device.Journal, "record", recorded)
+    before = signal.getsignal(number)
+    assert on_device.main(["--out", str(out), "--jobs", "1"]) == 128 + number
+    assert capsys.readouterr().err == f"on_device: interrupted, with 1 of 3 rows in {out}\n"
+    _, row, last = map(json.loads, out.read_text().splitlines())
+    assert row["verdict"] == "ok" and last == {"summary": {"ok": 1, "interrupted": True}}
+    assert signal.getsignal(number) is before
+
+
+def test_a_mistyped_backend_starts_nothing(stub, tmp_path, capsys, monkeypatch):
+    assert set(on_device.INTERPRETED) == set(parity.BACKENDS)
+    monkeypatch.delattr(on_device, "Process")
+    assert on_device.main(["--out", str(tmp_path / "rows"), "--interpret", "mosaic_gp"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean 'mosaic_gpu'?\n")
 
 
 # withdrawing -------------------------------------------------------------------------------------------------------
@@ -172,6 +259,37 @@ def test_withdrawing_says_what_it_wrote_and_leaves_the_rest(table, tmp_path, cap
     assert entry["device"] == "NVIDIA H" and entry["case"] == {"direction": "backward", "dtype": "bfloat16"}
     assert entry["why"] == "flash_attention causal bfloat16 dq mosaic_gpu: WRONG, 2 such"
     said = capsys.readouterr().out
-    assert "1 entries written" in said and "cannot be withdrawn" in said and "1 rows crashed" in said
+    assert said.endswith(f"rows that were not right: 3; entries written to {table}: 1\n")
+    assert "cannot be withdrawn" in said and "left alone: 1; --crashed" in said
+    assert "every H100 and H200" in said and "an NVIDIA H100 80GB HBM3" in said
     on_device.main(["--withdraw", str(out), "--crashed"])
+    assert capsys.readouterr().out.endswith("1, and there already: 1\n")
     assert [e["case"]["direction"] for e in withdrawn.entries()] == ["backward", "forward"]
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (None, "cannot be read: No such file"),
+        ("", "it is empty"),
+        ("# A readme\n", "line 1 is no JSON"),
+        ('{"op": "toy"}\n', "its first line does not say what was run"),
+        (f'{json.dumps({"run": RUN})}\n{{"op"\n{{}}\n', "line 2 is no JSON"),
+    ],
+)
+def test_withdrawing_refuses_what_is_no_file_of_a_run(content, says, table, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    if content is not None:
+        out.write_text(content)
+    assert on_device.main(["--withdraw", str(out)]) == 2
+    found = capsys.readouterr()
+    assert not found.out and says in found.err and found.err.count("\n") == 1
+    assert on_device.main(["--withdraw", str(tmp_path)]) == 2 and "Is a directory" in capsys.readouterr().err
+
+
+def test_a_last_line_that_is_cut_is_left_out(table, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    out.write_text("\n".join(map(json.dumps, [{"run": RUN | {"rows": 9}}, _row("WRONG"), _row("WRONG", "dk")]))[:-9])
+    assert on_device.main(["--withdraw", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "is cut" in said and "not reached: 8 of 9 rows" in said and "not right: 1; entries" in said

@@ -32,12 +32,14 @@ class Added(SafeTensors):
       prefix: what names of the model's tensors may lack.
 
     Raises:
-      CheckpointError: adapters of another kind, or of other modules or shapes than the folder has; pickled ones.
+      CheckpointError: none, adapters of another kind, or of other modules or shapes than the folder has; pickled ones.
     """
 
     def __init__(self, folder: str | Path, adapters: str | Path, prefix: str = ""):
         super().__init__(folder)
         self.adapters = Path(adapters)
+        if not (self.adapters / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(f"{self.adapters} holds no adapters (no {ADAPTER_CONFIG})")
         about = Fields(read_json(self.adapters / ADAPTER_CONFIG), str(self.adapters / ADAPTER_CONFIG))
         self._about = about
         about.only("peft_type", "LORA")

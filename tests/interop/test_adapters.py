@@ -163,3 +163,9 @@ def test_adapters_that_are_not_of_the_model_are_refused(change, says, tmp_path):
     with pytest.raises(CheckpointError, match=says):
         import_checkpoint(write_folder(tmp_path / "hf"), tmp_path / "run", adapters=folder)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_adapters_is_named(tmp_path):
+    model = write_folder(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"hf holds no adapters \(no adapter_config.json\)"):
+        import_checkpoint(model, tmp_path / "run", adapters=model)

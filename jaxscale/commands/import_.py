@@ -59,10 +59,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     }
     made = import_checkpoint(args.source, args.out, **told)
     model = made.config.model
+    then = f"jaxscale sample {made.path} --prompt ..."
     if not (made.path / "hf" / "tokenizer.json").is_file():
         print("jaxscale: there is no tokenizer.json: the model takes token ids, and no text", file=sys.stderr)
-    print(
-        f"{made.path}: {made.info['family']}, {model.param_count():,} parameters in {model.param_dtype}; "  # type: ignore[attr-defined]
-        f"jaxscale sample {made.path} --prompt ..."
-    )
+        then = f"in Python, js.load({str(made.path)!r}).generate([1, 2, 3]).ids"
+    of = f"{made.info['family']}, {model.param_count():,} parameters in {model.param_dtype}"  # type: ignore[attr-defined]
+    print(f"{made.path}: {of}; {then}")
     return 0

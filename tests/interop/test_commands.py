@@ -50,6 +50,15 @@ def test_it_has_no_held_out_documents_to_be_evaluated_on(imported, capsys):
     assert "was imported, and has no held-out documents" in capsys.readouterr().err
 
 
+def test_what_is_suggested_for_a_model_without_a_tokenizer_works(tmp_path, capsys):
+    folder = hf_folder.write_folder(tmp_path / "theirs")
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "jaxscale sample" not in said
+    ids = eval(said.partition("in Python, ")[2], {"js": js})
+    assert ids and all(isinstance(i, int) for i in ids)
+
+
 def test_merging_a_run_without_adapters_is_said(imported, tmp_path, capsys):
     assert main(["merge", str(imported), str(tmp_path / "merged")]) == 0
     assert "has no adapters" in capsys.readouterr().err

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         help="measure this machine, as a hardware file",
         description="Measures matrix products, copies, transfers to the host and collectives on all devices of this "
         "machine, all at work at once, and says where repeats disagree. With --out, writes the hardware file that "
-        '"FILE:8" names wherever a topology is asked for.',
+        '"FILE:8" names wherever a topology is asked for ("FILE:1" alone where it was one device, which has no links).',
         formatter_class=TEXT,
     )
     parser.add_argument("--out", metavar="FILE", help="write the hardware file, as my.json")

@@ -13,11 +13,13 @@ help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
 	@echo 'make test      install, then run the tests (ARGS="-k layout" chooses some)'
 	@echo 'make lint      install, then ruff and mypy'
-	@echo 'make gpu-gate  install (Python 3.12 or newer), then compile every GPU kernel for an H200 that is not here'
+	@echo 'make gpu-gate  install (Python 3.12 or newer: add PYTHON=python3.12 VENV=.venv-312), then compile every GPU kernel for an'
+	@echo '               H200 that is not here'
 	@echo 'make install   install into $(VENV) (EXTRAS=dev,tpu chooses what with)'
 	@echo 'make clean     remove environments and caches; runs/ stays'
 	@echo
-	@echo 'PYTHON=/path/to/python3.12 chooses the interpreter, VENV=.venv-other the environment.'
+	@echo 'PYTHON=/path/to/python3.12 chooses the interpreter, VENV=.venv-312 the environment; without VENV, .venv is made'
+	@echo 'anew where it has another Python.'
 
 demo: install-$(or $(EXTRAS),plot)
 	@'$(VENV)/bin/jaxscale' train experiments/demo.gin --devices 8 --continue

@@ -317,10 +317,12 @@ def correctness(out: Path, minutes: float) -> int:
     file = next(out / name for name in names if not (out / name).exists())  # each run's data are others
     command = [sys.executable, "-m", "tests.pallas_kernels.on_device"]
     command += ["--out", str(file.resolve()), "--seconds", f"{60 * minutes:.0f}"]
-    try:
-        return subprocess.run(command, cwd=measure.ROOT, env=measure.environment()).returncode
-    except KeyboardInterrupt:
-        return 130  # it has said so itself
+    process = subprocess.Popen(command, cwd=measure.ROOT, env=measure.environment())
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # it has been told as well, and ends in a moment
+            continue
 
 
 def main() -> int:

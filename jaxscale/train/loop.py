@@ -295,7 +295,8 @@ class Loop:
         if not self.profiling:
             return
         self.profiling = False
-        jax.block_until_ready(jax.live_arrays())
+        # jax 0.11 counts donated arrays among the live ones
+        jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
         jax.profiler.stop_trace()
         self.reporter.say(f"a profile is in {self.run.path / 'profile'}")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.aot import kernel_reports, why_no_gpu
-from pallas_kernels.dispatch import KernelError, Target, interpreted, on_device
+from pallas_kernels.dispatch import JAX_VERSION, KernelError, Target, interpreted, on_device
 from pallas_kernels.flash_attention import Blocks, flash_attention
 from pallas_kernels.flash_attention.gpu_walk import Walk
 from pallas_kernels.flash_attention.masks import FULL, SKIP, visits
@@ -120,11 +120,12 @@ def test_what_it_does_not_take_is_refused_with_the_reason(change, says):
         flash_attention(q, k, v, implementation="mosaic_gpu", **options)
 
 
+SPILLS = pytest.mark.skipif(JAX_VERSION < (0, 12), reason="with jax 0.11 it spills, as the README says")
 GATE = [
     "128/128 packed window forward",
     "128/128 packed window backward",
     "64/64 packed softcap backward",
-    "256/256 odd packed both sides backward",
+    pytest.param("256/256 odd packed both sides backward", marks=SPILLS),
     "128/128 deterministic backward",
 ]
 

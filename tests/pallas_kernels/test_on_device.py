@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch, withdrawn
-from tests.pallas_kernels import device_check, misbehaving, on_device, parity
+from tests.pallas_kernels import device_check, device_rows, misbehaving, on_device, parity
 from tests.pallas_kernels.misbehaving import half_written, one_row_wrong, program, raises, refused, right, unlike, wrong
 from tests.pallas_kernels.on_device import Lane, Process, Task
 
@@ -236,7 +236,7 @@ def test_every_row_has_an_entry_that_withdraws_what_it_ran(table):
             jax.eval_shape(made.ours("xla"), *made.arrays)
         for part in work.parts:
             row = device_check._row(work, "xla", part, "WRONG")
-            table.write_text(json.dumps(on_device.withdrawals([row], RUN)))
+            table.write_text(json.dumps(device_rows.withdrawals([row], RUN)))
             withdrawn._read.cache_clear()
             hit = [c for c in ran.values() if withdrawn.why(c.op, "xla", "cpu", dict(c.case))]
             assert hit, (work.name, part)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import logging
 import os
 import re
 import tempfile
@@ -22,6 +23,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from pallas_kernels.dispatch import JAX_VERSION, KernelError
+
+log = logging.getLogger("pallas_kernels")
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory that one block may use on Hopper."""
@@ -200,7 +203,11 @@ def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
         except jax.errors.JaxRuntimeError as e:
             if "No supported config found" not in str(e):
                 raise
-            # Of some products that XLA gives to Triton it tells how only by trying on a device: to cuBLAS with them.
+            # Of some products that XLA gives to Triton it tells how only by trying on a device.
+            log.warning(
+                "without a GPU to try, XLA finds no Triton configuration for a product: this program's go to cuBLAS, "
+                "and a GPU may run and hold them otherwise"
+            )
             return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
 
 

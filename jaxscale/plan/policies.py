@@ -100,7 +100,7 @@ def choose(
     if not configs:
         raise ConfigError(f"the model takes none of the memory policies {', '.join(policies)}; give others")
     found = {n: estimate(c, topology) for n, c in configs.items()}
-    # what keeps all moves more bytes than it saves arithmetic, where another makes no product twice either
+    # By the bytes counted in compiled programs what keeps all moves more, and saves no product; no device has timed it.
     whole = {n: MemoryPolicy.of(policies[n]).keeps_all for n in found}
     order = sorted(found, key=lambda n: (found[n].extra_flops, found[n].host, whole[n], -found[n].device))
     last = min(order, key=lambda n: found[n].device)

@@ -33,7 +33,7 @@ def _double(block):
     return pl.pallas_call(kernel, out_shape=X, grid=(16 // block[0],), in_specs=[spec], out_specs=spec)
 
 
-def test_products_that_triton_would_have_to_try_are_compiled_by_cublas():
+def test_products_that_triton_would_have_to_try_are_compiled_by_cublas_and_that_is_said(caplog):
     asked = []
 
     class Lowered:
@@ -45,6 +45,7 @@ def test_products_that_triton_would_have_to_try_are_compiled_by_cublas():
 
     assert aot.compile_lowered(Lowered(), [types.SimpleNamespace(platform="gpu")]) == "program"
     assert len(asked) == 2 and asked[1]["xla_gpu_autotune_level"] == 0
+    assert "this program's go to cuBLAS" in caplog.text
 
 
 @TPU

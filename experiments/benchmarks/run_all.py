@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib.util
 import itertools
 import json
@@ -325,6 +326,12 @@ def correctness(out: Path, minutes: float) -> int:
             continue
 
 
+def nearest(word: str, words: Sequence[str]) -> str:
+    """Asks whether the nearest of these was meant; "" where none is near."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="the folder for results")
@@ -333,7 +340,10 @@ def main() -> int:
     parser.add_argument("--correctness", action="store_true", help="whether it is right, not how fast it is")
     parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="take a run's results into the repository")
-    args = parser.parse_args()
+    args, unread = parser.parse_known_args()
+    if unread:
+        options = [name for action in parser._actions for name in action.option_strings]
+        parser.error(f"there is no {unread[0]}{nearest(unread[0], options)}")
     if args.publish:
         publish(args.publish)
         return 0
@@ -342,7 +352,7 @@ def main() -> int:
     names = [job.name for job in JOBS]
     chosen = args.only.split(",") if args.only else names
     if unknown := set(chosen) - set(names):
-        parser.error(f"--only {min(unknown)}: there are {', '.join(names)}")
+        parser.error(f"--only {min(unknown)}: there are {', '.join(names)}{nearest(min(unknown), names)}")
     if args.correctness and (args.only or args.resume):
         parser.error("--only and --resume are for benchmarks, and --correctness checks everything anew")
     if args.minutes <= 0:

@@ -170,6 +170,18 @@ def test_figures_of_each_device_stand_in_all_readmes(run_all, tmp_path, monkeypa
             assert "on one NVIDIA H100 80GB HBM3" in text and "on one NVIDIA H200" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--only", "atention"], "did you mean attention?"), (["--corectness"], "did you mean --correctness?")],
+)
+def test_a_misspelt_word_gets_the_nearest_one(run_all, tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path / "out"), *words])
+    with pytest.raises(SystemExit):
+        run_all.main()
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_summary_counts_verdicts_and_names_the_ends(run_all, tmp_path):
     found = ran(run_all, tmp_path, rows("first", "raise"))
     said = "2 of xla, asked 1.5 (first)"

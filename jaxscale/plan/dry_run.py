@@ -11,7 +11,7 @@ import jax
 
 from jaxscale.layout import describe
 from jaxscale.plan.compile import lower_step
-from jaxscale.train import TrainConfig, blueprint_of
+from jaxscale.train import TrainConfig, blueprint_of, model_flops
 from jaxscale.train.report import human_bytes
 
 
@@ -79,7 +79,7 @@ def dry_run(config: TrainConfig) -> DryRun:
         rows=config.batch_size,
         tokens=config.batch_size * config.seq_len,
         micro_batches=config.accumulate,
-        flops=config.model.flops(config.batch_size, config.seq_len),
+        flops=model_flops(config),
         parameter_bytes=sum(
             row.bytes_per_device for tree in (blueprint.infos, blueprint.frozen) for row in describe(tree, layout)
         ),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxscale.layout import Layout
 from jaxscale.plan.compile import abstract_batch
@@ -128,14 +129,16 @@ def of_jaxpr(closed: Any, *, platform: str | None = None) -> Flops:
     """Counts a jaxpr's operations.
 
     Scans are multiplied out, a body under `shard_map` runs on every device of its mesh axes, of branches the longest is
-    counted, a Pallas kernel by the cost it declares. What moves or compares (gathers, casts, collectives) is none.
+    counted, a Pallas kernel by the cost it declares. What moves or compares (gathers, casts, collectives) is none, nor
+    what no result depends on, which compilers leave out (the gradients of frozen weights).
 
     Args:
       closed: a `jax.core.ClosedJaxpr`.
       platform: "tpu", "cuda" or "cpu", where a function has a branch for each; by default that of the device in scope.
     """
     walk = _Walk(platform or device().platform)
-    walk.jaxpr(closed.jaxpr, _Place(), 1, True)
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    walk.jaxpr(jaxpr, _Place(), 1, True)
     return Flops(tuple(walk.rows()))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import Record, Trial
 from jaxscale.sweep.outcomes import plain
+from jaxscale.train import model_flops
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Prepared
@@ -39,8 +40,8 @@ def planned(prepared: Prepared) -> list[Planned]:
         records.append(Record(trial))
         config, _ = prepared.base.bind(trial.bindings)
         steps = min(trial.until or config.steps, config.steps)
-        flops = config.model.flops(config.batch_size, config.seq_len)
-        out.append(Planned(trial, steps, steps * config.batch_size * config.seq_len, float(steps * flops)))
+        tokens = steps * config.batch_size * config.seq_len
+        out.append(Planned(trial, steps, tokens, float(steps * model_flops(config))))
     return out
 
 

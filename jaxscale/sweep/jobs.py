@@ -17,7 +17,7 @@ from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Job, Trial
 from jaxscale.sweep.configs import settings_of
 from jaxscale.sweep.journal import job_file
 from jaxscale.sweep.outcomes import Outcome
-from jaxscale.train import TrainConfig, fit
+from jaxscale.train import TrainConfig, fit, model_flops
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.metrics import read_metrics
 
@@ -66,7 +66,7 @@ def config_of(job: Job) -> TrainConfig:
 
 def sizes(config: TrainConfig, steps: int) -> dict[str, float]:
     """What so many steps of a run come to: tokens, parameters and FLOPs."""
-    tokens, flops = config.batch_size * config.seq_len, config.model.flops(config.batch_size, config.seq_len)
+    tokens, flops = config.batch_size * config.seq_len, model_flops(config)
     return {"tokens": steps * tokens, "parameters": config.model.param_count(), "flops": steps * flops}
 
 

@@ -7,6 +7,7 @@ from jaxscale.train.lora import LoRA
 from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
 from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.train.prepare import blueprint_of, check, prepare, settled
+from jaxscale.train.rates import model_flops
 from jaxscale.train.run import Run, checkpoints_in, read_config
 from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.start import FromRun
@@ -38,6 +39,7 @@ __all__ = [
     "make_loss_and_grads",
     "make_params",
     "make_step",
+    "model_flops",
     "pipelined",
     "prepare",
     "read_config",

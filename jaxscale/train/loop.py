@@ -18,8 +18,8 @@ from jaxscale.train import agree
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.guards import RollBack, Skips, Watched
 from jaxscale.train.guards.skips import SKIPS
-from jaxscale.train.peaks import peak_flops
 from jaxscale.train.prepare import Prepared
+from jaxscale.train.rates import model_flops, peak_flops
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import Run
@@ -58,7 +58,7 @@ class Loop:
         self.now = self.furthest = self.returns = 0
         self.step = prepared.step_of(config)
         self.evaluate = prepared.eval_of(config)
-        self.flops = config.model.flops(config.batch_size, config.seq_len)
+        self.flops = model_flops(config)
         devices = 1 if config.layout is None else config.layout.devices
         peak = peak_flops(jax.devices()[0])
         self.peak = None if peak is None else peak * devices

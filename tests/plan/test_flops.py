@@ -15,6 +15,7 @@ import jaxscale as js
 from jaxscale.models import presets
 from jaxscale.nn import GELU, MixtureOfExperts, SoftmaxRouter
 from jaxscale.plan import flops
+from jaxscale.train import FromRun, LoRA, model_flops
 
 B, S, E, H, K, D, F, V = 4, 16, 32, 4, 2, 8, 48, 64
 TINY = dict(depth=2, vocab=V, width=E, heads=H, head_dim=D, hidden=F)
@@ -174,7 +175,7 @@ def test_convolutions_and_both_ragged_products():
     sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
     product = lambda x, w, s: jnp.sum(jax.lax.ragged_dot(x, w, s))  # noqa: E731
     assert flops.count(product, rows, groups, sizes).matmul == 2 * 12 * 8 * 5
-    assert flops.count(jax.grad(product, (0, 1)), rows, groups, sizes).matmul == 3 * 2 * 12 * 8 * 5
+    assert flops.count(jax.value_and_grad(product, (0, 1)), rows, groups, sizes).matmul == 3 * 2 * 12 * 8 * 5
 
 
 def test_elementwise_work_is_one_for_each_element():
@@ -220,3 +221,12 @@ def test_counts_print_and_are_json():
     with console.capture() as capture:
         console.print(found)
     assert "attn/qkv" in capture.get() and "recomputed" in capture.get()
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("targets", [("*",), ("q", "out")], ids=["all", "some"])
+def test_adapters_save_what_the_formula_says(name, targets):
+    whole = run_of(dataclasses.replace(ARCHITECTURES[name][0], memory="none"))
+    adapted = dataclasses.replace(whole, start=FromRun("runs/base"), adapters=LoRA(rank=3, targets=targets))
+    saved = flops.of_step(whole).matmul - flops.of_step(adapted).matmul
+    assert model_flops(whole) - model_flops(adapted) == saved

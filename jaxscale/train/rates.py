@@ -1,0 +1,36 @@
+"""What the rate of a step is told by: the operations that its model needs, and the peak of the device at hand."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxscale.hardware import chip_of
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.state import describe_model
+
+_WITHOUT_WEIGHTS = ("scores", "attn_out")
+"""Products of a model's `products` whose two operands are both activations."""
+
+
+def model_flops(config: TrainConfig) -> int:
+    """Matrix-multiplication FLOPs that a training step of a run needs, over the whole machine.
+
+    Three forward passes (PaLM, Chowdhery et al. 2022, appendix B; attention's causal pairs only, see
+    `Transformer.flops`). With adapters the frozen weights have no gradient, so that their products count twice and not
+    three times, and the adapters' own count three times (Hu et al. 2021): about two thirds.
+    """
+    model, rows, seq = config.model, config.batch_size, config.seq_len
+    if config.adapters is None:
+        return model.flops(rows, seq)
+    forward = model.flops(rows, seq, training=False)
+    products = model.products(rows, seq) if hasattr(model, "products") else {}
+    between = sum(products.get(name, 0) for name in _WITHOUT_WEIGHTS)  # both operands have a gradient
+    adapters = config.adapters.adapt(*describe_model(model)).adapters
+    beside = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adapters))
+    return 2 * forward + between + 3 * beside
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """The device's datasheet bf16 FLOP/s, or `None` where it is not known (a CPU)."""
+    chip = chip_of(device.device_kind)
+    return None if chip is None else chip.flops["bfloat16"]

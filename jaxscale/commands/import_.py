@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, no_bindings
+from jaxscale.commands.shared import TEXT, continuing, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -59,10 +59,6 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     }
     made = import_checkpoint(args.source, args.out, **told)
     model = made.config.model
-    then = f"jaxscale sample {made.path} --prompt ..."
-    if not (made.path / "hf" / "tokenizer.json").is_file():
-        print("jaxscale: there is no tokenizer.json: the model takes token ids, and no text", file=sys.stderr)
-        then = f"in Python, js.load({str(made.path)!r}).generate([1, 2, 3]).ids"
     of = f"{made.info['family']}, {model.param_count():,} parameters in {model.param_dtype}"  # type: ignore[attr-defined]
-    print(f"{made.path}: {of}; {then}")
+    print(f"{made.path}: {of}; {continuing(made)}")
     return 0

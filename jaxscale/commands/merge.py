@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, no_bindings
+from jaxscale.commands.shared import TEXT, continuing, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -42,5 +42,5 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         print(f"jaxscale: {whole.path} has no adapters; its parameters are written as they are", file=sys.stderr)
     layout = None if args.layout is None else Layout(args.layout)
     made = merge(whole, args.out, step=args.step, layout=layout)
-    print(f"{made.path}: {made.config.model.param_count():,} parameters; jaxscale sample {made.path} --prompt ...")
+    print(f"{made.path}: {made.config.model.param_count():,} parameters; {continuing(made)}")
     return 0

@@ -13,7 +13,7 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxscale.layout import Layout
-    from jaxscale.train import TrainConfig
+    from jaxscale.train import Run, TrainConfig
 
 TEXT = argparse.RawDescriptionHelpFormatter
 
@@ -142,3 +142,12 @@ def no_bindings(args: argparse.Namespace, bindings: list[str]) -> None:
     if bindings:
         name = bindings[0].partition(" =")[0]
         raise ConfigError(f"{args.command} takes a run or a schedule as it is; leave out --gin.{name}")
+
+
+def continuing(made: Run) -> str:
+    """How to have a run just written continue a text; in ids where no tokenizer came along, which is said."""
+    own = made.path / "hf"
+    if own.is_dir() and not (own / "tokenizer.json").is_file():
+        print("jaxscale: there is no tokenizer.json: the model takes token ids, and no text", file=sys.stderr)
+        return f"in Python, js.load({str(made.path)!r}).generate([1, 2, 3]).ids"
+    return f"jaxscale sample {made.path} --prompt ..."

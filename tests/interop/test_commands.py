@@ -57,6 +57,8 @@ def test_what_is_suggested_for_a_model_without_a_tokenizer_works(tmp_path, capsy
     assert "jaxscale sample" not in said
     ids = eval(said.partition("in Python, ")[2], {"js": js})
     assert ids and all(isinstance(i, int) for i in ids)
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    assert "in Python, js.load(" in capsys.readouterr().out
 
 
 def test_merging_a_run_without_adapters_is_said(imported, tmp_path, capsys):

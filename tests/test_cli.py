@@ -189,6 +189,17 @@ def test_sample_without_temperature_is_the_runs_own(run, finished_run):
     assert out == finished_run.sample("def ", 8, temperature=0) + "\n"
 
 
+def test_sample_chooses_as_the_checkpoint_came_and_says_so(run, finished_run, monkeypatch):
+    monkeypatch.setattr(js.Run, "choice", {"temperature": 0.0, "repetition_penalty": 1.5, "top_k": 3})
+    words = ("sample", finished_run.path, "--prompt", "def ", "--tokens", "8")
+    _, out, errors = run(*words)
+    assert out[4:-1] == finished_run.generate("def ", max_tokens=8, temperature=0, repetition_penalty=1.5).text
+    assert "jaxscale: temperature 0, repetition penalty 1.5, of its generation_config.json" in errors
+    _, out, errors = run(*words, "--temperature", "2", "--repetition-penalty", "1", "--top-k", "0")
+    assert out[4:-1] == finished_run.generate("def ", max_tokens=8, temperature=2).text
+    assert "generation_config" not in errors
+
+
 def test_explain_prints_the_tensor_table(run, transformer_gin):
     code, out, _ = run("explain", transformer_gin)
     assert code == 0
@@ -289,7 +300,7 @@ def test_the_version_is_shown(capfd):
         (["sample", "nowhere"], ["nowhere is not a run folder"]),
         (["sample", "RUN", "--tokens", "0"], ["tokens = 0"]),
         (["sample", "RUN", "--temperature", "-1"], ["temperature = -1"]),
-        (["sample", "RUN", "--top-k", "0"], ["top_k = 0"]),
+        (["sample", "RUN", "--top-k", "-1"], ["top_k = -1"]),
         (["sample", "RUN", "--seed", "-1"], ["seed = -1"]),
         (["sample", "RUN", "--gin.train.seed=3"], ["as it is", "--gin.train.seed"]),
         (["explain"], ["name a gin file"]),

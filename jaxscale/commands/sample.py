@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxscale.infer.completion import Completion
 
 _MOST = 400
+_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def add(commands: Any) -> None:
@@ -25,7 +26,8 @@ def add(commands: Any) -> None:
         description="Continues a text with the newest checkpoint of a run, and prints it as it comes.\nSeveral, "
         'of --prompts FILE (a line each; of a .jsonl, its field "prompt") or -n, are computed side by side and '
         "printed one after the other; with --json a line of JSON each.\nA text may become longer than those that the "
-        "model was trained on: rotary positions go on, learned ones end, and the text with them; either is said.\n\n"
+        "model was trained on: rotary positions go on, learned ones end, and the text with them; either is said.\n"
+        "Temperature, cuts and penalty are by default those of an imported checkpoint's generation_config.json.\n\n"
         '  jaxscale sample runs/demo-1 --prompt "def " --temperature 0.6 --top-p 0.9 --stop "\\n\\n"\n'
         '  jaxscale sample runs/demo-1 --prompts prompts.txt --json --mesh "tensor=4" --devices 8\n'
         "  jaxscale sample runs/large --draft runs/small --draft-tokens 6",
@@ -44,12 +46,12 @@ def add(commands: Any) -> None:
         metavar="N",
         help="how many to add (default: 400, or up to the length that the model was trained on)",
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, help="sample among this many likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, help="among the likeliest that reach this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="among those of this share of the likeliest one's")
+    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, help="sample among this many likeliest tokens; 0 is all")
+    parser.add_argument("--top-p", type=float, help="among the likeliest that reach this probability")
+    parser.add_argument("--min-p", type=float, help="among those of this share of the likeliest one's")
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1, tokens of the text become rarer"
+        "--repetition-penalty", type=float, metavar="X", help="above 1, tokens of the text become rarer"
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help='end before this text; "\\n" is a new line'
@@ -95,16 +97,21 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"--rows {args.rows}: must be at least 1")
     if args.logprobs and not args.json:
         raise ConfigError("--logprobs shows in JSON alone; add --json")
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_end", "logprobs")
+    choice = {name: getattr(args, name) for name in _CHOICE if getattr(args, name) is not None}
+    if choice.get("top_k") == 0:
+        choice["top_k"] = None
     settings = Sampling(
         max_tokens=_MOST if args.tokens is None else args.tokens,
         stop=tuple(_unescaped(s) for s in args.stop),
         seed=args.seed,
-        **{name: getattr(args, name) for name in names},
+        ignore_end=args.ignore_end,
+        logprobs=args.logprobs,
+        **choice,
     )
+    trained = load(args.run)
+    settings = dataclasses.replace(settings, **_choice(trained, choice))
     each = [dataclasses.replace(settings, seed=(args.seed + i) % 2**32) for i in range(args.n)]
     prompts = [args.prompt or ""] if args.prompts is None else _read(args.prompts)
-    trained = load(args.run)
     template = ChatTemplate.read(trained.path / "hf") if args.chat else None
     tokenizer: Any = trained.tokenizer if args.chat else None
     ids_of = lambda p: (  # noqa: E731
@@ -125,6 +132,17 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         share = printer.last.acceptance or 0.0
         print(f"jaxscale: {share:.0%} of the draft's proposals were accepted", file=sys.stderr)
     return 0
+
+
+def _choice(trained: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """How tokens are chosen: as asked, else as the checkpoint came with it, which is said."""
+    own = {name: value for name, value in trained.choice.items() if name not in asked}
+    if asked.get("temperature", own.get("temperature")) == 0:  # nothing is cut off from the likeliest
+        own = {name: value for name, value in own.items() if name in ("temperature", "repetition_penalty")}
+    if own:
+        told = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in own.items())
+        print(f"jaxscale: {told}, of its generation_config.json", file=sys.stderr)
+    return {"temperature": 0.8, **own, **asked}
 
 
 class _Printer:

@@ -55,6 +55,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-requests", type=int, metavar="TEXTS", help="that wait or run at once (default 256)")
     parser.add_argument("--max-time", type=float, metavar="SECONDS", help="for an answer (default 600)")
     parser.add_argument("--drain", type=float, metavar="SECONDS", help="for what runs, at the end (default 30)")
+    parser.add_argument(
+        "--neutral",
+        action="store_true",
+        help="a request that says nothing is sampled at temperature 1, uncut, whatever generation_config.json has",
+    )
     parser.add_argument("--quiet", action="store_true", help="no line for each request")
     parser.set_defaults(run_command=run)
 
@@ -75,8 +80,13 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     }
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     trained = load(args.run)
-    served = served_by(trained, args.name, args.length)  # what is wrong with the folder is said before anybody listens
+    served = served_by(
+        trained, args.name, args.length, choice=not args.neutral
+    )  # what is wrong with the folder is said before anybody listens
     layout = None if args.mesh is None else Layout(args.mesh)
+    if served.choice:
+        told = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
+        print(f"jaxscale: a request's defaults, of generation_config.json: {told} (--neutral: none)", file=sys.stderr)
     with Server(host=args.host, port=args.port, key=_key(args), limits=limits) as server:
         print(f"jaxscale: listening at {server.url}; loading the model, and compiling", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}

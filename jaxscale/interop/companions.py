@@ -30,6 +30,7 @@ FILES = (
     "tokenizer.model",
 )
 """Copied as they are."""
+_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def copy_companions(folder: Path, out: Path, but: Sequence[str] = ()) -> list[str]:
@@ -91,6 +92,19 @@ class Companions:
             if said is not None:
                 return tuple(int(i) for i in (said if isinstance(said, list) else [said]))
         return (self.tokenizer.eos_id,)
+
+    @cached_property
+    def choice(self) -> dict[str, Any]:
+        """How the generation config has tokens chosen, by the names of `Sampling`; what it leaves out is not there.
+
+        Of one that says `"do_sample": false` only the penalty is for its texts.
+        """
+        said = self._json(GENERATION)
+        names = _CHOICE if said.get("do_sample") is not False else _CHOICE[-1:]
+        found = {name: said[name] for name in names if said.get(name) is not None}
+        return {
+            name: value for name, value in found.items() if name != "top_k" or value not in (0, -1)
+        }  # which are all
 
     @cached_property
     def opening(self) -> tuple[int, ...]:

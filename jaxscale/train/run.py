@@ -17,8 +17,9 @@ import jax
 
 from jaxscale import config as gin_config
 from jaxscale.data import HFTokenizer, Tokenizer
-from jaxscale.errors import ConfigError, RunError, near
+from jaxscale.errors import ConfigError, DataError, RunError, near
 from jaxscale.interop import Companions, copy_companions
+from jaxscale.interop.companions import GENERATION
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import averaged, averages, state_infos
 from jaxscale.train.checkpoints import Checkpoints
@@ -105,6 +106,22 @@ class Run:
         imported = self.imported
         return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How those who made an imported checkpoint choose tokens: settings for `generate`, of its generation config.
+
+        Raises:
+          DataError: one of them is out of its range.
+        """
+        from jaxscale.infer.sampling import Sampling  # the same floor: only when asked
+
+        found = {} if self.imported is None else self.imported.choice
+        try:
+            Sampling(**found)
+        except ConfigError as e:
+            raise DataError(f"{self.path / HF / GENERATION}: {str(e).removeprefix('Sampling.')}") from None
+        return found
+
     def prompt_ids(self, prompt: str) -> Any:
         """The ids that a prompt starts from, int32: what opens a text (here the end of the one before), and the text's.
 
@@ -112,7 +129,7 @@ class Run:
           ConfigError: the model does not know one of them.
           DataError: the text cannot be encoded.
         """
-        from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
+        from jaxscale.infer.loaded import text_ids
 
         imported = self.imported
         return text_ids(self.config, prompt, None if imported is None else imported.prompt_ids(prompt))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import logging
@@ -15,6 +16,7 @@ import pytest
 from jaxscale.data import ByteTokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.infer.serve import Limits, Served, Server
+from jaxscale.infer.serve.asked import read_completion
 from tests.truth.errors import raises_saying
 from tests.truth.fake_engine import FakeEngine
 
@@ -150,6 +152,14 @@ def test_fields_that_ask_for_nothing_are_taken(server):
         "user": "me",
     }
     assert call(server, body={"prompt": "a", "model": "letters"} | neutral)[0] == 200
+
+
+def test_what_a_request_leaves_out_is_as_the_checkpoint_came():
+    served = dataclasses.replace(SERVED, choice={"temperature": 0.6, "top_k": 20})
+    read = lambda **fields: read_completion(json.dumps({"prompt": "a", **fields}).encode(), served, 100, 8)  # noqa: E731
+    chosen = [(s.temperature, s.top_k, s.top_p) for s in (t.common.sampling for t in (read(), read(temperature=1)))]
+    assert chosen == [(0.6, 20, 1.0), (1.0, 20, 1.0)]
+    assert [read(top_k=k).common.sampling.top_k for k in (0, -1, 5)] == [None, None, 5]
 
 
 def test_another_model_is_not_here(server):

@@ -9,6 +9,7 @@ import pytest
 from jaxscale.errors import DataError
 from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.companions import FILES
+from jaxscale.train import Run
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -54,6 +55,31 @@ def test_texts_end_where_generation_config_says_else_config_else_the_tokenizer(f
     (folder / "generation_config.json").unlink()
     (folder / "config.json").write_text("{}")
     assert _about(folder, eos_token="<|im_end|>").end_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    "said, choice",
+    {
+        "cuts": (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+            dict(temperature=0.6, top_k=20, top_p=0.95),
+        ),
+        "all": ({"temperature": 0.7, "top_k": 0}, dict(temperature=0.7)),
+        "greedy": ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, dict(repetition_penalty=1.1)),
+        "nothing": ({"eos_token_id": 2, "top_p": None}, {}),
+    }.values(),
+    ids=["cuts", "all", "greedy", "nothing"],
+)
+def test_tokens_are_chosen_as_generation_config_says(folder, said, choice):
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    assert Companions(folder).choice == choice
+
+
+def test_a_choice_out_of_its_range_names_the_file(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
+    with pytest.raises(DataError, match=r"hf/generation_config.json: top_p = 1.5: must be above 0 and at most 1"):
+        _ = Run(tmp_path).choice
 
 
 def test_without_a_tokenizer_there_are_ids_only(folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Served:
       encode: ids of a prompt's text, with what opens a text.
       chat: ids of a conversation, up to where the assistant begins to speak; `None` when the model has no template.
       end_ids: which end a text.
+      choice: fields of `Sampling` for a request that says nothing of them.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Served:
     encode: Callable[[str], Sequence[int]]
     chat: Callable[[list[Message]], Sequence[int]] | None = None
     end_ids: frozenset[int] = frozenset()
+    choice: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def read_completion(body: bytes, served: Served, longest: int, most: int) -> Ask
             fields.sampling("logprobs", int, "a whole number from 0 to 20", None, "logprobs")
         return shown
 
-    common = fields.common(max_names=("max_tokens",), max_default=16, logprobs=logprobs)
+    common = fields.common(max_names=("max_tokens",), max_default=16, logprobs=logprobs, choice=served.choice)
     prompts = _prompts(fields.take("prompt", (str, list), "text, token ids, or a list of either", ""))
     echo = fields.take("echo", bool, "true or false", False)
     if echo and common.logprobs is not None:
@@ -105,7 +107,7 @@ def read_chat(body: bytes, served: Served, longest: int, most: int) -> Asked:
         return top.get("logprobs", 0) if wanted else None
 
     names = ("max_completion_tokens", "max_tokens")
-    common = fields.common(max_names=names, max_default=None, logprobs=logprobs)
+    common = fields.common(max_names=names, max_default=None, logprobs=logprobs, choice=served.choice)
     messages = _messages(fields.take("messages", list, "a list of messages", []))
     fields.done()
     if served.chat is None:

@@ -127,7 +127,12 @@ class Fields:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def common(
-        self, *, max_names: Iterable[str], max_default: int | None, logprobs: Callable[[], int | None]
+        self,
+        *,
+        max_names: Iterable[str],
+        max_default: int | None,
+        logprobs: Callable[[], int | None],
+        choice: Mapping[str, Any],
     ) -> Common:
         """What both interfaces take.
 
@@ -135,6 +140,7 @@ class Fields:
           max_names: of the field that says how many tokens; the first one given counts.
           max_default: how many when none is given; `None` is as many as there is room for.
           logprobs: reads their own fields for that.
+          choice: of `Sampling`, for what is not given.
 
         Raises:
           ApiError: a field that is of another kind, or out of range.
@@ -147,10 +153,11 @@ class Fields:
         if not settings and max_default is not None:
             settings["max_tokens"] = max_default
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            settings |= self.sampling(name, _NUMBER, "a number", None, name)
+            settings |= self.sampling(name, _NUMBER, "a number", choice.get(name), name)
         if self._given.get("top_k") in (0, -1):  # how others say: all
             del self._given["top_k"]
-        settings |= self.sampling("top_k", int, whole, None, "top_k")
+        else:
+            settings |= self.sampling("top_k", int, whole, choice.get("top_k"), "top_k")
         settings |= self.sampling("ignore_eos", bool, "true or false", None, "ignore_end")
         settings["stop"] = self._stop()
         seed = self.take("seed", int, whole)

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("jaxscale.serve")
 
 
-def served_by(run: Run, name: str | None = None, length: int | None = None) -> Served:
+def served_by(run: Run, name: str | None = None, length: int | None = None, *, choice: bool = True) -> Served:
     """A run's model as clients know it.
 
     Args:
       run: the run.
       name: what clients call it; by default its folder's name.
       length: tokens that a text may have; by default what the model was trained on.
+      choice: a request that says nothing of temperature, cuts or penalty gets those that the checkpoint came with.
+
+    Raises:
+      DataError: it came without a tokenizer, or its generation config has a number out of its range.
     """
     tokenizer: Any = run.tokenizer
     if length is not None:
@@ -42,6 +46,7 @@ def served_by(run: Run, name: str | None = None, length: int | None = None) -> S
         encode=lambda text: prompt_ids(run, text).tolist(),
         chat=None if template is None else lambda messages: template.ids(messages, tokenizer).tolist(),
         end_ids=frozenset(run.end_ids),
+        choice=run.choice if choice else {},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -197,6 +198,38 @@ def test_shared_pages_save_work_and_change_nothing():
     (computed, out), (all_computed, all_out) = seen
     assert out == all_out == {k: v[0] for k, v in alone(requests).items()}
     assert there.stats.shared == all_computed - computed == 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        (None, Paged(page=4, pages=14)),
+        (None, Contiguous()),
+        ("data=2,tensor=2,context=2", Paged(page=4, pages=12)),
+        ("tensor=2,pipeline=2", Paged(page=4, pages=12)),
+    ],
+    ids=["paged", "contiguous", "three axes", "pipeline"],
+)
+def test_the_tokens_of_a_scored_prompt_get_what_a_whole_pass_gives_them(mesh, how):
+    requests = list(trace(24 if mesh is None else 12, seed=5, logprobs=2))
+    asked = [dataclasses.replace(r, scored=i % 3 != 0) for i, r in enumerate(requests)]
+    there = engine(mesh, how, budget=20)
+    events, truth = run(there, asked), alone(requests)
+    agree({k: ([e.token for e in v], [e.logprob for e in v]) for k, v in events.items()}, truth)
+    whole = jax.jit(lambda ids: jax.nn.log_softmax(nnx.merge(*_model(None))(ids), axis=-1))
+    for r in asked:
+        first, *others = events[r.id]
+        assert not any(e.prompt for e in others)
+        count = len(r.prompt) - 1 if r.scored else 0
+        assert len(first.prompt) == count
+        want = np.asarray(whole(np.pad(r.prompt, (0, LENGTH - len(r.prompt)))[None]))[0]
+        for score, everybody, token in zip(first.prompt, want, r.prompt[1:], strict=False):
+            np.testing.assert_allclose(score.logprob, everybody[token], atol=2e-4)
+            likeliest = np.argsort(-everybody)[:2]
+            assert [i for i, _ in score.top] == likeliest.tolist()
+            np.testing.assert_allclose([p for _, p in score.top], everybody[likeliest], atol=2e-4)
+    if mesh is None and isinstance(how, Paged):
+        assert there.stats.preemptions > 0  # some prompts were begun twice
 
 
 def test_every_row_of_a_contiguous_cache_is_used():

@@ -128,17 +128,40 @@ def test_a_stop_string_ends_the_text_before_it(client, stream):
     assert choices[-1].finish_reason == "stop"
 
 
+def forward(stored, ids):
+    """Log-probabilities of what follows each id, float32."""
+    loaded, ids = load_model(stored), np.asarray(ids, np.int32)
+    logits = jax.jit(lambda params, ids: nnx.merge(loaded.graphdef, params)(ids))(loaded.params, ids[None])[0]
+    return np.asarray(jax.nn.log_softmax(logits.astype("float32")))
+
+
 def test_log_probabilities_are_those_of_a_forward_pass(client, stored, served):
     logprobs = complete(client, logprobs=3).choices[0].logprobs
     text = "".join(logprobs.tokens)
     ids = np.asarray(served.encode("def " + text), np.int32)
-    loaded = load_model(stored)
-    logits = jax.jit(lambda params, ids: nnx.merge(loaded.graphdef, params)(ids))(loaded.params, ids[None])[0]
-    wanted = np.asarray(jax.nn.log_softmax(logits.astype("float32")))[4:-1]
+    wanted = forward(stored, ids)[4:-1]
     np.testing.assert_allclose(logprobs.token_logprobs, wanted[np.arange(8), ids[5:]], atol=1e-4)
     for likely, row in zip(logprobs.top_logprobs, wanted, strict=True):
         np.testing.assert_allclose(sorted(likely.values(), reverse=True), np.sort(row)[::-1][:3], atol=1e-4)
     assert logprobs.text_offset == [0, *np.cumsum([len(t) for t in logprobs.tokens])[:-1]]
+
+
+@pytest.mark.parametrize(("most", "stream"), [(0, False), (1, False), (3, True)])
+def test_an_echos_log_probabilities_are_those_of_a_forward_pass(client, stored, served, most, stream):
+    text = "def f(x):\n"
+    answer = complete(client, text, max_tokens=most, echo=True, logprobs=2, stream=stream)
+    told = [part.choices[0].logprobs for part in answer] if stream else [answer.choices[0].logprobs]
+    fields = ("tokens", "token_logprobs", "top_logprobs")
+    tokens, logprobs, top = ([x for part in told for x in getattr(part, name)] for name in fields)
+    opening, *ids = served.encode(text)
+    assert tokens[0] == served.tokenizer.decode(np.asarray([opening])) and (logprobs[0], top[0]) == (None, None)
+    assert "".join(tokens[1 : 1 + len(ids)]) == text and len(tokens) == 1 + len(ids) + most
+    wanted = forward(stored, [opening, *ids])
+    np.testing.assert_allclose(logprobs[1 : 1 + len(ids)], wanted[np.arange(len(ids)), ids], atol=1e-4)
+    for likely, row in zip(top[1 : 1 + len(ids)], wanted, strict=False):
+        np.testing.assert_allclose(max(likely.values()), row.max(), atol=1e-4)  # two may have one text
+    if not stream:
+        assert answer.usage.completion_tokens == most and (most > 0 or answer.choices[0].text == text)
 
 
 def test_a_chats_log_probabilities_are_the_completions(client, served):

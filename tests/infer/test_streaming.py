@@ -80,6 +80,20 @@ def test_the_likeliest_tokens_are_those_of_the_resident_model(streamed, resident
     assert found == resident
 
 
+def test_scored_prompts_are_those_of_the_resident_model(model, kept):
+    graphdef, infos, params = model
+    streaming = StreamingEngine(graphdef, Layers(infos, OnHost(kept)), cache=Paged(8), **SIZES)
+    scores = []
+    for engine in (Engine(graphdef, params, cache=Paged(8), **SIZES), streaming):
+        engine.submit(Request(PROMPTS[0], Sampling(max_tokens=1, logprobs=2), 0, scored=True))
+        events = []
+        while engine.busy:  # the prompt is longer than a step
+            events += engine.step()
+        scores.append(events[0].prompt)
+    assert len(scores[0]) == len(PROMPTS[0]) - 1
+    np.testing.assert_allclose(*([s.logprob for s in one] for one in scores), atol=1e-5)
+
+
 def test_no_more_than_two_layers_are_ever_there(streamed, kept):
     engine, _, source = streamed
     now, peak, bound, whole = engine.resident

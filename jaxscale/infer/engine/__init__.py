@@ -2,7 +2,7 @@
 
 from jaxscale.infer.engine.engine import Engine, Stats, check_independent
 from jaxscale.infer.engine.pages import PageCounts, Pages
-from jaxscale.infer.engine.request import Event, Request, Text
+from jaxscale.infer.engine.request import Event, Request, Score, Text
 from jaxscale.infer.engine.scheduler import Batch, FirstCome, Scheduler
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Pages",
     "Request",
     "Scheduler",
+    "Score",
     "Stats",
     "Text",
     "check_independent",

@@ -21,6 +21,7 @@ from jaxscale.nn import Cache
 
 TOP = 20
 """As many of the likeliest tokens are given where somebody wants some (`Sampling.logprobs` is at most this)."""
+_PART = 32
 
 
 class Found(NamedTuple):
@@ -39,7 +40,21 @@ class Found(NamedTuple):
     steps: Int[Array, ""]
 
 
-Step = Callable[[Any, ModelCache, Told], tuple[Found, ModelCache]]
+class Scored(NamedTuple):
+    """What the model made of given tokens.
+
+    Args:
+      logprob: of each.
+      top, top_logprob: the likeliest in its place.
+    """
+
+    logprob: Float[Array, "b s"]
+    top: Int[Array, "b s t"]
+    top_logprob: Float[Array, "b s t"]
+
+
+Step = Callable[[Any, ModelCache, Told], tuple[Found, Float[Array, "b s e"], ModelCache]]
+Scores = Callable[[Any, Float[Array, "b s e"], Int[Array, "b s"]], Scored]
 Steps = Callable[[Any, ModelCache, Told, Any, Any], tuple[Found, ModelCache]]
 
 
@@ -47,8 +62,8 @@ Steps = Callable[[Any, ModelCache, Told, Any, Any], tuple[Found, ModelCache]]
 def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps]:
     """A model's compiled steps: `one(params, states, told)`, and `ahead(params, states, told, steps, until_end)`.
 
-    The second one goes on by itself: of every text, the token chosen is the next one computed, until it ends or `steps`
-    are done, with `until_end` until one has ended.
+    The first one gives the final hidden states as well, for `score_of`. The second goes on by itself: of every text,
+    the token chosen is the next one computed, until it ends or `steps` are done, with `until_end` until one has ended.
 
     Args:
       graphdef: the model.
@@ -57,11 +72,11 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
     """
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, ModelCache]:
+    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, Array, ModelCache]:
         model = nnx.merge(graphdef, params)
         hidden, states = forward(model, told.tokens, told.step, how, states)
         token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, hidden, told))
-        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1))), states
+        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1))), hidden, states
 
     @functools.partial(jax.jit, donate_argnums=1)
     def ahead(params: Any, states: ModelCache, told: Told, steps: Any, until_end: Any) -> tuple[Found, ModelCache]:
@@ -89,6 +104,31 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
         return everywhere(Found(token, logprob, top, top_logprob, i)), states
 
     return one, ahead
+
+
+@functools.lru_cache(16)
+def score_of(graphdef: nnx.GraphDef) -> Scores:
+    """A model's compiled `score(params, hidden, targets)`, see `given_tokens`."""
+    return jax.jit(lambda params, hidden, targets: given_tokens(nnx.merge(graphdef, params), hidden, targets))
+
+
+def given_tokens(model: Any, hidden: Float[Array, "b s e"], targets: Int[Array, "b s"]) -> Scored:
+    """What the model makes of the token that follows each; the logits of `_PART` columns are there at a time."""
+    b, s = targets.shape
+    k = min(TOP, model.head_weight().shape[0])
+
+    def part(columns: Int[Array, " n"]) -> tuple[Array, Array, Array]:
+        at = jnp.broadcast_to(columns, (b, *columns.shape))
+        logits = constrain(logits_at(model, hidden, at), "batch", None, None)
+        every = jax.nn.log_softmax(logits, axis=-1)
+        own = jnp.take_along_axis(every, jnp.take_along_axis(targets, at, axis=1)[..., None], axis=-1)[..., 0]
+        values, ids = lax.top_k(every, k)
+        return own, ids.astype(jnp.int32), values
+
+    n = min(_PART, s)
+    parts = jnp.minimum(jnp.arange(-(-s // n) * n), s - 1).reshape(-1, n)
+    found = [jnp.moveaxis(x, 0, 1) for x in lax.map(part, parts)]
+    return everywhere(Scored(*(x.reshape(b, -1, *x.shape[3:])[:, :s] for x in found)))
 
 
 def next_tokens(model: Any, hidden: Float[Array, "b s e"], told: Told) -> tuple[Array, Array, Array, Array]:

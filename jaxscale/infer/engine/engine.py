@@ -14,10 +14,10 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Paged, generating, init_cache
-from jaxscale.infer.engine.device import Found, steps_of
-from jaxscale.infer.engine.packing import Shape, Sizes, Told, pack
+from jaxscale.infer.engine.device import Found, Scored, score_of, steps_of
+from jaxscale.infer.engine.packing import Shape, Sizes, Told, pack, targets_of
 from jaxscale.infer.engine.pages import Pages
-from jaxscale.infer.engine.request import Event, Finish, Request, Text
+from jaxscale.infer.engine.request import Event, Finish, Request, Score, Text
 from jaxscale.infer.engine.scheduler import Batch, FirstCome, Scheduler
 from jaxscale.layout import Layout
 from jaxscale.nn import Cache
@@ -108,6 +108,7 @@ class Engine:
         with self._there():
             self._states = init_cache(model, cache, lanes, rows, length, self.length)
         self._one, self._ahead = steps_of(graphdef, cache, scheduler.ahead)  # type: ignore[arg-type]  # caches are values
+        self._score = score_of(graphdef)
         self._queue: list[Text] = []
         self._running: list[Text] = []
         self._texts: dict[Hashable, Text] = {}
@@ -185,7 +186,10 @@ class Engine:
         self._sort(batch)
         shape = self._sizes.of(batch.parts)
         told, chosen = pack(batch.parts, shape, self._sizes, self.vocab, self._ends)
-        found = self._run(shape, told, batch.ahead, batch.until_end)
+        targets, stretches = targets_of(batch.parts, shape, self._sizes.lanes)
+        found, scored = self._run(shape, told, batch.ahead, batch.until_end, targets if stretches else None)
+        for stretch in stretches:
+            _note_scores(scored, *stretch)
         for text, n in batch.parts:
             text.kept += n
         for step in range(int(found.steps)):
@@ -203,19 +207,22 @@ class Engine:
         """Compiles every step that there can be (but of texts with a repetition penalty), so that none waits for it."""
         for shape in self._sizes.all():
             told, _ = pack((), shape, self._sizes, self.vocab, self._ends)
-            self._run(shape, told, 1, False)
+            self._run(shape, told, 1, False, np.zeros_like(told.tokens) if shape.blocks else None)
 
     # Within
 
-    def _run(self, shape: Shape, told: Told, ahead: int, until_end: bool) -> Found:
+    def _run(self, shape: Shape, told: Told, ahead: int, until_end: bool, targets: Any) -> tuple[Found, Scored | None]:
+        scored = None
         with self._there():
             if shape.blocks:
-                found, self._states = self._one(self._params, self._states, told)
+                found, hidden, self._states = self._one(self._params, self._states, told)
+                if targets is not None:
+                    scored = self._score(self._params, hidden, targets)
             else:
                 found, self._states = self._ahead(
                     self._params, self._states, told, np.int32(ahead), np.bool_(until_end)
                 )
-        return jax.device_get(found)
+        return jax.device_get((found, scored))
 
     def _there(self) -> contextlib.AbstractContextManager[Any]:
         return self.layout or contextlib.nullcontext()
@@ -259,7 +266,8 @@ class Engine:
         top = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
         if finished is not None:
             self._end(text)
-        return Event(text.request.id, token, float(found.logprob[at]), top, finished)
+        prompt = tuple(text.scores) if text.made == 1 else ()
+        return Event(text.request.id, token, float(found.logprob[at]), top, finished, prompt)
 
     def _end(self, text: Text) -> None:
         del self._texts[text.request.id]
@@ -276,6 +284,15 @@ class Engine:
         c["steps"] += steps
         c["columns"] += steps * told.tokens.size
         c["computed"] += computed
+
+
+def _note_scores(scored: Any, text: Text, lane: int, column: int, count: int) -> None:
+    """Writes down what the model made of tokens of a text's prompt."""
+    shown = text.request.sampling.logprobs
+    for i in range(column, column + count):
+        ids, logprobs = scored.top[lane, i, :shown].tolist(), scored.top_logprob[lane, i, :shown].tolist()
+        place = text.kept + i - column  # one that was sent back begins again
+        text.scores[place : place + 1] = [Score(float(scored.logprob[lane, i]), tuple(zip(ids, logprobs, strict=True)))]
 
 
 def _room(layout: Layout | None, cache: Cache, rows: int, length: int, budget: int) -> tuple[Pages, Sizes, int, int]:

@@ -178,6 +178,25 @@ def pack(
     return told, chosen
 
 
+def targets_of(
+    parts: Sequence[tuple[Text, int]], shape: Shape, lanes: int
+) -> tuple[Any, list[tuple[Text, int, int, int]]]:
+    """Which token of a prompt follows each column that `pack` made of them, 0 where nobody asks.
+
+    Returns:
+      ids, int32 (lanes, width); and text, lane, first column and number of each stretch of them.
+    """
+    targets: Any = np.zeros((lanes, shape.width), np.int32)
+    used, stretches = [0] * lanes, []
+    for text, n in parts:
+        column, count = used[text.lane], min(n, text.unscored)
+        if count:
+            targets[text.lane, column : column + count] = text.tokens[text.kept + 1 : text.kept + 1 + count]
+            stretches.append((text, text.lane, column, count))
+        used[text.lane] += n
+    return targets, stretches
+
+
 def _seen(chosen: Sequence[tuple[Text, int, int]], lanes: int, places: int, vocab: int) -> Any:
     if all(text.request.sampling.repetition_penalty == 1 for text, _, _ in chosen):
         return None

@@ -92,7 +92,7 @@ class Pages:
 
     def soon(self, text: Text) -> bool:
         """Whether a running text is about to compute what this one, which waits, would have to compute first."""
-        for lane in range(self.lanes if self.sharing else 0):
+        for lane in range(self.lanes if self._shares(text) else 0):
             digests = self._digests(text, (len(text.tokens) - 1) // self.page)
             first = next((d for d in digests if d not in self._page_of[lane]), None)
             if first in self._coming[lane]:
@@ -207,10 +207,14 @@ class Pages:
             text.digests.append(hashlib.blake2b(before + own, digest_size=16).digest())
         return text.digests[:full]
 
+    def _shares(self, text: Text) -> bool:
+        """Whether it may begin with pages of others: a prompt that is scored has to be computed."""
+        return self.sharing and not text.request.scored
+
     def _known(self, text: Text, lane: int) -> list[int]:
         """Pages of its beginning that are there already."""
         known: list[int] = []
-        if self.sharing:
+        if self._shares(text):
             for digest in self._digests(text, (len(text.tokens) - 1) // self.page):
                 page = self._page_of[lane].get(digest)
                 if page is None:

@@ -50,11 +50,13 @@ class Asked:
       common: settings.
       texts: to be continued, the n of the first prompt first.
       echoes: what each answer begins with.
+      silent: nothing but that is wanted, and no token was asked for.
     """
 
     common: Common
     texts: list[Text]
     echoes: list[str]
+    silent: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,6 +78,8 @@ def read_completion(body: bytes, served: Served, longest: int, most: int) -> Ask
     """
     fields = Fields(body)
     fields.model(served.name)
+    echo = fields.take("echo", bool, "true or false", False)
+    silent = echo and fields.instead("max_tokens", 0, 1)  # a prompt's own log-probabilities come with a token after it
 
     def logprobs() -> int | None:
         shown = fields.take("logprobs", int, "a whole number from 0 to 20")
@@ -85,13 +89,12 @@ def read_completion(body: bytes, served: Served, longest: int, most: int) -> Ask
 
     common = fields.common(max_names=("max_tokens",), max_default=16, logprobs=logprobs, choice=served.choice)
     prompts = _prompts(fields.take("prompt", (str, list), "text, token ids, or a list of either", ""))
-    echo = fields.take("echo", bool, "true or false", False)
-    if echo and common.logprobs is not None:
-        raise bad("echo", "echo with logprobs is not supported here: a prompt's tokens get no log-probabilities")
     fields.done()
     ids = [_encoded(p, served) for p in prompts]
     told = [_told(p, served) if echo else "" for p in prompts]
-    return _asked(common, ids, told, "prompt", served, longest, most)
+    asked = _asked(common, ids, told, "prompt", served, longest, most)
+    texts = [t._replace(scored=True) for t in asked.texts] if echo and common.logprobs is not None else asked.texts
+    return dataclasses.replace(asked, texts=texts, silent=silent)
 
 
 def read_chat(body: bytes, served: Served, longest: int, most: int) -> Asked:

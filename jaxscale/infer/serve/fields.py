@@ -87,6 +87,13 @@ class Fields:
             raise bad(name, f"{name} = {_short(value)}: must be {wanted}")
         return value
 
+    def instead(self, name: str, value: Any, by: Any) -> bool:
+        """Whether a field has this value, in whose place another is put."""
+        found = self._given.get(name) == value and not isinstance(self._given[name], bool)
+        if found:
+            self._given[name] = by
+        return found
+
     def sampling(
         self, name: str, kinds: type | tuple[type, ...], wanted: str, default: Any, own: str
     ) -> dict[str, Any]:

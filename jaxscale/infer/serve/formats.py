@@ -98,7 +98,7 @@ def _completion_logprobs(shown: Sequence[Shown], offset: int) -> JSON:
     return {
         "tokens": [t.text for t in shown],
         "token_logprobs": [_finite(t.logprob) for t in shown],
-        "top_logprobs": [_by_text(t.top) for t in shown],
+        "top_logprobs": [None if t.logprob is None else _by_text(t.top) for t in shown],
         "text_offset": offsets,
     }
 
@@ -120,6 +120,8 @@ def _chat_logprobs(shown: Sequence[Shown]) -> JSON:
     return {"content": content, "refusal": None}
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity; OpenAI's stand-in for one that is impossible is -9999."""
+    if logprob is None:
+        return None
     return float(logprob) if math.isfinite(logprob) else -9999.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.infer.engine import Event
+from jaxscale.infer.engine import Event, Score
 from jaxscale.infer.serve.asked import Asked, Served
 from jaxscale.infer.serve.worker import Asking
 from jaxscale.infer.text import TextStream
@@ -22,13 +22,13 @@ class Shown(NamedTuple):
     Args:
       text: of the token alone; U+FFFD where it is part of a character.
       data: its bytes, where they are known.
-      logprob: by the model itself.
+      logprob: by the model itself; `None` of what a prompt begins with.
       top: the likeliest, each in the same form without a `top` of its own.
     """
 
     text: str
     data: bytes | None
-    logprob: float
+    logprob: float | None
     top: tuple[Shown, ...] = ()
 
 
@@ -62,20 +62,33 @@ def pieces(
     """
     stop = asked.common.sampling.stop
     streams = [TextStream(served.tokenizer, stop, before=text.prompt) for text in asked.texts]
-    ended = [False] * len(streams)
+    begun, ended = ([False] * len(streams) for _ in range(2))
 
     tokenizer: Any = served.tokenizer  # a frozen dataclass, so that what it tells of a token can be kept
 
+    def told(token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> Shown:
+        likeliest = tuple(Shown(*_told(tokenizer, other), p) for other, p in top)
+        return Shown(*_told(tokenizer, token), logprob, likeliest)
+
+    def prompt_of(ids: Sequence[int], scores: Sequence[Score]) -> tuple[Shown, ...]:
+        return (told(ids[0], None), *(told(i, s.logprob, s.top) for i, s in zip(ids[1:], scores, strict=True)))
+
     def piece(index: int, event: Event) -> Piece:
-        stream, text = streams[index], ""
+        stream, text, scored = streams[index], "", asked.texts[index].scored
         last = event.finished == "stop" and event.token in served.end_ids
         shown: tuple[Shown, ...] = ()
+        if scored and not begun[index]:
+            shown = prompt_of(asked.texts[index].prompt, event.prompt)
+        begun[index] = True
+        if asked.silent:
+            asking.end(index, cancel=event.finished is None)
+            ended[index] = True
+            return Piece(index, "", shown, "length")
         count[0] += 1
         if not last:
             text = stream.push(event.token)
-            if asked.common.logprobs is not None:
-                top = tuple(Shown(*_told(tokenizer, token), p) for token, p in event.top)
-                shown = (Shown(*_told(tokenizer, event.token), event.logprob, top),)
+        if asked.common.logprobs is not None and (scored or not last):  # those who score count every token
+            shown = (*shown, told(event.token, event.logprob, event.top))
         finish = event.finished
         if stream.stopped:
             asking.end(index, cancel=finish is None)

@@ -24,10 +24,11 @@ _TOGETHER = 256
 
 
 class Text(NamedTuple):
-    """What is to be continued, and how."""
+    """What is to be continued, and how; `scored` wants what the prompt's own tokens get, too."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
+    scored: bool = False
 
 
 class Gone(Exception):
@@ -189,10 +190,10 @@ class Worker:
             wait = False
 
     def _submit(self, asking: Asking) -> None:
-        for index, (prompt, sampling) in enumerate(asking.texts):
+        for index, (prompt, sampling, scored) in enumerate(asking.texts):
             id = next(self._ids)
             try:
-                self._engine.submit(Request(prompt, sampling, id))
+                self._engine.submit(Request(prompt, sampling, id, scored))
             except ConfigError as error:
                 self._cancel(asking, set(range(index)))
                 self._release(len(asking.texts) - index)

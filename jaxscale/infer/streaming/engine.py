@@ -12,7 +12,7 @@ from flax import nnx
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine import Engine, FirstCome
-from jaxscale.infer.engine.device import Found, Step, Steps, next_tokens
+from jaxscale.infer.engine.device import Found, Scored, Scores, Step, Steps, given_tokens, next_tokens
 from jaxscale.infer.engine.packing import Told
 from jaxscale.infer.forward import everywhere
 from jaxscale.infer.streaming.layers import Layers, Resident
@@ -44,7 +44,7 @@ class StreamingEngine(Engine):
         self.layers = layers
         scheduler = options.pop("scheduler", FirstCome(ahead=1))
         super().__init__(graphdef, layers.infos, layout=layout, scheduler=scheduler, **options)
-        self._one, self._ahead = streamed_steps(graphdef, layers, self.cache)
+        self._one, self._ahead, self._score = streamed_steps(graphdef, layers, self.cache)
 
     @property
     def resident(self) -> Resident:
@@ -52,8 +52,8 @@ class StreamingEngine(Engine):
         return self.layers.resident
 
 
-def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[Step, Steps]:
-    """Steps as `jaxscale.infer.engine.device.steps_of` gives them, in three programs: before, in and after the layers.
+def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[Step, Steps, Scores]:
+    """As `jaxscale.infer.engine.device` gives them: steps, in three programs (before, in, after layers), and scores.
 
     Args:
       graphdef: the model.
@@ -80,21 +80,27 @@ def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[
         return x, kept.states
 
     @jax.jit
-    def after(rest: Any, x: Any, told: Told) -> Found:
+    def after(rest: Any, x: Any, told: Told) -> tuple[Found, Any]:
         model = model_of(rest)
-        token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, model.finish(x), told))
-        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1)))
+        hidden = model.finish(x)
+        token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, hidden, told))
+        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1))), hidden
 
-    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, ModelCache]:
+    @jax.jit
+    def of_given(rest: Any, hidden: Any, targets: Any) -> Scored:
+        return given_tokens(model_of(rest), hidden, targets)
+
+    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, Any, ModelCache]:
         x, new = before(layers.rest, told), list(states)
         for run, copy, part in layers.each():
             x, new[run] = within(run, part, x, new[run], told.step, jnp.int32(copy))
             jax.block_until_ready(x)  # or more layers would be on their way than there is room for
-        return after(layers.rest, x, told), tuple(new)
+        return *after(layers.rest, x, told), tuple(new)
 
     def ahead(params: Any, states: ModelCache, told: Told, steps: Any, until_end: Any) -> tuple[Found, ModelCache]:
         if steps != 1:
             raise ConfigError(f"a scheduler wants {steps} steps at once, and layers do one; FirstCome(ahead=1)")
-        return one(params, states, told)
+        found, _, states = one(params, states, told)
+        return found, states
 
-    return one, ahead
+    return one, ahead, lambda _, hidden, targets: of_given(layers.rest, hidden, targets)

@@ -1,7 +1,7 @@
 """What `jaxscale.plan.communication.predict` says a step sends, beside what the TPU's compiled program sends.
 
     python experiments/planner_accuracy/communication.py              # compiles cell by cell; goes on where it stopped
-    python experiments/planner_accuracy/communication.py --only ring  # cells whose name has this in it
+    python experiments/planner_accuracy/communication.py --only ring  # cells with this in model-case
     python experiments/planner_accuracy/communication.py --again      # predictions anew, compiled numbers as they are
     python experiments/planner_accuracy/communication.py --table      # the table of COMMUNICATION.md
     python experiments/planner_accuracy/communication.py --full       # the same of ../parallelism's 8B and 47B models
@@ -29,6 +29,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import (
     GatherAttention,
     MixtureOfExperts,
+    MultiHeadLatent,
     RingAttention,
     TokenRingAttention,
     UlyssesAttention,
@@ -54,7 +55,29 @@ MODELS = {
     "moe": dataclasses.replace(
         DENSE, attention=dot_product_attention, mlp=MixtureOfExperts(experts=8, top_k=2, hidden=256)
     ),
+    "latent": dataclasses.replace(
+        DENSE, kv_heads=None, head_dim=None, attention_layer=MultiHeadLatent(128, None, 128, 64, 128)
+    ),
+    "latent-queries": dataclasses.replace(
+        DENSE, kv_heads=None, head_dim=None, attention_layer=MultiHeadLatent(128, 192, 128, 64, 128)
+    ),
 }
+BOTH = ("dense", "moe")
+LATENT = {
+    "latent": (
+        "fsdp",
+        "hybrid",
+        "tensor",
+        "sequence",
+        "fsdp-tensor",
+        "fsdp-sequence",
+        "keep",
+        "pipeline-fsdp",
+        "fsdp-8",
+    ),
+    "latent-queries": ("fsdp", "tensor", "fsdp-tensor"),
+}
+"""Cases of models with multi-head latent attention, as DeepSeek-V2-Lite and V3 have it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +89,14 @@ class Cell:
       topology: what it is compiled for.
       model: changes to the model.
       run: changes to the run.
-      only: models it is for; all by default.
+      only: which of `BOTH` it is for.
     """
 
     layout: js.Layout
     topology: str = "v5p:2x2x1"
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
-    only: tuple[str, ...] = tuple(MODELS)
+    only: tuple[str, ...] = BOTH
 
 
 _L = js.Layout
@@ -145,7 +168,8 @@ CASES: dict[str, Cell] = {
 
 def cells() -> list[tuple[str, str]]:
     """Model and case of each, dense ones first."""
-    return [(model, name) for model in MODELS for name, cell in CASES.items() if model in cell.only]
+    found = [(model, name) for model in BOTH for name, cell in CASES.items() if model in cell.only]
+    return found + [(model, name) for model, names in LATENT.items() for name in names]
 
 
 def config_of(model: str, case: str) -> js.TrainConfig:
@@ -250,7 +274,7 @@ def full_table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=len(cells()), help="at most so many")
-    parser.add_argument("--only", default="", help="cells whose case has this in its name")
+    parser.add_argument("--only", default="", help="cells with this in model-case")
     parser.add_argument("--hlo", type=Path, help="a folder for the programs' text")
     parser.add_argument("--again", action="store_true", help="predict anew")
     parser.add_argument("--table", action="store_true", help="the table")
@@ -267,7 +291,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
     left = args.cells
     for cell in cells():
-        if cell in rows or not left or args.only not in cell[1]:
+        if cell in rows or not left or args.only not in "-".join(cell):
             continue
         left -= 1
         about = {"commit": commit, "jax": jax.__version__, "date": datetime.date.today().isoformat()}

@@ -80,12 +80,14 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         with jax.named_scope("qkv"):
             x = constrain(x, "batch", "seq", "embed")
+            # before queries: of the cotangents that x gets, those that heads on other devices add to come side by side,
+            # and are summed over them once
+            latent = self.kv_norm(constrain(self.kv_down(x), "batch", "seq", "latent"))
+            k_turned = constrain(self.k_rotary(x), "batch", "seq", "head_dim")[:, :, None]
             q_from = x
             if self.q_down is not None and self.q_norm is not None:
                 q_from = self.q_norm(constrain(self.q_down(x), "batch", "seq", "latent"))
             q, q_turned = (constrain(m(q_from), *_HEADS) for m in (self.q, self.q_rotary))
-            latent = self.kv_norm(constrain(self.kv_down(x), "batch", "seq", "latent"))
-            k_turned = constrain(self.k_rotary(x), "batch", "seq", "head_dim")[:, :, None]
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
                 q_turned, k_turned = rotate(q_turned, cos, sin), rotate(k_turned, cos, sin)

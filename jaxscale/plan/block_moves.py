@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Boxes, TensorInfo
-from jaxscale.nn import MemoryPolicy, MixtureOfExperts, MultiHead
+from jaxscale.nn import MemoryPolicy, MixtureOfExperts, MultiHead, MultiHeadLatent
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.parallel.experts import TOKENS
 from jaxscale.plan.attention_moves import Heads, attention_moves
@@ -59,10 +59,13 @@ class Blocks:
         Raises:
           ConfigError: an attention layer that nothing is known of.
         """
-        if not isinstance(self.model.attention_layer, MultiHead):
+        latent = isinstance(self.model.attention_layer, MultiHeadLatent)
+        if not isinstance(self.model.attention_layer, MultiHead) and not (latent and not self.mover.over("seq")):
+            cut = f" of a sequence that {self.mover.layout} cuts" if latent else ""
             raise ConfigError(
-                f"what {type(self.model.attention_layer).__name__} sends is not worked out: the planner's collectives "
-                "are those of MultiHead(); `jaxscale explain --compile` reads them off the compiled program"
+                f"what {type(self.model.attention_layer).__name__} sends{cut} is not worked out: the planner's "
+                "collectives are those of MultiHead(), and of MultiHeadLatent() where no sequence is cut; "
+                "`jaxscale explain --compile` reads them off the compiled program"
             )
         inside = jax.tree.map(lambda i: dataclasses.replace(i, axes=i.axes[1:], shape=i.shape[1:]), params)
         attn, mlp = inside["attn"], inside["mlp"]
@@ -85,13 +88,15 @@ class Blocks:
         else:
             middle = self.again if not self._finds("residual_mid") or self.model.post_norm else 0
             found += self._sub_layer("attention", attn, "attention", middle)
+            found += self._latents(attn)
             if dense:
                 found += self._sub_layer("shared experts" if routed else "feed-forward", dense, "mlp", ends)
         if routed:
             found += self._experts(mlp, ends)
-        for info in jax.tree.leaves(inside):
-            if len(info.axes) == 1 and info.axes[0] != "router":
-                found += self.vector(info)
+        for name, part in inside.items():
+            for info in jax.tree.leaves(part):
+                if len(info.axes) == 1 and info.axes[0] != "router":
+                    found += self.vector(info, whole=latent and name == "attn")
         return found
 
     # --- what is made again ---
@@ -173,6 +178,22 @@ class Blocks:
         streams += mover.change(cut, between, inside, self.backward, f"{what}'s output, its cotangent gathered")
         return found + ([_as_ring(c) for c in streams] if rings else streams)
 
+    def _latents(self, params: Mapping[str, Any]) -> list[Collective]:
+        """Products out of latent attention's vectors, to whose cotangents all heads add; to the turned key's too."""
+        found, narrow = [], {}
+        for name, part in params.items():
+            kernel = part.get("kernel")
+            if kernel is not None and kernel.axes[0] == "latent_in":
+                product = self._product(kernel, given=1)
+                found += self.kernel(kernel, product.kernel_gradient(), "attention")
+                narrow["queries' vector" if name.startswith("q") else "keys' and values' vector"] = kernel.shape[0]
+        if narrow:
+            narrow["the turned key"] = self.model.attention_layer.rotary_dim
+        for what, width in narrow.items():
+            vector = TensorInfo(what, (self.rows, self.seq, width), jnp.dtype(self.model.dtype), ("batch", "seq", None))
+            found += self.mover.summed(vector, self.mover.over("heads"), self.backward, f"{what}, its cotangent summed")
+        return found
+
     def _product(self, kernel: TensorInfo, given: int) -> Product:
         """The product that a kernel stands in, of which its first dimensions are summed."""
         size = dict(zip(kernel.axes, kernel.shape, strict=True))
@@ -214,10 +235,15 @@ class Blocks:
             return [dataclasses.replace(c, times=c.times // self.accumulated) for c in found]
         return found
 
-    def vector(self, info: TensorInfo) -> list[Collective]:
-        """The gradient of a norm's scale or of a bias, float32: summed over all that it was applied to."""
+    def vector(self, info: TensorInfo, *, whole: bool = False) -> list[Collective]:
+        """The gradient of a norm's scale or of a bias, float32: summed over all that it was applied to.
+
+        Args:
+          info: it.
+          whole: of a norm, that it was applied within a sub-layer, and not to the stream.
+        """
         tokens = {"norm": ("batch", self.between), "head_dim": ("batch", "seq", "heads")}
-        over = set(self.mover.over(*tokens.get(str(info.axes[0]), ("batch", "seq"))))
+        over = set(self.mover.over(*tokens.get("" if whole else str(info.axes[0]), ("batch", "seq"))))
         used = self.mover.boxes(info)
         before = Boxes(used.split, frozenset(over - {a for s in used.split for a in s}))
         wide = dataclasses.replace(info, dtype=jnp.dtype("float32"))

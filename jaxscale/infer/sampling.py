@@ -52,7 +52,7 @@ class Sampling:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            if not isinstance(getattr(self, name), numbers.Real):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):
                 raise ConfigError(f"Sampling.{name} = {getattr(self, name)!r}: must be a number")
         checks = {
             "max_tokens": (_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1"),

@@ -106,20 +106,24 @@ class Run:
         imported = self.imported
         return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids
 
-    @property
-    def choice(self) -> dict[str, Any]:
+    def choice(self, but: Collection[str] = ()) -> dict[str, Any]:
         """How those who made an imported checkpoint choose tokens: settings for `generate`, of its generation config.
 
+        Args:
+          but: settings that are not wanted.
+
         Raises:
-          DataError: one of them is out of its range.
+          DataError: one of the others is out of its range.
         """
         from jaxscale.infer.sampling import Sampling  # the same floor: only when asked
 
         found = {} if self.imported is None else self.imported.choice
+        found = {name: value for name, value in found.items() if name not in but}
         try:
             Sampling(**found)
         except ConfigError as e:
-            raise DataError(f"{self.path / HF / GENERATION}: {str(e).removeprefix('Sampling.')}") from None
+            said = str(e).removeprefix("Sampling.")
+            raise DataError(f"{self.path / HF / GENERATION}: {said}; mend it there, or say it yourself") from None
         return found
 
     def prompt_ids(self, prompt: str) -> Any:

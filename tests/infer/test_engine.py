@@ -182,6 +182,18 @@ def test_a_penalty_and_the_likeliest_tokens_are_those_of_the_text_alone():
     assert [e.finished for e in events["penalised"]] == [None] * 7 + ["length"]
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_what_was_compiled_beforehand_is_all_that_a_text_needs(penalty):
+    config = dataclasses.replace(CONFIG, hidden=72 if penalty == 1 else 80)  # whose steps no other test has compiled
+    there = engine(config=config, rows=2, budget=16)
+    there.compile(penalty=penalty != 1)
+    compiled = lambda: [f._cache_size() for f in (there._one, there._ahead, there._score)]  # noqa: E731
+    before = compiled()
+    sampling = Sampling(max_tokens=6, repetition_penalty=penalty, logprobs=1, ignore_end=True)
+    run(there, [Request(tuple(range(7, 7 + 5 * n)), sampling, n, scored=True) for n in (1, 2, 3)])
+    assert min(before) > 0 and compiled() == before
+
+
 def test_shared_pages_save_work_and_change_nothing():
     head = tuple(range(10, 22))
     requests = [Request((*head, 30 + i), Sampling(max_tokens=3, seed=i, ignore_end=True), i) for i in range(3)]

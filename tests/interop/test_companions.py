@@ -78,8 +78,9 @@ def test_tokens_are_chosen_as_generation_config_says(folder, said, choice):
 def test_a_choice_out_of_its_range_names_the_file(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
-    with pytest.raises(DataError, match=r"hf/generation_config.json: top_p = 1.5: must be above 0 and at most 1"):
-        _ = Run(tmp_path).choice
+    with pytest.raises(DataError, match=r"hf/generation_config.json: top_p = 1.5: must be above 0 and at most 1; mend"):
+        Run(tmp_path).choice()
+    assert Run(tmp_path).choice(but=["top_p"]) == {}
 
 
 def test_without_a_tokenizer_there_are_ids_only(folder):

@@ -203,11 +203,14 @@ class Engine:
         self._tally(told, int(found.steps), sum(n for _, n in batch.parts) + len(events) - len(chosen) - before)
         return events
 
-    def compile(self) -> None:
-        """Compiles every step that there can be (but of texts with a repetition penalty), so that none waits for it."""
+    def compile(self, *, penalty: bool = False) -> None:
+        """Compiles every step that there can be, so that none waits for it; with `penalty` those for texts with one."""
         for shape in self._sizes.all():
             told, _ = pack((), shape, self._sizes, self.vocab, self._ends)
             self._run(shape, told, 1, False, np.zeros_like(told.tokens) if shape.blocks else None)
+            if penalty:
+                seen: Any = np.zeros((*told.at.shape, self.vocab), bool)
+                self._run(shape, told._replace(seen=seen), 1, False, None)
 
     # Within
 

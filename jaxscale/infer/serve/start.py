@@ -46,7 +46,7 @@ def served_by(run: Run, name: str | None = None, length: int | None = None, *, c
         encode=lambda text: prompt_ids(run, text).tolist(),
         chat=None if template is None else lambda messages: template.ids(messages, tokenizer).tolist(),
         end_ids=frozenset(run.end_ids),
-        choice=run.choice if choice else {},
+        choice=run.choice() if choice else {},
     )
 
 
@@ -99,5 +99,5 @@ def engine_of(
         budget=budget,
         end_ids=served.end_ids,
     )
-    engine.compile()
+    engine.compile(penalty=served.choice.get("repetition_penalty", 1) != 1)
     return engine

@@ -126,6 +126,11 @@ CELLS = (
     _held("mixtral_8x7b", 4, "fsdp=8,expert=2", "v6e:4x4", 16, 4096),
     _held("llama3_8b", 8, "pipeline=2,fsdp=8", "v5e:4x4", 32, 4096, pipeline="interleaved:4:2"),
     _held("qwen3", 6, "fsdp=8,context=2", "v6e:4x4", 8, 16384, attention="ring"),
+    # latent attention, of which nothing had been compiled when its arithmetic was written
+    _held("deepseek_v2_lite", 6, "fsdp=8", "v5p:2x2x2", 8, 4096),
+    _held("deepseek_v3", 3, "fsdp=8,tensor=2", "v5p:2x2x4", 8, 4096),
+    _held("deepseek_v2_lite", 6, "fsdp=4,expert=2", "v5p:2x2x2", 8, 4096, "dots_and_attention"),
+    _held("deepseek_v3", 3, "fsdp=16", "v6e:4x4", 16, 4096, "none"),
 )
 """What is compiled, most telling first."""
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxscale.plan.flops import scopes_of
+from jaxscale.plan.scopes import scopes_of
 from jaxscale.train.trace import open_call, parts_of_scan
 
 Keep = Callable[[tuple[int, ...]], bool]

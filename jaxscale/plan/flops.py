@@ -4,55 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxscale.layout import Layout
 from jaxscale.plan.compile import abstract_batch
+from jaxscale.plan.flop_walk import FlopRow, operations
+from jaxscale.plan.scopes import PASSES
 from jaxscale.train import TrainConfig, blueprint_of, make_loss_and_grads, make_step
 from pallas_kernels.dispatch import device
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-
-PASSES = ("forward", "recomputed", "backward", "other")
-"""Where in a step: the last is what is neither differentiated nor a derivative, such as the optimizer's update."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FlopRow:
-    """What one module does by one operation, over a whole program.
-
-    Args:
-      module: the named scopes it stands in ("runs/0/blocks/0/attn/qkv"), else "file:line".
-      what: the primitive, a kernel's name, or "elementwise" for all that is no product.
-      flops: floating-point operations of all `calls`; a multiply-add is two.
-      calls: how often it runs, loops multiplied out.
-      bytes: of all its operands and results, each read or written once a call (of a kernel, as it declares).
-      dtype: the widest of its operands'.
-      stage: one of `PASSES`.
-      matmul: whether it is a product (or a kernel), or elementwise work and reductions.
-      certain: False where a loop's length or a branch depends on data (the longest branch is counted, and such a
-        loop once), or a kernel declares no cost (then 0).
-    """
-
-    module: str
-    what: str
-    flops: int
-    calls: int
-    bytes: int
-    dtype: str = "float32"
-    stage: str = "other"
-    matmul: bool = True
-    certain: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +103,8 @@ def of_jaxpr(closed: Any, *, platform: str | None = None) -> Flops:
       closed: a `jax.core.ClosedJaxpr`.
       platform: "tpu", "cuda" or "cpu", where a function has a branch for each; by default that of the device in scope.
     """
-    walk = _Walk(platform or device().platform)
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    walk.jaxpr(jaxpr, _Place(), 1, True)
-    return Flops(tuple(walk.rows()))
+    return Flops(tuple(operations(jaxpr, platform or device().platform)))
 
 
 def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None = None) -> Flops:
@@ -189,217 +154,6 @@ def traced_step(config: TrainConfig) -> Flops:
 def _platform(layout: Layout | None) -> str:
     with layout if layout is not None else contextlib.nullcontext():
         return device().platform
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Named scopes around an equation, and what of a step it is."""
-
-    scopes: str = ""
-    stage: str = "other"
-
-    def at(self, eqn: Any) -> _Place:
-        """That of an equation here."""
-        text = str(eqn.source_info.name_stack)
-        scopes = "/".join(filter(None, [self.scopes, scopes_of(text)]))
-        return _Place(scopes, max((self.stage, stage_of(text)), key=_ORDER.index))
-
-
-def stage_of(name: str) -> str:
-    """Which of `PASSES` an operation is of, by its name: what is made again within a derivative is that first."""
-    marks = ((_AGAIN, "recomputed"), ("transpose(", "backward"), ("jvp(", "forward"))
-    return next((stage for mark, stage in marks if mark in name), "other")
-
-
-def scopes_of(name: str) -> str:
-    """The named scopes in what JAX calls an operation, without transformations and control flow around them.
-
-    `jnp.einsum` names its own after its formula, which is no module.
-    """
-    parts = _WRAPPED.sub("", re.sub(r"\bjit\([^()]*\)", "", name)).split("/")
-    return "/".join(p for p in parts if p and "->" not in p and not _CONTROL.fullmatch(p))
-
-
-_AGAIN = "rematted_computation"
-_WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
-_CONTROL = re.compile(r"while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|eval_jaxpr")
-_ORDER = ("other", "forward", "backward", "recomputed")
-
-
-class _Walk:
-    """Counts, by module and operation, while it walks a jaxpr and those within."""
-
-    def __init__(self, platform: str):
-        self.platform = platform
-        self.found: dict[tuple[Any, ...], list[int]] = {}
-
-    def rows(self) -> Iterator[FlopRow]:
-        """What was found, in the program's order."""
-        for (module, what, dtype, stage, matmul, certain), (flops, calls, bytes_) in self.found.items():
-            yield FlopRow(module, what, flops, calls, bytes_, dtype, stage, matmul, certain)
-
-    def jaxpr(self, jaxpr: Any, place: _Place, times: int, certain: bool) -> None:
-        """Adds a jaxpr that runs so often."""
-        for eqn in jaxpr.eqns:
-            name, here = eqn.primitive.name, place.at(eqn)
-            if name in _INNER:
-                _INNER[name](self, eqn, here, times, certain)
-            elif name in _PRODUCTS:
-                self._add(eqn, here, name, _PRODUCTS[name](eqn), times, True, certain)
-            elif name not in _WITHIN and (inner := list(_jaxprs(eqn.params))):
-                for one in inner:
-                    self.jaxpr(one, here, times, certain)
-            elif (flops := _elementwise(eqn)) > 0:
-                self._add(eqn, here, "elementwise", flops, times, False, certain)
-
-    def _add(
-        self, eqn: Any, place: _Place, what: str, flops: int, times: int, matmul: bool, certain: bool, bytes_: int = -1
-    ) -> None:
-        if bytes_ < 0:
-            bytes_ = sum(_nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        floats = [v.aval.dtype for v in eqn.invars if _is_float(v.aval)] or [np.dtype("float32")]
-        dtype = max(floats, key=lambda d: d.itemsize).name
-        key = place.scopes or _line(eqn), what, dtype, place.stage, matmul, certain
-        one = self.found.setdefault(key, [0, 0, 0])
-        for i, n in enumerate((flops * times, times, bytes_ * times)):
-            one[i] += n
-
-    def scan(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
-        self.jaxpr(eqn.params["jaxpr"].jaxpr, place, times * eqn.params["length"], certain)
-
-    def loop(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
-        self.jaxpr(eqn.params["body_jaxpr"].jaxpr, place, times, False)
-
-    def cond(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
-        branches = eqn.params["branches"]
-        platforms = eqn.params.get("branches_platforms")
-        if platforms is not None:
-            wanted = [b for b, p in zip(branches, platforms, strict=True) if p is not None and self.platform in p]
-            default = [b for b, p in zip(branches, platforms, strict=True) if p is None]
-            self.jaxpr((wanted or default)[0].jaxpr, place, times, certain)
-            return
-        walks = [_Walk(self.platform) for _ in branches]
-        for walk, branch in zip(walks, branches, strict=True):
-            walk.jaxpr(branch.jaxpr, place, times, certain)
-        totals = [sum(n for n, *_ in w.found.values()) for w in walks]
-        longest = walks[totals.index(max(totals))]
-        for (*key, sure), counts in longest.found.items():
-            one = self.found.setdefault((*key, sure and min(totals) == max(totals)), [0, 0, 0])
-            for i, n in enumerate(counts):
-                one[i] += n
-
-    def shard_map(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
-        mesh, manual = eqn.params["mesh"], _manual(eqn)
-        self.jaxpr(_plain(eqn.params["jaxpr"]), place, times * math.prod(mesh.shape[a] for a in manual), certain)
-
-    def kernel(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
-        cost = eqn.params.get("cost_estimate")
-        name = str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", "") or "kernel")
-        if cost is None:
-            self._add(eqn, place, name, 0, times, True, False)
-        else:
-            self._add(eqn, place, name, int(cost.flops), times, True, certain, int(cost.bytes_accessed))
-
-
-_INNER: dict[str, Callable[[_Walk, Any, _Place, int, bool], None]] = {
-    "scan": _Walk.scan,
-    "while": _Walk.loop,
-    "cond": _Walk.cond,
-    "shard_map": _Walk.shard_map,
-    "pallas_call": _Walk.kernel,
-}
-
-
-def _dot(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * _size(eqn.outvars[0].aval) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-
-
-def _ragged(eqn: Any) -> int:
-    """Each row meets one group's matrix; of a gradient, whose groups are its first dimension, each row one of them."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracted) else 1
-    return 2 * _size(out) // groups * math.prod(lhs.shape[i] for i in contracted)
-
-
-def _convolution(eqn: Any) -> int:
-    kernel, at = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
-    return 2 * _size(eqn.outvars[0].aval) * math.prod(kernel) // kernel[at[0]]
-
-
-_PRODUCTS: dict[str, Callable[[Any], int]] = {
-    "dot_general": _dot,
-    "ragged_dot_general": _ragged,
-    "ragged_dot": _ragged,
-    "conv_general_dilated": _convolution,
-}
-
-_WITHIN = ("reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add",
-           "scatter_mul", "scatter_min", "scatter_max", "reduce_window", "select_and_scatter", "custom_partitioning",
-           "sort")  # fmt: skip
-"""Their inner jaxprs say what is done to two elements."""
-
-_MOVES = frozenset(
-    """
-    broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice gather concatenate
-    pad rev split convert_element_type bitcast_convert_type reduce_precision copy copy_p select_n iota name get swap
-    stop_gradient optimization_barrier device_put sharding_constraint mesh_cast reshard layout_constraint scatter sort
-    top_k argmax argmin real imag all_gather all_to_all ragged_all_to_all ppermute pbroadcast pvary reduce_scatter psum
-    psum2 psum_invariant all_gather_invariant pmax pmin axis_index random_bits random_wrap random_unwrap random_seed
-    random_fold_in threefry2x32 create_token zeros_like empty
-    """.split()
-)
-"""Primitives that compute nothing."""
-
-
-def _elementwise(eqn: Any) -> int:
-    """One for each element that is made, of a reduction for each it takes; 0 of what moves or compares."""
-    name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
-    if name in _MOVES or out is None or not _is_float(out):
-        return 0
-    takes = [_size(v.aval) for v in eqn.invars if _is_float(v.aval)]
-    if name.startswith(("reduce_", "scatter", "select_and_scatter")):
-        return (takes[-1] if name.startswith("scatter") else takes[0]) if takes else 0
-    return _size(out)
-
-
-def _jaxprs(params: Any) -> Iterator[Any]:
-    for value in params.values() if isinstance(params, dict) else params:
-        if isinstance(value, tuple | list):
-            yield from _jaxprs(value)
-        elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-            yield _plain(value)
-
-
-def _plain(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _manual(eqn: Any) -> Any:
-    """The mesh axes over which a `shard_map` cuts what was whole before."""
-    return eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, np.inexact)
-
-
-def _size(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ()))
-
-
-def _nbytes(aval: Any) -> int:
-    dtype = getattr(aval, "dtype", None)
-    return _size(aval) * getattr(dtype, "itemsize", 0)
-
-
-def _line(eqn: Any) -> str:
-    """Where it was written, "file:line"."""
-    frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
-    mine = next((f for f in frames if "site-packages" not in f.file_name), None)
-    return "" if mine is None else f"{Path(mine.file_name).name}:{mine.line_num}"
 
 
 def flops_table(found: Flops, *, rows: int = 24) -> Any:

@@ -13,7 +13,7 @@ import jax
 from jaxscale.layout import Layout
 from jaxscale.layout.rules import Kind
 from jaxscale.plan.collectives import Program, type_of
-from jaxscale.plan.flops import scopes_of, stage_of
+from jaxscale.plan.scopes import scopes_of, stage_of
 from jaxscale.plan.traffic import module_of, shown_source
 
 GROUPS = ("parameters", "optimizer", "other arguments", "gradients", "activations", "weight copies", "temporaries")

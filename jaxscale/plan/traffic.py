@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxscale.plan.collectives import Collective
-from jaxscale.plan.flops import scopes_of, stage_of
+from jaxscale.plan.scopes import scopes_of, stage_of
 
 _PACKAGE = Path(__file__).parents[2]
 

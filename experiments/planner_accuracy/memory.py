@@ -34,6 +34,7 @@ import jaxscale as js
 from jaxscale.models import presets
 from jaxscale.nn import GatherAttention, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.plan import compiled_bytes, estimate
+from jaxscale.train import FromRun, LoRA
 
 HERE = Path(__file__).parent
 ROWS = HERE / "memory.jsonl"
@@ -61,6 +62,7 @@ class Cell:
       rules: "fsdp_tensor" or another preset; ending in "+seq", the residual stream is cut along its sequence.
       pipeline: the schedule.
       attention: a key of `ATTENTION`.
+      lora: the rank of adapters on every projection, the model itself being frozen in bfloat16; 0 trains it.
       held_out: not looked at before the arithmetic was done.
     """
 
@@ -74,6 +76,7 @@ class Cell:
     rules: str = "fsdp_tensor"
     pipeline: str | None = None
     attention: str = "flash"
+    lora: int = 0
     held_out: bool = False
 
     @property
@@ -82,6 +85,7 @@ class Cell:
         more = [self.rules] if self.rules != "fsdp_tensor" else []
         more += [self.pipeline] if self.pipeline else []
         more += [self.attention] if self.attention != "flash" else []
+        more += [f"lora:{self.lora}"] if self.lora else []
         size = f"{self.rows}x{self.seq}"
         return " ".join([f"{self.model}:{self.depth}", self.topology, self.mesh, *more, size, self.policy])
 
@@ -92,7 +96,10 @@ class Cell:
         model = make(depth=self.depth, attention=ATTENTION[self.attention], memory=self.policy)
         rules, cut, _ = self.rules.partition("+")
         layout = js.Layout(self.mesh, rules=rules, sequence_sharded=bool(cut), pipeline=self.pipeline)
-        return js.TrainConfig(model=model, layout=layout, batch_size=self.rows, seq_len=self.seq, segments=False)
+        run = js.TrainConfig(model=model, layout=layout, batch_size=self.rows, seq_len=self.seq, segments=False)
+        if not self.lora:
+            return run
+        return dataclasses.replace(run, start=FromRun("runs/base"), adapters=LoRA(self.lora, base_dtype="bfloat16"))
 
 
 def _held(*args: Any, **more: Any) -> Cell:
@@ -131,6 +138,12 @@ CELLS = (
     _held("deepseek_v3", 3, "fsdp=8,tensor=2", "v5p:2x2x4", 8, 4096),
     _held("deepseek_v2_lite", 6, "fsdp=4,expert=2", "v5p:2x2x2", 8, 4096, "dots_and_attention"),
     _held("deepseek_v3", 3, "fsdp=16", "v6e:4x4", 16, 4096, "none"),
+    # adapters: of the first three it was learned what they change
+    Cell("llama3_8b", 8, "fsdp=8", "v5p:2x2x2", 8, 4096, lora=16),
+    Cell("llama3_8b", 8, "data=1", "v5e:1x1", 1, 4096, lora=16),
+    Cell("llama3_8b", 8, "fsdp=2,tensor=4", "v5p:2x2x2", 8, 4096, "dots", lora=16),
+    _held("qwen3", 8, "fsdp=4,tensor=4", "v5p:2x2x4", 16, 4096, "attention_only", lora=16),
+    _held("gemma3", 12, "fsdp=8", "v5p:2x2x2", 8, 8192, lora=16),
 )
 """What is compiled, most telling first."""
 

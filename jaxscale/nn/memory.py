@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +36,20 @@ TILED = ("norm", "mlp_hidden")
 """What can be made one tile of the sequence at a time: each position on its own."""
 
 
+_NARROW, _WIDER = 256, 8
+"""A product of at most so many numbers for each that it makes, and that makes so many times more of them, such as an
+adapter's second, is soon made again."""
+
+
 def _products_with_weights(primitive: Any, *args: Any, **params: Any) -> bool:
     if primitive.name == "ragged_dot_general":  # experts'
         return True
+    if primitive.name == "dot_general":
+        (left, right), _ = params["dimension_numbers"]
+        taken = math.prod(args[0].shape[i] for i in left)
+        given = math.prod(n for i, n in enumerate(args[1].shape) if i not in right)
+        if taken <= _NARROW and given >= _WIDER * taken:
+            return False
     return policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
 

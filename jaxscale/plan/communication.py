@@ -69,14 +69,15 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
 
 
 def no_adapters(config: TrainConfig) -> None:
-    """That a run trains its model, which is what arithmetic knows.
+    """That a run trains its model, of which arithmetic knows what is sent.
 
     Raises:
       ConfigError: it trains adapters.
     """
     if config.adapters is not None:
         raise ConfigError(
-            "arithmetic knows no adapters; jaxscale explain --compile reads memory and traffic off their compiled step"
+            "arithmetic does not know what a step with adapters sends; jaxscale explain --compile reads it off the "
+            "compiled one, and jaxscale.plan.estimate knows its memory"
         )
 
 

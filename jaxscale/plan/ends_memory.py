@@ -98,6 +98,10 @@ class Ends:
             sums,
         )
 
+    def frozen(self) -> Ends:
+        """The same where no step changes the tables."""
+        return dataclasses.replace(self, embedding=self.embedding.frozen(), head=self.head.frozen())
+
     @property
     def kept(self) -> int:
         """Bytes of the tables' gradients once they are cut."""

@@ -60,6 +60,10 @@ class Weight:
             local_bytes(info, layout, "grads"),
         )
 
+    def frozen(self) -> Weight:
+        """The same without a gradient."""
+        return dataclasses.replace(self, made=0, kept=0)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerBytes:
@@ -111,6 +115,11 @@ class LayerBytes:
             sent,
             local_bytes(tensors["qkv"][1], layout) * layout.split("seq") if _gathers_keys(model) else 0,
         )
+
+    def frozen(self) -> LayerBytes:
+        """The same where no step changes the weights, so that they have no gradients."""
+        without = lambda weights: tuple(w.frozen() for w in weights)  # noqa: E731
+        return dataclasses.replace(self, attention=without(self.attention), feed=without(self.feed))
 
     @property
     def stream(self) -> int:

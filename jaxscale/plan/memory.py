@@ -14,7 +14,7 @@ from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState, state_infos
-from jaxscale.plan.communication import no_adapters, sized
+from jaxscale.plan.communication import sized
 from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import (
@@ -27,7 +27,7 @@ from jaxscale.plan.layer_memory import (
     single_layers,
 )
 from jaxscale.plan.pipeline_memory import walk_pipeline
-from jaxscale.train import Blueprint, TrainConfig, blueprint_of
+from jaxscale.train import Blueprint, TrainConfig, blueprint_of, model_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Estimate:
     """What a step costs by arithmetic; all bytes are per device.
 
     Args:
-      state: parameters and optimizer state.
+      state: parameters, frozen ones with them, and optimizer state.
       gradients: of the parameters.
       copies: of the layers' weights in the type of the arithmetic, made once and not layer by layer.
       kept: activations on the device from forward to backward pass; with pipeline stages, stashed inputs and cotangents
@@ -76,8 +76,11 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
       config: the run's settings, with a layout.
       topology: hardware or its name, as "v5p:4x4x4" or "h200:8".
 
+    With adapters the model's own weights have no gradients; what a policy keeps is counted as if all of it were needed,
+    though the input of a projection that none adapts is not.
+
     Raises:
-      ConfigError: a model without memory policies, or a run without a layout.
+      ConfigError: a model without memory policies, a run without a layout, or adapters over pipeline stages.
       LayoutError: what cannot be laid out, or an unknown topology.
     """
     model = model_of(config)
@@ -85,6 +88,10 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
     there = hardware(topology) if isinstance(topology, str) else topology
     layout = sized(config.layout, there.devices)
+    if config.adapters is not None and layout.stages > 1:
+        raise ConfigError(
+            "arithmetic knows no adapters over pipeline stages; jaxscale explain --compile reads their step's memory"
+        )
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     state, gradients, away = held_bytes(blueprint, state_infos(blueprint.tx, blueprint.infos), layout)
@@ -92,7 +99,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
     heap, kept, copies, host = walk(config, blueprint, layout, Sums.of(model, there, layout))
-    per_layer = LayerBytes.of(model, _last_block(blueprint), layout, config.micro_batch, config.seq_len)
+    per_layer = LayerBytes.of(model, _last_block(blueprint.of_model()), layout, config.micro_batch, config.seq_len)
     return Estimate(
         state + batch,
         gradients,
@@ -103,7 +110,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         _extra_flops(
             policy, model.products(config.batch_size, config.seq_len), "lse" if per_layer.tensors["lse"] else None
         )
-        / model.flops(config.batch_size, config.seq_len),
+        / model_flops(config),
         heap.at_peak,
     )
 
@@ -117,7 +124,7 @@ def held_bytes(blueprint: Blueprint, opt_state: Any, layout: Layout) -> tuple[in
     held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731
     away = held(_of_host(opt_state), "opt_state")
     return (
-        held(blueprint.infos, "params") + held(opt_state, "opt_state") - away,
+        held(blueprint.infos, "params") + held(blueprint.frozen, "params") + held(opt_state, "opt_state") - away,
         held(blueprint.infos, "grads"),
         away,
     )
@@ -129,7 +136,6 @@ def model_of(config: TrainConfig) -> Any:
     Raises:
       ConfigError: it does not.
     """
-    no_adapters(config)
     for part in ("memory", "activations", "products", "runs", "dtype"):
         if not hasattr(config.model, part):
             raise ConfigError(
@@ -140,32 +146,40 @@ def model_of(config: TrainConfig) -> Any:
 
 def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
     """The buffers of a step that goes through all layers and back; and bytes kept, copied, and in host memory."""
-    model, heap, infos = model_of(config), Heap(), jax.tree.leaves(blueprint.infos)
+    model, heap, whole = model_of(config), Heap(), blueprint.of_model()
+    infos, trained = (jax.tree.leaves(b.infos) for b in (whole, blueprint))
+    adapts = blueprint.adaptation is not None
     policy = MemoryPolicy.of(model.memory)
     rows, seq = config.micro_batch, config.seq_len
     tables = [i for i in infos if "vocab" in i.axes]
     ends = Ends.of(model, tables, layout, config.loss, rows, seq, sums)
-    layer = LayerBytes.of(model, _last_block(blueprint), layout, rows, seq)
+    layer = LayerBytes.of(model, _last_block(whole), layout, rows, seq)
+    if adapts:
+        ends, layer = ends.frozen(), layer.frozen()
     kept, host = kept_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
     gradients = lambda infos, of: [heap.take(f"{of} of {i.path}", local_bytes(i, layout, "grads")) for i in infos]  # noqa: E731
-    for i in infos:
+    for i in trained:
         if local_bytes(i, layout, "params") != local_bytes(i, layout, "opt_state"):
             # new ones are gathered into the place of the old, which are therefore copied first
             heap.take(f"copy of {i.path}", local_bytes(i, layout, "params"))
     if config.accumulate > 1:
-        gradients(infos, "gradient so far")
+        gradients(trained, "gradient so far")
     shared = ends.look_up(heap)
-    stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in infos if i not in tables]
+    weights = [*infos, *(trained if adapts else [])]
+    stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in weights if i not in tables]
+    if adapts:  # heads stand otherwise in products than as they are kept; what is cast is turned with it
+        turned = [i for i in infos if "heads" in i.axes and not copied_bytes(i, layout, model.dtype)]
+        stash += [heap.take(f"turned {i.path}", local_bytes(i, layout, "params")) for i in turned]
     copies = sum(b.size for b in stash)
     stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
-    alone = single_layers(config, blueprint, layout, [repeats for _, repeats in model.runs], rows)
+    alone = single_layers(config, whole, layout, [repeats for _, repeats in model.runs], rows)
     stash += [heap.take("activations of a layer by itself", kept_of_single(one, policy)) for one in alone]
     waiting = ends.lose(heap, shared)
-    gradients([i for i in infos if i not in tables], "gradient")
+    gradients([i for i in trained if i not in tables], "gradient")
     backward(heap, layer, policy, blocks=max(len(group) for group, _ in model.runs))
     heap.drop(*stash)
     ends.finish(heap, waiting)
-    gradients(tables, "gradient")
+    gradients([] if adapts else tables, "gradient")
     return heap, sum(kept.values()), copies, host
 
 

@@ -139,6 +139,13 @@ def _optimizer(config: TrainConfig, there: Topology) -> Changes:
         yield "optimizer states in host memory: train.optimizer = @OnHost()", changed
 
 
+def _frozen(config: TrainConfig, there: Topology) -> Changes:
+    lora = config.adapters
+    if lora is not None and lora.base_dtype is None and getattr(config.model, "param_dtype", "float32") == "float32":
+        changed = dataclasses.replace(config, adapters=dataclasses.replace(lora, base_dtype="bfloat16"))
+        yield "frozen matrices in half the bytes: LoRA.base_dtype = 'bfloat16'", changed
+
+
 _ADAM = {f.name for f in dataclasses.fields(AdamW8bit)}
 
 
@@ -174,6 +181,7 @@ WAYS: tuple[Callable[[TrainConfig, Topology], Changes], ...] = (
     _accumulation,
     _layouts,
     _optimizer,
+    _frozen,
 )
 """What is tried, each alone."""
 
@@ -197,7 +205,7 @@ def out_of_memory_said(config: TrainConfig, hardware: str | None = None) -> Iter
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
-        if not is_out_of_memory(e) or config.adapters is not None:
+        if not is_out_of_memory(e):
             raise
         raise out_of_memory(e, config, hardware) from None
 

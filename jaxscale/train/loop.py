@@ -204,7 +204,7 @@ class Loop:
         except jax.errors.JaxRuntimeError as e:
             from jaxscale.plan.remedies import is_out_of_memory, out_of_memory  # the same floor: only when asked
 
-            if not is_out_of_memory(e) or self.config.adapters is not None:  # of which arithmetic can tell nothing
+            if not is_out_of_memory(e):
                 raise
             raise out_of_memory(e, self.config) from None
 

@@ -19,6 +19,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, host
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import POLICIES, MemoryPolicy, RMSNorm, SwiGLU
+from jaxscale.nn.adapted import Adapted
+from jaxscale.nn.linear import project
 from jaxscale.nn.memory import in_tiles
 from jaxscale.train.state import Blueprint, describe_model
 from jaxscale.train.step import make_loss_and_grads
@@ -78,6 +80,19 @@ def test_each_policy_recomputes_what_it_says():
         "none": 0, "full": 8, "dots": 2, "dots_and_attention": 1, "attention_only": 7, "offload_residual": 8,
         "minimal": 8, "tiles": 2, "qkv": 5, "up": 6, "up to the host": 6, "mid": 7,
     }  # fmt: skip
+
+
+def test_an_adapters_second_product_is_made_again_where_products_are_kept():
+    kernel, x, a, b = (jnp.ones(shape) for shape in ((64, 64), (4, 64), (64, 2), (2, 64)))
+
+    def layer(x, a, b):
+        return jnp.tanh(project(x, Adapted(kernel, a, b, 1.0), ("embed", "mlp"), (0,), "float32", "float32"))
+
+    products = {}
+    for name in ("none", "dots", "full"):
+        loss = lambda *args, name=name: jnp.sum(jnp.sin(POLICIES[name].checkpoint(layer)(*args)))  # noqa: E731
+        products[name] = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, a, b)).count("dot_general[")
+    assert {name: n - products["none"] for name, n in products.items()} == {"none": 0, "dots": 1, "full": 3}
 
 
 def test_tiles_of_a_sequence_that_is_split_give_the_same_numbers():

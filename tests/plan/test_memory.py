@@ -16,6 +16,7 @@ from jaxscale.optim import OnHost
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan import compiled_bytes, estimate
 from jaxscale.plan.heap import Heap
+from jaxscale.train import FromRun, LoRA
 from pallas_kernels.aot import why_no_tpu
 from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
@@ -63,6 +64,26 @@ def test_estimates_are_what_one_counts_by_hand():
     assert found["none"].extra_flops == 0
     table, norms = 256 * 256 * 4, (2 * 8 + 1) * 256 * 4
     assert found["full"].copies == (params - 2 * table - norms) // 4 // 2  # bfloat16, a quarter
+
+
+def test_adapters_have_gradients_and_states_and_what_is_frozen_has_neither():
+    lora = LoRA(rank=16, targets=("q", "up"))
+    adapted = _with("full", start=FromRun("runs/base"), adapters=lora)
+    found, whole = (estimate(config, TOPOLOGY) for config in (adapted, _with("full")))
+    frozen = TINY.model.param_count() * 4 / 4  # float32, over four devices
+    # of each, one side lies along the stream, and is split; the other is whole
+    trained = 8 * 16 * 4 * (2 * 256 / 4 + 256 + 1024)
+    batch = 3 * 8 * 512 * 4 / 4
+    assert abs(found.state - (frozen + 3 * trained + batch)) < 0.02 * frozen and found.gradients == trained
+    assert found.kept == whole.kept and found.device < whole.device - frozen
+    half = estimate(dataclasses.replace(adapted, adapters=dataclasses.replace(lora, base_dtype="bfloat16")), TOPOLOGY)
+    assert found.state - half.state > 0.45 * frozen and half.copies < found.copies
+
+
+def test_adapters_over_stages_are_not_known():
+    layout = js.Layout("pipeline=2,fsdp=2")
+    with raises_saying(ConfigError, "adapters over pipeline stages", "jaxscale explain --compile"):
+        estimate(_with("full", layout=layout, start=FromRun("runs/base"), adapters=LoRA()), TOPOLOGY)
 
 
 def test_nothing_is_compiled_and_no_device_asked_for(monkeypatch):

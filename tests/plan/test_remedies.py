@@ -14,6 +14,7 @@ from jaxscale.hardware import topology
 from jaxscale.optim import AdamW8bit
 from jaxscale.plan import estimate
 from jaxscale.plan.remedies import out_of_memory, out_of_memory_said, remedies
+from jaxscale.train import FromRun, LoRA
 from tests.truth.runs import bigram
 
 TPU = (
@@ -76,6 +77,15 @@ def test_the_report_tells_what_it_holds_and_what_would_help():
     )
     assert "15.8 GiB" in text and "by arithmetic" in text and "activations" in text
     assert "train.accumulate = 2" in text and "saves" in text and "XLA" not in text and "RESOURCE" not in text
+
+
+def test_a_report_on_adapters_knows_that_what_is_frozen_may_be_kept_in_half_the_bytes():
+    adapted = dataclasses.replace(CONFIG, start=FromRun("runs/base"), adapters=LoRA())
+    whole, half = (dataclasses.replace(adapted, adapters=LoRA(base_dtype=d)) for d in (None, "bfloat16"))
+    saved = {r.change: r.saves for r in remedies(whole, V5E, 2**33)}
+    assert saved["frozen matrices in half the bytes: LoRA.base_dtype = 'bfloat16'"] > 0
+    assert not any("LoRA" in r.change for r in remedies(half, V5E, 2**33))
+    assert "by arithmetic" in str(out_of_memory(jax.errors.JaxRuntimeError(TPU), adapted, "v5e:2x2"))
 
 
 @pytest.mark.parametrize("said", ["allocating 17179869184 bytes.", "while trying to allocate 16.00GiB."])

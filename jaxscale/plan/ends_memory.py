@@ -62,6 +62,7 @@ class Ends:
       size: bytes of a number in the arithmetic.
       summed: devices that hold other tokens sum their gradients.
       sums: how.
+      early: the head is gathered before anything else, as where nothing has to be cast first and nothing is updated.
     """
 
     embedding: Weight
@@ -74,6 +75,7 @@ class Ends:
     size: int
     summed: bool
     sums: Sums
+    early: bool = False
 
     @classmethod
     def of(
@@ -100,7 +102,8 @@ class Ends:
 
     def frozen(self) -> Ends:
         """The same where no step changes the tables."""
-        return dataclasses.replace(self, embedding=self.embedding.frozen(), head=self.head.frozen())
+        embedding, head = self.embedding.frozen(), self.head.frozen()
+        return dataclasses.replace(self, embedding=embedding, head=head, early=not self.cast)
 
     @property
     def kept(self) -> int:
@@ -113,13 +116,14 @@ class Ends:
         A tied table is gathered once, and copied as the loss wants it laid out; if each end is `at_once` done with,
         twice.
         """
+        early = [self._gather(heap, "head", self.head)] if self.early else []
         table = self._gather(heap, "embedding", self.embedding)
         kept = self.tied and not at_once and table.size
         shared = [table, heap.take("head, as the loss reads it", table.size)] if kept else []
         heap.drop(heap.take("looked up", self.stream))
         if not shared:
             heap.drop(table)
-        return shared
+        return [*early, *shared]
 
     def lose(self, heap: Heap, shared: Sequence[Buffer] = (), *, at_once: bool = False) -> list[Buffer]:
         """The loss, forward and backward, with what `look_up` left; returns what waits for the end.

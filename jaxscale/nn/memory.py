@@ -36,7 +36,7 @@ TILED = ("norm", "mlp_hidden")
 """What can be made one tile of the sequence at a time: each position on its own."""
 
 
-_NARROW, _WIDER = 256, 8
+_NARROW, _WIDER = 128, 16
 """A product of at most so many numbers for each that it makes, and that makes so many times more of them, such as an
 adapter's second, is soon made again."""
 

@@ -62,7 +62,8 @@ class Ends:
       size: bytes of a number in the arithmetic.
       summed: devices that hold other tokens sum their gradients.
       sums: how.
-      early: the head is gathered before anything else, as where nothing has to be cast first and nothing is updated.
+      early: a head of its own is gathered before anything else, as where nothing has to be cast first and nothing is
+        updated.
     """
 
     embedding: Weight
@@ -103,7 +104,7 @@ class Ends:
     def frozen(self) -> Ends:
         """The same where no step changes the tables."""
         embedding, head = self.embedding.frozen(), self.head.frozen()
-        return dataclasses.replace(self, embedding=embedding, head=head, early=not self.cast)
+        return dataclasses.replace(self, embedding=embedding, head=head, early=not self.cast and not self.tied)
 
     @property
     def kept(self) -> int:

@@ -6,11 +6,14 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig, deepseek_v3
 from jaxscale.nn import MultiHeadLatent
-from jaxscale.plan import explain, plan_for
+from jaxscale.plan import compile_step, explain, plan_for
+from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict
 from jaxscale.plan.longctx import cache_bytes
 from jaxscale.plan.work import products
 from jaxscale.train import TrainConfig
+from pallas_kernels.aot import why_no_tpu
+from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(
@@ -49,6 +52,19 @@ def test_every_head_adds_to_the_cotangents_of_what_all_have_in_common():
     made = {c.name.partition(",")[0]: c.payload * c.times for c in found if "input" not in c.name}
     widths = {"queries' vector": 16, "keys' and values' vector": 16, "the turned key": 4}
     assert made == {what: 4 * tokens * width * layers for what, width in widths.items()}
+
+
+@needs(why_no_tpu())
+def test_a_compiled_step_sums_the_streams_cotangents_once():
+    latent = MultiHeadLatent(kv_rank=128, plain_dim=128, rotary_dim=64, value_dim=128)
+    model = TransformerConfig(
+        depth=2, vocab=256, width=256, heads=4, hidden=512, dtype="bfloat16", attention_layer=latent
+    )
+    config = TrainConfig(model=model, layout=Layout("tensor=4"), batch_size=8, seq_len=64, prompt=None)
+    compiled = collectives(compile_step(config, "v5p:2x2x1"), config.layout.sizes)
+    sent, ours = (sum(c.sent for c in found) for found in (compiled, predict(config, "v5p:2x2x1")))
+    stream = 8 * 64 * 256 * 2
+    assert abs(sent - ours) < stream / 10
 
 
 def test_a_plan_of_a_sequence_that_is_cut_names_the_attention_whose_collectives_it_does_not_know():

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from jaxscale.infer.completion import Completion
 
 _MOST = 400
-_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def add(commands: Any) -> None:
@@ -86,6 +85,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.errors import ConfigError
     from jaxscale.infer.generate import pieces
     from jaxscale.infer.sampling import Sampling
+    from jaxscale.interop.companions import CHOICE
 
     if args.prompt is not None and args.prompts is not None:
         raise ConfigError("--prompts takes the place of --prompt; leave out one of them")
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"--rows {args.rows}: must be at least 1")
     if args.logprobs and not args.json:
         raise ConfigError("--logprobs shows in JSON alone; add --json")
-    choice = {name: getattr(args, name) for name in _CHOICE if getattr(args, name) is not None}
+    choice = {name: getattr(args, name) for name in CHOICE if getattr(args, name) is not None}
     if choice.get("top_k") == 0:
         choice["top_k"] = None
     settings = Sampling(

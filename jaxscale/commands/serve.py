@@ -80,9 +80,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     }
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     trained = load(args.run)
-    served = served_by(
-        trained, args.name, args.length, choice=not args.neutral
-    )  # what is wrong with the folder is said before anybody listens
+    # before anybody listens, so that what is wrong with the folder is said first
+    served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)
     if served.choice:
         told = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())

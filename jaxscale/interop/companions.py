@@ -30,7 +30,8 @@ FILES = (
     "tokenizer.model",
 )
 """Copied as they are."""
-_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""How a token is chosen, in the words of generation configs and of `Sampling`."""
 
 
 def copy_companions(folder: Path, out: Path, but: Sequence[str] = ()) -> list[str]:
@@ -100,11 +101,11 @@ class Companions:
         Of one that says `"do_sample": false` only the penalty is for its texts.
         """
         said = self._json(GENERATION)
-        names = _CHOICE if said.get("do_sample") is not False else _CHOICE[-1:]
+        names = CHOICE if said.get("do_sample") is not False else CHOICE[-1:]
         found = {name: said[name] for name in names if said.get(name) is not None}
-        return {
-            name: value for name, value in found.items() if name != "top_k" or value not in (0, -1)
-        }  # which are all
+        if found.get("top_k") in (0, -1):  # which are all
+            del found["top_k"]
+        return found
 
     @cached_property
     def opening(self) -> tuple[int, ...]:

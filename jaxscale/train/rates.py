@@ -17,7 +17,8 @@ def model_flops(config: TrainConfig) -> int:
 
     Three forward passes (PaLM, Chowdhery et al. 2022, appendix B; attention's causal pairs only, see
     `Transformer.flops`). With adapters the frozen weights have no gradient, so that their products count twice and not
-    three times, and the adapters' own count three times (Hu et al. 2021): about two thirds.
+    three times, and the adapters' own count three times (Hu et al. 2021): about two thirds. A model of which nothing
+    tells its `products` is then taken to multiply by weights alone.
     """
     model, rows, seq = config.model, config.batch_size, config.seq_len
     if config.adapters is None:

@@ -60,12 +60,12 @@ class Blocks:
           ConfigError: an attention layer that nothing is known of.
         """
         latent = isinstance(self.model.attention_layer, MultiHeadLatent)
-        if not isinstance(self.model.attention_layer, MultiHead) and not (latent and not self.mover.over("seq")):
-            cut = f" of a sequence that {self.mover.layout} cuts" if latent else ""
+        unknown = latent and (self.model.parallel or self.mover.over("seq"))
+        if unknown or not (latent or isinstance(self.model.attention_layer, MultiHead)):
             raise ConfigError(
-                f"what {type(self.model.attention_layer).__name__} sends{cut} is not worked out: the planner's "
-                "collectives are those of MultiHead(), and of MultiHeadLatent() where no sequence is cut; "
-                "`jaxscale explain --compile` reads them off the compiled program"
+                f"what {type(self.model.attention_layer).__name__} sends is not worked out: the planner's collectives "
+                "are those of MultiHead(), and of MultiHeadLatent() where no sequence is cut and blocks are not "
+                "parallel; `jaxscale explain --compile` reads them off the compiled program"
             )
         inside = jax.tree.map(lambda i: dataclasses.replace(i, axes=i.axes[1:], shape=i.shape[1:]), params)
         attn, mlp = inside["attn"], inside["mlp"]

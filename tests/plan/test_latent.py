@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig, deepseek_v3
@@ -67,7 +71,11 @@ def test_a_compiled_step_sums_the_streams_cotangents_once():
     assert abs(sent - ours) < stream / 10
 
 
-def test_a_plan_of_a_sequence_that_is_cut_names_the_attention_whose_collectives_it_does_not_know():
-    config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,context=2"), batch_size=4, seq_len=8)
-    with raises_saying(ConfigError, "what MultiHeadLatent sends", "is not worked out", "jaxscale explain --compile"):
+@pytest.mark.parametrize(
+    ("mesh", "parallel"), [("fsdp=2,context=2", False), ("tensor=4", True)], ids=["cut", "parallel"]
+)
+def test_a_plan_names_the_attention_whose_collectives_it_does_not_know(mesh, parallel):
+    model = dataclasses.replace(MODEL, parallel=parallel)
+    config = TrainConfig(model=model, layout=Layout(mesh), batch_size=4, seq_len=8)
+    with raises_saying(ConfigError, "what MultiHeadLatent sends is not worked out", "jaxscale explain --compile"):
         plan_for(config, "h100:4")

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -25,6 +23,7 @@ import jax
 
 from jaxscale.config import register
 from jaxscale.errors import LOST, MISTAKE, ConfigError, JaxscaleError
+from jaxscale.train.listener import Coordinator, Listener, connect, lines, listen_address, machine, new_token
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -34,6 +33,9 @@ FEW = 64
 
 GRACE = 2.0
 """Seconds in which the cause of an exception may still come to light: who waits for a dead process gets an error."""
+
+_ARRIVE = 5.0
+"""Seconds in which all processes may name their machines; after them, they count as being on several."""
 
 
 @register
@@ -197,16 +199,17 @@ class _Member(Watch):
         self.sending, self.ending = threading.Lock(), threading.Lock()
         self.seen = [Seen() for _ in range(self.count)]
         self.members: dict[int, socket.socket] = {}
-        server = _listen() if self.me == 0 else None
-        token, address = _meeting_place(server)
-        self.token = token
-        if server is not None:
-            self._thread(self._accept, server)
+        coordinator = Coordinator("watchdog")
+        coordinator.put(self.me, machine())
+        if self.me == 0:
+            token, host = new_token(), listen_address(_machines(coordinator, self.count), coordinator.address)
+            self.listener = Listener(host, token, self.count, self._hear)
+            coordinator.put("hub", json.dumps([host, self.listener.port, token]))
             self._thread(self._judge)
         else:
-            hub = socket.create_connection(address, timeout=30)
-            hub.settimeout(None)
-            self.hub = hub
+            host, port, token = json.loads(coordinator.get("hub", 300))
+            self.hub = connect(host or coordinator.host, port, token, 30)
+            self.hub.settimeout(None)
             self._thread(self._listen_to_hub)
             self._thread(self._guard_hub)
         self._thread(self._beat)
@@ -250,7 +253,7 @@ class _Member(Watch):
         least = self.settings.disk if self.disk else self.settings.stuck
         limit = max(least, 20 * took[0]) if took else self.settings.first
         told = {"process": self.me, "at": at, "step": step, "phase": name, "age": time.monotonic() - since}
-        return told | {"limit": limit, "error": self.error, "code": self.code, "token": self.token} | more
+        return told | {"limit": limit, "error": self.error, "code": self.code} | more
 
     def _send_beat(self, **more: Any) -> None:
         message = self._message(**more)
@@ -267,18 +270,11 @@ class _Member(Watch):
 
     # --- process 0
 
-    def _accept(self, server: socket.socket) -> None:
-        while True:
-            member, _ = server.accept()
-            self._thread(self._hear, member)
-
     def _hear(self, member: socket.socket) -> None:
         process = None
-        with contextlib.suppress(OSError, ValueError), member.makefile() as lines:
-            for line in lines:
+        with contextlib.suppress(OSError, ValueError):
+            for line in lines(member):
                 told = json.loads(line)
-                if told.get("token") != self.token:
-                    return
                 process = int(told["process"])
                 self.members[process] = member
                 self._heard(told)
@@ -316,8 +312,8 @@ class _Member(Watch):
     # --- the others
 
     def _listen_to_hub(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self.hub.makefile() as lines:
-            for line in lines:
+        with contextlib.suppress(OSError, ValueError):
+            for line in lines(self.hub):
                 told = json.loads(line)
                 self.seen[0].heard = time.monotonic()
                 self.seen[0].left |= told.get("left", False)
@@ -368,25 +364,14 @@ def _line(message: dict[str, Any]) -> bytes:
     return (json.dumps(message) + "\n").encode()
 
 
-def _listen() -> socket.socket:
-    server = socket.create_server(("", 0))
-    server.listen(4096)
-    return server
-
-
-_MEETINGS = itertools.count()
-
-
-def _meeting_place(server: socket.socket | None) -> tuple[str, tuple[str, int]]:
-    """A secret that process 0 made up, and where it listens; the others are told by JAX's coordinator."""
-    from jax._src import distributed  # what no public name gives: the coordinator's address and its small store
-
-    state: Any = distributed.global_state
-    key = f"jaxscale/watchdog/{next(_MEETINGS)}"
-    if server is not None:
-        state.client.key_value_set(key, f"{secrets.token_hex(16)} {server.getsockname()[1]}")
-    token, port = state.client.blocking_key_value_get(key, 300_000).split()
-    return token, (state.coordinator_address.rpartition(":")[0].strip("[]"), int(port))
+def _machines(coordinator: Coordinator, count: int) -> list[str | None]:
+    """The machine of each process; `None` from the first on that has not come within `_ARRIVE` seconds."""
+    until = time.monotonic() + _ARRIVE
+    found: list[str | None] = [None] * count
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        for process in range(count):
+            found[process] = coordinator.get(process, until - time.monotonic())
+    return found
 
 
 def _exit_in(seconds: float, code: int) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import secrets
 import socket
 import struct
 import threading
@@ -14,6 +12,8 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from jaxscale.train.listener import LOOPBACK, Coordinator, Listener, connect, listen_address, machine, new_token
 
 WAIT = 300.0
 """Seconds in which the others have to answer."""
@@ -31,13 +31,11 @@ class Meeting(Protocol):
         """Every process's text, by process; all have to call it."""
 
     def host(self) -> str:
-        """Where others reach this process."""
+        """Where this process listens, and others reach it; "" is all interfaces. All have to call it."""
 
 
 class JaxMeeting:
     """Through the small store of JAX's coordinator."""
-
-    _calls = itertools.count()
 
     def __init__(self) -> None:
         self.me, self.count = jax.process_index(), jax.process_count()
@@ -46,22 +44,16 @@ class JaxMeeting:
         """See `Meeting`."""
         if self.count == 1:
             return [text]
-        from jax._src import distributed  # no public name gives it
-
-        client: Any = distributed.global_state.client
-        key = f"jaxscale/snapshots/{next(self._calls)}"
-        client.key_value_set(f"{key}/{self.me}", text)
-        return [client.blocking_key_value_get(f"{key}/{p}", int(WAIT * 1000)) for p in range(self.count)]
+        coordinator = Coordinator("snapshots")
+        coordinator.put(self.me, text)
+        return [coordinator.get(p, WAIT) for p in range(self.count)]
 
     def host(self) -> str:
         """See `Meeting`."""
         if self.count == 1:
-            return "127.0.0.1"
-        from jax._src import distributed
-
-        host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT) as way:
-            return way.getsockname()[0]
+            return LOOPBACK
+        machines = self.gather(machine())
+        return listen_address(machines, Coordinator("snapshots").address)
 
 
 class Peers:
@@ -74,13 +66,12 @@ class Peers:
 
     def __init__(self, meeting: Meeting, told: Callable[[Message, np.ndarray], np.ndarray | None]):
         self._told = told
-        self._token = secrets.token_hex(16)
-        self._server = socket.create_server(("", 0), backlog=256)
-        place = [meeting.host(), self._server.getsockname()[1], self._token]
+        host, token = meeting.host(), new_token()
+        self._listener = Listener(host, token, meeting.count, self._listen)
+        place = [host or socket.gethostname(), self._listener.port, token]
         self._places = [json.loads(p) for p in meeting.gather(json.dumps(place))]
         self._ways: dict[int, socket.socket] = {}
         self._locks = [threading.Lock() for _ in self._places]
-        threading.Thread(target=self._accept, daemon=True).start()
 
     def send(self, to: int, message: Message, data: np.ndarray | None = None) -> None:
         """Gives another process a message and bytes; returns once they are on their way.
@@ -89,7 +80,7 @@ class Peers:
           OSError: it has gone.
         """
         with self._locks[to]:
-            _write(self._way(to), {**message, "token": self._places[to][2]}, data)
+            _write(self._way(to), message, data)
 
     def ask(self, to: int, message: Message) -> np.ndarray:
         """The bytes with which another process answers.
@@ -98,7 +89,7 @@ class Peers:
           OSError: it has gone.
         """
         with self._locks[to]:
-            _write(self._way(to), {**message, "token": self._places[to][2], "ask": True}, None)
+            _write(self._way(to), {**message, "ask": True}, None)
             found = _read(self._way(to))
             if found is None:
                 raise ConnectionError(f"process {to} has closed its connection")
@@ -106,24 +97,20 @@ class Peers:
 
     def close(self) -> None:
         """Closes all of them."""
-        for way in (self._server, *self._ways.values()):
+        self._listener.close()
+        for way in self._ways.values():
             way.close()
 
     def _way(self, to: int) -> socket.socket:
         if to not in self._ways:
-            self._ways[to] = socket.create_connection(tuple(self._places[to][:2]), timeout=WAIT)
+            host, port, token = self._places[to]
+            self._ways[to] = connect(host, port, token, WAIT)
             self._ways[to].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._ways[to]
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                way, _ = self._server.accept()
-                threading.Thread(target=self._listen, args=(way,), daemon=True).start()
-
     def _listen(self, way: socket.socket) -> None:
-        with contextlib.suppress(OSError), way:
-            while (found := _read(way, self._token)) is not None:
+        with contextlib.suppress(OSError, ValueError):
+            while (found := _read(way)) is not None:
                 answer = self._told(*found)
                 if found[0].get("ask"):
                     _write(way, {}, answer)
@@ -136,16 +123,16 @@ def _write(way: socket.socket, message: Message, data: np.ndarray | None) -> Non
         way.sendall(data.data)
 
 
-def _read(way: socket.socket, token: str | None = None) -> tuple[Message, np.ndarray] | None:
-    """A message and its bytes; `None` at the end, or where the token is another."""
+def _read(way: socket.socket) -> tuple[Message, np.ndarray] | None:
+    """A message and its bytes; `None` at the end."""
     size = _exactly(way, 4)
     if size is None:
         return None
     (length,) = struct.unpack("!I", size.tobytes())
     head = _exactly(way, length) if length < 2**20 else None
-    message = {} if head is None else json.loads(head.tobytes())
-    if head is None or (token is not None and not secrets.compare_digest(str(message.pop("token", "")), token)):
+    if head is None:
         return None
+    message: Message = json.loads(head.tobytes())
     data = _exactly(way, message.pop("bytes"))
     return None if data is None else (message, data)
 

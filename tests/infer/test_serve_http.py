@@ -253,7 +253,12 @@ def test_what_is_not_http_is_answered_and_closed(server, request_line, status):
     [
         ([], 411),
         (["Transfer-Encoding: chunked"], 411),
-        (["Content-Length: 2", "Transfer-Encoding: chunked"], 411),
+        (["Content-Length: 2", "Transfer-Encoding: chunked"], 400),
+        (["Transfer-Encoding: chunked", "Content-Length: 0"], 400),
+        (["Transfer-Encoding: identity", "Transfer-Encoding: chunked"], 400),
+        (["Content-Length: 2, 2"], 400),
+        (["Content-Length: +2"], 400),
+        (["Content-Length: 2\xa0"], 400),
         (["Content-Length: 2", "Content-Length: 2"], 400),
         (["Content-Length: -1"], 400),
         (["Content-Length: 1e3"], 400),
@@ -263,6 +268,40 @@ def test_what_is_not_http_is_answered_and_closed(server, request_line, status):
 )
 def test_a_body_of_no_certain_or_too_great_length_is_refused_unread(server, headers, status):
     assert raw(server, post(b"", *headers)).startswith(b"HTTP/1.1 %d " % status)
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "head, words",
+    [
+        (HEALTH + b"X: a\rContent-Length: 5\r\n", b"header line"),
+        (HEALTH + b"X: a\x00b\r\n", b"header line"),
+        (HEALTH + b"X: a\x0bb\r\n", b"header line"),
+        (HEALTH + b"X: a\n", b"header line"),
+        (HEALTH + b"Host: 127.0.0.1\r\n", b"Host may stand in a request once"),
+        (HEALTH + b"hOST: localhost\r\n", b"Host may stand in a request once"),
+        (HEALTH + b"X: a\r\n folded: 5\r\n", b"second line"),
+        (HEALTH + b"\tX: a\r\n", b"second line"),
+        (HEALTH + b"Content-Length : 5\r\n", b"header line"),
+        (HEALTH + b": 5\r\n", b"header line"),
+        (HEALTH + b"X\xc3\xa9: 5\r\n", b"header line"),
+        (HEALTH + b"Content-Length: 1\r\nContent-Length: 1\r\n", b"Content-Length may stand in a request once"),
+        (b"GET /health\rX HTTP/1.1\r\n", b"request line"),
+        (b"GET /health\x00 HTTP/1.1\r\n", b"request line"),
+        (b"GET  /health HTTP/1.1\r\n", b"request line"),
+        (b"GET /health HTTP/1.1 \r\n", b"request line"),
+        (b"GET /health HTTP/1.1\n", b"request line"),
+        (b"G\x01ET /health HTTP/1.1\r\n", b"request line"),
+        (b"\r\n" + HEALTH, b"request line"),
+    ],
+)
+def test_a_head_that_two_programs_could_read_differently_ends_the_connection(server, head, words):
+    """What comes after it is not taken for a request."""
+    answer = raw(server, head + b"\r\n" + HEALTH + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and words in answer and b"Connection: close" in answer, answer
+    assert answer.count(b"Server: jaxscale") == 1, answer
 
 
 def test_an_oversize_body_that_is_sent_anyway_still_gets_its_answer(server):

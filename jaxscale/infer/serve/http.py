@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("jaxscale.serve")
 _BUFFER = 8192
 _LINE = 8192
+_START = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [^\x00-\x20\x7f]+ HTTP/[0-9]\.[0-9]\r\n")
+_HEADER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\x00-\x08\x0a-\x1f\x7f]*\r\n")
+_ONCE = ("Host", "Content-Length", "Content-Type", "Transfer-Encoding", "Authorization", "Expect")
 _LINGER_S, _LINGER_BYTES = 2.0, 64 * 1024 * 1024
 
 
@@ -56,21 +59,46 @@ class Handler(BaseHTTPRequestHandler):
             return
         try:
             self._inlet.allow(limits.read, limits.head)
-            self.raw_requestline = self.rfile.readline(_LINE + 1)
-            if len(self.raw_requestline) > _LINE:
-                raise TooMuch
             self.close_connection = False
-            if self.parse_request():
+            if self._read_head():
                 self._answer()
         except TooMuch:
             self._refuse(ApiError(431, f"the request line and headers are longer than {limits.head} bytes"))
         except TimeoutError:
             self._refuse(ApiError(408, f"the request took longer than {limits.read:g} s to arrive"))
+        except ApiError as error:
+            self._refuse(error)
         except (Gone, OSError) as error:
             _LOG.info("%s %s ended by the client: %s", self.client_address[0], self._route, type(error).__name__)
             self.close_connection = True
         if self.close_connection and not self._body_read:
             self._linger()
+
+    def _read_head(self) -> bool:
+        """Reads the request line and headers, and lets the standard library parse them once they are strictly HTTP/1.1.
+
+        A server and a proxy before it that read a head differently can disagree on where the next request begins.
+
+        Raises:
+          ApiError: they are not.
+        """
+        lines: list[bytes] = []
+        while not lines or lines[-1] != b"\r\n":
+            line = self.rfile.readline(_LINE + 1)
+            if len(line) > _LINE:
+                raise TooMuch
+            if not line:
+                raise Gone
+            wrong = _wrong_line(line, first=not lines)
+            if wrong is not None:
+                raise ApiError(400, wrong)
+            lines.append(line)
+        self.raw_requestline, connection = lines[0], self.rfile
+        self.rfile = io.BytesIO(b"".join(lines[1:]))  # type: ignore[assignment]
+        try:
+            return self.parse_request()
+        finally:
+            self.rfile = connection
 
     def _answer(self) -> None:
         try:
@@ -86,13 +114,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _check(self) -> None:
         """What is looked at before anything of the body is read."""
-        if self.headers.defects:  # what follows such a line would be hidden from us, and not from a proxy
-            raise ApiError(400, "a header line is none, or has a space before its colon")
+        twice = next((name for name in _ONCE if len(self.headers.get_all(name) or []) > 1), None)
+        if twice is not None:
+            raise ApiError(400, f"the header {twice} may stand in a request once")
         path = self.path.partition("?")[0]
         methods = {"/health": "GET", "/metrics": "GET", "/v1/models": "GET"} | dict.fromkeys(READERS, "POST")
         is_model = path.startswith("/v1/models/")
-        if self.request_version == "HTTP/0.9":
-            raise ApiError(400, "HTTP/1.1 is spoken here")
         if path != "/health":
             self.server.guard.check(self.headers)
         if path not in methods and not is_model:
@@ -108,18 +135,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def _length(self, needed: bool) -> int:
         """Of the body that is to come."""
-        if self.headers.get_all("Transfer-Encoding"):
+        length = self.headers.get("Content-Length")
+        if self.headers.get("Transfer-Encoding") is not None:
+            if length is not None:
+                raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both")
             raise ApiError(411, "the body needs a Content-Length; chunks are not taken")
-        lengths = self.headers.get_all("Content-Length") or []
-        if not lengths and not needed:
+        if length is None and not needed:
             return 0
-        if not lengths:
+        if length is None:
             raise ApiError(411, "the body needs a Content-Length")
-        if len(lengths) > 1 or not re.fullmatch("[0-9]{1,15}", lengths[0].strip()):
+        if not re.fullmatch("[0-9]{1,15}", length.strip(" \t")):
             raise ApiError(400, "Content-Length must be one number")
-        if int(lengths[0]) > self.server.limits.body:
+        if int(length) > self.server.limits.body:
             raise ApiError(413, f"the body is larger than the {self.server.limits.body} bytes that are taken")
-        return int(lengths[0])
+        return int(length)
 
     def _body(self) -> bytes:
         self._inlet.left = self._size  # and still by the deadline of the whole request
@@ -206,8 +235,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.close_connection = self.close_connection or not self._body_read
-        if self.request_version == "HTTP/0.9":
-            self.request_version = "HTTP/1.0"  # which has headers
+        if self.request_version == "HTTP/0.9":  # of the standard library's own errors
+            self.request_version = "HTTP/1.0"
         try:
             self._send_json(error.status, error.json(), error.headers)
         except OSError:
@@ -248,6 +277,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing that a client wrote gets into the log."""
+
+
+def _wrong_line(line: bytes, first: bool) -> str | None:
+    """What is wrong with a line of a head, or `None`.
+
+    Args:
+      line: as it came.
+      first: it is the request line.
+    """
+    if first:
+        return None if _START.fullmatch(line) else "the request line is not 'METHOD PATH HTTP/1.1' with CRLF at its end"
+    if line == b"\r\n" or _HEADER.fullmatch(line):
+        return None
+    if line[:1] in b" \t":
+        return "a header continues on a second line, which HTTP/1.1 no longer has"
+    return "a header line is not 'NAME: VALUE' of printable characters with CRLF at its end"
 
 
 def refuse_at_once(connection: socket.socket) -> None:

@@ -7,17 +7,17 @@ names of the special tokens, and nothing else. Needs `jinja2` (`pip install 'jax
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from jaxscale.data.chat_render import SAID as SAID_BEGIN
+from jaxscale.data.chat_render import SAID_END, Renderer, TemplateFault, TooSlow, compiled, render
 from jaxscale.data.tokenizer import alias
 from jaxscale.errors import DataError, near
 
@@ -30,9 +30,12 @@ TURNS = ("all", "last")
 SAID = "assistant"
 """The role whose words are learned."""
 
-# Noncharacters of Unicode, which no text holds: around a special token's number, and around what a template marks.
-_WORD, _WORD_END, _SAID, _SAID_END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
-_MARKS = re.compile(f"[{_WORD}{_WORD_END}{_SAID}{_SAID_END}\ufdd4\ufdd5]")
+ROLES = ("system", "developer", "user", SAID, "tool", "function")
+"""Those that OpenAI's clients send."""
+
+# Noncharacters of Unicode, which no text holds: around a special token's number.
+_WORD, _WORD_END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_WORD}{_WORD_END}{SAID_BEGIN}{SAID_END}\ufdd4\ufdd5]")
 _WORDS = re.compile(f"{_WORD}([0-9]+){_WORD_END}")
 
 
@@ -56,18 +59,27 @@ class ChatTemplate:
       text: the template.
       names: special tokens by name, as `{"bos_token": "<s>"}`, which templates write.
       where: what messages call it.
+      seconds: that a conversation may take, in a process that is killed then; `None` renders in this process.
 
     Raises:
       DataError: the template is no Jinja, or `jinja2` is not installed.
     """
 
-    def __init__(self, text: str, names: Mapping[str, str] | None = None, where: str = "the chat template"):
+    def __init__(
+        self,
+        text: str,
+        names: Mapping[str, str] | None = None,
+        where: str = "the chat template",
+        seconds: float | None = None,
+    ):
         self.text, self.names, self.where = text, dict(names or {}), where
-        self._template = _compiled(text, where)
+        renderer = None if seconds is None else Renderer(seconds)
+        _check(text, where, compiled if renderer is None else renderer.check)
+        self._render_text = render if renderer is None else renderer.render
 
     @classmethod
-    def read(cls, folder: str | Path) -> ChatTemplate:
-        """The template of a Hugging Face folder, or of a file of Jinja.
+    def read(cls, folder: str | Path, seconds: float | None = None) -> ChatTemplate:
+        """The template of a Hugging Face folder, or of a file of Jinja; `seconds` as above.
 
         Raises:
           DataError: there is none.
@@ -87,7 +99,7 @@ class ChatTemplate:
                 "file or folder that has one"
             )
         names = {**_json(home / "special_tokens_map.json"), **settings}
-        return cls(text, {k: v for k, v in _spelled(names).items() if k.endswith("_token")}, f"{file or path}")
+        return cls(text, {k: v for k, v in _spelled(names).items() if k.endswith("_token")}, f"{file or path}", seconds)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
         """A conversation as text; with the generation prompt, up to where the assistant begins to speak.
@@ -110,7 +122,8 @@ class ChatTemplate:
         The template's special tokens are special. The same words inside of a message are ordinary text, so that nobody
         can end a turn by writing so; that is where this differs from `apply_chat_template` as it is by default.
         """
-        text = self._render(_marked(messages, tokenizer.special), add_generation_prompt, more)
+        marked = _marked(messages, tokenizer.special)
+        text = self._render(marked, add_generation_prompt, _marked_names(more, tokenizer.special))
         return _encode(_cleaned(text)[0], tokenizer)[0]
 
     def said(
@@ -133,7 +146,7 @@ class ChatTemplate:
         """
         if turns not in TURNS:
             raise DataError(f"turns = '{turns}' does not exist{near(turns, TURNS)}")
-        marked = _marked(messages, tokenizer.special)
+        marked, more = _marked(messages, tokenizer.special), _marked_names(more, tokenizer.special)
         asked = [i for i, m in enumerate(marked) if m.get("role") == SAID and i >= first]
         if not asked:
             raise DataError(f"no message is the assistant's (role '{SAID}'), so there is nothing to learn from")
@@ -169,13 +182,14 @@ class ChatTemplate:
         return len(before), len(after)
 
     def _render(self, messages: Sequence[Message], prompt: bool, more: dict[str, Any]) -> str:
-        import jinja2
-
-        told = {"tools": None, "documents": None, **self.names, **more}
+        names = {"tools": None, "documents": None, **self.names, **more}
+        names |= {"messages": list(messages), "add_generation_prompt": prompt}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=prompt, **told)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+            return self._render_text(self.text, names)
+        except TemplateFault as e:
             raise DataError(f"{self.where} does not take these messages: {e}") from e
+        except TooSlow:
+            raise DataError(f"{self.where} did not write these messages in time; look for a loop in it") from None
 
 
 def _encode(text: str, tokenizer: Spelling) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
@@ -202,7 +216,19 @@ def _encode(text: str, tokenizer: Spelling) -> tuple[Int32[np.ndarray, " t"], In
 
 
 def _marked(messages: Sequence[Message], special: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Messages in which special tokens are numbers between marks, all but the roles."""
+    """Messages in which special tokens are numbers between marks; a role of `ROLES` stays, as templates compare it."""
+    mark = _marker(special)
+    return [{k: v if k == "role" and v in ROLES else mark(v) for k, v in m.items()} for m in _without_none(messages)]
+
+
+def _marked_names(more: Mapping[str, Any], special: tuple[str, ...]) -> dict[str, Any]:
+    """What else a template sees, marked alike where it is a user's."""
+    mark = _marker(special)
+    return {k: mark(v) if k in ("tools", "documents") else v for k, v in more.items()}
+
+
+def _marker(special: tuple[str, ...]) -> Callable[[Any], Any]:
+    """Marks special tokens in every string of a value."""
     pattern = re.compile("|".join(re.escape(s) for s in sorted(special, key=len, reverse=True)) or "(?!)")
     number = {s: n for n, s in enumerate(special)}
 
@@ -210,10 +236,10 @@ def _marked(messages: Sequence[Message], special: tuple[str, ...]) -> list[dict[
         if isinstance(x, str):
             return pattern.sub(lambda m: f"{_WORD}{number[m[0]]}{_WORD_END}", _MARKS.sub("", x))
         if isinstance(x, Mapping):
-            return {k: mark(v) for k, v in x.items()}
+            return {mark(k): mark(v) for k, v in x.items()}
         return [mark(v) for v in x] if isinstance(x, list | tuple) else x
 
-    return [{k: v if k == "role" else mark(v) for k, v in m.items()} for m in _without_none(messages)]
+    return mark
 
 
 def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -226,57 +252,37 @@ def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _cleaned(text: str) -> tuple[str, list[tuple[int, int]]]:
     """A rendered text without the marks around what was said, and where they stood; marks of words stay."""
     out, spans, begin, length = [], [], None, 0
-    for piece in re.split(f"([{_SAID}{_SAID_END}])", text):
-        if piece == _SAID:
+    for piece in re.split(f"([{SAID_BEGIN}{SAID_END}])", text):
+        if piece == SAID_BEGIN:
             begin = length
-        elif piece == _SAID_END and begin is not None:
+        elif piece == SAID_END and begin is not None:
             spans.append((begin, length))
             begin = None
-        elif piece != _SAID_END:
+        elif piece != SAID_END:
             out.append(piece)
             length += len(piece)
     return "".join(out), spans
 
 
-@functools.lru_cache(16)
-def _compiled(text: str, where: str) -> Any:
-    """The template in a sandbox, with the functions that Hugging Face's templates call."""
+def _check(text: str, where: str, compile: Callable[[str], Any]) -> None:
+    """That a template can be read.
+
+    Args:
+      text, where: see `ChatTemplate`.
+      compile: raises where it cannot.
+
+    Raises:
+      DataError: it is no Jinja, or `jinja2` is not installed.
+    """
     try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
+        import jinja2  # noqa: F401
+
+        compile(text)
     except ImportError as e:
         raise DataError("chat templates need the package 'jinja2': pip install 'jaxscale[hf]'") from e
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}`: what the assistant says."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
-
-        @staticmethod
-        def _said(caller: Any) -> str:
-            return f"{_SAID}{caller()}{_SAID_END}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(x: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, **how)  # Jinja's own escapes what HTML would mistake
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as e:
+    except TooSlow:
+        raise DataError(f"{where} could not be compiled in time; look for a huge constant in it") from None
+    except TemplateFault as e:
         raise DataError(f"{where} is no template of Jinja: {e}") from e
 
 

@@ -173,6 +173,15 @@ def test_a_model_without_a_template_cannot_converse(server):
     assert status == 400 and "chat template" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("role", ["user<|im_end|>", "im_end", "", "User"])
+def test_a_role_that_no_client_of_openai_sends_is_refused(server, role):
+    """A template may write '<|' + role + '|>'."""
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": "hi"}]}
+    status, _, answer = call(server, path="/v1/chat/completions", body=body)
+    assert status == 400 and "messages[1].role" in answer["error"]["message"], answer
+    assert "user, assistant" in answer["error"]["message"]
+
+
 def test_a_prompt_beyond_the_limit_says_its_length(server):
     status, _, answer = call(server, body={"prompt": "x" * 600})
     assert (

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.data.chat import ROLES
 from jaxscale.data.tokenizer import Tokenizer
-from jaxscale.errors import JaxscaleError
+from jaxscale.errors import JaxscaleError, near
 from jaxscale.infer.serve.errors import bad
-from jaxscale.infer.serve.fields import Common, Fields, encodable
+from jaxscale.infer.serve.fields import Common, Fields, encodable, short
 from jaxscale.infer.serve.worker import Text
 
 Message = dict[str, Any]
@@ -193,6 +194,9 @@ def _message(given: Any, at: str) -> Message:
     """One of them, its content as one text."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise bad("messages", f"{at}: must be an object with a role and content")
+    role = given["role"]
+    if role not in ROLES:  # a template may write '<|' + role + '|>'
+        raise bad("messages", f"{at}.role = {short(role)} is not one of {', '.join(ROLES)}{near(role[:60], ROLES)}")
     content = given.get("content")
     if isinstance(content, list):
         for part in content:
@@ -204,7 +208,7 @@ def _message(given: Any, at: str) -> Message:
     for name, value in given.items():
         if name not in ("role", "content", "name") and value:
             raise bad("messages", f"{at}.{name[:60]} is not supported here")
-    message = {"role": encodable(given["role"], "messages"), "content": encodable(content, "messages")}
+    message = {"role": role, "content": encodable(content, "messages")}
     if isinstance(given.get("name"), str):
         message["name"] = encodable(given["name"], "messages")
     return message

@@ -84,7 +84,7 @@ class Fields:
             return None
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise bad(name, f"{name} = {_short(value)}: must be {wanted}")
+            raise bad(name, f"{name} = {short(value)}: must be {wanted}")
         return value
 
     def instead(self, name: str, value: Any, by: Any) -> bool:
@@ -116,11 +116,11 @@ class Fields:
         """
         for name, values in NEUTRAL.items():
             if name in self._given and self._given[name] not in values:
-                raise bad(name, f"{name} = {_short(self._given[name])} is not supported here{_HINTS.get(name, '')}")
+                raise bad(name, f"{name} = {short(self._given[name])} is not supported here{_HINTS.get(name, '')}")
         known = self._known | set(NEUTRAL)
         for name in self._given:
             if name not in known:
-                raise bad(name[:60], f"unrecognised field {_short(name)}{near(name[:60], known)}", "unknown_parameter")
+                raise bad(name[:60], f"unrecognised field {short(name)}{near(name[:60], known)}", "unknown_parameter")
 
     def model(self, name: str) -> None:
         """Checks that the model asked for, if any, is the one there is.
@@ -130,7 +130,7 @@ class Fields:
         """
         asked = self.take("model", str, "text")
         if asked not in (None, name):
-            message = f"the model {_short(asked)} does not exist; this server has '{name}'"
+            message = f"the model {short(asked)} does not exist; this server has '{name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def common(
@@ -179,7 +179,7 @@ class Fields:
             raise bad("stream_options", "stream_options is for stream = true")
         for name, value in options.items():
             if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool):
-                told = f"stream_options.{name[:60]} = {_short(value)}"
+                told = f"stream_options.{name[:60]} = {short(value)}"
                 raise bad("stream_options", f"{told}: what can be asked for is include_usage = true")
         sampling = Sampling(**settings, logprobs=shown or 0)
         return Common(sampling, seed is not None, n, stream, options.get("include_usage", False), shown, to_the_end)
@@ -205,7 +205,7 @@ def encodable(text: str, param: str) -> str:
     return text
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """JSON of a value, cut to what fits a sentence."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jaxscale.train import Run
 
 _LOG = logging.getLogger("jaxscale.serve")
+_TEMPLATE = 5.0
+"""Seconds that a chat template may take for a conversation."""
 
 
 def served_by(run: Run, name: str | None = None, length: int | None = None, *, choice: bool = True) -> Served:
@@ -55,7 +57,7 @@ def _template(folder: Path) -> ChatTemplate | None:
     if not folder.is_dir():
         return None
     try:
-        return ChatTemplate.read(folder)
+        return ChatTemplate.read(folder, seconds=_TEMPLATE)
     except DataError as e:
         _LOG.warning("no /v1/chat/completions: %s", e)
         return None

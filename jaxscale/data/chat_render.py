@@ -1,0 +1,211 @@
+"""Runs a chat template in Jinja's sandbox: in this process, or in one that is killed when it takes too long.
+
+A template is a program, and no sandbox in a thread can end one that loops. `Renderer` starts this file as a process of
+its own, with bounds on memory and time. It imports the standard library and Jinja alone, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+SAID, SAID_END = "\ufdd2", "\ufdd3"
+"""Around what a template marks as the assistant's; noncharacters of Unicode, which no text holds."""
+
+MEMORY = 2**30
+"""Bytes that a process may have."""
+
+OUTPUT = 2**24
+"""Characters of a conversation, at most."""
+
+
+class TemplateFault(Exception):
+    """A template that is none, or that does not take these messages; the text says why."""
+
+
+class TooSlow(Exception):
+    """A template that did not come to its end in time."""
+
+
+@functools.lru_cache(16)
+def compiled(text: str) -> Any:
+    """The template in a sandbox, with the functions that Hugging Face's templates call.
+
+    Raises:
+      TemplateFault: it is no Jinja.
+    """
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}`: what the assistant says."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+        @staticmethod
+        def _said(caller: Any) -> str:
+            return f"{SAID}{caller()}{SAID_END}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(x: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, **how)  # Jinja's own escapes what HTML would mistake
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(text)
+    except (jinja2.TemplateError, RecursionError, MemoryError, OverflowError) as e:
+        raise TemplateFault(str(e) or type(e).__name__) from e
+
+
+def render(text: str, names: Mapping[str, Any]) -> str:
+    """A template's text.
+
+    Args:
+      text: the template.
+      names: what it sees.
+
+    Raises:
+      TemplateFault: it is no Jinja, or refuses.
+    """
+    import jinja2
+
+    try:
+        return compiled(text).render(**names)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+        raise TemplateFault(str(e)) from e
+    except (RecursionError, MemoryError) as e:
+        raise TemplateFault(
+            "it calls itself without an end" if isinstance(e, RecursionError) else "out of memory"
+        ) from e
+
+
+class Renderer:
+    """`render` in a process of its own, which is started when first needed and again after it was killed.
+
+    Args:
+      seconds: that a text may take.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, text: str, names: Mapping[str, Any]) -> str:
+        """See `render`.
+
+        Raises:
+          TemplateFault: as there.
+          TooSlow: it took longer than `seconds`, or others before it did.
+        """
+        return self._ask([text, dict(names)])
+
+    def check(self, text: str) -> None:
+        """That a template can be compiled, which computes its constants. Raises as `render`."""
+        self._ask([text, None])
+
+    def _ask(self, task: list[Any]) -> str:
+        line = json.dumps(task).encode() + b"\n"
+        if not self._lock.acquire(timeout=2 * self.seconds):
+            raise TooSlow
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._process = _start()
+                self._answer(b'["", {}]\n', 60.0)  # importing Jinja counts for nobody
+            found = json.loads(self._answer(line, self.seconds))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._lock.release()
+        if "fault" in found:
+            raise TemplateFault(found["fault"])
+        return found["text"]
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+    def _answer(self, line: bytes, seconds: float) -> bytes:
+        """What the process says to a line."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        source, sink = self._process.stdin.fileno(), self._process.stdout.fileno()
+        until, rest, out = time.monotonic() + seconds, memoryview(line), bytearray()
+        poll = select.poll()
+        poll.register(sink, select.POLLIN)
+        poll.register(source, select.POLLOUT)
+        while not out.endswith(b"\n"):
+            ready = {file for file, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            if not ready:
+                raise TooSlow
+            if source in ready:
+                try:
+                    rest = rest[os.write(source, rest[:4096]) :]  # as much as a pipe that is writable takes at once
+                except BrokenPipeError:
+                    raise TemplateFault("its process ended") from None
+                if not rest:
+                    poll.unregister(source)
+            if sink in ready:
+                data = os.read(sink, 1 << 16)
+                if not data:
+                    raise TemplateFault("its process ended, perhaps for want of memory")
+                out += data
+        return bytes(out)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # -P: the folder of this file, which has a module `text`, is not searched; a session: Ctrl-C is the server's alone
+    command = [sys.executable, "-P", __file__]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def _main() -> None:
+    """Answers every line, a template and its names, with a line."""
+    with contextlib.suppress(ImportError):  # there is none on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for line in sys.stdin.buffer:
+        try:
+            template, names = json.loads(line)
+            text = "" if names is None and compiled(template) else render(template, names)
+            found = {"text": text} if len(text) <= OUTPUT else {"fault": f"it writes more than {OUTPUT} characters"}
+        except TemplateFault as e:
+            found = {"fault": str(e)[:1000]}
+        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _main()

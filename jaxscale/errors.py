@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 MISTAKE = 2
 """Exit code of a command that raised an error of ours: beginning again would not help."""
@@ -37,6 +38,14 @@ class CheckpointError(JaxscaleError, RuntimeError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint that is not, or no longer, what was written; an older one may be whole."""
+
+
+class DamagedFile(JaxscaleError, ValueError):
+    """A file that is not, or no longer, what was written; `content` is what can be read of it all the same."""
+
+    def __init__(self, message: str, content: Any = None):
+        super().__init__(message)
+        self.content = content
 
 
 class RunError(JaxscaleError, RuntimeError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jaxscale.data.storage import Document, TokenFile, write_token_file
+from jaxscale.data.storage import Document, TokenFile, about, write_token_file
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
+
+log = logging.getLogger("jaxscale")
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
@@ -31,25 +34,43 @@ def cached(
 
     `masked` is as for `write_token_file`.
 
-    A damaged one is moved aside and prepared anew. Raises DataError when the folder cannot be written.
+    A damaged one is moved aside and prepared anew, which is said: when it is opened, or when the damage is read later.
+    Raises DataError when the folder cannot be written.
     """
     folder = cache_folder(cache) / f"{corpus}-{key}"
-    if folder.exists():
+
+    def opened(whole: bool = False) -> TokenFile | None:
+        if not folder.exists():
+            return None
         try:
-            return TokenFile(folder)
-        except DataError:
+            file = TokenFile(folder, again)
+            if {**file.meta["tokenizer"], "name": tokenizer.name} != about(tokenizer):
+                raise DataError(f"{folder} says that another tokenizer than '{tokenizer.name}' wrote it")
+            if whole:
+                file.verify()
+        except DataError as error:
+            log.warning("the token cache %s is damaged, and is prepared again: %s", folder, str(error).split("; ")[0])
             _discard(folder)
-    try:
-        return write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus, masked=masked)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the token cache {folder.parent} ({error.strerror or error}); set JAXSCALE_CACHE to a folder "
-            "that can be written and has room."
-        ) from error
-    except DataError:
-        if folder.exists():  # another process finished between our look and our writing
-            return TokenFile(folder)
-        raise
+            return None
+        return file
+
+    def again() -> TokenFile:
+        return opened(whole=True) or prepared()  # another process may have made it again
+
+    def prepared() -> TokenFile:
+        try:
+            write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus, masked=masked)
+        except OSError as error:
+            raise DataError(
+                f"cannot write the token cache {folder.parent} ({error.strerror or error}); set JAXSCALE_CACHE to a "
+                "folder that can be written and has room."
+            ) from error
+        except DataError:
+            if not folder.exists():  # else another process finished between our look and our writing
+                raise
+        return TokenFile(folder, again)
+
+    return opened() or prepared()
 
 
 def _discard(folder: Path) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Float32, Int64, Integer
 
 from jaxscale.data.batch import Batch, Source, empty_batch
+from jaxscale.data.checked import Checked
 from jaxscale.errors import DataError, near
 
 
@@ -37,10 +38,10 @@ class Documents:
     fingerprint: str
     vocab_size: int
     eos_id: int  # what ends a document and, as an input, opens one
-    tokens: Integer[np.ndarray, " t"]  # usually memory-mapped
+    tokens: Integer[np.ndarray, " t"] | Checked  # usually memory-mapped
     starts: Int64[np.ndarray, " n"]
     lengths: Int64[np.ndarray, " n"]  # eos included, so at least 1
-    learned: Integer[np.ndarray, " t"] | None = None  # 0 or 1 for each of `tokens`
+    learned: Integer[np.ndarray, " t"] | Checked | None = None  # 0 or 1 for each of `tokens`
     opened: bool = False
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxscale.config import register
 from jaxscale.data.batch import Source
 from jaxscale.data.packing import pack
-from jaxscale.data.storage import TokenFile
+from jaxscale.data.storage import TokenFile, read_meta
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
 
@@ -28,7 +28,7 @@ class PreparedTokens:
 
     @property
     def name(self) -> str:
-        return TokenFile(self.path).meta["corpus"]
+        return read_meta(Path(self.path).expanduser())[0]["corpus"]
 
     def source(
         self,

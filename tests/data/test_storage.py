@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -16,6 +15,7 @@ import pytest
 from jaxscale import data
 from jaxscale.data.cache import cached
 from jaxscale.errors import DataError
+from jaxscale.seals import open_json, seal_json
 
 BYTES = data.ByteTokenizer()
 DOCUMENTS = [(f"d{i}", np.full(10 + i, i + 1)) for i in range(9)]
@@ -131,8 +131,8 @@ def test_the_fingerprint_follows_content_and_tokenizer_only(tmp_path):
 
 
 def set_format(folder):
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "format": 99}))
+    meta, _ = open_json((folder / "meta.json").read_bytes())
+    (folder / "meta.json").write_text(seal_json({**meta, "format": 99}))
     data.TokenFile(folder)
 
 

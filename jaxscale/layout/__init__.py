@@ -5,13 +5,23 @@ from jaxscale.layout.boxing import Boxes, Move, infer, rebox
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
 from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, say_once, why_no_host_memory
-from jaxscale.layout.layout import Layout, constrain, current, in_use
+from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, unfill
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import PRESETS, Rules, preset
 from jaxscale.layout.schedules import SCHEDULES
 from jaxscale.layout.table import Simulation, Table, simulate
-from jaxscale.layout.tensors import TensorInfo, TensorRow, abstract, describe, named, path_name, shardings_of
+from jaxscale.layout.tensors import (
+    TensorInfo,
+    TensorRow,
+    abstract,
+    as_used,
+    describe,
+    filled_notes,
+    named,
+    path_name,
+    shardings_of,
+)
 from jaxscale.layout.unnamed import Inferred, fitting_layout, infer_names
 
 __all__ = [
@@ -33,11 +43,15 @@ __all__ = [
     "TensorInfo",
     "TensorRow",
     "abstract",
+    "as_used",
     "blocks_of",
     "constrain",
     "current",
     "describe",
     "draw",
+    "fill",
+    "filled_notes",
+    "filled_shape",
     "fitting_layout",
     "host_memory_or_say",
     "in_use",
@@ -54,5 +68,6 @@ __all__ = [
     "shardings_of",
     "simulate",
     "simulate_devices",
+    "unfill",
     "why_no_host_memory",
 ]

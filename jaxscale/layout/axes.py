@@ -41,6 +41,10 @@ AXES: dict[str, str] = {
 STACKED = ("layers", "experts")
 """Axes along which like tensors are stacked: what is defined per tensor is defined for each of them."""
 
+FILLED = ("vocab",)
+"""Axes whose sizes devices need not divide: a tensor is kept cut along another dimension, and has rows of zeros behind
+its own while it is used."""
+
 MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest-varying first: neighbours along `tensor` are the closest devices."""
 

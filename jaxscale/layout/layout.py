@@ -11,11 +11,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
-from jaxscale.layout.axes import AXES, MESH_AXES, check_axis, check_mesh_axis
+from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, check_axis, check_mesh_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import Kind, Rules, preset
@@ -162,6 +163,18 @@ class Layout:
         check_axis(axis, "Layout.split")
         return math.prod(self.sizes[m] for m in self.resolved_rules.target(kind, axis))
 
+    def filled(self, axis: str | None, size: int, manual: Collection[str] = ()) -> int:
+        """The size at which a dimension of this name and size is used: of a vocabulary, the next that devices divide.
+
+        Args:
+          axis, size: the dimension.
+          manual: mesh axes that a `shard_map` around us cuts already.
+        """
+        if axis not in FILLED:
+            return size
+        pieces = self._pieces([m for m in self.resolved_rules.target("activations", axis) if m not in manual])
+        return -(-size // pieces) * pieces
+
     def spec(
         self,
         axes: Sequence[str | None],
@@ -175,7 +188,8 @@ class Layout:
 
         A stack of layers that cannot lie on a pipeline stage after stage, because the stages do not divide it or hold
         several chunks each, is cut along its first other dimension that divides instead; each step then brings every
-        layer to its stage.
+        layer to its stage. So is a parameter, its gradient or its state, whose vocabulary does not divide; a vector of
+        a vocabulary is then left whole.
 
         Args:
           axes: a logical axis (or `None`) per dimension.
@@ -221,16 +235,23 @@ class Layout:
                 check_axis(axis, what)
             over = () if axis is None else self.resolved_rules.target(kind, axis)
             targets.append(tuple(m for m in over if self.sizes[m] > 1 and m not in manual))
-        if shape is None or "layers" not in axes or "pipeline" not in targets[axes.index("layers")]:
-            return targets
-        at = axes.index("layers")
-        if self.schedule.chunks_per_stage == 1 and shape[at] % self._pieces(targets[at]) == 0:
-            return targets
-        for i, size in enumerate(shape):
-            if i != at and size % self._pieces((*targets[i], *targets[at])) == 0:
-                targets[i], targets[at] = (*targets[i], *targets[at]), ()
-                break
+        for at, axis in enumerate(axes):
+            if shape is None or not self._moves(axis, shape[at], targets[at], kind):
+                continue
+            for i, size in enumerate(shape):
+                if i != at and size % self._pieces((*targets[i], *targets[at])) == 0:
+                    targets[i], targets[at] = (*targets[i], *targets[at]), ()
+                    break
+            if axis in FILLED and len(shape) == 1:
+                targets[at] = ()
         return targets
+
+    def _moves(self, axis: str | None, size: int, target: Sequence[str], kind: Kind) -> bool:
+        """Whether what would cut a dimension cuts another one of its tensor instead."""
+        divides = size % self._pieces(target) == 0
+        if axis == "layers":
+            return "pipeline" in target and not (divides and self.schedule.chunks_per_stage == 1)
+        return axis in FILLED and kind != "activations" and not divides
 
     def _pieces(self, target: Sequence[str]) -> int:
         return math.prod(self.sizes[m] for m in target)
@@ -297,6 +318,32 @@ def in_use(param: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:
 
     Activation rules leave `embed` whole, so this is where FSDP gathers: each weight is whole along `embed` while its
     layer runs, and only then. Said twice, since XLA would otherwise gather before a scan takes its slice, and copy the
-    whole stack.
+    whole stack. A vocabulary that devices do not divide has zeros behind it (`fill`).
     """
-    return constrain(constrain(param.astype(dtype), *axes, kind="params"), *axes)
+    return constrain(fill(constrain(param.astype(dtype), *axes, kind="params"), *axes), *axes)
+
+
+def fill(x: jax.Array, *axes: str | None) -> jax.Array:
+    """A parameter with zeros behind a vocabulary that the layout in force does not divide; else as it is.
+
+    Args:
+      x: the parameter.
+      *axes: its names.
+    """
+    more = [(0, n - size) for n, size in zip(filled_shape(axes, x.shape), x.shape, strict=True)]
+    return constrain(jnp.pad(x, more), *axes, kind="params") if any(n for _, n in more) else x
+
+
+def filled_shape(axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of `fill(x, *axes)`."""
+    layout, manual = current(), jax.sharding.get_abstract_mesh().manual_axes
+    if layout is None:
+        return tuple(shape)
+    return tuple(layout.filled(a, n, manual) for a, n in zip(axes, shape, strict=True))
+
+
+def unfill(gradient: jax.Array, shape: Sequence[int], *axes: str) -> jax.Array:
+    """The gradient of a parameter of this shape and these names, from that of what `fill` made of it."""
+    if gradient.shape == tuple(shape):
+        return gradient
+    return constrain(gradient[tuple(slice(n) for n in shape)], *axes, kind="grads")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -39,6 +39,12 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.size * np.dtype(self.dtype).itemsize
+
+
+def as_used(info: TensorInfo, layout: Layout, manual: Collection[str] = ()) -> TensorInfo:
+    """A tensor while it is used: with zeros behind a vocabulary that devices do not divide. Arguments as `filled`."""
+    shape = tuple(layout.filled(a, n, manual) for a, n in zip(info.axes, info.shape, strict=True))
+    return info if shape == info.shape else dataclasses.replace(info, shape=shape)
 
 
 def named(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
@@ -141,12 +147,31 @@ def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[
         if layout is not None:
             spec = tuple(layout.spec(i.axes, i.shape, kind=kind, name=i.path))
             boxes = Boxes.of(spec).words(layout.sizes)
+            parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+            pieces = math.prod(layout.sizes[m] for part in parts for m in part)
             for a in i.axes:
                 target = [m for m in layout.resolved_rules.target(kind, a) if layout.sizes[m] > 1] if a else []
                 if target:
                     fired.append(f"{a}→{'·'.join(target)}")
-                    pieces *= math.prod(layout.sizes[m] for m in target)
         why = "one device" if layout is None or layout.devices == 1 else "replicated: no rule splits these names"
         dtype, rules = np.dtype(i.dtype).name, " ".join(fired) or why
         rows.append(TensorRow(i.path, i.shape, dtype, i.axes, spec, rules, i.nbytes // pieces, boxes))
     return rows
+
+
+def filled_notes(infos: Tree, layout: Layout | None) -> tuple[str, ...]:
+    """What to know of parameters whose vocabulary devices do not divide, a sentence each."""
+    if layout is None:
+        return ()
+    notes = []
+    for i in jax.tree.leaves(infos):
+        used = as_used(i, layout)
+        at = next((d for d, n in enumerate(i.shape) if used.shape[d] != n), None)
+        if at is not None:
+            more, axis = used.shape[at] - i.shape[at], i.axes[at]
+            notes.append(
+                f"{i.path}: the layout does not divide its {axis} of {i.shape[at]:,}, so it is kept cut along another "
+                f"dimension; each step brings it to its rows, with {more} of zeros behind them, and its gradient back "
+                f"(a {axis} of {used.shape[at]:,} would save this)"
+            )
+    return tuple(notes)

@@ -8,7 +8,7 @@ from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
-from jaxscale.nn.head import head_logits
+from jaxscale.nn.head import filled_logits, head_logits
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
@@ -85,6 +85,7 @@ __all__ = [
     "auxiliary_loss",
     "dot_product_attention",
     "dropout",
+    "filled_logits",
     "flash_attention",
     "head_logits",
     "metrics",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain, in_use, named
+from jaxscale.layout import constrain, in_use, named, unfill
 from jaxscale.nn.adapted import Adapted
 from jaxscale.parallel import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.deferred import Deferred, Use, at_once
@@ -43,7 +43,7 @@ def project(
       out_dtype: of the result.
 
     Returns:
-      the remaining dimensions of `x`, then those of `kernel`.
+      the remaining dimensions of `x`, then those of `kernel`; a vocabulary that devices do not divide has zeros behind.
     """
     if isinstance(kernel, Deferred):
         return _project_deferred(x, kernel, axes, contracted, dtype, out_dtype)
@@ -71,7 +71,7 @@ def _project_fwd(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore
 def _project_bwd(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
     x, kernel = residuals
     dx = _input_gradient(x, kernel, dy, axes, contracted, dtype)
-    return dx, kernel_gradient(x, dy, axes, contracted, dtype, kernel.dtype)
+    return dx, unfill(kernel_gradient(x, dy, axes, contracted, dtype, kernel.dtype), kernel.shape, *axes)
 
 
 _project.defvjp(_project_fwd, _project_bwd)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxscale.layout import constrain, in_use
+from jaxscale.layout import constrain, filled_shape, in_use, unfill
 from jaxscale.parallel.ends import axis_size, psum_float32, rows_from_ours
 from jaxscale.parallel.reductions import sum_to
 from jaxscale.parallel.sharded import cut_already, cut_over, sharded_op, where_gradients_go
@@ -77,8 +77,9 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
     over, tokens = cut_over(axis), cut_over("batch", "seq")
     split = where_gradients_go((axis, "embed"), tokens)
 
+    pieces = filled_shape((axis, "embed"), table.shape)[0] // axis_size(over)
+
     def local(ids: Array, dx: Array) -> Array:
-        pieces = table.shape[0] // axis_size(over)
         rows = rows_from_ours(ids, pieces, over)
         # what is not among this device's rows is dropped, before and after them alike
         rows = jnp.where(rows < 0, pieces, rows)
@@ -94,7 +95,8 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
         out_kinds="grads" if split else "activations",
         name="the lookup's operand",
     )
-    return constrain(dtable.astype(table.dtype), axis, "embed", kind="grads"), None
+    dtable = constrain(dtable.astype(table.dtype), axis, "embed", kind="grads")
+    return unfill(dtable, table.shape, axis, "embed"), None
 
 
 sharded_lookup.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import Topology, topology
-from jaxscale.layout import Boxes, Layout, TensorInfo
+from jaxscale.layout import Boxes, Layout, TensorInfo, as_used
 from jaxscale.layout.table import B, F, Table
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.parallel.pipeline import assign
@@ -258,10 +258,10 @@ class _Step:
 
     def _local(self, table: TensorInfo) -> TensorInfo:
         """A table's part on a stage."""
-        rows, *rest = table.shape
-        return dataclasses.replace(
-            table, shape=(rows // (self.layout.stages if self._cut_by_stages(table) else 1), *rest)
-        )
+        if not self._cut_by_stages(table):
+            return table
+        rows, *rest = as_used(table, self.layout).shape
+        return dataclasses.replace(table, shape=(rows // self.layout.stages, *rest))
 
     def _cut_by_stages(self, table: TensorInfo) -> bool:
         return self.layout.stages > 1 and _STAGES in self.layout.resolved_rules.target(
@@ -295,7 +295,7 @@ class _Step:
         for n, run in enumerate(self.infos["runs"].values()):
             if not self._assigned.in_place(n):
                 found += self._dealt_out(run)
-        return found
+        return found + self._tables_to_rows()
 
     def _dealt_out(self, run: Tree) -> list[Collective]:
         """A stack that does not lie stage after stage, brought to its stages, and its gradient back."""
@@ -306,6 +306,18 @@ class _Step:
             found += whole.send("all-to-all", (_STAGES,), held, 1, "layers to their stages")
             back = whole.local_bytes(dataclasses.replace(info, dtype=jnp.dtype("float32")), "grads")
             found += whole.send("all-to-all", (_STAGES,), back, 1, "layers' gradients back")
+        return found
+
+    def _tables_to_rows(self) -> list[Collective]:
+        """Tables whose vocabulary devices do not divide, to the rows that stages use, and their gradients back."""
+        whole, found = Mover(self.layout), []
+        for info in jax.tree.leaves({name: i for name, i in self.infos.items() if name != "runs"}):
+            if (used := whole.used(info)) is info:
+                continue
+            back, times = dataclasses.replace(used, dtype=jnp.dtype("float32")), self.config.accumulate
+            for kind, sent, name in (("params", used, "tables to their rows"), ("grads", back, "their gradients back")):
+                over = whole.over("vocab", kind=kind)  # type: ignore[arg-type]
+                found += whole.send("all-to-all", over, whole.local_bytes(sent, kind), times, name)  # type: ignore[arg-type]
         return found
 
     def over_replicas(self) -> list[Collective]:

@@ -11,7 +11,7 @@ import jax
 
 from jaxscale.errors import LayoutError
 from jaxscale.hardware import topology as hardware
-from jaxscale.layout import Layout, TensorInfo, TensorRow, describe
+from jaxscale.layout import Layout, TensorInfo, TensorRow, describe, filled_notes
 from jaxscale.optim import check_state, state_infos
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict, sized
@@ -134,6 +134,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
     kind = there.chip.kinds[0] if there is not None and there.chip.kinds else None
     compiled = estimated = flops = None
     notes = [*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)]
+    notes += filled_notes([blueprint.infos, blueprint.frozen], layout)
     if blueprint.adaptation is not None:
         notes.append(blueprint.adaptation.describe())
     with choosing() as kernels:

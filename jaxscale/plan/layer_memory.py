@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.layout import Layout, TensorInfo
+from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.layout.rules import Kind
 from jaxscale.nn import GatherAttention, MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
@@ -28,7 +28,8 @@ _DEAR = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
 def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: Any = None) -> int:
     """A tensor's bytes on one device; `kv_seq` of scores stays whole."""
     pieces = math.prod(layout.split(a, kind) for a in info.axes if a is not None and a != "kv_seq")
-    return info.size // pieces * np.dtype(info.dtype if dtype is None else dtype).itemsize
+    size = math.prod(as_used(info, layout).shape) if kind == "activations" else info.size
+    return size // pieces * np.dtype(info.dtype if dtype is None else dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxscale.layout import Boxes, Layout, TensorInfo, rebox
+from jaxscale.layout import Boxes, Layout, TensorInfo, as_used, rebox
 from jaxscale.layout.axes import MESH_AXES
 from jaxscale.layout.boxing import Move, infer
 from jaxscale.layout.rules import Kind
@@ -42,18 +42,24 @@ class Mover:
             count *= self.layout.sizes[m]
         return count
 
+    def used(self, info: TensorInfo) -> TensorInfo:
+        """A tensor as it is used: with zeros behind a vocabulary that devices do not divide."""
+        return as_used(info, self.layout, self.manual)
+
     def boxes(self, info: TensorInfo, kind: Kind = "activations", partial: Sequence[str] = ()) -> Boxes:
         """A tensor's signature by the rules.
 
         Raises:
           LayoutError: naming the tensor that cannot be laid out.
         """
-        spec = self.layout.spec(info.axes, info.shape, kind=kind, name=info.path, manual=self.manual)
+        shape = self.used(info).shape if kind == "activations" else info.shape
+        spec = self.layout.spec(info.axes, shape, kind=kind, name=info.path, manual=self.manual)
         return Boxes(Boxes.of(spec, len(info.shape)).split, frozenset(partial))
 
     def local_bytes(self, info: TensorInfo, kind: Kind = "activations") -> int:
         """Bytes of a tensor on one device."""
-        return info.nbytes // self.devices([m for s in self.boxes(info, kind).split for m in s])
+        whole = self.used(info) if kind == "activations" else info
+        return whole.nbytes // self.devices([m for s in self.boxes(info, kind).split for m in s])
 
     def change(self, info: TensorInfo, before: Boxes, after: Boxes, times: int, name: str) -> list[Collective]:
         """What turns one signature of a tensor into another, so many times; moves of a kind in a row are one.
@@ -65,7 +71,7 @@ class Mover:
           name: what for.
         """
         itemsize = jnp.dtype(info.dtype).itemsize
-        moves = rebox(before, after, info.shape, itemsize, self.layout.sizes)
+        moves = rebox(before, after, self.used(info).shape, itemsize, self.layout.sizes)
         found = []
         for kind, group in itertools.groupby((m for m in moves if m.kind in _SENT), key=lambda m: m.kind):
             together = list(group)

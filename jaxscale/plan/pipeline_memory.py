@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.layout import Layout, TensorInfo
+from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.nn import MemoryPolicy
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan.ends_memory import Ends, Sums
@@ -58,6 +58,9 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
     moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
     if moved:  # what is cast is cast first
         of_chunk("dealt out", lambda i: 0 if copied_bytes(i, layout, model.dtype) else local_bytes(i, layout), chunks)
+    for i in tables:  # whose vocabulary devices do not divide are copied to the rows that stages use
+        if (used := as_used(i, layout)) is not i:
+            heap.take(f"{i.path}, in rows", local_bytes(used, layout, "params"))
     stash = [heap.take("stashed inputs", (slots["inputs"] + 1) * layer.stream)]
     stash.append(heap.take("stashed cotangents", (slots["cotangents"] + 1) * layer.stream))
     if table.phases > 2:

@@ -418,12 +418,15 @@ def weight_shapes(infos: Any, layout: Layout | None) -> dict[tuple[int, ...], st
     found: dict[tuple[int, ...], str] = {}
     for i in jax.tree.leaves(infos):
         for kind in get_args(Kind):
-            spec = [None] * len(i.shape) if layout is None else layout.spec(i.axes, kind=kind)
-            pieces = [math.prod(layout.sizes[m] for m in _names(part)) if layout else 1 for part in spec]
-            shape = [-(-n // p) for n, p in zip(i.shape, pieces, strict=True)]
-            for dims in {dims_key(shape), dims_key(shape[1:]) if i.axes[0] == "layers" else dims_key(shape)}:
-                if len(dims) > 1 and found.setdefault(dims, i.path) != i.path and "others" not in found[dims]:
-                    found[dims] += " and others"
+            specs: list[Any] = [[None] * len(i.shape)] if layout is None else [layout.spec(i.axes, kind=kind)]
+            if layout is not None and kind != "activations":  # a vocabulary that does not divide is kept otherwise
+                specs.append(layout.spec(i.axes, i.shape, kind=kind, name=i.path))
+            for spec in specs:
+                pieces = [math.prod(layout.sizes[m] for m in _names(part)) if layout else 1 for part in spec]
+                shape = [-(-n // p) for n, p in zip(i.shape, pieces, strict=True)]
+                for dims in {dims_key(shape), dims_key(shape[1:]) if i.axes[0] == "layers" else dims_key(shape)}:
+                    if len(dims) > 1 and found.setdefault(dims, i.path) != i.path and "others" not in found[dims]:
+                        found[dims] += " and others"
     return found
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.nn import head_logits
+from jaxscale.nn import filled_logits
 from jaxscale.parallel import cut_already, logsumexp_over, sharded_cross_entropy, share_over, sum_over
 from jaxscale.parallel.ends import axis_size, rows_from_ours
 
@@ -20,7 +20,8 @@ class Loss(Protocol):
     """How training makes each token's loss.
 
     One that works inside a `shard_map` which cuts the vocabulary (`jaxscale.parallel.ends`), as a pipeline's does, says
-    `of_cut_vocabulary = True`.
+    `of_cut_vocabulary = True`. It takes `vocab` as well, the vocabulary's size: where devices do not divide it, the
+    weight has rows of zeros behind it there, which are no words. Elsewhere the weight's rows are the vocabulary.
     """
 
     def __call__(
@@ -46,8 +47,10 @@ class MaterialisedLoss:
 
     of_cut_vocabulary: ClassVar[bool] = True
 
-    def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
-        return token_losses(hidden, weight, targets, softcap=softcap)
+    def __call__(
+        self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
+    ) -> tuple[Array, Array]:
+        return token_losses(hidden, weight, targets, softcap=softcap, vocab=vocab)
 
     def describe(self, vocab: int) -> str:
         return "cross-entropy of materialised logits"
@@ -66,10 +69,12 @@ class CutLoss:
     filter: float | None = None
     implementation: str | None = None
 
-    def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
+    def __call__(
+        self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
+    ) -> tuple[Array, Array]:
         loss, lse = sharded_cross_entropy(
             hidden, weight, targets, softcap=softcap, return_lse=True, filter=self.filter,
-            implementation=self.implementation,
+            implementation=self.implementation, vocab=vocab,
         )  # fmt: skip
         return loss, jnp.square(lse)
 
@@ -101,9 +106,11 @@ class AutoLoss:
         """The one that runs."""
         return CutLoss() if vocab >= self.cut_from else MaterialisedLoss()
 
-    def __call__(self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None) -> tuple[Array, Array]:
-        whole = weight.shape[0] * axis_size(cut_already("vocab"))  # a pipeline's stage holds a part
-        return self.of(whole)(hidden, weight, targets, softcap=softcap)
+    def __call__(
+        self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
+    ) -> tuple[Array, Array]:
+        whole = _vocab_of(weight, vocab)
+        return self.of(whole)(hidden, weight, targets, softcap=softcap, vocab=whole)
 
     def describe(self, vocab: int) -> str:
         side = "below" if vocab < self.cut_from else "not below"
@@ -111,7 +118,12 @@ class AutoLoss:
 
 
 def token_losses(
-    hidden: Float[Array, "b s e"], weight: Float[Array, "v e"], targets: Int[Array, "b s"], *, softcap: float | None
+    hidden: Float[Array, "b s e"],
+    weight: Float[Array, "v e"],
+    targets: Int[Array, "b s"],
+    *,
+    softcap: float | None,
+    vocab: int | None = None,
 ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
     """Cross-entropy and squared log-partition of every token, float32, in nats.
 
@@ -123,16 +135,25 @@ def token_losses(
       weight: the head's.
       targets: ids from 0 to V - 1; the loss of another is NaN.
       softcap: of the logits, or `None`.
+      vocab: V, where `weight` has rows of zeros behind its words already.
 
     Returns:
       the cross-entropy, and the square that the z-loss weighs (Chowdhery et al. 2022, PaLM).
     """
-    over = cut_already("vocab")
-    logits = head_logits(share_over(hidden, over) if over else hidden, weight, softcap=softcap)
+    over, vocab = cut_already("vocab"), _vocab_of(weight, vocab)
+    logits = filled_logits(share_over(hidden, over) if over else hidden, weight, softcap=softcap)
     rows = logits.shape[-1]
+    if rows * axis_size(over) > vocab:
+        words = jnp.arange(rows) < rows_from_ours(jnp.int32(vocab), rows, over)
+        logits = jnp.where(words, logits, -jnp.inf)
     log_z = logsumexp_over(logits, over) if over else jax.nn.logsumexp(logits, axis=-1)
     hit = jnp.arange(rows, dtype=targets.dtype) == rows_from_ours(targets, rows, over)[..., None]
     chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-    known = (targets >= 0) & (targets < rows * axis_size(over))
+    known = (targets >= 0) & (targets < vocab)
     loss = log_z - (sum_over(chosen, over) if over else chosen)
     return jnp.where(known, loss, jnp.nan), jnp.square(log_z)
+
+
+def _vocab_of(weight: Array, vocab: int | None) -> int:
+    """The vocabulary's size; by default that of all devices' rows together (a pipeline's stage holds a part)."""
+    return weight.shape[0] * axis_size(cut_already("vocab")) if vocab is None else vocab

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import Layout, Table, TensorInfo, constrain, path_name, simulate
+from jaxscale.layout import Layout, Table, TensorInfo, constrain, fill, path_name, simulate, unfill
 from jaxscale.layout.schedules import forward_only
 from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Linear, Part, Stats, auxiliary_loss
@@ -57,6 +58,7 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
             f"the loss {type(loss).__name__} does not say that it works on a vocabulary cut over pipeline stages "
             "(of_cut_vocabulary = True); use AutoLoss(), CutLoss() or MaterialisedLoss(), or a mesh without pipeline"
         )
+    _check_vocabulary(loss, blueprint.infos, blueprint.layout)
     runs = blueprint.infos["runs"]
     groups = tuple((jax.tree.leaves(run)[0].shape[0], len(run["blocks"])) for run in runs.values())
     schedule = blueprint.layout.schedule
@@ -86,6 +88,18 @@ def _rows_apart(infos: Tree, layout: Layout) -> tuple[str, ...]:
     used |= {m for a in others for m in rules.target("activations", a)}
     rows = (m for m in rules.target("activations", "batch") if layout.sizes[m] > 1)
     return tuple(itertools.takewhile(lambda m: m not in used, rows))
+
+
+def _check_vocabulary(loss: Loss, infos: Tree, layout: Layout) -> None:
+    for info in jax.tree.leaves({name: i for name, i in infos.items() if name != "runs"}):
+        for axis, size in zip(info.axes, info.shape, strict=True):
+            filled = layout.filled(axis, size)
+            if filled != size and "vocab" not in inspect.signature(loss).parameters:
+                raise ConfigError(
+                    f"the loss {type(loss).__name__} takes no 'vocab', and {layout} does not divide {info.path}'s "
+                    f"{axis} of {size}, which stages fill up with zeros; use AutoLoss(), CutLoss() or "
+                    f"MaterialisedLoss(), or a {axis} of {filled}"
+                )
 
 
 def _check_width(info: TensorInfo, layout: Layout) -> None:
@@ -183,9 +197,10 @@ class Pipelined:
             name: jax.tree.map(lambda g, i, n=n: self.stages.collect(n, g, i.axes), grads.chunks[name], infos)
             for n, (name, infos) in enumerate(self._runs)
         }
+        ends = jax.tree.map(lambda g, i: unfill(g, i.shape, *i.axes), grads.ends, self._ends)
         nats, _, stats = sums
         of_layers = {k: v / self.accumulate for k, v in layer_metrics(stats).items()}
-        return {**grads.ends, "runs": runs}, {"loss": nats / total, **of_layers}
+        return {**ends, "runs": runs}, {"loss": nats / total, **of_layers}
 
     def sums(self, params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """As `jaxscale.train.step.weighted_sums` without dropout: the forward phases alone, stage by stage."""
@@ -196,9 +211,13 @@ class Pipelined:
     def _runs(self) -> list[tuple[Any, Tree]]:
         return list(self.blueprint.infos["runs"].items())
 
+    @property
+    def _ends(self) -> Tree:
+        return {name: i for name, i in self.blueprint.infos.items() if name != "runs"}
+
     def _execute(self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, total: jax.Array) -> Any:
-        ends = {name: p for name, p in params.items() if name != "runs"}
-        end_infos = {name: i for name, i in self.blueprint.infos.items() if name != "runs"}
+        end_infos = self._ends
+        ends = jax.tree.map(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
         chunks = {
             name: jax.tree.map(lambda p, i, n=n: self.stages.spread(n, p, i.axes), params["runs"][name], infos)
             for n, (name, infos) in enumerate(self._runs)
@@ -211,7 +230,11 @@ class Pipelined:
             batch = arrange(batch, order)
         forward: Any = getattr(whole, "hidden_and_stats", lambda _: (None, {}))
         reported = jax.eval_shape(forward, batch["tokens"])[1]
-        model = self._stageable(params["runs"], axes(infos), axes(end_infos), order, reported, table.microbatches)
+        vocab = whole.head_weight().shape[0]
+        of_loss = {} if self.layout.filled("vocab", vocab) == vocab else {"vocab": vocab}
+        model = self._stageable(
+            params["runs"], axes(infos), axes(end_infos), order, reported, table.microbatches, of_loss
+        )
         micro = {name: split_rows(a, table.microbatches) for name, a in batch.items()}
         shared = {"total": total} | ({} if key is None else {"key": key})
         specs = jax.tree.map(lambda i: self._end_spec(i.axes), end_infos)
@@ -230,7 +253,7 @@ class Pipelined:
         return PartitionSpec(*("pipeline" if cut and a == "vocab" else None for a in axes))
 
     def _stageable(
-        self, runs: Tree, axes: Tree, end_axes: Tree, order: Any, reported: Stats, microbatches: int
+        self, runs: Tree, axes: Tree, end_axes: Tree, order: Any, reported: Stats, microbatches: int, of_loss: Tree
     ) -> Stageable:
         graphdef, loss, z_loss, stages = self.blueprint.graphdef, self.loss, self.z_loss, self.stages
         accumulate = self.accumulate
@@ -256,15 +279,13 @@ class Pipelined:
             (x, stats), model = x, whole(ends, structure)
             hidden = model.finish(x)
             with jax.named_scope("loss"):
-                nats, z = loss(hidden, model.head_weight(), micro["targets"], softcap=model.logit_softcap)
+                nats, z = loss(hidden, model.head_weight(), micro["targets"], softcap=model.logit_softcap, **of_loss)
                 nats, z = jnp.sum(nats * micro["weights"]), jnp.sum(z * micro["weights"])
             # what layers add is a mean over a micro-batch's tokens
             added = auxiliary_loss(stats) / (microbatches * accumulate)
             return (nats + z_loss * z) / micro["total"] + added, (nats, z, stats)
 
-        nothing = jax.tree.map(lambda i: jnp.zeros((0,), i.dtype), {
-            name: i for name, i in self.blueprint.infos.items() if name != "runs"
-        })  # fmt: skip
+        nothing = jax.tree.map(lambda i: jnp.zeros((0,), i.dtype), self._ends)
         parts = [
             Part(jnp.asarray(index, jnp.int32), None if real.all() else jnp.asarray(real))
             for index, real in zip(stages.index, stages.real, strict=True)

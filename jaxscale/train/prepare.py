@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
 from jaxscale.errors import ConfigError, DataError, LayoutError
-from jaxscale.layout import Layout, shardings_of
+from jaxscale.layout import Layout, filled_notes, shardings_of
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.effects import without_effect
@@ -227,7 +227,8 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
     batch_sharding(config.layout, config.batch_size, config.seq_len)
     if config.accumulate > 1:
         batch_sharding(config.layout, config.micro_batch, config.seq_len)
-    for sentence in (*without_effect(config, blueprint), *_whole_state(blueprint)):
+    slow = filled_notes([blueprint.infos, blueprint.frozen], config.layout)
+    for sentence in (*without_effect(config, blueprint), *_whole_state(blueprint), *slow):
         log.warning("%s", sentence)
     _trace(blueprint, config)
     return blueprint, schedule

@@ -56,6 +56,7 @@ class Row:
       attention: an attention kernel.
       packed, tied, dropout: whether rows are packed, the head is the embedding, and layers drop out.
       accumulate: micro-batches.
+      vocab: how many words.
     """
 
     layout: Layout
@@ -64,6 +65,7 @@ class Row:
     tied: bool
     dropout: bool
     accumulate: int
+    vocab: int = VOCAB
 
     @property
     def name(self) -> str:
@@ -71,6 +73,7 @@ class Row:
         with_ = [type(self.attention).__name__] if self.layout.sizes["context"] > 1 else []
         with_ += [w for w in ("packed", "tied", "dropout") if getattr(self, w)]
         with_ += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
+        with_ += [f"vocab={self.vocab}"] if self.vocab != VOCAB else []
         schedule = f" {self.layout.schedule.name}" if self.layout.sizes["pipeline"] > 1 else ""
         return f"{self.layout}{schedule}" + (f": {', '.join(with_)}" if with_ else "")
 
@@ -80,7 +83,7 @@ class Row:
         experts = MixtureOfExperts(experts=8, top_k=2, balance_loss=0.1, z_loss=1e-3)
         return TransformerConfig(
             depth=4,
-            vocab=VOCAB,
+            vocab=self.vocab,
             width=32,
             heads=8,
             kv_heads=4,
@@ -103,7 +106,7 @@ class Row:
     def run(self) -> tuple[Trace, Trace]:
         """(on the layout, on one device)."""
         lengths = (7, 2, 4) if self.packed else None
-        batch = random_batch(VOCAB, rows=ROWS, seq=SEQ, **({} if lengths is None else {"lengths": lengths}))
+        batch = random_batch(self.vocab, rows=ROWS, seq=SEQ, **({} if lengths is None else {"lengths": lengths}))
         given = dict(batch=batch, z_loss=1e-3, steps=STEPS)
         got = train(self.model, self.layout, accumulate=self.accumulate, **given)
         # experts balance their load over a micro-batch, so one device must have the same ones
@@ -142,7 +145,11 @@ def table() -> list[Row]:
     for i, layout in enumerate(layouts):
         kernel = next(attention) if layout.sizes["context"] > 1 else flash_attention
         rows.append(Row(layout, kernel, i % 2 == 0, i % 3 == 0, i % 5 == 0, 2 if i % 4 == 1 else 1))
-    return rows
+    # words that devices do not divide
+    return [
+        *rows,
+        Row(Layout("data=2,tensor=2,pipeline=2", pipeline="1f1b"), flash_attention, True, False, False, 1, 61),
+    ]
 
 
 def disagreement(got: Trace, want: Trace) -> dict[str, float]:

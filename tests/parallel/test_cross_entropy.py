@@ -101,10 +101,18 @@ def test_ignored_weighted_and_wrong_targets_are_those_of_the_op():
     assert np.isnan(got).sum() == 1 and not np.asarray(got[0]).any()
 
 
-def test_a_vocabulary_that_does_not_divide_is_refused():
-    x, w, _, targets = arrays()
-    with Layout("data=2,tensor=4"), raises_saying(LayoutError, "the logits", "cuts 62 into 4", "60 or 64"):
-        sharded_cross_entropy(x, w[:62], targets % 62)
+@pytest.mark.parametrize(
+    "layout,vocab", [(Layout("data=2,tensor=4"), 61), (Layout("data=2,expert=2,tensor=2", TWO), 5)], ids=str
+)
+def test_rows_that_fill_up_a_vocabulary_count_for_nothing(layout, vocab):
+    x, w, d, targets = arrays()
+    x, w, targets = jnp.abs(x), -5 * jnp.abs(w[:vocab]), targets % vocab  # all logits far below a row of zeros'
+    for options in (dict(OPTIONS, softcap=100.0), dict(return_lse=True)):
+        want = jax.jit(both_ways(linear_cross_entropy, **options))(x, w, d, targets)
+        assert want[1].max() < -10
+        with layout:
+            got = jax.jit(both_ways(sharded_cross_entropy, **options))(x, w, d, targets)
+        assert_leaves_agree(got, want, what=f"on {layout}")
 
 
 def test_rows_that_do_not_divide_are_refused():

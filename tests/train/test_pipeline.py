@@ -173,6 +173,11 @@ class Own(MaterialisedLoss):
     of_cut_vocabulary = False
 
 
+class Whole(MaterialisedLoss):
+    def __call__(self, hidden, weight, targets, *, softcap):
+        return super().__call__(hidden, weight, targets, softcap=softcap)
+
+
 @pytest.mark.parametrize(
     "kind,settings,words",
     [
@@ -186,9 +191,9 @@ class Own(MaterialisedLoss):
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="gpipe:8"), accumulate=2), ["4 rows", "is 4"]),
         (ConfigError, dict(layout=Layout("pipeline=2"), loss=Own()), ["Own", "of_cut_vocabulary", "CutLoss()"]),
         (
-            LayoutError,
-            dict(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, vocab=257)),
-            ["'vocab'", "cuts 257 into 2", "256 or 258"],
+            ConfigError,
+            dict(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, vocab=257), loss=Whole()),
+            ["Whole", "takes no 'vocab'", "embed/weight's vocab of 257", "CutLoss()", "or a vocab of 258"],
         ),
         (
             LayoutError,

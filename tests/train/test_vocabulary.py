@@ -1,0 +1,80 @@
+"""A vocabulary that devices do not divide: filled up while it is used, and nowhere to be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from jaxscale.layout import Layout, describe, filled_notes
+from jaxscale.models import TransformerConfig, gpt2
+from jaxscale.optim import LAMB, Adafactor, AdamW, Muon, state_infos
+from jaxscale.plan import estimate, explain
+from jaxscale.plan.communication import predict
+from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, blueprint_of, check, describe_model
+from jaxscale.train.step import make_loss_and_grads
+from tests.truth.layouts import assert_layouts_agree, random_batch
+
+V = 61
+MODEL = TransformerConfig(
+    depth=2, vocab=V, width=32, heads=8, kv_heads=4, head_dim=8, hidden=64, tied=True, logit_softcap=5.0
+)
+EVERY = Layout("fsdp=2,tensor=2,pipeline=2", pipeline="1f1b:2")
+BATCH = random_batch(V, lengths=(7, 2, 4))
+
+
+@pytest.mark.parametrize(
+    "layout,loss",
+    [
+        (Layout("fsdp=2,tensor=4", sequence_sharded=True), MaterialisedLoss()),
+        (EVERY, CutLoss()),
+        (EVERY, MaterialisedLoss()),
+    ],
+    ids=str,
+)
+def test_training_gives_the_same_numbers_on_every_layout(layout, loss):
+    make = functools.partial(make_loss_and_grads, loss=loss)
+    assert_layouts_agree(MODEL, [layout], batch=BATCH, z_loss=1e-2, make_loss_and_grads=make)
+
+
+def test_what_is_kept_is_the_same_on_every_layout():
+    for optimizer in (AdamW(), LAMB(), Muon(), Adafactor(min_dim_size_to_factor=8)):
+        config = TrainConfig(model=MODEL, optimizer=optimizer)
+        want = blueprint_of(config)[0]
+        for layout in (EVERY, Layout("data=4,tensor=2", "zero2")):
+            found = blueprint_of(TrainConfig(model=MODEL, optimizer=optimizer, layout=layout))[0]
+            assert found.infos == want.infos and found.infos["embed"]["weight"].shape == (V, 32)
+            assert state_infos(found.tx, found.infos) == state_infos(want.tx, want.infos)
+            found.shardings()
+
+
+def test_a_table_is_kept_in_equal_parts():
+    for layout in (EVERY, Layout("data=2,tensor=4"), Layout("data=2,tensor=4", "zero2")):
+        for kind in ("params", "grads", "opt_state"):
+            row = describe(describe_model(MODEL)[1]["embed"], layout, kind)[0]
+            pieces = layout.split("vocab", kind) * layout.split("embed", kind)
+            assert row.spec[0] is None and row.bytes_per_device == V * 32 * 4 // pieces
+
+
+@pytest.mark.parametrize("layout", [EVERY, Layout("fsdp=4,tensor=2")], ids=str)
+def test_a_plan_adds_what_brings_a_table_to_its_rows(layout):
+    one, other = (
+        TrainConfig(model=dataclasses.replace(MODEL, vocab=v), layout=layout, batch_size=16, seq_len=16, prompt=None)
+        for v in (V, layout.filled("vocab", V))
+    )
+    found, want = (predict(c, "v5p:2x2x2") for c in (one, other))
+    more = [c for c in found if c.kind == "all-to-all"]
+    assert {c.axes for c in more} == {tuple(a for a in ("pipeline", "tensor") if layout.sizes[a] > 1)}
+    assert [c for c in found if c not in more] == want
+    assert 1 <= estimate(one, "v5p:2x2x2").peak / estimate(other, "v5p:2x2x2").peak < 1.1
+
+
+def test_gpt2_is_laid_out_and_what_that_costs_is_told():
+    model = gpt2(dtype="float32", depth=2)
+    for layout in (Layout("tensor=2"), Layout("tensor=2,pipeline=2")):
+        blueprint, _ = check(TrainConfig(model=model, layout=layout, batch_size=8, seq_len=128))
+        assert blueprint.infos["embed"]["weight"].shape == (50257, 768)
+        (note,) = filled_notes(blueprint.infos, layout)
+        assert "vocab of 50,257, so" in note and f"a vocab of {layout.filled('vocab', 50257):,} would" in note
+    assert note in explain(TrainConfig(model=model, layout=layout, batch_size=8, seq_len=128)).notes

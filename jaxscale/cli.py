@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from jaxscale.commands import (
 )
 from jaxscale.commands.shared import TEXT, import_module, join
 from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError, near
+from jaxscale.import_path import append_current_folder, drop_current_folder
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
@@ -43,6 +43,9 @@ COMMANDS = (
     schedule, microbench,
 )  # fmt: skip
 """In the order in which the help lists them."""
+
+OWN_MODULES = ("train", "sweep")
+"""Commands whose gin file may import a module of the current folder. Others look at folders that may be anybody's."""
 
 _DESCRIPTION = """\
 Train, sample, explain and plan sharded models.
@@ -100,6 +103,8 @@ def _help_of(argv: list[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code, 2 for a mistake of the user's."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    if argv is None:
+        drop_current_folder()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except (JaxscaleError, KernelError) as e:
@@ -115,7 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     from jaxscale.config import split_overrides
 
-    sys.path.insert(0, os.getcwd())  # a config may import a module beside it, as a script may
     bindings, rest = split_overrides(argv)
     parser = _parser()
     names = [command.__name__.rpartition(".")[2].rstrip("_") for command in COMMANDS]
@@ -131,7 +135,10 @@ def _run(argv: list[str]) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    for module in getattr(args, "modules", None) or []:
+    modules = getattr(args, "modules", None) or []
+    if modules or args.command in OWN_MODULES:
+        append_current_folder()
+    for module in modules:
         import_module(module)
     if getattr(args, "devices", None) is not None:
         from jaxscale.layout import simulate_devices

@@ -115,7 +115,9 @@ def _import(statement: ImportStatement, where: str, allowed: bool) -> None:
     try:
         importlib.import_module(statement.module)
     except ImportError as error:
-        raise ConfigError(f"{where}: cannot import '{statement.module}': {error}") from None
+        module = statement.module.partition(".")[0]
+        hint = "" if error.name != module else f"; for a module of the current folder add --import {statement.module}"
+        raise ConfigError(f"{where}: cannot import '{statement.module}': {error}{hint}") from None
 
 
 def _parsed(text: str, name: str, delegate: ParserDelegate) -> Iterator:

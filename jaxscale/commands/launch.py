@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from jaxscale.commands.shared import TEXT
 from jaxscale.errors import LOST, MISTAKE, ConfigError
+from jaxscale.import_path import python_path
 
 GRACE = 15.0
 """Seconds that the other processes have, once one has failed, to say so and to end."""
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     for name, least in (("nproc", 1), ("restarts", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be at least {least}")
-    train = [sys.executable, "-m", "jaxscale.cli", *words]
+    train = [sys.executable, "-P", "-m", "jaxscale", *words]
     again = [] if "--resume" in words or "--continue" in words else ["--continue"]
 
     def command(count: int, process: int, address: str, attempt: int) -> list[str]:
@@ -128,7 +130,9 @@ class _Group:
 
     def __init__(self, commands: Sequence[Sequence[str]], signals: _Signals):
         # a group of their own: a Ctrl-C of the terminal reaches them through us, and once
-        self.all = [subprocess.Popen(c, stderr=subprocess.PIPE, process_group=0) for c in commands]
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        begin = lambda c: subprocess.Popen(c, stderr=subprocess.PIPE, process_group=0, env=environment)  # noqa: E731
+        self.all = [begin(c) for c in commands]
         relay = lambda i, p: threading.Thread(target=_relay, args=(i, p.stderr), daemon=True)  # noqa: E731
         self.relays = [relay(i, p) for i, p in enumerate(self.all)]
         for thread in self.relays:

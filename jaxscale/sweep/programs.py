@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxscale.data.cache import cache_folder
+from jaxscale.import_path import python_path
 
 _NUMERICS = (
     "jax_platforms",
@@ -35,9 +35,8 @@ def environment() -> dict[str, str]:
     options |= {name: _set(name) for name in _NUMERICS if _set(name) not in (None, "")}
     if _set("jax_num_cpu_devices") > 0:
         options["jax_num_cpu_devices"] = _set("jax_num_cpu_devices")
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, **{name.upper(): str(value) for name, value in options.items()}, "PYTHONPATH": path}
+    more = {name.upper(): str(value) for name, value in options.items()}
+    return {**os.environ, **more, "PYTHONPATH": python_path()}
 
 
 def _kept() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from jaxscale.import_path import append_current_folder
 from jaxscale.sweep.jobs import read_job, run_job
 
 GRACE = 10.0
@@ -81,7 +82,7 @@ class _Server:
 def main(argv: list[str]) -> int:
     """Does it."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    sys.path.insert(0, os.getcwd())  # as the command line does
+    append_current_folder()  # as the command line does
     if argv != ["--serve"]:
         run_job(read_job(Path(argv[0])))
         return 0

@@ -26,7 +26,7 @@ class Worker:
     def __init__(self) -> None:
         # a group of its own: a Ctrl-C of the terminal is for the sweep, which asks each trial to stop
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxscale.sweep.worker", "--serve"],
+            [sys.executable, "-P", "-m", "jaxscale.sweep.worker", "--serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, RunError, near
+from jaxscale.import_path import ROOT, append_current_folder
 from jaxscale.sweep.base import Job
 from jaxscale.sweep.jobs import read_job, run_job, sentence, write_job
 from jaxscale.sweep.journal import job_file
@@ -162,7 +161,7 @@ def carry_out(file: str) -> None:
       file: see `write_job`.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    sys.path.insert(0, os.getcwd())
+    append_current_folder()
     asked, path = threading.Event(), Path(file)
     signal.signal(signal.SIGUSR2, lambda *_: asked.set())  # sent by SLURM a little before the time is up
     run_job(read_job(path), stop=lambda: asked.is_set() or _stop_file(path).exists())
@@ -182,8 +181,8 @@ def _submitit() -> Any:
 
 def _find_us() -> str:
     """A line of shell by which a job finds the package that submitted it."""
-    root = Path(__file__).resolve().parents[3]
-    return f'export PYTHONPATH="{root}:$PYTHONPATH"'
+    # an empty entry would be the current folder, as would be that of `python -m`, before everything installed
+    return f'export PYTHONSAFEPATH=1 PYTHONPATH="{ROOT}${{PYTHONPATH:+:$PYTHONPATH}}"'
 
 
 def _alive_on_cluster(job: Any) -> bool:

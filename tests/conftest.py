@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def fresh_config():
     config = sys.modules.get("jaxscale.config")  # a test that never imported it has nothing to clear
     if config is not None:
         config.clear()
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT and SIGTERM act, here and in child processes; a shell has its background jobs ignore SIGINT."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

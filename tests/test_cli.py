@@ -140,10 +140,12 @@ def test_resume_moves_to_another_mesh(run, finished):
     assert (code, finished.info["layout"]["mesh"]["data"], finished.info["step"]) == (0, 4, 5)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_continue_resumes_a_stopped_run_and_says_so(run, gin, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
-        assert "stopped by SIGTERM after step 2; its checkpoint is written" in run("train", gin, "--continue")[1]
+        code, out, _ = run("train", gin, "--continue")
+        assert code == 143 and "stopped by SIGTERM after step 2; its checkpoint is written" in out
     assert "resuming runs/small-1" in run("train", gin, "--continue")[1]
     assert js.load("runs/small-1").info["step"] == STEPS
 
@@ -153,6 +155,7 @@ def test_continue_starts_anew_after_a_finished_run_and_says_so(run, gin):
     assert "starting runs/small-2" in run("train", gin, "--continue")[1]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_a_checkpoint_and_resume_finishes(run, transformer_gin, tmp_path):
     argv = ["train", str(transformer_gin), "--devices", "8", "--run", "x", "--gin.train.steps=100000"]
     process = start("import sys; from jaxscale.cli import main; sys.exit(main())", argv, tmp_path)
@@ -167,7 +170,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_resume_finishes(run, transformer_g
     finally:
         process.kill()
     stopped = js.load("x")
-    assert (process.returncode, err.count("\n")) == (0, 2) and "stopping after this step" in err
+    assert (process.returncode, err.count("\n")) == (130, 2) and "stopping after this step" in err
     assert re.search(r"stopped by SIGINT after step \d+; its checkpoint is written", out)
     assert stopped.info["status"] == "stopped" and stopped.info["step"] == stopped.last_step() > 2
     steps = stopped.last_step() + 2

@@ -82,6 +82,13 @@ def test_one_that_does_not_end_after_another_failed_is_killed(told, capsys):
     assert "process 0 did not end, and was killed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_run_that_a_signal_stopped_is_not_begun_again(told, code):
+    assert supervise(scripts(told, f"raise SystemExit({code})"), 2, restarts=3, fewer=False) == code
+    assert began(told) == ["0:0/2", "0:1/2"]
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_is_passed_on_and_nothing_begins_again(told):
     def send():
         while not told.exists() or len(began(told)) < 2:

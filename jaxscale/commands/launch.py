@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 from jaxscale.commands.shared import TEXT
 from jaxscale.errors import LOST, MISTAKE, ConfigError
 from jaxscale.import_path import python_path
+from jaxscale.interrupts import STOPS, heard
 
 GRACE = 15.0
 """Seconds that the other processes have, once one has failed, to say so and to end."""
@@ -75,7 +76,8 @@ def supervise(
 ) -> int:
     """Runs processes until all have ended well, and begins again when one has not.
 
-    A signal to end is passed on to all of them, and nothing begins again after it. A mistake (exit code 2) stays one
+    A signal to end is passed on to all of them, and nothing begins again after it, nor after one that only a process
+    got and that stopped the run. A mistake (exit code 2) stays one
     when it is made again; but where the last attempt had fewer processes than the one before, still fewer are tried.
 
     Args:
@@ -94,7 +96,7 @@ def supervise(
             address = f"127.0.0.1:{_free_port()}"
             commands = [command(count, i, address, attempt) for i in range(count)]
             failure = _Group(commands, signals).wait(grace)
-            if failure is None or signals.asked:
+            if failure is None or signals.asked or failure.stopped:
                 return 0 if failure is None else failure.code
             if failure.code == MISTAKE and not (reduced and count > 1):
                 return MISTAKE
@@ -118,11 +120,13 @@ class Failure(NamedTuple):
       text: which process failed first, and how.
       code: its exit code, above 0.
       lost: how many did not end by themselves, at least one.
+      stopped: whether a signal asked the run to stop, and it did so with a checkpoint.
     """
 
     text: str
     code: int
     lost: int
+    stopped: bool = False
 
 
 class _Group:
@@ -166,7 +170,7 @@ class _Group:
         who, code = (lost or failed)[0]
         if code < 0:
             return Failure(f"process {who} was ended by {signal.Signals(-code).name}", 128 - code, count)
-        return Failure(f"process {who} ended with exit code {code}", code, count)
+        return Failure(f"process {who} ended with exit code {code}", code, count, code in STOPS.values())
 
 
 class _Signals:
@@ -177,7 +181,7 @@ class _Signals:
         self.group: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> _Signals:
-        self.previous = {one: signal.signal(one, self._pass_on) for one in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {one: signal.signal(one, self._pass_on) for one in heard()}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscale.commands.shared import TEXT, import_argument, no_bindings
 from jaxscale.errors import ConfigError, RunError
+from jaxscale.interrupts import heard
 
 _DESCRIPTION = """\
 Serves a run's model over HTTP: /v1/completions, /v1/chat/completions (both streaming), /v1/models, /health, /metrics.
@@ -116,7 +117,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.times, self._event = 0, threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in heard():
             signal.signal(number, self._came)
 
     def _came(self, *_: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxscale.commands.shared import TEXT, import_argument
 from jaxscale.errors import INTERRUPTED, ConfigError, RunError
+from jaxscale.interrupts import STOPS
 
 
 def add(commands: Any) -> None:
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     how = {"name": Path(args.config).stem, "quiet": args.quiet, "imports": modules}
     result = prepared.run(args.run, **how, retry_failed=args.retry_failed)
     if not result.done():
-        return INTERRUPTED
+        return STOPS.get(result.stopped_by or "", INTERRUPTED)
     tell = (lambda text: None) if args.quiet else print
     try:
         tell(f"the page that compares them is {report(result.path, metric=result.objective, tell=tell)}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, config_arguments, load
 from jaxscale.errors import ConfigError
+from jaxscale.interrupts import STOPS
 
 if TYPE_CHECKING:
     from jaxscale.train import Run, TrainConfig
@@ -23,7 +24,8 @@ def add(commands: Any) -> None:
         help="train a model; leaves a run folder",
         description="Trains what a gin file describes and leaves a run folder: config.gin, run.json, metrics.jsonl, "
         "checkpoints/, loss.png.\nA folder is never overwritten: a new run gets a new one, and --resume goes on in "
-        "the old one.",
+        "the old one.\nCtrl-C and SIGTERM stop it after the step, with a checkpoint, and exit code 130 or 143; once "
+        "more ends it at once.",
         formatter_class=TEXT,
     )
     config_arguments(parser)
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     )
     if not args.quiet and trained.is_main:
         print(_next_steps(trained, config))
-    return 0
+    return 0 if trained.stopped_by is None else STOPS[trained.stopped_by]
 
 
 def _window(text: str | None) -> tuple[int, int] | None:

@@ -173,7 +173,9 @@ class Prepared:
                 lambda: bool(signals),
                 results.changed,
             ).run()
-        return Result(path, self.sweep.objective, None if shared is None else results.records)
+        result = Result(path, self.sweep.objective, None if shared is None else results.records)
+        result.stopped_by = signals.get("signal")
+        return result
 
 
 class _Results:

@@ -66,6 +66,9 @@ class Result:
       records: of its trials, where they are known; by default those in the folder, which of a sweep that machines
         share are this machine's alone.
 
+    Attributes:
+      stopped_by: the signal, such as "SIGTERM", that stopped the sweep in this process.
+
     Raises:
       RunError: the folder is no sweep.
     """
@@ -73,6 +76,7 @@ class Result:
     def __init__(self, path: str | Path, objective: str | None = None, records: Sequence[Record] | None = None):
         self.path, self._records = Path(path), records
         self.objective = objective or _objective(self.path)
+        self.stopped_by: str | None = None
 
     def __repr__(self) -> str:
         return f"Result({str(self.path)!r})"

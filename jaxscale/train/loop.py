@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, RunError
+from jaxscale.interrupts import STOPS
 from jaxscale.optim import averaged
 from jaxscale.train import agree
 from jaxscale.train.config import TrainConfig
@@ -104,6 +105,8 @@ class Loop:
                 with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
                     self.record.status(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
+        asked = self.signals.get("signal")
+        self.run.stopped_by = asked if status == "stopped" and asked in STOPS else None
         self._afterwards(int(state.step), status)
 
     def _afterwards(self, step: int, status: str) -> None:
@@ -276,10 +279,12 @@ class Loop:
         self.watchdog.phase(step, "agreeing to go on")
         from jax.experimental import multihost_utils
 
-        asked = multihost_utils.process_allgather(np.asarray([bool(self.signals)]))
-        if bool(np.any(asked)):
-            self.signals.setdefault("signal", "another process")
-        return bool(np.any(asked))
+        names = ["", "request", *STOPS]
+        mine = np.asarray([names.index(self.signals.get("signal", ""))])
+        asked = int(np.max(multihost_utils.process_allgather(mine)))
+        if asked:
+            self.signals["signal"] = names[asked]  # so that all end with the same exit code
+        return bool(asked)
 
     @contextlib.contextmanager
     def _profiled(self, step: int) -> Iterator[None]:

@@ -44,12 +44,16 @@ class Run:
       path: the folder.
       config: its settings, when they are at hand; else they are read from `config.gin`.
       state: the last state, when it is in memory.
+
+    Attributes:
+      stopped_by: the signal, such as "SIGTERM", that stopped its training in this process before the last step.
     """
 
     def __init__(self, path: str | Path, config: TrainConfig | None = None, state: TrainState | None = None):
         self.path = Path(path)
         self._config = config
         self.state = state
+        self.stopped_by: str | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -8,10 +8,15 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+from jaxscale.interrupts import heard
+
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[dict[str, str]]:
-    """While inside, SIGINT and SIGTERM put their name under "signal" into the dict that this yields."""
+    """While inside, SIGINT and SIGTERM put their name under "signal" into the dict that this yields.
+
+    One that is ignored on entry stays ignored (see `jaxscale.interrupts`).
+    """
     asked: dict[str, str] = {}
     previous: dict[signal.Signals, Any] = {}
 
@@ -24,7 +29,7 @@ def stop_signals() -> Iterator[dict[str, str]]:
         os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once, without one\n")
 
     try:
-        for one in (signal.SIGINT, signal.SIGTERM):
+        for one in heard():
             previous[one] = signal.signal(one, handler)
     except ValueError:
         previous = {}  # not the main thread: whoever owns it handles signals

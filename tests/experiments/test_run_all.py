@@ -113,6 +113,7 @@ def test_a_benchmark_that_time_did_not_reach_is_named(run_all, tmp_path):
     assert verdicts(run_all, found) == {"softmax": "no time left"}
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_row_is_measured_when_gone_on_with(run_all, tmp_path):
     (tmp_path / "fake.py").write_text(rows("first", "hang").replace("sleep(60)", "kill(os.getpid(), 2)"))
     file = tmp_path / "fake.json"

@@ -191,6 +191,7 @@ def test_rows_that_were_not_reached_are_a_status_of_their_own(stub, tmp_path, ca
     assert "not reached: 2 of 3 rows; nothing is known of them" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_has_no_rows_of_what_was_under_way(stub, number, tmp_path, capsys, monkeypatch):
     out = tmp_path / "rows.jsonl"

@@ -47,6 +47,7 @@ def test_more_runs_go_on_in_the_same_folder():
     assert again.started == [(2, None)]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_stops_what_runs_and_the_same_sweep_goes_on():
     def loss(bindings, step):
         if (bindings["train.lr"], step) == (2e-2, 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from jaxscale.cli import main
@@ -24,3 +26,11 @@ def test_a_dry_run_looks_into_the_storage(own_folder, capsys):
     assert "there is no folder /nowhere/at/all" in capsys.readouterr().err
     assert main(["sweep", "lr.gin", "--dry-run", "--storage", f"journal://{own_folder}/log"]) == 0
     assert (own_folder / "log").read_text() == "", "no study"
+
+
+@pytest.mark.parametrize(("stopped_by", "code"), [("SIGINT", 130), ("SIGTERM", 143), (None, 130)])
+def test_a_sweep_that_a_signal_stopped_has_the_exit_code_of_the_signal(own_folder, monkeypatch, stopped_by, code):
+    stopped = types.SimpleNamespace(done=lambda: False, stopped_by=stopped_by)
+    monkeypatch.setattr("jaxscale.sweep.Prepared.run", lambda *_, **__: stopped)
+    (own_folder / "lr.gin").write_text(BASE + LR)
+    assert main(["sweep", "lr.gin"]) == code

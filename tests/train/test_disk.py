@@ -90,6 +90,7 @@ def test_checkpoints_that_cannot_be_written_there_fail_the_run():
         fit(run=Path("here"), resume="newest", steps=2)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_during_a_save_loses_nothing():
     thread = when(lambda: writing(2), lambda: os.kill(os.getpid(), signal.SIGTERM))
     run = fit(steps=100_000, checkpoint_every=2, keep=2)

@@ -14,8 +14,11 @@ import optax
 import pytest
 
 import jaxscale as js
+from jaxscale.commands import serve
+from jaxscale.commands.launch import _Signals
 from jaxscale.errors import ConfigError, DataError, LayoutError, RunError
 from jaxscale.nn import dot_product_attention
+from jaxscale.train.signals import stop_signals
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.runs import MESH, STEPS, assert_same_bits, bigram, losses, stop_after, transformer, write_text
@@ -158,6 +161,7 @@ def test_a_profile_outside_of_the_run_is_refused(window):
         js.fit(**bigram(), profile=window)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_with_a_checkpoint(monkeypatch, number):
     stop_after(monkeypatch, 2, number)
@@ -165,25 +169,41 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(monkeypatch, number):
     assert (int(run.state.step), run.last_step(), run.info["status"]) == (2, 2, "stopped")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_stopped_run_says_why(monkeypatch, capfd):
     stop_after(monkeypatch, 2, signal.SIGTERM)
     fit(quiet=False)
     assert "stopped by SIGTERM after step 2" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_acts_at_once(monkeypatch):
     def impatient(self, done):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("jaxscale.train.loop.Loop._place", impatient)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            fit(run="here")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        fit(run="here")
     assert js.Run("here").info["status"] == "failed"
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_that_was_ignored_stays_ignored():
+    """As in the background of a script, where Ctrl-C is for another program; SIGTERM is heard all the same."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop_signals() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked == {}
+        signal.raise_signal(signal.SIGTERM)
+        assert asked == {"signal": "SIGTERM"}
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    with _Signals() as launched:
+        signal.raise_signal(signal.SIGINT)
+        assert launched.asked == 0
+    stop = serve._Signals()
+    signal.raise_signal(signal.SIGINT)
+    assert stop.times == 0
 
 
 def test_signals_are_as_before_after_a_run():

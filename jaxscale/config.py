@@ -41,6 +41,7 @@ from jaxscale.config_registry import (
     macro_of,
     meant,
     name_of,
+    own_modules,
     register,
     registered,
     short,
@@ -51,7 +52,7 @@ from jaxscale.config_types import parameters
 from jaxscale.errors import ConfigError, near
 
 __all__ = ["REQUIRED", "Bound", "Text", "call", "clear", "dumps", "isolated", "load", "lost", "meant", "parse"]
-__all__ += ["raw", "register", "registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
+__all__ += ["own_modules", "raw", "register", "registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
 
 REQUIRED = gin.REQUIRED
 

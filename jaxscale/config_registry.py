@@ -7,6 +7,7 @@ loads and evaluates; this says what a name is.
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from collections.abc import Callable, Iterator
 
@@ -75,6 +76,18 @@ def register(obj=None, *, name=None):
 def registered() -> dict[str, Callable]:
     """Name -> object of everything registered, sorted by name."""
     return {name: BY_NAME[name].obj for name in sorted(BY_NAME)}
+
+
+def own_modules(text: str) -> list[str]:
+    """The modules outside of this package that registered what a config text names, sorted; `--import` takes them.
+
+    What a script or a notebook registered by itself has no module to import.
+    """
+    names = {name for name in re.findall(r"@(?:\w+/)*(\w+)", text) if name in BY_NAME}
+    modules = {_origin(BY_NAME[name].obj)[0] for name in names}
+    return sorted(
+        m for m in modules if m != "__main__" and m.partition(".")[0] not in ("", "jaxscale", "pallas_kernels")
+    )
 
 
 def meant(value: object) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shlex
 import shutil
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.nn import dot_product_attention
+from jaxscale.train.loop import Loop
+from jaxscale.train.report import Reporter
 from tests.truth.runs import BIGRAM, MESH, ROOT, STEPS, start, stop_after, write_gin
 
 pytestmark = pytest.mark.once
@@ -106,6 +113,24 @@ def test_train_prints_a_sample_when_asked_for(run, gin):
     assert "a sample, continuing 'def f':\n\ndef f" in out
 
 
+def test_nothing_is_said_of_the_time_left_before_a_step_without_compiling_was_taken():
+    said = []
+    loop = Loop.__new__(Loop)
+    loop.spent, loop.timed, loop.last, loop.peak = 1e-9, 0, 8, None
+    loop.reporter = types.SimpleNamespace(step=lambda row, last, left, share: said.append(left))
+    loop._write({"step": 1}, [])
+    loop.spent, loop.timed = 6.0, 3
+    loop._write({"step": 4}, [])
+    assert said == [None, 8.0]
+    out = io.StringIO()
+    reporter = Reporter()
+    reporter.console = Console(file=out, width=200)
+    for left in said:
+        reporter.step({"step": 8, "loss": 1, "tokens_per_second": 1, "model_flops_per_second": 1}, 8, left, None)
+    first, second = out.getvalue().splitlines()
+    assert "left" not in first and second.endswith(" · 0:08 left")
+
+
 def test_quiet_prints_nothing(run, gin):
     assert run("train", gin, "--quiet") == (0, "", "")
 
@@ -176,6 +201,52 @@ def test_an_interrupt_leaves_a_checkpoint_and_resume_finishes(run, transformer_g
     steps = stopped.last_step() + 2
     assert run("train", "--resume", "x", f"--gin.train.steps={steps}", "--quiet")[0] == 0
     assert js.load("x").info["status"] == "finished"
+
+
+# --- parts of one's own ---------------------------------------------------------------------------------------------
+
+OWN = """
+import dataclasses
+import jaxscale as js
+
+@js.config.register
+@dataclasses.dataclass(frozen=True)
+class OwnSchedule(js.optim.Constant):
+    pass
+"""
+
+
+def test_a_run_with_parts_of_ones_own_says_what_to_import(run, refused, gin, tmp_path):
+    (tmp_path / "own_parts.py").write_text(OWN)
+
+    more = ["--gin.train.schedule=@OwnSchedule()", "--import", "own_parts", "--run", "x"]
+    code, out, err = run("train", gin, *more)
+    assert code == 0, err
+    assert js.load("x").info["imports"] == ["own_parts", "tests.truth.runs"]
+    commands = [line.strip() for line in out.splitlines() if line.startswith("  ") and " x" in line]
+    assert len(commands) == 3 and all(c.endswith(" --import own_parts --import tests.truth.runs") for c in commands)
+    for file in (Path("x/config.gin"), Path("own_parts.py")):  # as in a process that has not imported it
+        file.write_text(file.read_text().replace("OwnSchedule", "UnknownSchedule"))
+    sys.modules.pop("own_parts")
+    for name, *words in (
+        ["sample"],
+        ["eval"],
+        ["export", "out"],
+        ["replay", "--step", "1"],
+        ["merge", "out"],
+        ["explain"],
+    ):
+        refused(name, "x", *words, words=["'@UnknownSchedule'", "--import own_parts --import tests.truth.runs"])
+    words = shlex.split(commands[-1])
+    code, _, err = run(*words[words.index("explain") :])
+    assert code == 0 and "own_parts" in sys.modules, err
+
+
+def test_names_of_modules_in_a_damaged_run_are_not_repeated(refused, finished):
+    (finished.path / "config.gin").write_text("train.schedule = @NotHere()\n")
+    info = finished.info | {"imports": ["a; rm -rf /"]}
+    (finished.path / "run.json").write_text(json.dumps(info))
+    refused("explain", finished.path, words=["'@NotHere'", "--import ITS_MODULE"])
 
 
 # --- sample and explain -----------------------------------------------------------------------------------------------
@@ -295,6 +366,10 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--profile", "3"], ["--profile 3", "10:15"]),
         (["train", "GIN", "--profile", "3:2"], ["3:2", "not before"]),
         (["train", "GIN", "--profile", "2:99"], ["2:99", "1 to 4"]),
+        (["train", "GIN", "--dry-run", "--profile", "10-15"], ["--profile 10-15", "10:15"]),
+        (["train", "GIN", "--dry-run", "--profile", "2:99"], ["2:99", "1 to 4"]),
+        (["train", "GIN", "--dry-run", "--gin.train.packing=fitt"], ["'fitt'", "did you mean 'fit'"]),
+        (["train", "GIN", "--dry-run", "--gin.Transformer.vocab=100"], ["256 token ids", "vocab to 256"]),
         (["train", "GIN", "--run", "text"], ["text is there already", "--resume text"]),
         (["train", "--resume", "nowhere"], ["nowhere is not a run folder"]),
         (["train", "--resume", "RUN"], ["already taken 4 of 4 steps", "raise train.steps"]),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, continuing, no_bindings
+from jaxscale.commands.shared import TEXT, continuing, import_argument, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="a run with adapters (another one's parameters are written too)")
     parser.add_argument("out", metavar="OUT", help="the run folder to make")
+    import_argument(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     parser.add_argument("--layout", metavar="SIZES", help='where they are put together, as "tensor=4"')
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")

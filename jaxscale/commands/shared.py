@@ -144,10 +144,15 @@ def no_bindings(args: argparse.Namespace, bindings: list[str]) -> None:
         raise ConfigError(f"{args.command} takes a run or a schedule as it is; leave out --gin.{name}")
 
 
+def imports_of(run: Run) -> str:
+    """What a command about a run has to import first, as ` --import my_parts`; mostly nothing."""
+    return "".join(f" --import {module}" for module in run.info.get("imports", []))
+
+
 def continuing(made: Run) -> str:
     """How to have a run just written continue a text; in ids where no tokenizer came along, which is said."""
     own = made.path / "hf"
     if own.is_dir() and not (own / "tokenizer.json").is_file():
         print("jaxscale: there is no tokenizer.json: the model takes token ids, and no text", file=sys.stderr)
         return f"in Python, js.load({str(made.path)!r}).generate([1, 2, 3]).ids"
-    return f"jaxscale sample {made.path} --prompt ..."
+    return f"jaxscale sample {made.path} --prompt ...{imports_of(made)}"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, config_arguments, load
+from jaxscale.commands.shared import TEXT, config_arguments, imports_of, load
 from jaxscale.errors import ConfigError
 from jaxscale.interrupts import STOPS
 
@@ -59,6 +59,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     from jaxscale.train import fit
+    from jaxscale.train.fit import check_profile
 
     if args.resume == "" or args.run == "":
         raise ConfigError("the name of the run folder is empty; was a variable of the shell not set?")
@@ -66,10 +67,12 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError("--resume names a run, which has its own config.gin; leave out CONFIG, --run and --continue")
     if args.resume and args.start:
         raise ConfigError("--resume goes on in a run, and --from starts a new one; leave out one of them")
+    profile = _window(args.profile)
     config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
     if args.dry_run:
         from jaxscale.plan import dry_run
 
+        check_profile(profile, config)
         print(dry_run(config))
         return 0
     trained = fit(
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         run=args.resume or args.run,
         resume=True if args.resume else "newest" if args.go_on else False,
         name=Path(args.config).stem if args.config else "run",
-        profile=_window(args.profile),
+        profile=profile,
         quiet=args.quiet,
     )
     if not args.quiet and trained.is_main:
@@ -104,12 +107,13 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     simulated = f" --devices {devices}" if jax.default_backend() == "cpu" and devices > 1 else ""
     mesh = f"fsdp={devices // 2},tensor=2" if devices % 2 == 0 else "data=-1"
     stopped = run.info.get("status") == "stopped"
+    own = imports_of(run)
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
     picture = "loss.png, " if (run.path / "loss.png").exists() else ""
     return (
         f"the run is in {run.path}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
         f"next, try:\n"
-        f'  {name} sample {run.path} --prompt "class "\n'
-        f"  {name} train --resume {run.path}{more}{simulated}\n"
-        f'  {name} explain {run.path} --mesh "{mesh}"'
+        f'  {name} sample {run.path} --prompt "class "{own}\n'
+        f"  {name} train --resume {run.path}{more}{simulated}{own}\n"
+        f'  {name} explain {run.path} --mesh "{mesh}"{own}'
     )

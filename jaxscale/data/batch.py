@@ -70,7 +70,11 @@ class Corpus(Protocol):
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """The rows of one split ("train" or "heldout"); `cache` is where token files are kept."""
+        """The rows of one split ("train" or "heldout"); `cache` is where token files are kept.
+
+        A corpus may also have `token_ids(tokenizer) -> int | None`: the `vocab_size` of its sources, if that is known
+        without opening it.
+        """
         ...
 
 

@@ -82,6 +82,10 @@ class ChatFiles:
         prepared = cached(self.name, told, documents, tokenizer, cache, masked=True)
         return pack(prepared.documents(split, self.heldout, self.name), packing, seq_len)
 
+    def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
+        """The tokenizer's."""
+        return None if tokenizer is None else tokenizer.vocab_size
+
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         where = self.template or getattr(tokenizer, "path", None)
         if where is None:

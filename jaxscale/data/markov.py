@@ -77,6 +77,10 @@ class Synthetic:
         )
         return pack(documents, packing, seq_len)
 
+    def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
+        """Its own."""
+        return self.vocab_size
+
     def _generate(self) -> tuple[np.ndarray, np.ndarray]:
         """All tokens end to end (int32), and the length of each document with its eos (int64)."""
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed, 0], np.uint64)))

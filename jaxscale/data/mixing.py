@@ -63,6 +63,11 @@ class Mixture:
         ]
         return MixtureSource(sources, [weight for _, weight in self.parts], self.name)
 
+    def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
+        """The most of the parts that tell."""
+        counts = [getattr(corpus, "token_ids", lambda _: None)(tokenizer) for corpus, _ in self.parts]
+        return max((count for count in counts if count is not None), default=None)
+
 
 class MixtureSource:
     """Ids number the parts' rows one part after another; `order` interleaves them.

@@ -48,3 +48,10 @@ class PreparedTokens:
                 f"with '{tokenizer.name}' ({tokenizer.vocab_size} ids); use that tokenizer or prepare the corpus again."
             )
         return pack(prepared.documents(split, self.heldout), packing, seq_len)
+
+    def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
+        """Those of the tokenizer that wrote the file; `None` where there is no file yet."""
+        try:
+            return TokenFile(self.path).vocab_size
+        except DataError:
+            return None

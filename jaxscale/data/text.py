@@ -58,6 +58,10 @@ class TextCorpus:
         prepared = cached(self.name, file_key(files, tokenizer), lambda: _tokenized(files, tokenizer), tokenizer, cache)
         return pack(prepared.documents(split, self._heldout, self.name), packing, seq_len)
 
+    def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
+        """The tokenizer's."""
+        return None if tokenizer is None else tokenizer.vocab_size
+
     def texts(self, split: str = "train") -> Iterator[str]:
         """The documents of one split as text."""
         files = self.files()

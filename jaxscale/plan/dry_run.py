@@ -12,6 +12,7 @@ import jax
 from jaxscale.layout import describe
 from jaxscale.plan.compile import lower_step
 from jaxscale.train import TrainConfig, blueprint_of, model_flops
+from jaxscale.train.prepare import check_ids
 from jaxscale.train.report import human_bytes
 
 
@@ -65,8 +66,9 @@ def dry_run(config: TrainConfig) -> DryRun:
       config: the run's settings; its data is not opened.
 
     Raises:
-      LayoutError, ConfigError: naming what does not fit.
+      LayoutError, ConfigError, DataError: naming what does not fit.
     """
+    check_ids(config)
     start = time.perf_counter()
     lowered = lower_step(config)
     seconds = time.perf_counter() - start

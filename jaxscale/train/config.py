@@ -10,7 +10,8 @@ import optax
 
 from jaxscale.config import meant, register
 from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, python_stdlib
-from jaxscale.errors import ConfigError
+from jaxscale.data.packing import PACKINGS
+from jaxscale.errors import ConfigError, near
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
@@ -117,6 +118,8 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
             if value is not None and value < least:
                 raise ConfigError(f"train.{name} = {value}: must be at least {least}")
+        if self.packing not in PACKINGS:
+            raise ConfigError(f"train.packing = '{self.packing}' does not exist{near(str(self.packing), PACKINGS)}")
         if not self.lr > 0:
             raise ConfigError(f"train.lr = {self.lr}: must be above 0")
         if self.seed >= 2**32:

@@ -62,11 +62,7 @@ def fit(
         config = read_config(Path(run), given=settings)  # a run goes on with its own settings
     config = _settings(config, settings)
     config = settled(config) if resume is not True else config if run is None else Run(run).as_left(config)
-    if profile is not None and not 1 <= profile[0] <= profile[1] <= config.steps:
-        raise ConfigError(
-            f"profile {profile[0]}:{profile[1]}: steps count from 1 to {config.steps} here, and the last is not before "
-            "the first"
-        )
+    check_profile(profile, config)
     if until is not None and not 1 <= until <= config.steps:
         raise ConfigError(f"until = {until}: steps count from 1 to {config.steps} here")
     reporter = Reporter(quiet or jax.process_index() != 0)
@@ -85,6 +81,15 @@ def fit(
         signals = stack.enter_context(stop_signals())
         Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop).train(resuming)
     return out
+
+
+def check_profile(profile: tuple[int, int] | None, config: TrainConfig) -> None:
+    """Raises `ConfigError` where the (first, last) step of a profile are none of the run's."""
+    if profile is not None and not 1 <= profile[0] <= profile[1] <= config.steps:
+        raise ConfigError(
+            f"profile {profile[0]}:{profile[1]}: steps count from 1 to {config.steps} here, and the last is not before "
+            "the first"
+        )
 
 
 def _settings(config: TrainConfig | None, settings: dict[str, Any]) -> TrainConfig:

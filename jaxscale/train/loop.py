@@ -245,7 +245,7 @@ class Loop:
         row["time"] = time.time()
         for file in files:
             file.write(row)
-        left = self.spent / max(self.timed, 1) * (self.last - row["step"])
+        left = self.spent / self.timed * (self.last - row["step"]) if self.timed else None  # of the first: not known
         share = None if self.peak is None else row["model_flops_per_second"] / self.peak
         self.reporter.step(row, self.last, left, share)
 

@@ -196,13 +196,34 @@ def prepare(config: TrainConfig) -> Prepared:
 def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
     """One split of a corpus, whose ids the model has; the same on every process."""
     source = corpus.source(config.tokenizer, seq_len=config.seq_len, split=split, packing=config.packing)
-    if source.vocab_size > config.model.vocab:
-        raise ConfigError(
-            f"the corpus '{source.name}' has {source.vocab_size} token ids and the model {config.model.vocab}; set the "
-            f"model's vocab to {source.vocab_size} or a multiple above it"
-        )
+    _check_vocab(source.name, source.vocab_size, config)
     _check_same_everywhere(source)
     return source
+
+
+def check_ids(config: TrainConfig) -> None:
+    """What `prepare` says of token ids, without opening the data: those of a corpus that does not tell are not checked.
+
+    Raises:
+      ConfigError: the model has fewer than a corpus, or than the prompt needs.
+      DataError: the tokenizer cannot be read.
+    """
+    for corpus in (config.data, *(config.evaluate_on.values() if config.eval_batches else ())):
+        count = getattr(corpus, "token_ids", lambda tokenizer: None)(config.tokenizer)
+        if count is not None:
+            _check_vocab(corpus.name, count, config)
+    if config.prompt is not None:
+        from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
+
+        text_ids(config, config.prompt)
+
+
+def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
+    if ids > config.model.vocab:
+        raise ConfigError(
+            f"the corpus '{name}' has {ids} token ids and the model {config.model.vocab}; set the model's vocab to "
+            f"{ids} or a multiple above it"
+        )
 
 
 def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:

@@ -87,8 +87,8 @@ class Reporter:
         self._task = self._progress.add_task("train", total=steps, completed=done, numbers="compiling the step …")
         self._progress.start()
 
-    def step(self, row: dict[str, Any], steps: int, seconds_left: float, peak_share: float | None) -> None:
-        """One step's numbers."""
+    def step(self, row: dict[str, Any], steps: int, seconds_left: float | None, peak_share: float | None) -> None:
+        """One step's numbers, and how long the others take, where that is known."""
         numbers = (
             f"loss {row['loss']:.3f} · {_short(row['tokens_per_second'])} tokens/s · "
             f"{_short(row['model_flops_per_second'])}FLOP/s"
@@ -101,7 +101,8 @@ class Reporter:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif time.perf_counter() - self._last_line > 10 or row["step"] == steps:
             self._last_line = time.perf_counter()
-            self.say(f"step {row['step']}/{steps} · {numbers} · {clock(seconds_left)} left")
+            left = "" if seconds_left is None else f" · {clock(seconds_left)} left"
+            self.say(f"step {row['step']}/{steps} · {numbers}{left}")
 
     def _above(self, text: str) -> None:
         console = self._progress.console if self._progress is not None else self.console

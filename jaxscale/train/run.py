@@ -289,7 +289,7 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
         except ConfigError as e:
             if "registered" not in str(e):
                 raise
-            raise ConfigError(f"{e}; a part of your own has to be imported first: --import ITS_MODULE") from None
+            raise ConfigError(f"{e}; a part of your own has to be imported first: {_imports(path)}") from None
         config = gin_config.call("train")
         unread = gin_config.unused()
         if bindings:  # what belonged to a part that they replace is left over, and no mistake
@@ -302,6 +302,18 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
             hint = f"; the run's own name for it is {' or '.join(same)}" if same else near(unread[0], known)
             raise ConfigError(f"nothing in {file} reads the binding {unread[0]}{hint}")
     return config  # type: ignore[return-value]
+
+
+def _imports(path: Path) -> str:
+    """The options that import a run's own parts. They are typed, since a folder may be anybody's."""
+    try:
+        modules = Run(path).info["imports"]
+    except (RunError, KeyError, TypeError):
+        modules = []
+    named = isinstance(modules, list) and all(
+        isinstance(m, str) and m.replace(".", "_").isidentifier() for m in modules
+    )
+    return " ".join(f"--import {m}" for m in modules) if named and modules else "--import ITS_MODULE"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -354,6 +366,7 @@ def about(config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
         "layout": None if layout is None else {"mesh": layout.sizes, "rules": str(layout)},
         "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS") if k in os.environ},
         "command": sys.argv,
+        "imports": gin_config.own_modules(gin_config.dumps("train", config.values())),
         "seed": config.seed,
         "data": {"corpus": config.data.name, "fingerprint": data_fingerprint},
         "parameters": config.model.param_count(),

@@ -30,6 +30,13 @@ def write(root, count, start=0):
         (root / f"n{i}.txt").write_text(f"document {i}")
 
 
+def test_a_corpus_tells_its_token_ids_without_being_opened(tmp_path):
+    text, tokens = data.text_files(f"{tmp_path}/none/*.txt"), data.synthetic(vocab_size=300)
+    mixed = data.mixture(((text, 0.5), (tokens, 0.5)))
+    file = data.token_file(str(tmp_path / "none"))
+    assert [c.token_ids(BYTES) for c in (text, tokens, mixed, file)] == [256, 300, 300, None]
+
+
 def test_adding_a_file_moves_no_other_and_both_splits_make_the_whole(tmp_path):
     write(tmp_path, 60)
     train, heldout = (text_of(split(tmp_path, which, heldout=0.2)) for which in ("train", "heldout"))

@@ -18,6 +18,7 @@ from jaxscale.sweep.comparing import read_runs
 from jaxscale.sweep.comparing.differences import curves_of, differing, groups_of, shared
 from jaxscale.sweep.comparing.folders import read_bindings
 from jaxscale.sweep.comparing.page import page
+from jaxscale.sweep.comparing.pictures import _heights
 from jaxscale.sweep.comparing.report import report
 from jaxscale.train.metrics import json_row
 from jaxscale.train.record import Record
@@ -299,7 +300,10 @@ def test_a_page_has_a_group_for_each_setting_and_an_axis_for_each_difference(tmp
         ("depth=3", [6]),
     ]
     assert [axis["name"] for axis in shown.data["parallel"]["axes"]] == ["Transformer.depth", "eval_loss"]
-    assert shown.data["parallel"]["axes"][1]["values"][-1] is None
+    depth, loss = shown.data["parallel"]["axes"]
+    assert loss["values"][-1] is None and (depth["missing"], loss["missing"]) == ("below", "above")
+    assert max(_heights(loss)) == _heights(loss)[-1] > 1, "a run that did not come to an end is not below the best"
+    assert 'axis.missing === "above" ? top - 16' in shown.scripts[-1]
     assert "width = 16 is not divisible by heads = 3" in shown.text
 
 

@@ -199,21 +199,22 @@ function parallel(root) {
   reset.onclick = () => { brushes.clear(); chosen = null; draw(); };
 
   function draw() {
-    const width = Math.max(box.clientWidth, 96 * axes.length), height = 300, top = 40, bottom = height - 44;
+    const width = Math.max(box.clientWidth, 96 * axes.length), height = 312, top = 52, bottom = height - 44;
     const lead = axes[0].numeric ? 58 : 100;
     const xs = axes.map((_, i) => lead + (i * (width - lead - 54)) / Math.max(1, axes.length - 1));
     box.replaceChildren();
     const svg = make(box, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "parallel coordinates", style: `width:${width}px` });
     const scales = axes.map((axis) => {
+      const missing = axis.missing === "above" ? top - 16 : bottom + 26;
       const numbers = axis.values.filter((v) => typeof v === "number");
       const words = [...new Set(axis.values.filter((v) => v !== null).map(String))];
       if (axis.numeric) {
         const scale = scaleOf(Math.min(...numbers), Math.max(...numbers), bottom, top, axis.log);
         const few = [...new Set(numbers)].sort((a, b) => a - b);
-        return { at: (v) => (v === null ? bottom + 26 : scale(v)), ticks: few.length <= 6 ? few : scale.ticks(5) };
+        return { at: (v) => (v === null ? missing : scale(v)), ticks: few.length <= 6 ? few : scale.ticks(5) };
       }
       const step = (bottom - top) / Math.max(1, words.length - 1);
-      return { at: (v) => (v === null ? bottom + 26 : words.length === 1 ? (top + bottom) / 2 : bottom - words.indexOf(String(v)) * step), ticks: words };
+      return { at: (v) => (v === null ? missing : words.length === 1 ? (top + bottom) / 2 : bottom - words.indexOf(String(v)) * step), ticks: words };
     });
     const kept = runs.map((_, r) => [...brushes].every(([a, [from, to]]) => { const p = scales[a].at(axes[a].values[r]); return p >= from && p <= to; }));
     const order = [...runs.keys()].sort((a, b) => kept[a] - kept[b] || (goodness[a] ?? -1) - (goodness[b] ?? -1));
@@ -229,7 +230,7 @@ function parallel(root) {
     }
     axes.forEach((axis, i) => {
       make(svg, "line", { class: "axis", x1: xs[i], x2: xs[i], y1: top, y2: bottom });
-      if (axis.values.includes(null)) make(svg, "text", { x: xs[i], y: bottom + 40, "text-anchor": "middle" }, "none");
+      if (axis.values.includes(null)) make(svg, "text", { x: xs[i], y: axis.missing === "above" ? top - 20 : bottom + 40, "text-anchor": "middle" }, "none");
       const name = axis.label.length > 15 ? axis.label.slice(0, 14) + "…" : axis.label;
       const title = make(svg, "text", { class: "name", x: xs[i], y: 18, "text-anchor": "middle" }, name);
       make(title, "title", {}, axis.name);
@@ -241,7 +242,7 @@ function parallel(root) {
       }
       const brush = brushes.get(i);
       if (brush) make(svg, "rect", { x: xs[i] - 7, width: 14, y: brush[0], height: Math.max(2, brush[1] - brush[0]), fill: "var(--accent)", opacity: 0.3 });
-      const grip = make(svg, "rect", { x: xs[i] - 13, width: 26, y: top - 8, height: bottom - top + 42, fill: "transparent", style: "cursor:ns-resize;touch-action:none" });
+      const grip = make(svg, "rect", { x: xs[i] - 13, width: 26, y: top - 22, height: bottom - top + 56, fill: "transparent", style: "cursor:ns-resize;touch-action:none" });
       grip.onpointerdown = (event) => {
         const place = (e) => ((e.clientY - svg.getBoundingClientRect().top) * height) / svg.getBoundingClientRect().height;
         const from = place(event);

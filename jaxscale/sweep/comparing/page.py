@@ -108,7 +108,9 @@ def parallel_axes(runs: Sequence[Ran], differs: Mapping[str, list[Any]], objecti
     if all(value is None for value in columns[objective]):
         return []
     labels = [*short_names(names), objective]
-    return [_axis(*pair) for pair in zip(columns, labels, columns.values(), strict=True)]
+    axes = [_axis(*pair) for pair in zip(columns, labels, columns.values(), strict=True)]
+    axes[-1]["missing"] = "above"  # less is better there, so that below is where the best ones are
+    return axes
 
 
 def _axis(name: str, label: str, values: list[Any]) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _axis(name: str, label: str, values: list[Any]) -> dict[str, Any]:
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in known)
     log = numeric and min(known) > 0 and max(known) >= 4 * min(known)
     shown = [v if v is None or numeric else worded(v) for v in values]
-    return {"name": name, "label": label, "numeric": numeric, "log": log, "values": shown}
+    return {"name": name, "label": label, "numeric": numeric, "log": log, "missing": "below", "values": shown}
 
 
 def _group(group: Group, runs: Sequence[Ran], objective: str | None) -> dict[str, Any]:

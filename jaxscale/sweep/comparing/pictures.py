@@ -100,7 +100,7 @@ def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | N
             )
             plot.annotate(text, (i, level), (4, 2), textcoords="offset points", fontsize=8)
     plot.set_xticks(range(len(axes)), [axis["label"] for axis in axes])
-    plot.set(yticks=[], ylim=(-0.2, 1.08), xlim=(-0.1, len(axes) - 0.6))
+    plot.set(yticks=[], ylim=(-0.2, 1.22), xlim=(-0.1, len(axes) - 0.6))
     plot.spines[:].set_visible(False)
     return _saved(figure, path)
 
@@ -115,14 +115,15 @@ def _top(values: np.ndarray) -> float | None:
 
 
 def _heights(axis: dict[str, Any]) -> list[float]:
-    """Where each run crosses an axis, from 0 to 1; what has no value below it."""
+    """Where each run crosses an axis, from 0 to 1; what has no value beyond one of its ends."""
     known = [v for v in axis["values"] if v is not None]
     if axis["numeric"]:
         scaled = {v: float(np.log(v)) if axis["log"] else float(v) for v in known}
     else:
         scaled = {v: float(i) for i, v in enumerate(dict.fromkeys(known))}
     low, high = min(scaled.values()), max(scaled.values())
-    return [-0.14 if v is None else (scaled[v] - low) / (high - low) if high > low else 0.5 for v in axis["values"]]
+    missing = 1.14 if axis["missing"] == "above" else -0.14
+    return [missing if v is None else (scaled[v] - low) / (high - low) if high > low else 0.5 for v in axis["values"]]
 
 
 def _colors(runs: Sequence[Ran], groups: Sequence[Group], objective: str) -> list[Any]:

@@ -37,6 +37,14 @@ def _prepare_environment() -> None:
 _prepare_environment()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def sound_cache():
+    """Also where a test makes its mesh by JAX alone, no program that loses the order of its collectives is cached."""
+    from jaxscale.layout.program_cache import compile_reordered_anew  # imports JAX
+
+    assert compile_reordered_anew()
+
+
 @pytest.fixture(autouse=True)
 def fresh_config():
     """No test sees another's bindings."""

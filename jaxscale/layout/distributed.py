@@ -11,6 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.errors import LayoutError
+from jaxscale.layout.program_cache import compile_reordered_anew
 
 log = logging.getLogger("jaxscale")
 
@@ -57,22 +58,22 @@ def init_distributed(
 
 
 def compile_anew(devices: Sequence[Any]) -> None:
-    """Turns JAX's compilation cache off, and says so, where programs go over the CPUs of several processes.
+    """Keeps programs whose collectives would be reordered out of JAX's compilation cache; see `program_cache`.
 
-    XLA orders all collectives of a program. Of one read from the cache (jax 0.10.2 and 0.12.0.1), those within a
-    conditional or a loop are no longer ordered with those outside, so process 0, which reads, sends in another order
-    than the others, which find nothing in the cache and compile: Gloo then ends them all.
+    Over the CPUs of several processes the whole cache is turned off, and this is said: process 0 alone writes, and
+    would read what the others compile.
 
     Args:
       devices: those that programs will go over.
     """
-    if len({d.process_index for d in devices if d.platform == "cpu"}) < 2:
+    cpus = [d for d in devices if d.platform == "cpu"]
+    if len(cpus) < 2 or (len({d.process_index for d in cpus}) == 1 and compile_reordered_anew()):
         return
     values = jax.config.values
     if values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"]:
         log.warning(
-            "programs over the CPUs of several processes are compiled anew, and JAX's compilation cache (%s) is off: "
-            "those that come from it can mix up the processes' messages",
+            "programs over several CPU devices are compiled anew, and JAX's compilation cache (%s) is off: "
+            "those that come from it can mix up the devices' messages",
             values["jax_compilation_cache_dir"],
         )
         jax.config.update("jax_enable_compilation_cache", False)

@@ -287,6 +287,8 @@ def lost(text: str) -> list[str]:
 
 def _parts(value: object) -> Parts:
     """Name, arguments and whether to call, of a value that is made from something registered."""
+    if hasattr(type(value), "specification"):  # a placed layout: devices are not a config's
+        value = value.specification  # type: ignore[attr-defined]
     if isinstance(value, functools.partial) and not value.args:
         name, values, evaluate = _parts(value.func)
         if not evaluate:

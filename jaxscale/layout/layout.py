@@ -24,7 +24,16 @@ from jaxscale.layout.rules import Kind, Rules, preset
 # The layout in force. A user context is part of the key under which JAX caches traces: in a global or a context
 # variable, a second layout on the same mesh would silently reuse the first one's specs.
 _active = jax.make_user_context(None)
-_stacks = threading.local()
+
+
+class _Stacks(threading.local):
+    """What each thread has entered, the innermost layout last."""
+
+    def __init__(self) -> None:
+        self.entered: list[contextlib.ExitStack] = []
+
+
+_stacks = _Stacks()
 
 
 def current() -> Layout | None:
@@ -102,24 +111,26 @@ class Layout:
         """The mesh of devices, made when first used."""
         return make_mesh(self.mesh, across=self.across)
 
-    def on(self, devices: Sequence[Any]) -> Layout:
+    @property
+    def specification(self) -> Layout:
+        """The layout without the devices that it is placed on, if it is."""
+        return self
+
+    def on(self, devices: Sequence[Any]) -> PlacedLayout:
         """The same layout on these devices, which need not be this machine's (compiling for a pod).
 
         Raises:
           LayoutError: too few devices, or a -1 that they do not fill.
         """
-        there, sizes = dataclasses.replace(self), parse_mesh(self.mesh)
-        if math.prod(sizes.values()) > len(devices):
+        if math.prod(parse_mesh(self.mesh).values()) > len(devices):
             raise LayoutError(
-                f"mesh '{self.mesh}' needs {math.prod(sizes.values())} devices and was given {len(devices)}; use a "
-                "larger topology or a smaller mesh"
+                f"mesh '{self.mesh}' needs {math.prod(parse_mesh(self.mesh).values())} devices and was given "
+                f"{len(devices)}; use a larger topology or a smaller mesh"
             )
-        there.__dict__["sizes"] = resolve_sizes(sizes, len(devices), self.mesh)
-        there.__dict__["device_mesh"] = make_mesh(self.mesh, devices, across=self.across)
-        return there
+        return self._placed(make_mesh(self.mesh, devices, across=self.across))
 
-    def abstract(self, devices: int | None = None, *, kind: str | None = None) -> Layout:
-        """The same layout on devices that are not there: programs can be traced under it, and nothing can be placed.
+    def abstract(self, devices: int | None = None, *, kind: str | None = None) -> PlacedLayout:
+        """The same layout on devices that do not exist: programs can be traced under it, and nothing can be placed.
 
         Args:
           devices: how many there would be, for a mesh with a -1; else the mesh says.
@@ -128,14 +139,13 @@ class Layout:
         Raises:
           LayoutError: as `on`.
         """
-        there, sizes = dataclasses.replace(self), parse_mesh(self.mesh)
-        there.__dict__["sizes"] = self.sizes if devices is None else resolve_sizes(sizes, devices, self.mesh)
+        sizes = self.sizes if devices is None else resolve_sizes(parse_mesh(self.mesh), devices, self.mesh)
         device = None if kind is None else AbstractDevice(kind, None, "tpu" if kind.startswith("TPU") else "gpu")
-        types = (AxisType.Auto,) * len(there.sizes)
-        there.__dict__["device_mesh"] = AbstractMesh(
-            tuple(there.sizes.values()), tuple(there.sizes), axis_types=types, abstract_device=device
-        )
-        return there
+        types = (AxisType.Auto,) * len(sizes)
+        return self._placed(AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device))
+
+    def _placed(self, mesh: Mesh | AbstractMesh) -> PlacedLayout:
+        return PlacedLayout(**_fields(self), placement=mesh)
 
     @property
     def devices(self) -> int:
@@ -145,18 +155,18 @@ class Layout:
     def __enter__(self) -> Layout:
         with contextlib.ExitStack() as stack:  # what fails half-way leaves nothing in force
             mesh: Any = self.device_mesh
-            there = isinstance(mesh, AbstractMesh)
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh) if there else jax.set_mesh(mesh))
+            abstract = isinstance(mesh, AbstractMesh)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh) if abstract else jax.set_mesh(mesh))
             stack.enter_context(_active(self))
-            _stacks.__dict__.setdefault("entered", []).append(stack.pop_all())
+            _stacks.entered.append(stack.pop_all())
         return self
 
     def __exit__(self, *exc: Any) -> None:
         _stacks.entered.pop().close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # not what was worked out from this machine's devices
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    def __reduce__(self) -> Any:
+        # the specification alone: another process has other devices
+        return functools.partial(Layout, **_fields(self)), ()
 
     def split(self, axis: str, kind: Kind = "activations") -> int:
         """Into how many pieces a dimension of this name is cut."""
@@ -284,6 +294,46 @@ class Layout:
         more = [", sequence-sharded"] if self.sequence_sharded else []
         more += [f", {self.schedule.name}"] if self.stages > 1 else []
         return f"{named} ({rules}{''.join(more)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedLayout(Layout):
+    """A layout on certain devices, as `Layout.on` and `Layout.abstract` make it.
+
+    Equality and hash include the devices, so that nothing made for some devices (a compiled program, an engine, loaded
+    parameters) is used on others. Pickled, it is the `Layout` without them.
+
+    Args:
+      placement: the mesh, whose sizes are those of `mesh`.
+    """
+
+    placement: Mesh | AbstractMesh | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = parse_mesh(self.mesh)
+        sizes = {} if self.placement is None else dict(self.placement.shape)
+        if tuple(sizes) != MESH_AXES or any(wanted.get(a, 1) not in (-1, n) for a, n in sizes.items()):
+            raise LayoutError(f"the layout is placed on {sizes}, which is not '{self.mesh}'; place it with Layout.on")
+
+    @property
+    def specification(self) -> Layout:
+        """The layout without its devices."""
+        return Layout(**_fields(self))
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Every mesh axis and its size."""
+        return dict(self.device_mesh.shape)
+
+    @functools.cached_property
+    def device_mesh(self) -> Mesh:
+        """The mesh of its devices."""
+        return self.placement  # type: ignore[return-value]  # nothing can be put on an abstract one
+
+
+def _fields(layout: Layout) -> dict[str, Any]:
+    return {f.name: getattr(layout, f.name) for f in dataclasses.fields(Layout)}
 
 
 _NOUN = {"activations": "the activation", "params": "the parameter", "grads": "the gradient", "opt_state": "the state"}

@@ -127,7 +127,7 @@ def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None
     layout = None if config.layout is None else config.layout.abstract(devices, kind=kind)
     if layout is not None and layout.stages > 1:
         mesh = ",".join(f"{a}={n}" for a, n in layout.sizes.items() if n > 1 and a != "pipeline") or "data=1"
-        flat = dataclasses.replace(config, layout=dataclasses.replace(layout, mesh=mesh, pipeline=None))
+        flat = dataclasses.replace(config, layout=dataclasses.replace(layout.specification, mesh=mesh, pipeline=None))
         rows = of_step(flat, kind=kind).rows
         again = [r for r in rows if r.stage == "forward" and r.module.startswith("runs/")]
         return Flops((*rows, *(dataclasses.replace(r, stage="recomputed") for r in again)))

@@ -200,7 +200,7 @@ def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
         )
     sizes = sized(config.layout, there.devices).sizes
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
-    layout = dataclasses.replace(config.layout, mesh=mesh)
+    layout = dataclasses.replace(config.layout.specification, mesh=mesh)
     for rows, name in ((config.batch_size, "a batch"), (config.micro_batch, "a micro-batch")):
         layout.spec(("batch", "seq"), (rows, config.seq_len), kind="activations", name=name)
     return dataclasses.replace(config, layout=layout)

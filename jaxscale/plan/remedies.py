@@ -170,7 +170,7 @@ def _layouts(config: TrainConfig, there: Topology) -> Changes:
 def _moved(config: TrainConfig, sizes: dict[str, int], new: dict[str, int]) -> tuple[str, TrainConfig]:
     assert config.layout is not None
     mesh = ",".join(f"{a}={n}" for a in MESH_AXES if (n := (sizes | new)[a]) > 1) or "data=1"
-    layout: Layout = dataclasses.replace(config.layout, mesh=mesh)
+    layout: Layout = dataclasses.replace(config.layout.specification, mesh=mesh)
     return f"layout: Layout.mesh = '{mesh}'", dataclasses.replace(config, layout=layout)
 
 

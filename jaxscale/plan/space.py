@@ -107,7 +107,7 @@ def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Cand
 def _layouts(config: TrainConfig, sizes: dict[str, int]) -> Iterator[Layout]:
     assert config.layout is not None
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
-    layout = dataclasses.replace(config.layout, mesh=mesh, pipeline=None)
+    layout = dataclasses.replace(config.layout.specification, mesh=mesh, pipeline=None)
     if sizes.get("tensor", 1) == 1 or not isinstance(layout.rules, str):
         yield layout
         return

@@ -72,7 +72,7 @@ def recut(layout: Layout, devices: Sequence[jax.Device]) -> Layout:
             f"{math.prod(others.values())}; begin again with a smaller layout"
         )
     mesh = ",".join(f"{axis}={slices if axis == 'data' else size}" for axis, size in layout.sizes.items())
-    smaller = dataclasses.replace(layout, mesh=mesh)
+    smaller = dataclasses.replace(layout.specification, mesh=mesh)
     return smaller.on(devices[: slices * math.prod(others.values())])
 
 

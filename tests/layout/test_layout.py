@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import jax
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import config
 from jaxscale.errors import LayoutError
+from jaxscale.infer.cache import generating
 from jaxscale.layout import Layout, Rules, constrain, current
 from tests.truth.compiled import compilations
 from tests.truth.errors import raises_saying
@@ -180,3 +183,29 @@ def test_a_layout_that_was_used_can_be_pickled():
     with layout:
         pass
     assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_the_same_function_on_two_sets_of_devices_runs_on_each():
+    layout = Layout("data=2")
+    first, second = (layout.on(jax.devices()[at : at + 2]) for at in (0, 2))
+    assert len({layout, first, second, layout.on(jax.devices()[:2])}) == 3
+    assert generating(first) != generating(second)
+
+    @jax.jit
+    def doubled(x):
+        return constrain(x, "batch", None) * 2
+
+    for placed, devices in ((first, jax.devices()[:2]), (second, jax.devices()[2:4]), (first, jax.devices()[:2])):
+        with placed:
+            assert doubled(jnp.ones((2, 2))).sharding.device_set == set(devices)
+    assert first.abstract(kind="TPU v5") != first.abstract(kind="NVIDIA H200")
+
+
+def test_a_placed_layout_is_written_as_its_specification():
+    placed = Layout("data=2", "zero1").on(jax.devices()[:2])
+    for written in (pickle.loads(pickle.dumps(placed)), placed.specification):
+        assert type(written) is Layout and written == Layout("data=2", "zero1") and written != placed
+    texts = {config.dumps("train", {"layout": layout}) for layout in (placed, placed.specification)}
+    assert len(texts) == 1 and not config.lost(texts.pop())
+    with raises_saying(LayoutError, "'data=4'", "Layout.on"):
+        dataclasses.replace(placed, mesh="data=4")

@@ -122,8 +122,4 @@ def generating(layout: Layout | None) -> Layout | None:
     if layout is None:
         return None
     rules = layout.resolved_rules.for_generation()
-    there = dataclasses.replace(layout, rules=rules, sequence_sharded=False, pipeline=None)
-    for name in ("sizes", "device_mesh"):  # of given devices, when they were
-        if name in layout.__dict__:
-            there.__dict__[name] = layout.__dict__[name]
-    return there
+    return dataclasses.replace(layout, rules=rules, sequence_sharded=False, pipeline=None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain
+from jaxscale.layout import constrain, current, filled_shape
 from jaxscale.nn.linear import project
+
+_AXES = ("vocab", "embed")
 
 
 def head_logits(
@@ -19,14 +21,25 @@ def head_logits(
       weight: the head's weight as the model keeps it.
       softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
     """
-    logits, vocab = filled_logits(hidden, weight, softcap=softcap), weight.shape[0]
-    return logits if logits.shape[-1] == vocab else constrain(logits[..., :vocab], "batch", "seq", None)
+    vocab, filled = weight.shape[0], filled_shape(_AXES, weight.shape)[0]
+    if filled == vocab:
+        return filled_logits(hidden, weight, softcap=softcap)
+    # Sums of few tokens' logits, as a step of generation wants, are less to send than the weight.
+    sums, moved = hidden.shape[0] * hidden.shape[1] * vocab * 2 * 4, weight.size * hidden.dtype.itemsize
+    if sums * current().split("vocab") > moved:  # type: ignore[union-attr]
+        return constrain(filled_logits(hidden, weight, softcap=softcap)[..., :vocab], "batch", "seq", None)
+    kept = constrain(weight.astype(hidden.dtype), *_AXES, kind="params")
+    logits = jnp.einsum("bse,ve->bsv", constrain(hidden, None, None, None), kept, preferred_element_type=jnp.float32)
+    return _capped(constrain(constrain(logits, None, None, None), "batch", "seq", None), softcap)
 
 
 def filled_logits(
     hidden: Float[Array, "b s e"], weight: Float[Array, "v e"], *, softcap: float | None = None
 ) -> Float[Array, "b s w"]:
     """`head_logits`, cut, and of a vocabulary that devices do not divide with zeros behind. Arguments as there."""
-    logits = project(hidden, weight, ("vocab", "embed"), (1,), hidden.dtype, jnp.dtype(jnp.float32))
-    logits = constrain(logits, "batch", "seq", "vocab")
+    logits = project(hidden, weight, _AXES, (1,), hidden.dtype, jnp.dtype(jnp.float32))
+    return _capped(constrain(logits, "batch", "seq", "vocab"), softcap)
+
+
+def _capped(logits: Array, softcap: float | None) -> Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -48,6 +48,11 @@ def sharded_lookup(
 
 def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
     already, over, scattered = cut_already(axis), cut_over(axis), _scattered(axis)
+    if filled_shape((axis, "embed"), table.shape) != table.shape and ids.size * axis_size(over) <= table.shape[0]:
+        # the vectors of few tokens are less to send than a table that is not kept in rows
+        kept = constrain(table.astype(dtype), axis, "embed", kind="params")
+        found = constrain(kept[constrain(ids, None, None)], None, None, None)
+        return constrain(found, *_OUT), (table, ids)
     rest = tuple(a for a in over if a not in scattered)
 
     def local(table: Array, ids: Array) -> Array:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxscale.layout import Layout, describe, filled_notes
 from jaxscale.models import TransformerConfig, gpt2
+from jaxscale.nn import head_logits
 from jaxscale.optim import LAMB, Adafactor, AdamW, Muon, state_infos
+from jaxscale.parallel import sharded_lookup
 from jaxscale.plan import estimate, explain
 from jaxscale.plan.communication import predict
+from jaxscale.testing.params import random_params
 from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, blueprint_of, check, describe_model
 from jaxscale.train.step import make_loss_and_grads
+from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
 
 V = 61
@@ -36,6 +42,23 @@ BATCH = random_batch(V, lengths=(7, 2, 4))
 def test_training_gives_the_same_numbers_on_every_layout(layout, loss):
     make = functools.partial(make_loss_and_grads, loss=loss)
     assert_layouts_agree(MODEL, [layout], batch=BATCH, z_loss=1e-2, make_loss_and_grads=make)
+
+
+@pytest.mark.parametrize("layout", [Layout("tensor=4"), Layout("fsdp=2,tensor=2,pipeline=2")], ids=str)
+def test_a_step_of_generation_moves_no_table(layout):
+    table, ids = jnp.asarray(random_params(describe_model(MODEL)[1]["embed"])["weight"]), jnp.asarray([[3], [V - 1]])
+
+    def step(table, ids):
+        hidden = sharded_lookup(table, ids, "vocab")
+        return hidden, head_logits(hidden, table, softcap=5.0)
+
+    want = jax.jit(step)(table, ids)
+    with layout:
+        placed = jax.device_put(table, layout.sharding(("vocab", "embed"), table.shape))
+        program = jax.jit(step).lower(placed, ids).compile()
+        got = program(placed, ids)
+    assert got[1].shape == (2, 1, V) and "all-to-all" not in program.as_text()
+    assert_leaves_agree(got, want)
 
 
 def test_what_is_kept_is_the_same_on_every_layout():

@@ -182,16 +182,39 @@ def test_a_penalty_and_the_likeliest_tokens_are_those_of_the_text_alone():
     assert [e.finished for e in events["penalised"]] == [None] * 7 + ["length"]
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_what_was_compiled_beforehand_is_all_that_a_text_needs(penalty):
-    config = dataclasses.replace(CONFIG, hidden=72 if penalty == 1 else 80)  # whose steps no other test has compiled
+def test_no_request_compiles_anything_after_the_start():
+    """Each way to ask for a text, alone and all together; what JAX lowers anywhere in the process is counted."""
+    config = dataclasses.replace(CONFIG, depth=1, windows=(None,), hidden=72)  # whose steps no other test has compiled
     there = engine(config=config, rows=2, budget=16)
-    there.compile(penalty=penalty != 1)
-    compiled = lambda: [f._cache_size() for f in (there._one, there._ahead, there._score)]  # noqa: E731
-    before = compiled()
-    sampling = Sampling(max_tokens=6, repetition_penalty=penalty, logprobs=1, ignore_end=True)
-    run(there, [Request(tuple(range(7, 7 + 5 * n)), sampling, n, scored=True) for n in (1, 2, 3)])
-    assert min(before) > 0 and compiled() == before
+    noted = []
+    there.compile(lambda done, of: noted.append((done, of)))
+    ways: list[dict] = [
+        {},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.5},
+        {"top_k": 1},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1},
+        {"seed": 2**32 - 1, "stop": ("x",), "ignore_end": True},
+        {"logprobs": 1},
+        {"logprobs": 20, "repetition_penalty": 0.5},
+    ]
+    requests = [
+        Request(tuple(range(7, 7 + 3 * n)), Sampling(**{"max_tokens": 6} | way), (n, scored), scored)
+        for n, way in enumerate(ways, start=1)
+        for scored in (False, True)
+    ]
+    lowered = []
+    count = lambda name, *_, **__: lowered.append(name) if "jaxpr_to_mlir" in name else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for group in (*([r] for r in requests), requests):
+            assert len(run(there, group)) == len(group)
+        assert lowered == []
+        jax.jit(lambda x: x + len(noted))(np.float32(1))
+        assert lowered, "what is counted is no longer there"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert [done for done, _ in noted] == list(range(noted[0][1]))
 
 
 def test_shared_pages_save_work_and_change_nothing():

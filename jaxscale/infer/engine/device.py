@@ -136,7 +136,7 @@ def next_tokens(model: Any, hidden: Float[Array, "b s e"], told: Told) -> tuple[
     logits = constrain(logits_at(model, hidden, told.columns), "batch", None, None)
     b, n, vocab = logits.shape
     flat = lambda x: x.reshape(b * n, *x.shape[2:])  # noqa: E731
-    seen = None if told.seen is None else flat(told.seen)
+    seen = jnp.unpackbits(flat(told.seen), axis=-1, count=vocab).astype(bool)
     chosen = choose(flat(logits), Choices(*(flat(x) for x in told.choices)), flat(told.at), seen)
     k = min(TOP, vocab)
 
@@ -157,8 +157,7 @@ def _on(told: Told, token: Int[Array, "b n"]) -> Told:
     step = told.step._replace(
         rows=jnp.where(there, told.step.rows, -1), positions=jnp.where(there, told.step.positions + 1, -1)
     )
-    seen = told.seen
-    if seen is not None:
-        lanes, places = (jnp.arange(n) for n in token.shape)
-        seen = seen.at[lanes[:, None], places, token].set(True)
+    lanes, places = (jnp.arange(n) for n in token.shape)
+    byte = (lanes[:, None], places, token // 8)
+    seen = told.seen.at[byte].set(told.seen[byte] | jnp.uint8(128) >> (token % 8).astype(jnp.uint8))
     return told._replace(tokens=token, step=step, left=left, at=told.at + 1, seen=seen)

@@ -115,15 +115,33 @@ class Engine:
         self._events: list[Event] = []
         self._count = dict.fromkeys(("number", "in", "out", "computed", "columns", "preemptions", "steps", "calls"), 0)
 
+    @property
+    def places(self) -> int:
+        """Texts that may be under way at once."""
+        return self._sizes.lanes * self._sizes.rows
+
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
 
         Raises:
           ConfigError: what it asks cannot be done here.
         """
-        ids, s = np.asarray(request.prompt), request.sampling
+        self.check(request)
         if request.id in self._texts:
             raise ConfigError(f"there is a request {request.id!r} under way already; give this one another id")
+        text = Text(request, self._count["number"], self.clock(), np.asarray(request.prompt).tolist())
+        self._count["number"] += 1
+        self._count["in"] += len(text.tokens)
+        self._texts[request.id] = text
+        self._queue.append(text)
+
+    def check(self, request: Request) -> None:
+        """That a request can be answered here.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        ids, s = np.asarray(request.prompt), request.sampling
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
             raise ConfigError("a prompt is one or more token ids; begin with the id that ends a text, if with none")
         if ids.min() < 0 or ids.max() >= self.vocab:
@@ -134,11 +152,6 @@ class Engine:
                 f"a prompt of {ids.size} tokens and max_tokens = {s.max_tokens} are more than the {self.length} tokens "
                 f"that a text may have here; ask for at most {max(self.length - ids.size, 0)}"
             )
-        text = Text(request, self._count["number"], self.clock(), ids.tolist())
-        self._count["number"] += 1
-        self._count["in"] += ids.size
-        self._texts[request.id] = text
-        self._queue.append(text)
 
     def cancel(self, id: Hashable) -> None:
         """Ends a request, whose pages are free at once; of one that is not under way, nothing."""
@@ -203,14 +216,17 @@ class Engine:
         self._tally(told, int(found.steps), sum(n for _, n in batch.parts) + len(events) - len(chosen) - before)
         return events
 
-    def compile(self, *, penalty: bool = False) -> None:
-        """Compiles every step that there can be, so that none waits for it; with `penalty` those for texts with one."""
-        for shape in self._sizes.all():
+    def compile(self, note: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Compiles every step that there can be, so that no text waits for it, whatever its `Sampling`.
+
+        Args:
+          note: called before each with how many are done, and of how many.
+        """
+        shapes = list(self._sizes.all())
+        for done, shape in enumerate(shapes):
+            note(done, len(shapes))
             told, _ = pack((), shape, self._sizes, self.vocab, self._ends)
             self._run(shape, told, 1, False, np.zeros_like(told.tokens) if shape.blocks else None)
-            if penalty:
-                seen: Any = np.zeros((*told.at.shape, self.vocab), bool)
-                self._run(shape, told._replace(seen=seen), 1, False, None)
 
     # Within
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt8
 
 from jaxscale.infer.engine.request import Text
 from jaxscale.infer.sampling import Choices, Sampling
@@ -30,7 +30,7 @@ class Told(NamedTuple):
       ends: ids that end a text, -1 where there are fewer.
       on: texts that go on after such an id.
       top: whether somebody wants the likeliest tokens.
-      seen: tokens that are in the text already; `None` when nothing is penalised.
+      seen: a bit for each id, big end first: whether it is in the text already; 0 where nothing is penalised.
     """
 
     tokens: Int[Array, "b s"]
@@ -42,7 +42,7 @@ class Told(NamedTuple):
     ends: Int[Array, " e"]
     on: Bool[Array, "b n"]
     top: Bool[Array, ""]
-    seen: Bool[Array, "b n v"] | None
+    seen: UInt8[Array, "b n w"]
 
 
 class Shape(NamedTuple):
@@ -198,12 +198,12 @@ def targets_of(
 
 
 def _seen(chosen: Sequence[tuple[Text, int, int]], lanes: int, places: int, vocab: int) -> Any:
-    if all(text.request.sampling.repetition_penalty == 1 for text, _, _ in chosen):
-        return None
-    seen = np.zeros((lanes, places, vocab), bool)
+    seen = np.zeros((lanes, places, -(-vocab // 8)), np.uint8)
     for text, lane, place in chosen:
         if text.request.sampling.repetition_penalty != 1:
-            seen[lane, place, text.tokens] = True
+            own = np.zeros(vocab, bool)
+            own[text.tokens] = True
+            seen[lane, place] = np.packbits(own)
     return seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ def engine_of(
     budget: int | None = None,
     pages: int | None = None,
     page: int = 16,
+    note: Callable[[int, int], None] = lambda done, of: None,
 ) -> Engine:
     """An engine for a run's model, every step of which is compiled.
 
@@ -80,6 +82,7 @@ def engine_of(
       layout: where it lives.
       rows, budget: see `Engine`.
       pages, page: see `Paged`.
+      note: see `Engine.compile`.
 
     Raises:
       ConfigError, LayoutError: sizes that do not fit, or several processes.
@@ -101,5 +104,5 @@ def engine_of(
         budget=budget,
         end_ids=served.end_ids,
     )
-    engine.compile(penalty=served.choice.get("repetition_penalty", 1) != 1)
+    engine.compile(note)
     return engine

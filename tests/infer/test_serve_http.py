@@ -15,8 +15,13 @@ import pytest
 
 from jaxscale.data import ByteTokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.serve import Limits, Served, Server
 from jaxscale.infer.serve.asked import read_completion
+from jaxscale.infer.serve.errors import ApiError
+from jaxscale.infer.serve.metrics import Metrics
+from jaxscale.infer.serve.turns import Turns
+from jaxscale.infer.serve.worker import Text, Worker
 from tests.truth.errors import raises_saying
 from tests.truth.fake_engine import FakeEngine
 
@@ -375,14 +380,71 @@ def test_a_client_that_does_not_read_is_given_up():
 
 
 def test_one_text_too_many_is_told_to_come_back():
-    with serving(FakeEngine(seconds=0.02), requests=2) as server:
+    with serving(FakeEngine(seconds=0.02), requests=2, share=2) as server:
         with socket.create_connection(server.server_address[:2]) as connection:
             body = b'{"prompt": "a", "max_tokens": 900, "n": 2}'
             connection.sendall(post(body, f"Content-Length: {len(body)}"))
             assert eventually(lambda: held(server) == 2)
             status, headers, answer = call(server, body={"prompt": "b"})
             assert status == 429 and headers["Retry-After"] == "1" and answer["error"]["type"] == "rate_limit_error"
+            assert "2 of this client's 2 places are taken, and 2 of all 2" in answer["error"]["message"]
         assert eventually(lambda: call(server, body={"prompt": "b"})[0] == 200)
+
+
+def asking(worker, client, n, letter="a", tokens=1):
+    sampling = Sampling(max_tokens=tokens)
+    return worker.ask([Text((0, ord(letter)), dataclasses.replace(sampling, seed=i)) for i in range(n)], client)
+
+
+def test_one_client_leaves_half_of_the_places_to_the_others():
+    engine = FakeEngine(seconds=0.02)
+    worker = Worker(engine, Limits(requests=8), Metrics())
+    try:
+        asking(worker, "a", 4, tokens=900)
+        with pytest.raises(ApiError, match="1 more texts are too many now: 4 of this client's 4 places") as caught:
+            asking(worker, "a", 1)
+        assert caught.value.status == 429
+        asking(worker, "b", 4, tokens=900)
+        with pytest.raises(ApiError, match="0 of this client's 4 places are taken, and 8 of all 8"):
+            asking(worker, "c", 1)
+    finally:
+        worker.stop()
+    with pytest.raises(ApiError, match="takes 4 texts of a client"):
+        read_completion(b'{"prompt": "a", "n": 5}', SERVED, 100, Limits(requests=8).most)
+
+
+def test_who_asks_for_one_text_does_not_wait_for_another_clients_many():
+    """Two places: the first client's forty texts are in line when a second client and its own second request come."""
+    order, engine = [], FakeEngine(places=2)
+    submit = engine.submit
+    engine.submit = lambda request: (order.append(chr(request.prompt[1])), submit(request))
+    gate = threading.Event()
+    engine.check = lambda request: gate.wait(10)  # nothing begins before all have asked
+    worker = Worker(engine, Limits(), Metrics())
+    try:
+        asked = [asking(worker, "first", 40, "a"), asking(worker, "first", 2, "b"), asking(worker, "second", 2, "c")]
+        gate.set()
+        for one in asked:
+            with one:
+                until = time.monotonic() + 30
+                for batch in one.batches(until, lambda: False):
+                    for place, _ in batch:  # the only one of its text
+                        one.end(place)
+    finally:
+        worker.stop()
+    assert len(order) == 44 and order.index("c") <= 4 and order.index("b") <= 4
+    assert order[:8].count("c") == 2 and order[:8].count("b") == 2
+
+
+def test_texts_are_taken_in_turns_and_may_be_taken_back():
+    turns = Turns()
+    for client, request, items in (("a", 1, "uvw"), ("a", 2, "xy"), ("b", 1, "z")):
+        for item in items:
+            turns.put(client, request, item)
+    assert turns.remove("a", 1, "v") and not turns.remove("a", 1, "v") and not turns.remove("c", 1, "z")
+    assert [turns.take() for _ in range(len(turns))] == ["u", "z", "x", "w", "y"]
+    with pytest.raises(LookupError):
+        turns.take()
 
 
 def test_one_connection_too_many_is_told_to_come_back():

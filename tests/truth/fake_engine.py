@@ -24,8 +24,8 @@ PAGES = 1000
 class FakeEngine:
     """Each text goes on with the letters of the alphabet from where its seed says, one a step; a page a text."""
 
-    def __init__(self, seconds: float = 0.0, fail_at: int | None = None):
-        self.seconds, self.fail_at = seconds, fail_at
+    def __init__(self, seconds: float = 0.0, fail_at: int | None = None, places: int = PAGES):
+        self.seconds, self.fail_at, self.places = seconds, fail_at, places
         self.texts: dict[Any, tuple[Request, int]] = {}
         self.steps = 0
 
@@ -35,11 +35,14 @@ class FakeEngine:
 
     @property
     def stats(self) -> Stats:
-        return Stats(0, len(self.texts), len(self.texts), PAGES - len(self.texts), 0, self.steps)
+        running = min(self.places, len(self.texts))
+        return Stats(len(self.texts) - running, running, running, PAGES - running, 0, self.steps)
 
-    def submit(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         if len(request.prompt) > 900:
             raise ConfigError(f"the prompt has {len(request.prompt)} tokens; the fake engine takes 900")
+
+    def submit(self, request: Request) -> None:
         self.texts[request.id] = (request, 0)
 
     def cancel(self, id: Any) -> None:
@@ -51,7 +54,7 @@ class FakeEngine:
         if self.fail_at is not None and self.steps >= self.fail_at:
             raise RuntimeError("the device is on fire")
         events = []
-        for id, (request, made) in list(self.texts.items()):
+        for id, (request, made) in list(self.texts.items())[: self.places]:
             token = ord("a") + (request.sampling.seed + made) % 26
             top = tuple((ord("a") + i, -1.0 - i) for i in range(request.sampling.logprobs))
             finished = None

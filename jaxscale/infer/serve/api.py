@@ -52,13 +52,14 @@ class Api:
         about = {"id": name, "object": "model", "created": self.made, "owned_by": "jaxscale"}
         return about | {"max_model_len": self.served.length}
 
-    def generate(self, path: str, body: bytes, gone: Gone) -> JSON | Iterator[bytes]:
+    def generate(self, path: str, body: bytes, gone: Gone, client: str = "") -> JSON | Iterator[bytes]:
         """The answer to a request to one of `READERS`: JSON, or a stream of server-sent events.
 
         Args:
           path: which.
           body: its JSON.
           gone: whether the client has left.
+          client: who it is.
 
         Raises:
           ApiError: it cannot be answered; once a stream has begun, its last event says so instead.
@@ -69,10 +70,10 @@ class Api:
         longest = self.served.length - 1
         if self.limits.prompt is not None:
             longest = min(longest, self.limits.prompt)
-        asked = read(body, self.served, longest, self.limits.requests)
+        asked = read(body, self.served, longest, self.limits.most)
         if not asked.common.stream:
-            return self._whole(format, asked, until, gone)
-        stream = self._stream(format, asked, until, gone)
+            return self._whole(format, asked, until, gone, client)
+        stream = self._stream(format, asked, until, gone, client)
         return _told(next(stream), stream)
 
     def _head(self, format: Any, kind: str) -> JSON:
@@ -84,10 +85,10 @@ class Api:
             "system_fingerprint": f"jaxscale-{__version__}",
         }
 
-    def _whole(self, format: Format, asked: Asked, until: float, gone: Gone) -> JSON:
+    def _whole(self, format: Format, asked: Asked, until: float, gone: Gone, client: str) -> JSON:
         count = [0]
         parts: list[list[Piece]] = [[] for _ in asked.texts]
-        with self.worker.ask(asked.texts) as asking:
+        with self.worker.ask(asked.texts, client) as asking:
             for batch in pieces(asking, asked, self.served, until, gone, count):
                 for piece in batch:
                     parts[piece.place].append(piece)
@@ -98,11 +99,11 @@ class Api:
         head = self._head(format, format.kind)  # type: ignore[attr-defined]
         return format.whole(head, asked, answers, Usage(asked.prompt_tokens, count[0]))
 
-    def _stream(self, format: Format, asked: Asked, until: float, gone: Gone) -> Iterator[bytes]:
+    def _stream(self, format: Format, asked: Asked, until: float, gone: Gone, client: str) -> Iterator[bytes]:
         head = self._head(format, format.part_kind)  # type: ignore[attr-defined]
         head |= {"usage": None} if asked.common.usage else {}
         count, offsets = [0], [0] * len(asked.texts)
-        with self.worker.ask(asked.texts) as asking:
+        with self.worker.ask(asked.texts, client) as asking:
             opened = False
             for batch in pieces(asking, asked, self.served, until, gone, count):
                 sent = [] if opened else format.first(head, asked)

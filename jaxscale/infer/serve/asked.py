@@ -127,7 +127,9 @@ def _asked(
     common: Common, prompts: list[list[int]], told: list[str], param: str, served: Served, longest: int, most: int
 ) -> Asked:
     if len(prompts) * common.n > most:
-        raise bad("n", f"{common.n} continuations of {len(prompts)} prompts; this server takes {most} texts at once")
+        raise bad(
+            "n", f"{common.n} continuations of {len(prompts)} prompts; this server takes {most} texts of a client"
+        )
     texts: list[Text] = []
     for ids in prompts:
         if len(ids) > longest:

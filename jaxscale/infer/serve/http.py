@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_json(200, api.model(urllib.parse.unquote(name)) if name else api.models())
         else:
             with server.at_work():
-                answer = server.api(generating=True).generate(self._route, body, self._gone)
+                answer = server.api(generating=True).generate(self._route, body, self._gone, self.client_address[0])
                 if isinstance(answer, dict):
                     self._send_json(200, answer)
                 else:

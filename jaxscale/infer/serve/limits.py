@@ -17,6 +17,8 @@ class Limits:
       prompt: tokens of a prompt; `None` is what the engine's rows hold.
       requests: texts that wait or run; one more is answered 429. A request for n continuations of m prompts is n·m of
         them.
+      share: of these, those of one client (an address); by default half of `requests`, so that no client keeps others
+        out. Behind a proxy all clients have one address.
       connections: open at once; one more is answered 503 and closed.
       read: from the first byte of a request to the last of its body.
       write: for the client to take what is sent.
@@ -31,7 +33,8 @@ class Limits:
     head: int = 32 * 1024
     body: int = 1024 * 1024
     prompt: int | None = None
-    requests: int = 256
+    requests: int = 512
+    share: int | None = None
     connections: int = 1024
     read: float = 30.0
     write: float = 30.0
@@ -44,3 +47,8 @@ class Limits:
             value = getattr(self, field.name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"Limits.{field.name} = {value!r}: must be above 0, and finite")
+
+    @property
+    def most(self) -> int:
+        """Texts of one client."""
+        return min(self.requests, max(1, self.requests // 2) if self.share is None else self.share)

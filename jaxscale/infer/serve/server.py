@@ -88,7 +88,7 @@ class Server(ThreadingHTTPServer):
           served: the model.
           engine: its engine, compiled; the server's from now on.
         """
-        worker = Worker(engine, self.limits.requests, self.metrics)
+        worker = Worker(engine, self.limits, self.metrics)
         self.metrics.gauges += _engine_metrics(worker)
         self._api, self._state = Api(served, worker, self.limits), "ok"
 

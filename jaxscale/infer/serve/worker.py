@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import queue
@@ -14,7 +15,9 @@ from jaxscale.errors import ConfigError
 from jaxscale.infer.engine import Engine, Event, Request
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.serve.errors import ApiError, bad, busy
+from jaxscale.infer.serve.limits import Limits
 from jaxscale.infer.serve.metrics import Metrics
+from jaxscale.infer.serve.turns import Turns
 
 _LOG = logging.getLogger("jaxscale.serve")
 _LOOK = 0.25
@@ -41,8 +44,8 @@ class Asking:
     Made by `Worker.ask`, used by one thread.
     """
 
-    def __init__(self, worker: Worker, texts: Sequence[Text]):
-        self.texts, self.since = texts, time.monotonic()
+    def __init__(self, worker: Worker, texts: Sequence[Text], client: str):
+        self.texts, self.client, self.since = texts, client, time.monotonic()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._worker, self._left = worker, set(range(len(texts)))
 
@@ -111,6 +114,7 @@ class Asking:
 class _Live(NamedTuple):
     asking: Asking
     place: int
+    request: Request
     last: list[float]  # when its last token came, if one did
 
 
@@ -119,35 +123,47 @@ class Worker:
 
     Args:
       engine: what nobody else may touch from now on.
-      most: texts that may wait or run at once.
+      limits: of texts that may wait or run at once.
       metrics: where it counts.
     """
 
-    def __init__(self, engine: Engine, most: int, metrics: Metrics):
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         self.metrics, self.stats = metrics, engine.stats
-        self._engine, self._most = engine, most
+        self._engine, self._limits = engine, limits
+        self._turns: Turns[int] = Turns()  # ids of texts that the engine does not know yet
         self._inbox: queue.SimpleQueue[Asking | tuple[Asking, set[int]] | None] = queue.SimpleQueue()
         self._live: dict[int, _Live] = {}
-        self._ids, self._lock, self._asked = itertools.count(), threading.Lock(), 0
+        self._ids, self._lock = itertools.count(), threading.Lock()
+        self._asked: collections.Counter[str] = collections.Counter()  # texts that wait or run, by client
         self._over: ApiError | None = None
         self.failed = False
         self._thread = threading.Thread(target=self._run, name="jaxscale-engine", daemon=True)
         self._thread.start()
 
-    def ask(self, texts: Sequence[Text]) -> Asking:
+    def ask(self, texts: Sequence[Text], client: str = "") -> Asking:
         """Asks for continuations.
+
+        Args:
+          texts: to continue.
+          client: who asks; clients have equal shares of the engine.
 
         Raises:
           ApiError: too many wait already, or the engine has failed.
         """
-        asking = Asking(self, texts)
+        asking = Asking(self, texts, client)
         with self._lock:
             if self._over is not None:
                 raise self._over
-            if self._asked + len(texts) > self._most:
+            own, every = self._asked[client], self._asked.total()
+            most, share = self._limits.requests, self._limits.most
+            if own + len(texts) > share or every + len(texts) > most:
                 self.metrics.requests.add(1, "refused")
-                raise busy(f"{self._asked} texts wait or run, and this server takes {self._most} at once", 429)
-            self._asked += len(texts)
+                raise busy(
+                    f"{len(texts)} more texts are too many now: {own} of this client's {share} places are taken, and "
+                    f"{every} of all {most}; ask again when some have ended",
+                    429,
+                )
+            self._asked[client] += len(texts)
             self._inbox.put(asking)
         return asking
 
@@ -163,9 +179,11 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._take():
+                self._feed()
                 if self._engine.busy:
                     self._give(self._engine.step())
-                self.stats = self._engine.stats
+                stats = self._engine.stats
+                self.stats = stats._replace(waiting=stats.waiting + len(self._turns))
         except BaseException:  # whatever it was, those who wait must hear of it
             self.failed = True
             _LOG.exception("the engine failed")
@@ -175,7 +193,7 @@ class Worker:
 
     def _take(self) -> bool:
         """Does what was asked for; waits when there is nothing else to do. False: stop."""
-        wait = not self._engine.busy
+        wait = not self._engine.busy and not self._turns
         while True:
             try:
                 task = self._inbox.get(block=wait)
@@ -190,24 +208,32 @@ class Worker:
             wait = False
 
     def _submit(self, asking: Asking) -> None:
-        for index, (prompt, sampling, scored) in enumerate(asking.texts):
-            id = next(self._ids)
-            try:
-                self._engine.submit(Request(prompt, sampling, id, scored))
-            except ConfigError as error:
-                self._cancel(asking, set(range(index)))
-                self._release(len(asking.texts) - index)
-                asking.inbox.put(bad("prompt", str(error)))
-                return
-            self._live[id] = _Live(asking, index, [])
+        requests = [Request(t.prompt, t.sampling, next(self._ids), t.scored) for t in asking.texts]
+        try:
+            for request in requests:
+                self._engine.check(request)
+        except ConfigError as error:
+            self._release(asking.client, len(requests))
+            asking.inbox.put(bad("prompt", str(error)))
+            return
+        for place, request in enumerate(requests):
+            self._live[request.id] = _Live(asking, place, request, [])
+            self._turns.put(asking.client, id(asking), request.id)  # type: ignore[arg-type]
         self.metrics.tokens_in.add(sum(len(t.prompt) for t in asking.texts))
         asking.inbox.put(None)
 
+    def _feed(self) -> None:
+        """Gives the engine as many texts as it has places for and one, so that others need not wait for all."""
+        stats = self._engine.stats
+        for _ in range(min(len(self._turns), self._engine.places + 1 - stats.waiting - stats.running)):
+            self._engine.submit(self._live[self._turns.take()].request)
+
     def _cancel(self, asking: Asking, indices: set[int]) -> None:
-        for id in [id for id, live in self._live.items() if live.asking is asking and live.place in indices]:
-            self._engine.cancel(id)
-            del self._live[id]
-            self._release(1)
+        for number in [n for n, live in self._live.items() if live.asking is asking and live.place in indices]:
+            if not self._turns.remove(asking.client, id(asking), number):
+                self._engine.cancel(number)
+            del self._live[number]
+            self._release(asking.client, 1)
 
     def _give(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
@@ -227,13 +253,15 @@ class Worker:
             if tokens[-1].finished is not None:
                 self.metrics.whole.observe(now - live.asking.since)
                 del self._live[id]
-                self._release(1)
+                self._release(live.asking.client, 1)
             for token in tokens:
                 live.asking.inbox.put((live.place, token))
 
-    def _release(self, texts: int) -> None:
+    def _release(self, client: str, texts: int) -> None:
         with self._lock:
-            self._asked -= texts
+            self._asked[client] -= texts
+            if not self._asked[client]:
+                del self._asked[client]
 
     def _end(self, told: ApiError) -> None:
         with self._lock:  # nobody asks any more after this

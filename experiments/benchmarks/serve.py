@@ -186,7 +186,7 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
     import jaxscale as js
     from jaxscale.infer.cache import Paged
     from jaxscale.infer.engine import Engine
-    from jaxscale.infer.serve import Limits, Served, Server
+    from jaxscale.infer.serve import Served, Server
     from jaxscale.train import describe_model, make_params
 
     config = js.models.Transformer.Config(
@@ -204,7 +204,7 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
     served = Served("letters", Letters(), length, 256, lambda text: [], end_ids=frozenset({0}))
     found: dict[int, dict[str, list[Any]]] = {n: {"served": [], "alone": []} for n in CLIENTS}
     by_hand = engine()
-    with Server(port=0, limits=Limits(requests=256)) as server:
+    with Server(port=0) as server:
         server.open(served, engine())
         for turn in range(size.rounds + 1):
             for number in CLIENTS:

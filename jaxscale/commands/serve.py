@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ Serves a run's model over HTTP: /v1/completions, /v1/chat/completions (both stre
 
 On another host than 127.0.0.1 an API key is needed, from --api-key-file or the variable JAXSCALE_API_KEY. There is no
 TLS: put a proxy in front where the network is not trusted. SIGTERM and Ctrl-C end what runs, for --drain seconds.
-Everything is compiled before the first answer; the variable JAX_COMPILATION_CACHE_DIR keeps that for the next start.
+Everything is compiled before the first answer, and kept for the next start in ~/.cache/jaxscale (JAXSCALE_CACHE) or the
+folder that JAX_COMPILATION_CACHE_DIR names; with a --mesh on CPUs only in that.
 """
 
 
@@ -53,7 +55,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--page", type=int, default=16, metavar="TOKENS", help="of a page (default 16)")
     parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default 1 MiB)")
     parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="(default: what --length leaves)")
-    parser.add_argument("--max-requests", type=int, metavar="TEXTS", help="that wait or run at once (default 256)")
+    parser.add_argument("--max-requests", type=int, metavar="TEXTS", help="that wait or run at once (default 512)")
+    parser.add_argument("--max-share", type=int, metavar="TEXTS", help="of them, of one client (default: half)")
     parser.add_argument("--max-time", type=float, metavar="SECONDS", help="for an answer (default 600)")
     parser.add_argument("--drain", type=float, metavar="SECONDS", help="for what runs, at the end (default 30)")
     parser.add_argument(
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         "body": args.max_body,
         "prompt": args.max_prompt,
         "requests": args.max_requests,
+        "share": args.max_share,
         "time": args.max_time,
         "drain": args.drain,
     }
@@ -84,13 +88,14 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     # before anybody listens, so that what is wrong with the folder is said first
     served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)
+    _keep_programs(layout)
     if served.choice:
         told = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
         print(f"jaxscale: a request's defaults, of generation_config.json: {told} (--neutral: none)", file=sys.stderr)
     with Server(host=args.host, port=args.port, key=_key(args), limits=limits) as server:
-        print(f"jaxscale: listening at {server.url}; loading the model, and compiling", file=sys.stderr, flush=True)
+        print(f"jaxscale: listening at {server.url}; loading the model", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
-        server.open(served, engine_of(trained, served, layout=layout, **sizes))
+        server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes))
         stop = _Signals()
         print(f"serving '{served.name}' at {server.url}/v1", flush=True)
         while not stop.wait(0.5):
@@ -99,6 +104,19 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         if not server.drain(look=lambda: stop.times > 1):
             print("jaxscale: some answers were cut off", file=sys.stderr)
     return 0
+
+
+def _keep_programs(layout: Any) -> None:
+    """Has compiled programs kept for the next start, where they can be read back.
+
+    Of a program over several CPU devices, XLA reads loops and conditionals back without the order of their collectives.
+    """
+    import jax
+
+    from jaxscale.sweep import programs
+
+    if layout is None or jax.default_backend() != "cpu":
+        programs.keep_programs()
 
 
 def _key(args: argparse.Namespace) -> str | None:
@@ -110,6 +128,18 @@ def _key(args: argparse.Namespace) -> str | None:
         return Path(args.api_key_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--api-key-file {args.api_key_file} cannot be read: {e}") from None
+
+
+class _Progress:
+    """Tells people of every step that is compiled."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        seconds = time.monotonic() - self.since
+        text = f"jaxscale: compiling step {done + 1} of {of}, after {seconds:.0f} s"
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Signals:

@@ -447,6 +447,19 @@ def test_texts_are_taken_in_turns_and_may_be_taken_back():
         turns.take()
 
 
+def test_programs_are_kept_for_the_next_start_but_not_of_a_mesh_of_cpus(monkeypatch):
+    from jaxscale import Layout
+    from jaxscale.commands.serve import _keep_programs
+    from jaxscale.sweep import programs
+
+    calls = []
+    monkeypatch.setattr(programs, "keep_programs", lambda: calls.append(1))
+    _keep_programs(Layout("tensor=2"))
+    assert not calls
+    _keep_programs(None)
+    assert calls
+
+
 def test_one_connection_too_many_is_told_to_come_back():
     with serving(connections=2) as server:
         with socket.create_connection(server.server_address[:2]), socket.create_connection(server.server_address[:2]):

@@ -132,7 +132,7 @@ class Worker:
         self._engine, self._limits = engine, limits
         self._turns: Turns[int] = Turns()  # ids of texts that the engine does not know yet
         self._inbox: queue.SimpleQueue[Asking | tuple[Asking, set[int]] | None] = queue.SimpleQueue()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[Any, _Live] = {}
         self._ids, self._lock = itertools.count(), threading.Lock()
         self._asked: collections.Counter[str] = collections.Counter()  # texts that wait or run, by client
         self._over: ApiError | None = None

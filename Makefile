@@ -2,16 +2,19 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# The environment of test-all, which has more in it than what make test promises to do with.
+ALL := $(if $(filter file,$(origin VENV)),.venv-all,$(VENV))
 ARGS ?=
 SHELL := /bin/sh
 # uv and pip say what they did only when it failed.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo install test lint gpu-gate clean FORCE
+.PHONY: help demo install test test-all lint gpu-gate clean FORCE
 
 help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
 	@echo 'make test      install, then run the tests (ARGS="-k layout" chooses some)'
+	@echo 'make test-all  install into $(ALL), then run every test: those too that compile for TPUs and GPUs that are not here'
 	@echo 'make lint      install, then ruff and mypy'
 	@echo 'make gpu-gate  install (Python 3.12 or newer: add PYTHON=python3.12 VENV=.venv-312), then compile every GPU kernel for an'
 	@echo '               H200 that is not here'
@@ -29,6 +32,10 @@ install: install-$(or $(EXTRAS),plot)
 test: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/python' -m pytest -n 2 $(ARGS)
 
+test-all:
+	@$(MAKE) --no-print-directory install-$(or $(EXTRAS),dev,tpu,gpu-aot) VENV='$(ALL)'
+	@JAXSCALE_TEST_ALL=1 '$(ALL)/bin/python' -m pytest -n 2 $(ARGS)
+
 lint: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/ruff' check .
 	@'$(VENV)/bin/mypy'
@@ -37,7 +44,7 @@ gpu-gate: install-$(or $(EXTRAS),gpu-aot)
 	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m pallas_kernels.gate $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-new .jax_cache .cache .pytest_cache .ruff_cache .mypy_cache build dist
+	@rm -rf .venv .venv-all .venv-new .jax_cache .cache .pytest_cache .ruff_cache .mypy_cache build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # install-dev,tpu: nothing to do when $(VENV) works, belongs to this folder, and holds these extras of this very

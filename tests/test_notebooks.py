@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ def test_there_are_notebooks_and_each_script_has_its_pair():
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_and_its_script_are_the_same_text(notebook: Path):
-    if not os.environ.get("JAXSCALE_CI"):
-        pytest.importorskip("jupytext")
     import jupytext
 
     script = jupytext.read(notebook.with_suffix(".py"))
@@ -48,8 +45,6 @@ def test_a_notebook_keeps_small_outputs_and_no_errors(notebook: Path):
 @pytest.mark.once
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs_top_to_bottom(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if not os.environ.get("JAXSCALE_CI"):
-        pytest.importorskip("matplotlib")
     import matplotlib
 
     monkeypatch.chdir(tmp_path)  # whatever it writes to "here"

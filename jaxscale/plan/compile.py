@@ -102,10 +102,10 @@ def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[
       LayoutError: as `compile_for`, or naming a tensor that cannot be laid out.
       jax.errors.JaxRuntimeError: the step does not fit the hardware's memory.
     """
+    if topology is not None and config.layout is None:
+        raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
     devices = None if topology is None else topology_devices(topology)
-    if devices is not None:
-        if config.layout is None:
-            raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to compile it")
+    if devices is not None and config.layout is not None:
         config = dataclasses.replace(config, layout=config.layout.on(devices))
     blueprint, schedule = blueprint_of(config)
     lowered = _lowered(config, blueprint, schedule, tuple(guards), None)

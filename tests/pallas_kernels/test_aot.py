@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import types
 
 import jax
@@ -14,14 +13,8 @@ from pallas_kernels import aot, gate, tiles, trials
 from pallas_kernels.aot import Report
 from pallas_kernels.dispatch import KernelError
 
-
-def needs(why: str | None):
-    """Skips where a compiler is missing; a failure in CI, where it is installed."""
-    return pytest.mark.skipif(why is not None and not os.environ.get("JAXSCALE_CI"), reason=str(why))
-
-
 NEW = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="compiling for a GPU that is not here needs jax 0.11")
-TPU = needs(aot.why_no_tpu())
+TPU = pytest.mark.tpu_aot
 X = jax.ShapeDtypeStruct((16, 256), jnp.float32)
 
 
@@ -64,8 +57,7 @@ def test_the_gate_refuses_a_function_without_a_kernel():
     assert "holds none" in gate.gate_tpu(lambda x: x * 2, (X,), "v5e")
 
 
-@NEW
-@needs(aot.why_no_gpu() if jax.__version_info__ >= (0, 11) else None)
+@pytest.mark.gpu_aot
 def test_the_gate_reads_what_ptxas_says_and_refuses_too_much_shared_memory():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

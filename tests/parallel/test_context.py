@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import os
 
 import jax
 import jax.extend
@@ -22,7 +21,6 @@ from jaxscale.nn import GatherAttention, RingAttention, TokenRingAttention, Ulys
 from jaxscale.parallel.context import Chunks, Part, local, merge, products, visits, zigzag
 from jaxscale.plan import compile_for, compile_step, topology_devices
 from jaxscale.plan.collectives import collectives
-from pallas_kernels.aot import why_no_tpu
 from pallas_kernels.flash_attention import SKIP, Mask, Tokens, flash_attention, tile_table
 from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of, plain, truth
 from tests.truth.compare import assert_leaves_agree
@@ -230,7 +228,7 @@ SENT = {
 }  # fmt: skip
 
 
-NEEDS_TPU = pytest.mark.skipif(why_no_tpu() is not None and not os.environ.get("JAXSCALE_CI"), reason=str(why_no_tpu()))
+NEEDS_TPU = pytest.mark.tpu_aot
 
 
 @NEEDS_TPU

@@ -15,8 +15,6 @@ from jaxscale.nn import MixtureOfExperts
 from jaxscale.parallel import experts, wire_rows
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.truth.compare import assert_leaves_agree
 
 TOPOLOGY = "v5p:2x2x2"
@@ -55,7 +53,7 @@ def _collectives(layout, capacity):
 # A device has 128 tokens of 256 numbers with 2 choices each, so 256 rows to send: a ragged exchange moves no more than
 # there are at home, however much room there is away. Rows go there and back; their cotangents too. Two experts of eight
 # are here, whose three gradients of 256 x 512 are summed over the other axis.
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     "layout, along, across",
     [
@@ -71,7 +69,7 @@ def test_dropless_dispatch_sends_rows_there_and_back_and_gathers_nothing(layout,
     }
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
     # Four rows of tokens on a device; 20 slots = 1.25 * 2 * 64 / 8 of each of 8 experts for each row, sent four times.
     # Four experts are here, half of each one's hidden width after `tensor`, half of its model width until gathered.
@@ -84,7 +82,7 @@ def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
     }
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
     # 2 rows of tokens on a device and 20 slots; four experts are here, their gradients cut over data x fsdp = 4
     assert _collectives(Layout("data=2,fsdp=2,expert=2", "zero2"), 1.25) == {

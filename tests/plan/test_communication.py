@@ -19,8 +19,6 @@ from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import predict
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.train import TrainConfig
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
 from tests.truth.errors import raises_saying
 
@@ -105,7 +103,7 @@ def one(kind, size, topology, devices):
     return collectives(compile_for(fn, topology, *args, layout=layout), layout.sizes)
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology, devices", [("v5p:2x2x1", 4), ("v5p:4x4x4", 64)])
 @pytest.mark.parametrize("kind, size", [("all-gather", 2**20), ("reduce-scatter", 2**15), ("reduce-scatter", 2**20)])
 def test_a_compiler_puts_sums_in_the_place_of_gathers_and_scatters(topology, devices, kind, size):

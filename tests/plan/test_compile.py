@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +12,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.models import Transformer
 from jaxscale.parallel import sharded_op
 from jaxscale.plan import compile_for, compile_step, topology_devices
-from pallas_kernels.aot import why_no_gpu, why_no_tpu
 from tests.truth.errors import raises_saying
-
-
-def needs(why: str | None):
-    """Skips where a compiler is missing; a failure in CI, where it is installed."""
-    return pytest.mark.skipif(why is not None and not os.environ.get("JAXSCALE_CI"), reason=str(why))
 
 
 def _matmul(x, w):
@@ -30,14 +22,14 @@ def _matmul(x, w):
 SHAPES = (jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16))
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 def test_a_program_compiles_for_a_tpu(topology):
     compiled = compile_for(_matmul, topology, *SHAPES)
     assert compiled.memory_analysis().argument_size_in_bytes == 2 * 512 * 512 * 2
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_the_layout_in_force_is_that_of_the_topology():
     def rows(x):
         return sharded_op(lambda x: jax.nn.softmax(x, -1), x, axes=(("batch", None),), out_axes=("batch", None))
@@ -49,7 +41,7 @@ def test_the_layout_in_force_is_that_of_the_topology():
     assert len(compiled.output_shardings.device_set) == 4
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_a_training_step_compiles_for_a_slice_that_is_not_here():
     config = js.TrainConfig(
         model=Transformer.Config(depth=2, width=256, heads=2, vocab=256), layout=js.Layout("fsdp=4"),
@@ -61,14 +53,13 @@ def test_a_training_step_compiles_for_a_slice_that_is_not_here():
     assert 0.9 * 3 * params / 4 < held < 1.2 * 3 * params / 4  # parameters and two moments, a quarter each
 
 
-@needs(why_no_gpu() if jax.__version_info__ >= (0, 11) else None)
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="compiling for a GPU needs jax 0.11")
+@pytest.mark.gpu_aot
 def test_a_program_compiles_for_a_gpu():
     compiled = compile_for(_matmul, "h200", *SHAPES)
     assert compiled.memory_analysis().argument_size_in_bytes == 2 * 512 * 512 * 2
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("mesh", ["data=16,fsdp=16,tensor=4", "data=64,fsdp=4,tensor=4", "pipeline=4,data=64,tensor=4"])
 def test_a_mesh_axis_may_be_a_part_of_a_torus(mesh):
     devices = js.Layout(mesh).on(topology_devices("v5p:8x8x16")).device_mesh.devices
@@ -77,7 +68,7 @@ def test_a_mesh_axis_may_be_a_part_of_a_torus(mesh):
     assert (np.abs(np.diff(places, axis=-2)).sum(-1) == 1).all(), "neighbours along tensor are one link apart"
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_a_mesh_larger_than_the_topology_is_refused():
     with raises_saying(LayoutError, "fsdp=16", "needs 16 devices", "was given 4"):
         compile_for(_matmul, "v5e:2x2", *SHAPES, layout=js.Layout("fsdp=16"))

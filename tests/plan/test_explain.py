@@ -16,8 +16,6 @@ import jaxscale as js
 from jaxscale.errors import LayoutError
 from jaxscale.plan import compile_step
 from jaxscale.plan.collectives import collectives
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 MODEL = js.models.Transformer.Config(depth=2, width=64, heads=8, hidden=128)
@@ -200,7 +198,7 @@ def test_hardware_without_a_compiler_is_estimated_and_says_so():
     assert "by arithmetic" in str(found)
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_what_a_chip_would_hold_is_told_by_tensor():
     """The scores of dense attention are the most of it, and known by name."""
     model = js.models.Transformer.Config(depth=2, width=128, heads=4, vocab=256, dtype="bfloat16")

@@ -16,8 +16,6 @@ from jaxscale.plan.communication import predict
 from jaxscale.plan.longctx import cache_bytes
 from jaxscale.plan.work import products
 from jaxscale.train import TrainConfig
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(
@@ -58,7 +56,7 @@ def test_every_head_adds_to_the_cotangents_of_what_all_have_in_common():
     assert made == {what: 4 * tokens * width * layers for what, width in widths.items()}
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_a_compiled_step_sums_the_streams_cotangents_once():
     latent = MultiHeadLatent(kv_rank=128, plain_dim=128, rotary_dim=64, value_dim=128)
     model = TransformerConfig(

@@ -17,8 +17,6 @@ from jaxscale.parallel.pipeline import lower
 from jaxscale.plan import compiled_bytes, estimate
 from jaxscale.plan.heap import Heap
 from jaxscale.train import FromRun, LoRA
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 TOPOLOGY = "v5e:2x2"
@@ -164,7 +162,7 @@ def test_a_run_without_a_layout_is_one_sentence():
 
 
 @pytest.mark.once
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_arithmetic_is_near_what_a_tpus_compiler_says():
     """A small step, of which gaps and padding are a larger part than of a large one."""
     config = _with("full", seq_len=2048)

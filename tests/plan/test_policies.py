@@ -19,8 +19,6 @@ from jaxscale.plan import choose, estimate, memory, policies
 from jaxscale.plan.layer_memory import local_bytes
 from jaxscale.train import prepare
 from jaxscale.train.state import describe_model
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 TOPOLOGY = "v5e:2x2"
@@ -96,7 +94,7 @@ def test_of_two_policies_that_make_no_product_twice_the_one_that_holds_less_is_c
 
 
 @pytest.mark.once
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_the_choice_for_a_slice_that_is_not_here_fits_it():
     """The policy's name depends on the budget; what is chosen was compiled and fits."""
     names = {"none": POLICIES["none"], "full": POLICIES["full"]}

@@ -12,12 +12,10 @@ import jaxscale as js
 from jaxscale.errors import LayoutError
 from jaxscale.plan import compile_for, plan_for, topology_devices
 from jaxscale.plan.collectives import collectives
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 from tests.truth.errors import raises_saying
 
 TWO = "v5e:2x2*2"
-pytestmark = needs(why_no_tpu())
+pytestmark = pytest.mark.tpu_aot
 
 
 @pytest.mark.parametrize("mesh, across", [("data=2,fsdp=4", "data"), ("fsdp=4,tensor=2", "fsdp"), ("fsdp=-1", "fsdp")])

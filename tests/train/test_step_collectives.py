@@ -13,8 +13,6 @@ from jaxscale.models import TransformerConfig
 from jaxscale.plan import compile_step
 from jaxscale.plan.collectives import collectives
 from jaxscale.train import TrainConfig
-from pallas_kernels.aot import why_no_tpu
-from tests.plan.test_compile import needs
 
 # Numbers in two layers of attention (4 x 256 x 256) and feed-forward (3 x 256 x 512), two tables of 1024, and norms.
 MATRICES, TABLES, NORMS = 2 * (4 * 256 * 256 + 3 * 256 * 512), 2 * 1024 * 256, 5 * 256
@@ -59,7 +57,7 @@ CASES = {
 }
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("layout", CASES, ids=str)
 def test_a_step_sends_what_it_must_and_nothing_else(layout):
     config = TrainConfig(model=MODEL, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
@@ -78,7 +76,7 @@ def test_a_step_sends_what_it_must_and_nothing_else(layout):
     assert set(want_summed) <= set(summed)
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("layout", [Layout("data=4", "zero2"), Layout("fsdp=4")], ids=str)
 def test_gradients_are_reduce_scattered(layout):
     config = TrainConfig(model=MODEL, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
@@ -88,7 +86,7 @@ def test_gradients_are_reduce_scattered(layout):
     assert scattered >= 4 * (MATRICES + TABLES - 2 * 256 * 256)
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_a_pipeline_sends_streams_to_its_neighbours_and_sums_at_its_ends():
     # GPipe's four micro-batches on four stages take 2 x (4 + 4 - 1) ticks. Each sends a stream on and a cotangent back.
     # Where a tick begins or ends a micro-batch, all stages look its rows up, get the last stage's output, and give
@@ -117,7 +115,7 @@ OF_STAGES = {
 }
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("layout", OF_STAGES, ids=str)
 def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(layout):
     topology, want = OF_STAGES[layout]
@@ -134,7 +132,7 @@ def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(layout):
     assert scattered in (4 * MATRICES // 2, 4 * (MATRICES + TABLES) // 2)  # jax 0.10's compiler sums the tables whole
 
 
-@needs(why_no_tpu())
+@pytest.mark.tpu_aot
 def test_overlapped_products_run_while_pieces_travel():
     layout = Layout("tensor=4", sequence_sharded=True)
     model = dataclasses.replace(MODEL, overlap=("attention", "mlp"))

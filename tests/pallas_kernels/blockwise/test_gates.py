@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import compile_kernel, kernel_reports, why_no_gpu, why_no_tpu
+from pallas_kernels.aot import compile_kernel, kernel_reports, why_no_gpu
 from pallas_kernels.blockwise import ADAMW, examples, quantize_blockwise, update_blockwise
 from pallas_kernels.dispatch import on_device
 from pallas_kernels.gate import TPUS, configurations
@@ -18,7 +18,7 @@ GPU = {name: (fn, shapes) for name, fn, shapes in configurations("blockwise", "g
 TPU = {name: (fn, shapes) for name, fn, shapes in configurations("blockwise", "tpu")}
 
 
-@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     "name", ["adamw bfloat16 mlp, fsdp=8", "adamw float32 k stacked, fsdp=8", "lion bfloat16 linear"]
 )
@@ -28,7 +28,7 @@ def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(na
     assert reports and not [r.problem for r in reports if r.problem]
 
 
-@pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
     for name in ("adamw bfloat16 mlp, fsdp=8", "adamw float32 k stacked, fsdp=8"):

@@ -12,7 +12,7 @@ import pytest
 from jaxscale.layout import Layout
 from jaxscale.parallel import sharded_cross_entropy
 from pallas_kernels import chosen, tiles
-from pallas_kernels.aot import compile_kernel, devices_of, kernel_reports, why_no_gpu, why_no_tpu
+from pallas_kernels.aot import compile_kernel, devices_of, kernel_reports, why_no_gpu
 from pallas_kernels.cut_cross_entropy import Logits, linear_cross_entropy, parts, tpu
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, forget, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
@@ -147,7 +147,7 @@ def test_what_it_cannot_do_it_says(implementation, changes, words):
 # ---- what they compile to, and where they are chosen
 
 
-@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50304"])
 def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
     fn, shapes = GATE[name]
@@ -155,7 +155,7 @@ def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(na
     assert reports and not [r.problem for r in reports if r.problem]
 
 
-@pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
     fn, shapes = tpu.case(**tpu.CASES["ev 50257 softcap sum"], width=1000, dtype="bfloat16")
@@ -181,11 +181,14 @@ def test_lowering_chooses_the_kernel_of_the_platform_for_the_loss_alone(kind, pl
     assert len(calls) == (kernel != "") and all(kernel in c for c in calls), calls
 
 
-@pytest.mark.parametrize(("slice_of", "implementation_there"), [("v5e", "mosaic_tpu"), ("h200:4", "mosaic_gpu")])
+@pytest.mark.parametrize(
+    ("slice_of", "implementation_there"),
+    [
+        pytest.param("v5e", "mosaic_tpu", marks=pytest.mark.tpu_aot),
+        pytest.param("h200:4", "mosaic_gpu", marks=pytest.mark.gpu_aot),
+    ],
+)
 def test_a_vocabulary_cut_by_a_layout_gets_the_kernel_on_every_device(slice_of, implementation_there):
-    why = why_no_tpu() if slice_of == "v5e" else why_no_gpu()
-    if why is not None:
-        pytest.skip(str(why))
     layout = Layout("data=2,tensor=2").on(devices_of(slice_of))
     f = jax.value_and_grad(lambda x, w, t: sharded_cross_entropy(x, w, t).mean(), (0, 1))
     forget()

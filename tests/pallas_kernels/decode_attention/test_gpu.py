@@ -67,7 +67,7 @@ def test_what_it_cannot_do_it_says(change, says):
         decode_attention(q, k, v, **options, implementation="mosaic_gpu")
 
 
-@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", ["128/128 pages of 16, window, 4 queries"])
 def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
     fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("decode_attention", "gpu") if n == name)

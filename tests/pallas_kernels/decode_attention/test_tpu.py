@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tiles
-from pallas_kernels.aot import compile_kernel, why_no_tpu
+from pallas_kernels.aot import compile_kernel
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import KernelError, interpreted
 from pallas_kernels.gate import configurations
@@ -58,7 +58,7 @@ def test_what_it_cannot_do_it_says(change, words):
         jax.eval_shape(f, q, k)
 
 
-@pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("name", "topology"), [("bfloat16 128 pages of 16", "v5e"), ("bfloat16 128 contiguous", "v6e")]
 )

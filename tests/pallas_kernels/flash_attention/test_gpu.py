@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.aot import kernel_reports, why_no_gpu
+from pallas_kernels.aot import kernel_reports
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, Target, interpreted, on_device
 from pallas_kernels.flash_attention import Blocks, flash_attention
 from pallas_kernels.flash_attention.gpu_walk import Walk
@@ -130,7 +130,7 @@ GATE = [
 ]
 
 
-@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", GATE)
 def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
     fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("flash_attention", "gpu") if n == name)
@@ -138,7 +138,7 @@ def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
     assert reports and not [r.problem for r in reports if r.problem]
 
 
-@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     ("kind", "deterministic", "kernels"),
     [("NVIDIA H200", False, 2), ("NVIDIA H200", True, 3), ("NVIDIA A100", False, 0)],

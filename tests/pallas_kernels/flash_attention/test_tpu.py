@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tiles
-from pallas_kernels.aot import compile_kernel, why_no_tpu
+from pallas_kernels.aot import compile_kernel
 from pallas_kernels.dispatch import KernelError, interpreted
 from pallas_kernels.flash_attention import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, flash_attention, tile_table
 from pallas_kernels.flash_attention.tpu_steps import Cut, step_count, steps
@@ -167,7 +167,7 @@ def test_what_it_cannot_do_it_says(changes, words):
         jax.eval_shape(lambda x: flash_attention(x, x, x, **options, implementation="mosaic_tpu"), x)
 
 
-@pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_kernels_compile_for_every_generation(topology):
     # each direction on one generation with 128 MiB of VMEM and on one with less; the gate compiles all on all

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import compile_kernel, kernel_reports, why_no_gpu, why_no_tpu
+from pallas_kernels.aot import compile_kernel, kernel_reports, why_no_gpu
 from pallas_kernels.dispatch import on_device
 from pallas_kernels.gate import TPUS, configurations
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
@@ -17,7 +17,7 @@ GPU = {name: (fn, shapes) for name, fn, shapes in configurations("softmax", "gpu
 TPU = {name: (fn, shapes) for name, fn, shapes in configurations("softmax", "tpu")}
 
 
-@pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))
+@pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", [n for n in GPU if "110592 softmax" in n or "1048576 softmax" in n or "32768" in n])
 def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
     fn, shapes = GPU[name]
@@ -25,7 +25,7 @@ def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(na
     assert reports and not [r.problem for r in reports if r.problem]
 
 
-@pytest.mark.skipif(why_no_tpu() is not None, reason=str(why_no_tpu()))
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
     for name in ("float32 1021 softmax_backward", "bfloat16 262141 log_softmax", "float32 262141 sums"):

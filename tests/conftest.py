@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import signal
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reason = reasons[name] if name in reasons else reasons.setdefault(name, _missing_compiler(name))
                 if reason:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays, so the collector need not look at it again; nor as often as where memory is short."""
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 def _missing_compiler(name: str) -> str | None:

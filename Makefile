@@ -30,11 +30,11 @@ demo: install-$(or $(EXTRAS),plot)
 install: install-$(or $(EXTRAS),plot)
 
 test: install-$(or $(EXTRAS),dev)
-	@'$(VENV)/bin/python' -m pytest -n 2 $(ARGS)
+	@'$(VENV)/bin/python' -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all:
 	@$(MAKE) --no-print-directory install-$(or $(EXTRAS),dev,tpu,gpu-aot) VENV='$(ALL)'
-	@JAXSCALE_TEST_ALL=1 '$(ALL)/bin/python' -m pytest -n 2 $(ARGS)
+	@JAXSCALE_TEST_ALL=1 '$(ALL)/bin/python' -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/ruff' check .

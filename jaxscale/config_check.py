@@ -13,6 +13,7 @@ from gin.config import ConfigurableReference
 from jaxscale.config_registry import BY_NAME, MACRO, Key, configurable, macro_of, name_of, references, short, words
 from jaxscale.config_types import fits, parameters, say, type_hints
 from jaxscale.errors import ConfigError, near
+from jaxscale.reading import clipped
 
 
 class Binding(typing.NamedTuple):
@@ -49,7 +50,7 @@ def check(bindings: Mapping[Key, Binding]) -> None:
             if value is None and accepted[name].default is None:
                 continue  # `lr: float = None` means it may be None
             if not fits(value, expected, macros):
-                said = f"{name_of(key)} must be {say(expected)}, not {words(value)}{_hint(value, expected)}"
+                said = f"{name_of(key)} must be {say(expected)}, not {clipped(words(value))}{_hint(value, expected)}"
                 raise ConfigError(f"{where}: {said}")
         elif not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
             raise ConfigError(f"{where}: '{short(selector)}' has no parameter '{name}'{near(name, accepted)}")

@@ -17,12 +17,16 @@ from typing import TypeAlias
 from gin.config import ParserDelegate
 from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
 
+from jaxscale import reading
 from jaxscale.errors import ConfigError, near
 
 Statement: TypeAlias = BindingStatement | BlockDeclaration | ImportStatement
 
 # What gin's parser raises at a malformed text; a ValueError or TypeError comes from an impossible dict or constant.
-_MALFORMED = (SyntaxError, tokenize.TokenError, StopIteration, TypeError, ValueError)
+_MALFORMED = (SyntaxError, tokenize.TokenError, StopIteration, TypeError, ValueError, RecursionError)
+
+_INCLUDES = 30
+"""Files may include one another so deep; a file may have many names, such as `a/../a.gin`."""
 
 _BARE = re.compile(r"(?<==)\s*([A-Za-z_]\w*)(\(\))?\s*(#.*)?$")
 """A word without quotes or an `@`, at the end of a line."""
@@ -45,14 +49,14 @@ def read_file(
     if parents and not path.is_absolute() and (parents[-1].parent / path).is_file():
         path = parents[-1].parent / path
     origin = f"{parents[-1]}: " if parents else ""
-    if path in parents:
+    if path in parents or len(parents) > _INCLUDES:
         raise ConfigError(f"{origin}'{path}' includes itself")
     if not path.is_file():
         others = [str(p) for folder in {path.parent, Path("experiments")} for p in folder.glob("*.gin")]
         raise ConfigError(f"{origin}there is no config file '{path}'{near(str(path), others)}")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = reading.read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{origin}config file '{path}' cannot be read: {error}") from None
     yield from _read(text, str(path), delegate, allow_imports, (*parents, path))
 
@@ -130,6 +134,7 @@ def _parsed(text: str, name: str, delegate: ParserDelegate) -> Iterator:
         try:
             # Not `next(parser)`: a text that ends too early raises StopIteration, which would look like its end.
             statement = parser.parse_statement()
+            reading.check_depth(getattr(statement, "value", None))
         except _MALFORMED as error:
             raise _syntax_error(error, name) from None
         if statement is None:
@@ -156,12 +161,14 @@ def _syntax_error(error: Exception, name: str) -> ConfigError:
             message = f"'{bare[1]}' is no value; write @{bare[1]}() for what is registered, or '{bare[1]}' for a text"
         elif error.text and error.text.strip():
             message += f" in '{error.text.strip()}'"
+    elif isinstance(error, RecursionError):
+        message = f"a value is nested more than {reading.DEPTH} deep"
     elif isinstance(error, tokenize.TokenError):
         message, (line, _) = error.args
     elif not isinstance(error, StopIteration):
         message = str(error).split("\n")[0]
     where = name if line is None or name.startswith("binding '") else f"{name}:{line}"
-    return ConfigError(f"{where}: {message}")
+    return ConfigError(f"{reading.clipped(where)}: {reading.clipped(message, 300)}")
 
 
 def _as_literal(key: str, value: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
+from jaxscale import reading
 from jaxscale.config import register
 from jaxscale.errors import DataError, near
 
@@ -116,21 +118,32 @@ class HFTokenizer:
     @cached_property
     def _content(self) -> str:
         try:
-            return self._file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return reading.read_text(self._file)
+        except (OSError, ValueError) as error:
             raise DataError(f"cannot read the tokenizer {self._file} ({error}); give a tokenizer.json.") from error
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
         library, content = _hf(), self._content
-        try:
+        with self._guarded("is not a tokenizer.json of Hugging Face tokenizers"):
             loaded = library.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{self._file} is not a tokenizer.json of Hugging Face tokenizers ({error}).") from error
-        loaded.encode_special_tokens = True
-        loaded.no_truncation()
-        loaded.no_padding()
+            loaded.encode_special_tokens = True
+            loaded.no_truncation()
+            loaded.no_padding()
+            ids = loaded.get_vocab(with_added_tokens=True).values()
+            if not ids or max(ids) >= 2**31 - 1:
+                raise ValueError(f"its ids reach {max(ids)}" if ids else "its vocabulary is empty")
         return loaded
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Whatever the library raises inside, a panic of its Rust code included, as one sentence."""
+        try:
+            yield
+        except BaseException as error:  # the library raises bare Exception, and a panic is not even that
+            if isinstance(error, DataError) or not isinstance(error, Exception) and not _is_panic(error):
+                raise
+            raise DataError(f"{self._file} {what} ({' '.join(str(error).split())[:300]}).") from error
 
     @cached_property
     def _marked(self) -> tokenizers.Tokenizer:
@@ -194,7 +207,7 @@ class HFTokenizer:
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             file = self._file.parent / name
             try:
-                said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+                said = reading.parse_json(reading.read_text(file)) if file.is_file() else {}
             except (OSError, ValueError) as error:
                 raise DataError(f"cannot read {file} ({error}); bring back the file as it came.") from error
             found |= {k: v for k, v in said.items() if v is not None} if isinstance(said, dict) else {}
@@ -218,8 +231,9 @@ class HFTokenizer:
         if adds and isinstance(bos, str):
             found = self.token_to_id(bos)
             return () if found is None else (found,)
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        with self._guarded("cannot encode a text"):
+            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+            whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return tuple(whole[:at])
 
@@ -232,7 +246,8 @@ class HFTokenizer:
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with self._guarded("cannot encode a text"):
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
         """Ids, and the characters (from, to) that each is of; special tokens written out in the text are special.
@@ -245,7 +260,8 @@ class HFTokenizer:
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        with self._guarded("cannot decode ids"):
+            return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         """What an id stands for wherever it stands; None where its neighbours have a say (SentencePiece's spaces)."""
@@ -263,6 +279,10 @@ class HFTokenizer:
         """The kinds of the steps from pieces to text."""
         decoder = json.loads(self._content).get("decoder") or {}
         return tuple(step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step)
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
 
 
 def alias(i: int) -> str:

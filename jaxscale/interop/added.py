@@ -14,11 +14,14 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxscale.errors import CheckpointError, near
-from jaxscale.interop.fields import Fields, read_json
+from jaxscale.interop.fields import Fields, read_json, short
+from jaxscale.interop.links import check_links
 from jaxscale.interop.peft import ADAPTER_CONFIG, ADAPTER_TENSORS, PREFIX, WEIGHT
 from jaxscale.interop.safetensors import SafeTensors, Stored, dtype_of, is_real, read_header
 
 _KEY = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])" + re.escape(WEIGHT))
+_PATTERN = 200
+"""Letters of an `alpha_pattern`'s name, which is a regular expression."""
 _AS_THEY_ARE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Ways to begin that leave the model's own matrices as they were; of others the base is not the one that was named."""
 
@@ -38,6 +41,7 @@ class Added(SafeTensors):
     def __init__(self, folder: str | Path, adapters: str | Path, prefix: str = ""):
         super().__init__(folder)
         self.adapters = Path(adapters)
+        check_links(self.adapters)
         if not (self.adapters / ADAPTER_CONFIG).is_file():
             raise CheckpointError(f"{self.adapters} holds no adapters (no {ADAPTER_CONFIG})")
         about = Fields(read_json(self.adapters / ADAPTER_CONFIG), str(self.adapters / ADAPTER_CONFIG))
@@ -86,7 +90,14 @@ class Added(SafeTensors):
 
     def _alpha(self, module: str) -> float:
         own: Any = self._about.get("alpha_pattern", {})
-        for pattern in own if isinstance(own, Mapping) else ():
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"{self._about.what} has alpha_pattern = {short(own)}, which is no object")
+        for pattern in own:
+            if len(pattern) > _PATTERN or len(re.findall(r"[*+{]", pattern)) > 2 or re.search(r"\)[*+{?]", pattern):
+                raise CheckpointError(
+                    f"{self._about.what} has the alpha_pattern {short(pattern)}, which could take for ever to compare; "
+                    f"write the name of a module (at most {_PATTERN} letters, two repetitions, none of a group)"
+                )
             try:
                 found = re.fullmatch(rf"(.*\.)?({pattern})", module)
             except re.error as e:

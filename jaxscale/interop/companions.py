@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale import reading
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import DataError
-from jaxscale.interop.fields import read_json
+from jaxscale.interop.fields import is_number, read_json, short
+from jaxscale.interop.links import check_links
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -35,7 +37,12 @@ CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def copy_companions(folder: Path, out: Path, but: Sequence[str] = ()) -> list[str]:
-    """Copies those of `FILES` that are there, byte for byte; returns their names."""
+    """Copies those of `FILES` that are there, byte for byte; returns their names.
+
+    Raises:
+      CheckpointError: one is a link out of the folder.
+    """
+    check_links(folder)
     out.mkdir(parents=True, exist_ok=True)
     found = [name for name in FILES if name not in but and (folder / name).is_file()]
     for name in found:
@@ -78,8 +85,14 @@ class Companions:
 
     def _token(self, name: str) -> str | None:
         """A special token's text, in either form that they write."""
-        said = self._json("tokenizer_config.json").get(name) or self._json("special_tokens_map.json").get(name)
-        return said.get("content") if isinstance(said, dict) else said
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            said = self._json(file).get(name)
+            said = said.get("content") if isinstance(said, dict) else said
+            if said and not isinstance(said, str):
+                raise DataError(f"{self.folder / file} has {name} = {short(said)}, which is no token's text")
+            if said:
+                return said
+        return None
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -90,8 +103,12 @@ class Companions:
         """
         for name in (GENERATION, CONFIG):
             said = self._json(name).get("eos_token_id")
-            if said is not None:
-                return tuple(int(i) for i in (said if isinstance(said, list) else [said]))
+            if said is None:
+                continue
+            ids = said if isinstance(said, list) else [said]
+            if not ids or not all(map(reading.is_whole, ids)):
+                raise DataError(f"{self.folder / name} has eos_token_id = {short(said)}, which is no token's id")
+            return tuple(ids)
         return (self.tokenizer.eos_id,)
 
     @cached_property
@@ -103,6 +120,9 @@ class Companions:
         said = self._json(GENERATION)
         names = CHOICE if said.get("do_sample") is not False else CHOICE[-1:]
         found = {name: said[name] for name in names if said.get(name) is not None}
+        strange = next((n for n, v in found.items() if not is_number(v) or (n == "top_k" and v != int(v))), None)
+        if strange is not None:
+            raise DataError(f"{self.folder / GENERATION} has {strange} = {short(found[strange])}, which is no number")
         if found.get("top_k") in (0, -1):  # which are all
             del found["top_k"]
         return found
@@ -121,5 +141,5 @@ class Companions:
         ids = [*self.opening, *self.tokenizer.encode(text).tolist()]
         if not ids:
             bos = self._json(CONFIG).get("bos_token_id")
-            ids = [int(bos) if isinstance(bos, int) else self.end_ids[0]]
+            ids = [bos if reading.is_whole(bos) else self.end_ids[0]]
         return np.asarray(ids, np.int32)

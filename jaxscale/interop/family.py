@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxscale.errors import CheckpointError, near
-from jaxscale.interop.fields import Fields
+from jaxscale.interop.fields import Fields, short
 from jaxscale.interop.maps import Bound, Map, bind
 from jaxscale.layout import abstract
 from jaxscale.models import TransformerConfig
@@ -46,7 +47,7 @@ class Family:
         Raises:
           CheckpointError: leaves that no line is about.
         """
-        _, infos = abstract(lambda: config.make(nnx.Rngs(params=0)))
+        infos = _infos(config)
         table = self.table if isinstance(self.table, tuple) else self.table(config)
         return bind(table, jax.tree.leaves(infos), config.runs)
 
@@ -69,6 +70,12 @@ class Family:
         """
         about = {"architectures": [self.architecture], "model_type": self.model_type, "torch_dtype": config.param_dtype}
         return {**about, "max_position_embeddings": length, **self.config(config)}
+
+
+@functools.lru_cache(maxsize=8)
+def _infos(config: TransformerConfig) -> Any:
+    """A `TensorInfo` per parameter of a model, which is described and not made."""
+    return abstract(lambda: config.make(nnx.Rngs(params=0)))[1]
 
 
 _OWN = frozenset(
@@ -133,8 +140,8 @@ def family_of(values: dict[str, Any], families: Sequence[Family], where: str) ->
         how = values["quantization_config"]
         how = how.get("quant_method", "some way") if isinstance(how, dict) else how
         raise CheckpointError(f"{where} is quantised ({how}); bring the checkpoint in bfloat16 or float32")
-    if kind not in known:
-        raise CheckpointError(f"{where} has the model_type {kind!r}{near(str(kind), known)}")
+    if not isinstance(kind, str) or kind not in known:
+        raise CheckpointError(f"{where} has the model_type {short(kind)}{near(short(kind), known)}")
     return known[kind]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxscale import reading
 from jaxscale.errors import CheckpointError, near
 
 T = TypeVar("T")
@@ -22,6 +24,49 @@ _HARMLESS = frozenset(
     hidden_dropout embedding_dropout gradient_checkpointing cache_implementation""".split()
 )
 """What says nothing of the values that a forward pass makes: names, ids of tokens, training's own settings."""
+
+
+LARGEST = 2**31 - 1
+"""Of sizes."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that a float holds, and no boolean."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def short(value: Any) -> str:
+    """A value for a message, which may be as long as it likes."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+_WHOLE = (reading.is_whole, "whole number")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "sliding_window": _WHOLE,
+    "max_window_layers": _WHOLE,
+    "first_k_dense_replace": _WHOLE,
+    "original_max_position_embeddings": (lambda value: reading.is_whole(value, 1), "size"),
+    "max_position_embeddings": (lambda value: reading.is_whole(value, 1), "size"),
+    "layer_types": (_list_of(lambda value: isinstance(value, str)), "list of names"),
+    "mlp_only_layers": (_list_of(reading.is_whole), "list of layers"),
+    "rope_parameters": (_is_object, "object"),
+    "rope_scaling": (_is_object, "object"),
+}
+"""What fields are that are neither a size, a number nor one of a few values."""
 
 
 class Fields:
@@ -44,6 +89,9 @@ class Fields:
         """
         self._read.add(name)
         value = self.values.get(name)
+        kind = _KINDS.get(name)
+        if value is not None and kind is not None and not kind[0](value):
+            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is no {kind[1]}")
         if value is None and default is _MISSING:
             raise CheckpointError(f"{self.what} has no '{name}'{near(name, self.values)}")
         return default if value is None else value
@@ -55,8 +103,11 @@ class Fields:
           CheckpointError: something else.
         """
         value = self.get(name, default)
-        if value is not default and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise CheckpointError(f"{self.what} has {name} = {value!r}, which is no size; it must be at least 1")
+        if value is not default and (not reading.is_whole(value, 1) or value > LARGEST):
+            raise CheckpointError(
+                f"{self.what} has {name} = {short(value)}, which is no size; it must be a whole number of at least 1 "
+                f"and at most {LARGEST}"
+            )
         return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
@@ -66,8 +117,8 @@ class Fields:
           CheckpointError: something else.
         """
         value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"{self.what} has {name} = {value!r}, which is no number")
+        if not is_number(value):
+            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is no finite number")
         return float(value)
 
     def only(self, name: str, *known: Any, default: Any = None) -> Any:
@@ -79,9 +130,9 @@ class Fields:
         value = self.get(name, known[0] if default is None else default)
         if value not in known:
             if all(isinstance(k, str) for k in known):
-                raise CheckpointError(f"{self.what} has {name} = {value!r}{near(str(value), known)}")
+                raise CheckpointError(f"{self.what} has {name} = {short(value)}{near(short(value), known)}")
             one = " or ".join(map(repr, known))
-            raise CheckpointError(f"{self.what} has {name} = {value!r}, which is not expressed here; only {one}")
+            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is not expressed here; only {one}")
         return value
 
     def unread(self) -> list[str]:
@@ -97,9 +148,6 @@ def read_json(file: Path) -> dict[str, Any]:
       CheckpointError: there is none.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-        return found
-    except (OSError, ValueError, RecursionError) as e:
+        return reading.read_json(file)
+    except (OSError, ValueError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.errors import CheckpointError, near
+from jaxscale import reading
+from jaxscale.errors import CheckpointError, JaxscaleError, near
 from jaxscale.interop.added import Added, is_adapters
 from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import Family, family_of
-from jaxscale.interop.fields import Fields, read_json
+from jaxscale.interop.fields import Fields, read_json, short
 from jaxscale.interop.peft import ADAPTER_CONFIG
 from jaxscale.interop.safetensors import SafeTensors
 from jaxscale.interop.transfer import Foreign
@@ -75,7 +76,7 @@ def open_pretrained(
     """
     folder = Path(folder)
     if is_adapters(folder):
-        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "HF_DIR"
+        base = short(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "HF_DIR").strip("'")
         raise CheckpointError(
             f"{folder} holds adapters and no model; name the model that they are on, and them beside it: "
             f"jaxscale import {base} OUT --adapters {folder}"
@@ -89,8 +90,8 @@ def open_pretrained(
     if adapters is not None:
         tensors = Added(folder, adapters, family.prefix)
     fields = Fields(values, str(file))
-    config = family.model(fields)
-    length = int(fields.number("max_position_embeddings", 0) or fields.number("n_positions", 2048))
+    config = _model(family, fields, len(tensors))
+    length = fields.size("max_position_embeddings", 0) or fields.size("n_positions", 2048)
     unread = fields.unread()
     if unread:
         say(f"{file} says {', '.join(unread)}, which this family does not look at here")
@@ -105,6 +106,30 @@ def open_pretrained(
             say(f"{folder} has tensors of {why}; they are kept as float32, which holds their values (or give a dtype)")
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     return Pretrained(folder, family, values, config, _foreign(family, config, tensors), length)
+
+
+def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
+    """The config, of a config.json that describes no more than the files may hold.
+
+    Raises:
+      CheckpointError: it describes another model, or none.
+    """
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = fields.values.get(name)
+        if reading.is_whole(layers) and layers > tensors:
+            raise CheckpointError(
+                f"{fields.what} has {name} = {layers}, and the files beside it hold {tensors} tensors; bring the "
+                "config.json that came with them"
+            )
+    try:
+        config = family.model(fields)
+        family.bind(dataclasses.replace(config, param_dtype="bfloat16"))
+    except JaxscaleError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError) as e:
+        said = " ".join(str(e).split())[:200]
+        raise CheckpointError(f"{fields.what} does not describe a model: {type(e).__name__}: {said}") from e
+    return config
 
 
 def _foreign(family: Family, config: TransformerConfig, tensors: SafeTensors) -> Foreign:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.errors import CheckpointError, ConfigError, near
-from jaxscale.interop.fields import Fields
+from jaxscale.interop.fields import Fields, is_number, short
 from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from jaxscale.nn.rotary import RotaryScaling
 
@@ -67,15 +67,21 @@ def read_scaling(said: Said, c: Fields) -> RotaryScaling | None:
     said = dict(said)
     kind = said.pop("rope_type", None) or said.get("type") or "default"
     said.pop("type", None)
-    if str(kind) not in SCALINGS:
-        raise CheckpointError(f"{c.what} has the rope type '{kind}'{near(str(kind), SCALINGS)}")
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise CheckpointError(f"{c.what} has the rope type '{short(kind)}'{near(short(kind), SCALINGS)}")
+    for name, value in said.items():
+        several = value if isinstance(value, list) else [value]
+        if value is not None and not all(isinstance(x, bool) or (is_number(x) and x >= 0) for x in several):
+            raise CheckpointError(
+                f"{c.what} has {name} = {short(value)} in its rope_scaling, which is no number of 0 or more"
+            )
     try:
         scaling = SCALINGS[kind][0](said, c)
     except KeyError as e:
         raise CheckpointError(f"{c.what} has no {e} in its rope_scaling, which a '{kind}' one needs") from None
     except ConfigError:
         raise  # says what is wrong
-    except (TypeError, ValueError, OverflowError) as e:
+    except (TypeError, ValueError, ArithmeticError) as e:
         raise CheckpointError(f"{c.what} has a '{kind}' rope_scaling that cannot be read: {e}") from None
     left = {k: v for k, v in said.items() if v is not None}
     if left:

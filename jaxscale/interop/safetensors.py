@@ -23,7 +23,9 @@ from typing import IO, Any
 import ml_dtypes
 import numpy as np
 
+from jaxscale import reading
 from jaxscale.errors import CheckpointError, near
+from jaxscale.interop.links import check_links
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,6 +43,7 @@ DTYPES = {
 }
 _HEADER_LIMIT = 100_000_000
 _SAMPLE, _SAMPLES = 65536, 16  # bytes of each, and how many
+_DIMENSIONS = 32
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -74,6 +77,7 @@ class SafeTensors(Mapping[str, Stored]):
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        check_links(self.folder)
         self._tensors: dict[str, Stored] = {}
         self._lock = threading.Lock()
         for file in _files(self.folder):
@@ -150,15 +154,15 @@ def _files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} is not a folder of a Hugging Face checkpoint")
     if (folder / INDEX).is_file():
         try:
-            named = json.loads((folder / INDEX).read_text())["weight_map"]
+            named = reading.read_json(folder / INDEX)["weight_map"]
             if not all(isinstance(name, str) for name in named.values()):
                 raise ValueError("it names something that is no file")
             files = sorted(set(named.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (OSError, ValueError, KeyError, AttributeError) as e:
             raise CheckpointError(f"{folder / INDEX} is no index of tensors: {e!r}") from None
         if any("/" in name or name.startswith(".") for name in files):
             raise CheckpointError(f"{folder / INDEX} names a file outside of its folder")
-        missing = [name for name in files if not (folder / name).is_file()]
+        missing = [name for name in files if not is_file(folder / name)]
         if missing:
             raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its index names; download it whole")
         return [folder / name for name in files]
@@ -181,15 +185,17 @@ def read_header(file: Path) -> dict[str, Stored]:
       CheckpointError: it is no safetensors file, or was cut short.
     """
     try:
-        with file.open("rb") as f:
+        with reading.open_file(file) as f:
             size = os.fstat(f.fileno()).st_size
             length = int.from_bytes(f.read(8), "little")
             if length > min(_HEADER_LIMIT, max(size - 8, 0)):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(f.read(length))
+            header = reading.parse_json(f.read(length), unique=True)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
         header.pop("__metadata__", None)
         begin = 8 + length
-        tensors = {name: _stored(file, begin, **entry) for name, entry in header.items()}
+        tensors = {name: _stored(file, begin, name, entry) for name, entry in header.items()}
         at = begin
         for name, t in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             wanted = math.prod(t.shape) * (DTYPES[t.dtype].itemsize if t.dtype in DTYPES else 0)
@@ -198,7 +204,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             at = t.stop
         if at != size:
             raise ValueError(f"the file has {size} bytes and its header describes {at}; it was cut short or added to")
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise CheckpointError(f"{file} is not a whole safetensors file: {e}") from None
     return tensors
 
@@ -217,9 +223,31 @@ def _sample(file: Path) -> str:
     return found.hexdigest()
 
 
-def _stored(file: Path, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Stored:
-    start, stop = data_offsets
-    return Stored(file, dtype, tuple(int(n) for n in shape), begin + int(start), begin + int(stop))
+def _stored(file: Path, begin: int, name: str, entry: Any) -> Stored:
+    """An entry of a header.
+
+    Raises:
+      ValueError: it does not say dtype, shape and offsets, and nothing else.
+    """
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the tensor {name} does not have a dtype, a shape and data_offsets alone")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"the tensor {name} has a dtype that is no text")
+    for values, most in ((shape, _DIMENSIONS), (offsets, 2)):
+        if not isinstance(values, list) or len(values) > most or not all(map(reading.is_whole, values)):
+            raise ValueError(f"the tensor {name} has a shape or offsets that are not whole numbers from 0 on")
+    if len(offsets) != 2:
+        raise ValueError(f"the tensor {name} has {len(offsets)} offsets and not two")
+    return Stored(file, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file of a name, which may be one that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def write_header(f: IO[bytes], tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.maps import Bound, Region
 from jaxscale.interop.safetensors import SafeTensors, dtype_of, is_real
+
+_MISSING = 10_000
+"""So many tensors may be missing for their names to be worked out."""
 
 
 class Foreign:
@@ -57,6 +61,12 @@ class Foreign:
         return key.removeprefix(self._without)
 
     def _check(self) -> None:
+        count = sum(math.prod(b.sizes[a] for a in b.numbered) for b in self._bound.values())
+        if count > 2 * len(self._tensors) + _MISSING:
+            raise CheckpointError(
+                f"the config.json of {self._tensors.folder} describes a model of {count:,} tensors, and the files hold "
+                f"{len(self._tensors):,}; bring the config.json that came with them"
+            )
         wanted = {self.their(key): b for b in self._bound.values() for key, _ in b.keys()}
         wrong = [f"{key} is missing" for key in wanted if key not in self._tensors]
         for key, found in self._tensors.items():

@@ -32,6 +32,9 @@ class LinearScaling:
 
     factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor")
+
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
         return inv_freq / self.factor, 1.0
 
@@ -42,6 +45,9 @@ class NTKScaling:
     """A larger base, so that the lowest frequency is stretched by `factor` and the highest not at all."""
 
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
         n = len(inv_freq)
@@ -58,6 +64,14 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_length")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"Llama3Scaling.high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor, "
+                f"{self.low_freq_factor}"
+            )
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
         turns = self.original_length * inv_freq / (2 * math.pi)
@@ -86,6 +100,9 @@ class YarnScaling:
     original_length: int = 4096
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "beta_fast", "beta_slow", "original_length")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
         n = len(inv_freq)
@@ -133,6 +150,11 @@ class LongRopeScaling:
     def __post_init__(self) -> None:
         for name in ("short", "long"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+            if not all(0 < x < math.inf for x in getattr(self, name)):
+                raise ConfigError(f"LongRopeScaling.{name} has a factor that is not above 0, or not finite")
+        _check_positive(self, "factor", "original_length", *(["attention_factor"] if self.attention_factor else []))
+        if self.factor > 1 and self.original_length < 2:
+            raise ConfigError("LongRopeScaling.original_length = 1: must be at least 2 to be stretched")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[Any, float]:
         for name in ("short", "long"):
@@ -188,6 +210,7 @@ class Rotary:
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_positive(self, "theta")
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"Rotary.fraction = {self.fraction}: must be above 0 and at most 1")
 
@@ -224,3 +247,10 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _check_positive(part: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(part, name)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{type(part).__name__}.{name} = {value}: must be above 0 and finite")

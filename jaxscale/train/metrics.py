@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from jaxscale import reading
 from jaxscale.errors import RunError
 
 
@@ -58,20 +59,28 @@ class Tail:
         self._rows: dict[int, dict[str, Any]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """As `read_metrics`; a line that is being written comes with the next call."""
+        """As `read_metrics`; a line that is being written comes with the next call.
+
+        Raises:
+          RunError: it is there, and cannot be read.
+        """
         try:
-            with self._path.open("rb") as f:
+            with reading.open_file(self._path) as f:
                 f.seek(self._at)
                 new = f.read()
         except FileNotFoundError:
             return []
+        except OSError as e:
+            raise RunError(f"{self._path} cannot be read: {e.strerror}") from None
         whole = new.rfind(b"\n") + 1
         self._at += whole
         for line in new[:whole].decode(errors="replace").splitlines():
             try:
-                row = json.loads(line)
+                row = reading.parse_json(line)
                 step = int(row["step"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
+                continue
+            if not reading.is_whole(step):
                 continue
             if step in self._rows:  # resumed from before it: what was written since is another future
                 self._rows = {s: r for s, r in self._rows.items() if s < step}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxscale import config as gin_config
+from jaxscale import reading
 from jaxscale.data import HFTokenizer, Tokenizer
 from jaxscale.errors import ConfigError, DataError, RunError, near
 from jaxscale.interop import Companions, copy_companions
@@ -76,7 +76,7 @@ class Run:
     def info(self) -> dict[str, Any]:
         """`run.json`."""
         try:
-            return json.loads((self.path / "run.json").read_text())
+            return reading.read_json(self.path / "run.json")
         except (OSError, ValueError) as e:
             raise RunError(f"{self.path} is not a run folder: it has no readable run.json ({e})") from None
 
@@ -277,7 +277,8 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
     file = path / "config.gin"
     if not file.is_file():
         raise RunError(f"{path} is not a run folder: it has no config.gin")
-    lost = [name for name in gin_config.lost(file.read_text()) if name.split(".")[1] not in given]
+    text = _readable(file)
+    lost = [name for name in gin_config.lost(text) if name.split(".")[1:2] and name.split(".")[1] not in given]
     if lost:
         raise RunError(
             f"{file} could not hold {', '.join(lost)}, which came from Python; resume it from Python with "
@@ -296,7 +297,7 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
             typed = {b.partition("=")[0].strip() for b in bindings}
             unread = [name for name in unread if name in typed]
         if unread:
-            known = [line.partition(" =")[0] for line in file.read_text().splitlines() if " = " in line]
+            known = [line.partition(" =")[0] for line in text.splitlines() if " = " in line]
             tail = unread[0].rsplit("/", 1)[-1]
             same = [name for name in known if name.endswith(f"/{tail}")]
             hint = f"; the run's own name for it is {' or '.join(same)}" if same else near(unread[0], known)
@@ -314,6 +315,13 @@ def _imports(path: Path) -> str:
         isinstance(m, str) and m.replace(".", "_").isidentifier() for m in modules
     )
     return " ".join(f"--import {m}" for m in modules) if named and modules else "--import ITS_MODULE"
+
+
+def _readable(file: Path) -> str:
+    try:
+        return reading.read_text(file)
+    except (OSError, ValueError) as e:
+        raise RunError(f"{file} cannot be read: {e}") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -71,11 +71,11 @@ class Saved:
         if self.run.is_main:
             self.checkpoints.set_aside(after=step)
         self.checkpoints.run = self.checkpoints.run or manifest["run"]
-        if self.prepared.schedule is not None and manifest["steps"] != self.config.steps:
+        if self.prepared.schedule is not None and manifest.get("steps") != self.config.steps:
             rate = float(self.prepared.schedule(step))
             self.say(
-                f"train.steps was {manifest['steps']} and is {self.config.steps}: the schedule is made anew, and goes "
-                f"on with a learning rate of {rate:.3g}"
+                f"train.steps was {manifest.get('steps')} and is {self.config.steps}: the schedule is made anew, and "
+                f"goes on with a learning rate of {rate:.3g}"
             )
         return state
 
@@ -90,13 +90,16 @@ class Saved:
         return {"run": run, "data": self.prepared.fingerprint, "rows": self._rows(), "steps": self.config.steps}
 
     def _check_data(self, manifest: dict[str, Any]) -> None:
+        rows = manifest.get("rows")
+        if not isinstance(rows, dict):
+            raise RunError(f"the checkpoint of {self.run.path} does not say what its rows were; start a new run")
         for key, value in self._rows().items():
-            if manifest["rows"][key] != value:
+            if rows.get(key) != value:
                 raise RunError(
-                    f"{self.run.path} was trained with train.{key} = {manifest['rows'][key]!r}, and a run keeps its "
+                    f"{self.run.path} was trained with train.{key} = {rows.get(key)!r}, and a run keeps its "
                     f"rows; leave it so, or start a new run for {value!r}"
                 )
-        saved = manifest["data"]
+        saved = manifest.get("data")
         if saved != self.prepared.fingerprint:
             raise RunError(
                 f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "

@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import functools
 import glob
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale import reading
 from jaxscale.config_text import LOST
 from jaxscale.errors import RunError, near
 from jaxscale.sweep.base import RUNNING
@@ -35,6 +35,8 @@ UNKNOWN = "unknown"
 
 _OF_A_RUN = ("run.json", "config.gin", "metrics.jsonl", "outcome.json")
 _OF_A_SWEEP = ("sweep.gin", "trials.jsonl")
+_OBJECTS = ("hardware", "layout", "data", "versions", "flags")
+"""Of `run.json`."""
 _NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "model_flops_per_second")
 
 
@@ -85,7 +87,7 @@ class Ran:
 
     def median(self, key: str) -> float | None:
         """The median of a number of every step but the first, which compiles."""
-        values = [row[key] for row in self.rows[1:] if _is_number(row.get(key)) and math.isfinite(row[key])]
+        values = [row[key] for row in self.rows[1:] if is_finite(row.get(key))]
         return float(np.median(values)) if values else None
 
     @property
@@ -120,12 +122,13 @@ def read_runs(what: Patterns) -> list[Ran]:
 def read_run(path: Path, name: str | None = None) -> Ran:
     """A run's folder; what is missing or cannot be read is told in `problems`."""
     problems: list[str] = []
-    info, outcome = _json(path / "run.json", problems), _json(path / "outcome.json", [])
+    info, outcome = _info(path / "run.json", problems), _json(path / "outcome.json", [])
+    error = outcome.get("error") or info.get("error")
     try:
-        rows = read_metrics(path / "metrics.jsonl")
-    except OSError as e:
+        rows = [_plain(row) for row in read_metrics(path / "metrics.jsonl")]
+    except RunError as e:
         rows = []
-        problems.append(f"metrics.jsonl: {e.strerror}")
+        problems.append(str(e))
     text = _text(path / "config.gin", problems)
     state = outcome.get("state") or info.get("status") or UNKNOWN
     if info.get("status") == RUNNING:
@@ -134,7 +137,7 @@ def read_run(path: Path, name: str | None = None) -> Ran:
         name=name or path.name,
         path=path,
         state=str(state),
-        error=outcome.get("error") or info.get("error"),
+        error=None if error is None else str(error),
         bindings=read_bindings(text),
         axes=_axes(path),
         info=info,
@@ -159,15 +162,31 @@ def read_bindings(text: str) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        found = ast.literal_eval(text)
+        reading.check_depth(found)
+        return _plain(found)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
+
+
+def _plain(value: Any) -> Any:
+    """A value with whole numbers that floats and arrays cannot hold as text."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return str(value) if isinstance(value, int) and abs(value) > reading.LARGEST else value
 
 
 def _quoted(text: str) -> str:
     """gin text with its references as strings."""
     parts = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|([@%][\w/.]+(?:\(\))?)"""
     return re.sub(parts, lambda found: found[1] or repr(found[2]), text)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number, and neither NaN nor infinite."""
+    return _is_number(value) and math.isfinite(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -220,7 +239,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _text(path: Path, problems: list[str]) -> str:
     try:
-        return path.read_text(errors="replace")
+        return reading.read_text(path, "replace")
     except OSError as e:
         problems.append(f"{path.name}: {e.strerror}")
         return ""
@@ -228,10 +247,7 @@ def _text(path: Path, problems: list[str]) -> str:
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
-        problems.append(f"{path.name}: not an object")
+        return _plain(reading.read_json(path))
     except OSError as e:
         problems.append(f"{path.name}: {e.strerror}")
     except ValueError as e:
@@ -239,12 +255,25 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
+def _info(path: Path, problems: list[str]) -> dict[str, Any]:
+    """`run.json`, without the parts of it that are not what their name says."""
+    info = _json(path, problems)
+    for name in _OBJECTS:
+        if not isinstance(info.get(name, {}), dict | None):
+            problems.append(f"{path.name}: {name} is no object")
+            del info[name]
+    if not isinstance((info.get("layout") or {}).get("mesh") or {}, dict):
+        problems.append(f"{path.name}: layout.mesh is no object")
+        del info["layout"]
+    return info
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The objects among the lines of a file that may not be there; torn lines left out."""
     found = []
     for line in _text(path, []).splitlines():
         try:
-            found.append(json.loads(line))
+            found.append(_plain(reading.parse_json(line)))
         except ValueError:
             continue
     return [line for line in found if isinstance(line, dict)]
@@ -255,7 +284,8 @@ def _axes(path: Path) -> dict[str, Any]:
     if not path.name.isdecimal():
         return {}
     asked = [line for line in _lines(path.parent / "trials.jsonl") if line.get("id") == int(path.name)]
-    asked.append(_json(path.parent / "jobs" / f"{path.name}.json", []).get("trial") or {})
+    job = _json(path.parent / "jobs" / f"{path.name}.json", []).get("trial")
+    asked += [job] if isinstance(job, dict) else []
     bound: dict[str, Any] = next((one["bindings"] for one in asked if isinstance(one.get("bindings"), dict)), {})
     axes: dict[str, Any] = {}
     for name, text in bound.items():
@@ -267,8 +297,9 @@ def _axes(path: Path) -> dict[str, Any]:
 
 
 def _seconds(info: dict[str, Any], outcome: dict[str, Any]) -> float | None:
-    if _is_number(outcome.get("seconds")):
-        return float(outcome["seconds"])
+    seconds = outcome.get("seconds")
+    if is_finite(seconds):
+        return float(seconds)
     try:
         times = [datetime.strptime(info[key], "%Y-%m-%dT%H:%M:%S%z") for key in ("started", "updated")]
     except (KeyError, ValueError, TypeError):
@@ -281,7 +312,7 @@ def _is_held(path: Path) -> bool:
     import fcntl
 
     try:
-        with (path / ".lock").open("rb") as file:
+        with reading.open_file(path / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

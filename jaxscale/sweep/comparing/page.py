@@ -124,7 +124,7 @@ def _axis(name: str, label: str, values: list[Any]) -> dict[str, Any]:
 def _group(group: Group, runs: Sequence[Ran], objective: str | None) -> dict[str, Any]:
     ends = [_finite(last(runs[r], objective)) for r in group.runs] if objective else []
     known = [end for end in ends if end is not None]
-    return {"label": group.label, "runs": group.runs, "best": sum(known) / len(known) if known else None}
+    return {"label": group.label, "runs": group.runs, "best": _finite(sum(known) / len(known)) if known else None}
 
 
 def _curves(curves: Curves, groups: Sequence[Group]) -> dict[str, Any]:

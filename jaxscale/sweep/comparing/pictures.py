@@ -52,12 +52,12 @@ def draw_curves(runs: Sequence[Ran], metric: str | None = None, path: Path | Non
         for group, color in zip(groups, colors, strict=True):
             mean, low, high, count = curves.band(group.runs)
             at = count > 0
-            label = group.label + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
+            label = _plain(group.label) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
             axes.plot(
                 curves.steps[at], mean[at], ".-" if at.sum() < 3 else "-", color=color, linewidth=1.4, label=label
             )
             axes.fill_between(curves.steps[at], low[at], high[at], color=color, alpha=0.16, linewidth=0)
-        axes.set(xlabel="step", ylabel=name, ylim=(None, _top(curves.values)))
+        axes.set(xlabel="step", ylabel=_plain(name), ylim=(None, _top(curves.values)))
         axes.grid(alpha=0.25)
     if 1 < len(groups) <= LEGEND:
         axes.legend(frameon=False, fontsize=8)
@@ -98,11 +98,16 @@ def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | N
             text = (
                 "none" if shown[level] is None else f"{shown[level]:.4g}" if axis["numeric"] else str(shown[level])[:16]
             )
-            plot.annotate(text, (i, level), (4, 2), textcoords="offset points", fontsize=8)
-    plot.set_xticks(range(len(axes)), [axis["label"] for axis in axes])
+            plot.annotate(_plain(text), (i, level), (4, 2), textcoords="offset points", fontsize=8)
+    plot.set_xticks(range(len(axes)), [_plain(axis["label"]) for axis in axes])
     plot.set(yticks=[], ylim=(-0.2, 1.22), xlim=(-0.1, len(axes) - 0.6))
     plot.spines[:].set_visible(False)
     return _saved(figure, path)
+
+
+def _plain(text: str) -> str:
+    """A text as matplotlib shows it literally, and not as a formula; half characters, which it refuses, as "?"."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def _top(values: np.ndarray) -> float | None:

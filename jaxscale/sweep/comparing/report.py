@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxscale import reading
 from jaxscale.errors import JaxscaleError, RunError
 from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
 from jaxscale.sweep.comparing.page import GENERATOR, page
@@ -21,6 +22,7 @@ def report(
     *,
     metric: str | None = None,
     prompt: str | None = None,
+    pictures: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Writes `report.html`, and beside it `curves.png` and, where settings differ, `parallel.png`.
@@ -30,6 +32,7 @@ def report(
       out: the folder to write into; by default that of the one run or sweep that was named, else `report`.
       metric: what runs are judged by, less being better; by default a held-out loss where there is one.
       prompt: continue this text with each run's newest checkpoint, beside the samples that runs kept.
+      pictures: draw `curves.png` and `parallel.png`.
       tell: told what could not be done, a sentence each.
 
     Returns:
@@ -54,6 +57,8 @@ def report(
         raise RunError(f"cannot make the folder {folder}: {e.strerror}") from e
     for name, draw in PICTURES.items():
         (folder / name).unlink(missing_ok=True)  # an earlier report's, which may show what is no longer so
+        if not pictures:
+            continue
         try:
             draw(runs, metric, folder / name)
         except RunError as e:
@@ -67,10 +72,15 @@ def _is_one(what: Patterns) -> bool:
 
 
 def _check_own(path: Path) -> None:
-    if path.exists():
-        with path.open("rb") as file:
-            if GENERATOR.encode() not in file.read(2048):
-                raise RunError(f"{path} is there, and no report of ours; name another folder with --out")
+    try:
+        with reading.open_file(path) as file:
+            own = GENERATOR.encode() in file.read(2048)
+    except FileNotFoundError:
+        return
+    except OSError:
+        own = False
+    if not own:
+        raise RunError(f"{path} is there, and no report of ours; name another folder with --out")
 
 
 def _sample(run: Ran, prompt: str, tell: Callable[[str], None]) -> None:

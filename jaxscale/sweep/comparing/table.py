@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import ConfigError, RunError, near
 from jaxscale.sweep.comparing.differences import best, is_loss, metrics_of
-from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
+from jaxscale.sweep.comparing.folders import Patterns, Ran, is_finite, read_runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +69,8 @@ def row(run: Ran, metrics: Iterable[str]) -> dict[str, Any]:
     per_token = [
         r["model_flops_per_second"] / r["tokens_per_second"]
         for r in run.rows[-1:]
-        if r.get("tokens_per_second") and "model_flops_per_second" in r
+        if all(is_finite(r.get(name)) for name in ("tokens_per_second", "model_flops_per_second"))
+        and r["tokens_per_second"]
     ]
     cells: dict[str, Any] = {
         "run": run.name,

@@ -10,7 +10,7 @@ It is the last file of a checkpoint, and carries its own SHA-256. A body is a di
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale import reading
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import is_quantized
+from jaxscale.train.checkpoints.check import check_manifest
 from jaxscale.train.checkpoints.chunks import HostArray
 from jaxscale.train.checkpoints.digest import unsealed
 from jaxscale.train.checkpoints.migrate import SCHEMA, migrated
@@ -34,7 +36,7 @@ OLD_FILE = "manifest/metadata"
 
 def is_finished(path: Path) -> bool:
     """Whether a folder is a checkpoint: it is named so by the rename that finishes it (without a manifest, damaged)."""
-    return path.name.isdecimal() and path.is_dir()
+    return re.fullmatch("0|[1-9][0-9]{0,15}", path.name) is not None and path.is_dir()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -48,19 +50,22 @@ def read_manifest(path: Path) -> Manifest:
     old = not (path / FILE).exists() and (path / OLD_FILE).exists()
     file = path / (OLD_FILE if old else FILE)
     try:
-        text = file.read_text()
-        manifest = json.loads(text) if old else unsealed(text)
-        schema = int(manifest.get("schema", 0))
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+        manifest = reading.read_json(file) if old else unsealed(reading.read_text(file))
+        reading.check_depth(manifest)
+        schema = manifest.get("schema")
+        if not reading.is_whole(schema, 1):
+            raise ValueError(f"schema is {schema!r}")
+    except (OSError, ValueError, RecursionError) as e:
         raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
     if schema > SCHEMA:
         raise CheckpointError(f"{what} has schema {schema}, and this version reads up to {SCHEMA}; update jaxscale")
     manifest = migrated({**manifest, "step": int(path.name)} if old else manifest)
-    if manifest["step"] != int(path.name):
-        raise DamagedCheckpoint(f"{what} is of step {manifest['step']}: {file.relative_to(path.parent)} says so")
-    for name in manifest["leaves"]:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise DamagedCheckpoint(f"{what} names an array '{name}', which would lie outside of it")
+    if manifest.get("step") != int(path.name):
+        raise DamagedCheckpoint(f"{what} is of step {manifest.get('step')!r}: {file.relative_to(path.parent)} says so")
+    try:
+        check_manifest(manifest)
+    except ValueError as e:
+        raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
     return manifest
 
 

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import jax
 import numpy as np
 
+from jaxscale import reading
 from jaxscale.errors import DamagedCheckpoint
 from jaxscale.train.checkpoints.chunks import (
     Region,
@@ -25,7 +26,8 @@ from jaxscale.train.checkpoints.chunks import (
     zarr_json,
 )
 from jaxscale.train.checkpoints.digest import digest_named
-from jaxscale.train.checkpoints.manifest import Manifest
+
+Manifest = dict[str, Any]
 
 FOLDER = "tensors"
 """Of a checkpoint, where its arrays are."""
@@ -60,11 +62,13 @@ class ChunkedArrays:
         """See `Arrays`; a chunk is read once, whole, however many regions meet it."""
         leaf = self._leaves[name]
         dtype, chunk = dtype_named(leaf["dtype"]), tuple(leaf["chunk"])
-        out = {region: np.empty(shape_of(region), dtype) for region in regions}
         takers: dict[tuple[str, Region], list[Region]] = {}
-        for region in out:
+        for region in (wanted := list(dict.fromkeys(regions))):
             for found in chunks_in(region, chunk):
                 takers.setdefault(found, []).append(region)
+        for key, _ in takers:
+            self._open(name, key).close()  # before memory is taken for what is not there
+        out = {region: np.empty(shape_of(region), dtype) for region in wanted}
 
         def fill(item: tuple[tuple[str, Region], list[Region]]) -> None:
             (key, place), wanted = item
@@ -82,7 +86,7 @@ class ChunkedArrays:
         for name, leaf in self._leaves.items():
             about = self._path / FOLDER / name / "zarr.json"
             try:
-                text = about.read_text()
+                text = reading.read_text(about)
             except (OSError, ValueError) as e:
                 text = str(e)
             if text != zarr_json(leaf):
@@ -93,19 +97,29 @@ class ChunkedArrays:
                 except DamagedCheckpoint as e:
                     yield str(e)
 
-    def _chunk(self, name: str, key: str) -> np.ndarray:
+    def _open(self, name: str, key: str) -> IO[bytes]:
         leaf = self._leaves[name]
         size = math.prod(leaf["chunk"]) * dtype_named(leaf["dtype"]).itemsize
         try:
-            data = np.fromfile(self._path / FOLDER / name / key, np.uint8)
+            file = reading.open_file(self._path / FOLDER / name / key)
         except OSError as e:
             why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
             raise DamagedCheckpoint(self._sentence(name, key, why)) from None
-        if data.size != size:
-            raise DamagedCheckpoint(self._sentence(name, key, f"has {data.size} bytes and was written with {size}"))
-        found, wanted = self._digest(data), leaf["files"].get(key)
-        if found != wanted:
-            why = f"does not hold what was written: its {self._digest_name} is {found} and was {wanted}"
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            file.close()
+            raise DamagedCheckpoint(self._sentence(name, key, f"has {found} bytes and was written with {size}"))
+        return file
+
+    def _chunk(self, name: str, key: str) -> np.ndarray:
+        try:
+            with self._open(name, key) as file:
+                data = np.fromfile(file, np.uint8)
+        except OSError as e:
+            raise DamagedCheckpoint(self._sentence(name, key, f"cannot be read: {e.strerror}")) from None
+        digest, wanted = self._digest(data), self._leaves[name]["files"].get(key)
+        if digest != wanted:
+            why = f"does not hold what was written: its {self._digest_name} is {digest} and was {wanted}"
             raise DamagedCheckpoint(self._sentence(name, key, why))
         return data
 
@@ -145,12 +159,13 @@ class OrbaxArrays:
                 yield str(e)
 
 
-_ARRAYS: dict[str, Any] = {"chunks": ChunkedArrays, "orbax": OrbaxArrays}
+ARRAYS: dict[str, Any] = {"chunks": ChunkedArrays, "orbax": OrbaxArrays}
+"""By the name of a form."""
 
 
 def open_arrays(path: Path, manifest: Manifest) -> Arrays:
     """The arrays beside a manifest, in the form that it names."""
-    return _ARRAYS[manifest["arrays"]](path, manifest)
+    return ARRAYS[manifest["arrays"]](path, manifest)
 
 
 def place(arrays: Arrays, name: str, like: Any, sharding: jax.sharding.Sharding) -> jax.Array:

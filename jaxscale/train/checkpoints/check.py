@@ -1,0 +1,95 @@
+"""What a manifest has to say, whoever wrote it: a digest shows damage, and not that a text makes sense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale import reading
+from jaxscale.train.checkpoints.read import ARRAYS, dtype_named
+
+DIMENSIONS = 32
+
+
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """That a manifest of the newest schema describes arrays that can be read in the time and space of its files.
+
+    Raises:
+      ValueError: it does not; the message says what of it.
+    """
+    for name, kinds in _FACTS.items():
+        if not isinstance(manifest.get(name), kinds):
+            raise ValueError(f"{name} is {_short(manifest.get(name))}")
+    if manifest["arrays"] not in ARRAYS:
+        raise ValueError(f"arrays is {_short(manifest['arrays'])}, and is one of {', '.join(sorted(ARRAYS))}")
+    chunked = manifest["arrays"] == "chunks"
+    if chunked != (manifest["digest"] is not None):
+        raise ValueError(f"digest is {_short(manifest['digest'])} of {manifest['arrays']}")
+    leaves = manifest["leaves"]
+    for name, leaf in leaves.items():
+        parts = name.split("/")
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise ValueError(f"it names an array {_short(name)}, which would lie outside of it")
+        above = next((up for n in range(1, len(parts)) if (up := "/".join(parts[:n])) in leaves), None)
+        if above is not None:
+            raise ValueError(f"it has an array {_short(above)} and another in it, {_short(name)}")
+        if not isinstance(leaf, dict):
+            raise ValueError(f"the array {_short(name)} is {_short(leaf)}")
+        try:
+            _check_leaf(leaf, chunked)
+        except ValueError as e:
+            raise ValueError(f"the array {_short(name)} has {e}") from None
+        if (leaf.get("quantized") is not None) and f"{name.removesuffix('/codes')}/scales" not in leaves:
+            raise ValueError(f"the array {_short(name)} has no scales")
+
+
+def _check_leaf(leaf: dict[str, Any], chunked: bool) -> None:
+    shape, dtype, axes = (leaf.get(name) for name in ("shape", "dtype", "axes"))
+    if not _is_shape(shape) or math.prod(shape) > reading.LARGEST:
+        raise ValueError(f"the shape {_short(shape)}")
+    try:
+        known = isinstance(dtype, str) and dtype_named(dtype).name == dtype and dtype_named(dtype).itemsize <= 16
+    except (TypeError, ValueError):
+        known = False
+    if not known or dtype == "object":
+        raise ValueError(f"the dtype {_short(dtype)}")
+    names = isinstance(axes, list) and len(axes) == len(shape) and all(isinstance(a, str | None) for a in axes)
+    if axes is not None and not names:
+        raise ValueError(f"the axes {_short(axes)}")
+    how = leaf.get("quantized")
+    if how is not None and not (
+        isinstance(how, dict)
+        and _is_shape(how.get("tile"), 1)
+        and isinstance(how.get("format"), str)
+        and isinstance(how.get("signed"), bool)
+    ):
+        raise ValueError(f"the blocks {_short(how)}")
+    if not chunked:
+        return
+    chunk, files = leaf.get("chunk"), leaf.get("files")
+    if not _is_shape(chunk, 1) or len(chunk) != len(shape):
+        raise ValueError(f"the chunks {_short(chunk)} of the shape {shape}")
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise ValueError(f"the files {_short(files)}")
+    count = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+    if count != len(files):
+        raise ValueError(f"{len(files)} files, and its shape {shape} is cut into {count}")
+
+
+_FACTS: dict[str, Any] = {
+    "step": int,
+    "run": (str, type(None)),
+    "arrays": str,
+    "digest": (str, type(None)),
+    "leaves": dict,
+}
+
+
+def _is_shape(value: Any, least: int = 0) -> bool:
+    return isinstance(value, list) and len(value) <= DIMENSIONS and all(reading.is_whole(n, least) for n in value)
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -36,7 +36,7 @@ from pallas_kernels.blockwise import ADAMW, quantize_blockwise, update_blockwise
 from pallas_kernels.dispatch import chosen, forget
 
 NUMBERS = dict(lr=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-TILE, COLUMNS = (2, 128), 4096
+TILE, COLUMNS = (1, 128), 4096
 SIZES = {"gpu": (256, 64, 16), "tpu": (256, 64, 16), "cpu": (4, 1)}  # millions of parameters, most telling first
 STEPS = {"gpu": 8, "tpu": 8, "cpu": 1}  # in one timed call
 SETTLING = 3  # real steps before anything is timed

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.layout import STACKED, Layout, TensorInfo
-from pallas_kernels.blockwise import FORMATS, Quantized, dequantize_blockwise, quantize_blockwise, tile_for
+from pallas_kernels.blockwise import FORMATS, Quantized, codec, dequantize_blockwise, quantize_blockwise, tile_for
+from pallas_kernels.blockwise.quantized import SMALLEST_BLOCK
 
 Tree = Any
 Moment = Any
 """A state of one parameter: a float32 array of its shape, or a `Quantized`."""
-
-SMALLEST_BLOCK = 64
 
 
 def is_quantized(x: Any) -> bool:
@@ -33,37 +32,42 @@ class EightBit:
     """Block-wise 8-bit states (Dettmers et al. 2022), and which parameters keep 32 bits.
 
     A block is a tile of the per-layer, unsharded parameter, chosen from its shape and names alone, so that the state
-    is the same to the bit on every layout. 2 + 8 / block_size bytes a parameter for two states, against 8.
+    is the same to the bit on every layout. 2 + 8 / block_size bytes a parameter for two states, against 8. It is a
+    piece of one row, since rows may have unlike scales (sparse or uneven gradients); only where the last dimension has
+    fewer than 32 numbers for it does it join rows, up to 32.
 
     Args:
-      block_size: numbers that share a scale, a power of two of at least 64.
-      format: "dynamic" (the paper's), "linear" or "fp8". The last two round small second moments to 0 that the first
-        keeps, so use them for optimizers with a momentum only.
+      block_size: the most numbers that share a scale, a power of two of at least 32. Kernels for TPU and GPU are for
+        128.
+      format: "dynamic" (the paper's), "linear" or "fp8". The last two are coarse among small second moments, so use
+        them for optimizers with a momentum only.
       min_size: a parameter with fewer elements per layer keeps 32 bits.
       keep: parameters keep 32 bits when a component of their path is one of these. The paper keeps embeddings, whose
         gradients are sparse and uneven; `()` keeps none.
-      width: the most that a tile takes of a parameter's last dimension, a power of two. Kernels for TPU and GPU are
-        for 128; less where a layout cuts the last dimension more finely.
+      width: the most that a tile takes of a parameter's last dimension, a power of two: fewer than `block_size` where
+        a layout cuts the last dimension more finely. `None` is `block_size`.
 
     Raises:
       ConfigError: a block size or format that does not exist.
     """
 
-    block_size: int = 256
+    block_size: int = 128
     format: str = "dynamic"
     min_size: int = 4096
     keep: tuple[str, ...] = ("embed", "positions")
-    width: int = 128
+    width: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "min_size", "width"):
+            if name == "width" and self.width is None:
+                continue
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise ConfigError(f"EightBit.{name} = {getattr(self, name)!r}: must be a whole number of at least 0")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"EightBit.block_size = {self.block_size}: must be a power of two of at least {SMALLEST_BLOCK}"
             )
-        if self.width < 1 or self.width & (self.width - 1):
+        if self.width is not None and (self.width < 1 or self.width & (self.width - 1)):
             raise ConfigError(f"EightBit.width = {self.width}: must be a power of two; kernels take 128")
         if self.format not in FORMATS:
             raise ConfigError(f"EightBit.format = {self.format!r} does not exist{near(str(self.format), FORMATS)}")
@@ -85,7 +89,7 @@ class EightBit:
 
     def tile(self, info: TensorInfo) -> tuple[int, ...] | None:
         """The tile of a parameter that shares a scale, or `None` when its shape has none."""
-        return tile_for(info.shape, info.axes, block_size=self.block_size, width=self.width)
+        return tile_for(info.shape, info.axes, width=min(self.block_size, self.width or self.block_size))
 
     def store(self, x: jax.Array, info: TensorInfo, signed: bool) -> Moment:
         """A state as it is kept.
@@ -97,7 +101,7 @@ class EightBit:
         """
         if self.why_32bit(info) is not None:
             return x.astype(jnp.float32)
-        return quantize_blockwise(x, signed=signed, format=self.format, tile=self.tile(info))
+        return quantize_blockwise(x, signed=signed, format=self.format, tile=self.tile(info), moment=True)
 
     def notes(self, infos: Tree) -> tuple[str, ...]:
         """A sentence per parameter that keeps 32 bits."""
@@ -123,7 +127,7 @@ def check_fits(tiles: Sequence[tuple[TensorInfo, tuple[int, ...]]], layout: Layo
     for (info, tile), local in zip(tiles, held, strict=True):
         if not _divides(tile, local):
             shape = f"{info.path} {info.axes} of shape {info.shape}"
-            instead = _fitting([info for info, _ in tiles], held, math.prod(tile)) or _keeping(info)
+            instead = _fitting([info for info, _ in tiles], held) or _keeping(info)
             raise LayoutError(
                 f"the 8-bit states of {shape} have tiles of {tile}, which {layout} would cut: a device holds {local}; "
                 f"{instead}"
@@ -140,21 +144,15 @@ def _divides(tile: tuple[int, ...] | None, shape: tuple[int, ...]) -> bool:
     return tile is not None and all(n % t == 0 for n, t in zip(shape, tile, strict=True))
 
 
-def _fitting(infos: Sequence[TensorInfo], held: Sequence[tuple[int, ...]], block_size: int) -> str | None:
-    """The storage of the largest blocks, of the widest tiles, that fits every parameter."""
-    while block_size >= SMALLEST_BLOCK:
-        for width in (128, 64, 32, 16, 8):
-            choose = lambda i, b=block_size, w=width: tile_for(i.shape, i.axes, block_size=b, width=w)  # noqa: E731
-            if all(_divides(choose(i), local) for i, local in zip(infos, held, strict=True)):
-                how = {} if block_size == EightBit.block_size else {"block_size": block_size}
-                how |= {} if width == EightBit.width else {"width": width}
-                fields = ", ".join(f"{k}={v}" for k, v in how.items())
-                gin = "".join(f", EightBit.{k} = {v}" for k, v in how.items())
-                return (
-                    f"with the optimizer's storage=EightBit({fields}) it fits, and every other parameter whose state "
-                    f"is in 8 bits (in gin: AdamW8bit.storage = @EightBit(){gin})"
-                )
-        block_size //= 2
+def _fitting(infos: Sequence[TensorInfo], held: Sequence[tuple[int, ...]]) -> str | None:
+    """The storage of the widest tiles that fits every parameter."""
+    for width in (128, 64, 32, 16, 8, 4, 2, 1):
+        tiles = [tile_for(i.shape, i.axes, width=width) for i in infos]
+        if all(map(_divides, tiles, held)):
+            return (
+                f"with the optimizer's storage=EightBit(width={width}) it fits, and every other parameter whose state "
+                f"is in 8 bits (in gin: AdamW8bit.storage = @EightBit(), EightBit.width = {width})"
+            )
     return None
 
 
@@ -192,8 +190,20 @@ def convert(x: Moment, like: Moment) -> Moment:
     stored = lambda m: (m.tile, m.format, m.signed, m.flat) if is_quantized(m) else m.dtype  # noqa: E731
     if stored(x) == stored(like):
         return x
-    value = dequantize_blockwise(x) if is_quantized(x) else x
+    value = _value(x) if is_quantized(x) else x
     if not is_quantized(like):
         return value.astype(like.dtype)
     tile, block_size = (None, like.flat) if like.flat is not None else (like.tile, 256)
-    return quantize_blockwise(value, signed=like.signed, format=like.format, tile=tile, block_size=block_size)
+    form: Any = dict(signed=like.signed, format=like.format, tile=tile, block_size=block_size)
+    return quantize_blockwise(value, moment=True, **form)
+
+
+def _value(q: Quantized) -> jax.Array:
+    """What a state stands for, but for zeros among second moments: they count as the map's smallest positive value.
+
+    Checkpoints of older versions may have a 0 where the first moment is none, and the next step would divide by eps.
+    """
+    if q.signed:
+        return dequantize_blockwise(q)
+    code = codec(q.format, q.signed)
+    return dequantize_blockwise(dataclasses.replace(q, codes=code.at(jnp.maximum(code.order(q.codes), 1))))

@@ -94,6 +94,10 @@ def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
         state = blueprint.abstract_state().opt_state
         if not any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
             yield "train.optimizer", name, "every parameter keeps 32 bits (EightBit.min_size, EightBit.keep)"
+        width = optimizer.storage.width
+        for name in _given(optimizer.storage, "block_size") if width else ():
+            if optimizer.storage.block_size > width:
+                yield f"EightBit.{name}", optimizer.storage.block_size, f"EightBit.width = {width} makes blocks smaller"
 
 
 def _falls_twice(c: TrainConfig) -> Iterator[str]:

@@ -18,6 +18,9 @@ from jax import lax
 
 from pallas_kernels.dispatch import KernelError
 
+MOMENT_DOWN = 1.05**2
+"""How far below a second moment its code may be: the step, which has its root below the line, grows by 5% at most."""
+
 
 class Codec(Protocol):
     """An 8-bit code; `values()[i]` belongs to the i-th code in ascending order."""
@@ -36,6 +39,11 @@ class Codec(Protocol):
 
     def encode(self, x: jax.Array) -> jax.Array:
         """float32 in [-1, 1] (or [0, 1]) -> the code of the nearest value; either one on a tie, any for a NaN."""
+        ...
+
+    def encode_moment(self, x: jax.Array) -> jax.Array:
+        """As `encode` if signed. Unsigned, for moments whose root an optimizer divides by: a positive number never
+        becomes 0, and the dynamic map goes down by a tenth at most, so that rounding hardly enlarges a step."""
         ...
 
     def decode(self, codes: jax.Array) -> jax.Array:
@@ -84,6 +92,13 @@ class Dynamic:
         return _float(_bits(magnitude) | (_bits(twice) & _SIGN))
 
     def encode(self, x: jax.Array) -> jax.Array:
+        return self._encode(x, at_most_down=None)
+
+    def encode_moment(self, x: jax.Array) -> jax.Array:
+        return self._encode(x, at_most_down=None if self.signed else MOMENT_DOWN)
+
+    def _encode(self, x: jax.Array, *, at_most_down: float | None) -> jax.Array:
+        """The nearest; or, unsigned, the next above where that is below x by more than this factor."""
         a = jnp.abs(x) if self.signed else x
         # The decade i in three bits found by bisection, while y = a * 10**(6 - i) comes into (0.1, 1]; n = its codes.
         first = 1.0 if self.signed else 2.0
@@ -98,7 +113,11 @@ class Dynamic:
         n = jnp.where(b0, n + n, n)
         # Midpoints between codes are where n * (y / 0.9 + 8 / 9) is whole: take 1/2 off and round. A hair less than
         # 1 / 0.9 keeps y = 1 in its decade.
-        place = (y * np.float32((1 - 4e-7) / 0.9) + np.float32(8 / 9)) * n - 0.5
+        ninths = y * np.float32((1 - 4e-7) / 0.9)
+        place = (ninths + np.float32(8 / 9)) * n - 0.5
+        if at_most_down is not None:
+            # x / at_most_down lies this much lower; rounding that up is adding what is left of 1/2, where anything is.
+            place = place + jnp.maximum(0.5 - ninths * n * np.float32(1 - 1 / at_most_down), 0.0)
         # Up to 0.2 of a step into a decade the last code of the one below is nearer; into the lowest, 0 is, up to half
         # its first value.
         zero, one = _EDGES[self.signed]
@@ -106,6 +125,8 @@ class Dynamic:
         place = jnp.where(place < edge, place - 0.5, place)
         if not self.signed:  # decade i starts at code n - 1
             place = jnp.where(a > np.float32(one), 256.0, place)
+            if at_most_down is not None:
+                place = jnp.where(x > 0, place, 1.0)
             return (_rounded(place, -1) & 0xFF).astype(jnp.uint8)
         place = _float(_bits(place) | (_bits(x) & _SIGN))
         return (_rounded(jnp.where(x > np.float32(one), 128.0, place), 127) & 0xFF).astype(jnp.uint8)
@@ -143,6 +164,9 @@ class Linear:
         x = jnp.clip(x * self._top, -self._top if self.signed else 0.0, self._top)
         return _rounded(x, 0).astype(self.dtype)
 
+    def encode_moment(self, x: jax.Array) -> jax.Array:
+        return self.encode(x if self.signed else jnp.where(x > 0, jnp.maximum(x, np.float32(1 / self._top)), x))
+
     def order(self, codes: jax.Array) -> jax.Array:
         return codes.astype(jnp.int32) + (127 if self.signed else 0)
 
@@ -171,6 +195,9 @@ class Float8:
 
     def encode(self, x: jax.Array) -> jax.Array:
         return (x * 448.0).astype(jnp.float8_e4m3fn)
+
+    def encode_moment(self, x: jax.Array) -> jax.Array:
+        return self.encode(x if self.signed else jnp.where(x > 0, jnp.maximum(x, np.float32(2.0**-9 / 448)), x))
 
     def order(self, codes: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)

@@ -12,15 +12,15 @@ from pallas_kernels.blockwise.quantized import quantize_blockwise
 from pallas_kernels.blockwise.rules import Rule
 
 LLAMA = (
-    ("embedding, tensor=8", (16032, 4096), (2, 128)),
-    ("mlp, tensor=8", (4096, 1792), (2, 128)),
-    ("mlp, fsdp=8", (512, 14336), (2, 128)),
-    ("mlp stacked, fsdp=8", (4, 512, 14336), (1, 2, 128)),
-    ("q, tensor=8", (4096, 4, 128), (2, 1, 128)),
-    ("k, tensor=8", (4096, 1, 128), (2, 1, 128)),
-    ("k stacked, fsdp=8", (4, 512, 8, 128), (1, 2, 1, 128)),
-    ("o, tensor=8", (4, 128, 4096), (1, 2, 128)),
-    ("norm", (4096,), (256,)),
+    ("embedding, tensor=8", (16032, 4096), (1, 128)),
+    ("mlp, tensor=8", (4096, 1792), (1, 128)),
+    ("mlp, fsdp=8", (512, 14336), (1, 128)),
+    ("mlp stacked, fsdp=8", (4, 512, 14336), (1, 1, 128)),
+    ("q, tensor=8", (4096, 4, 128), (1, 1, 128)),
+    ("k, tensor=8", (4096, 1, 128), (1, 1, 128)),
+    ("k stacked, fsdp=8", (4, 512, 8, 128), (1, 1, 1, 128)),
+    ("o, tensor=8", (4, 128, 4096), (1, 1, 128)),
+    ("norm", (4096,), (128,)),
 )
 """(which, local shape, tile)."""
 

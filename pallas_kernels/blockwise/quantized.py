@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blockwise.codecs import codec, encode_stochastic
-from pallas_kernels.blockwise.reference import absmax_of, blocks_of, inverse, unblock
+from pallas_kernels.blockwise.reference import absmax_of, blocks_of, scaled, unblock
 from pallas_kernels.dispatch import KernelError
 
-SMALLEST_BLOCK = 64
-"""Elements; blocks smaller than this are not worth a scale."""
+SMALLEST_BLOCK = 32
+"""Elements; a scale for fewer is more than an eighth of a byte each."""
 LANES = 128
 """What the last dimension of a tile is at most: the lanes of a TPU register."""
 WHOLE_AXES = ("layers", "experts", "heads", "kv_heads")
@@ -71,6 +71,7 @@ def quantize_blockwise(
     format: str = "dynamic",
     tile: Sequence[int] | None = None,
     key: jax.Array | None = None,
+    moment: bool = False,
 ) -> Quantized:
     """Divides each block by its largest magnitude and rounds to 8 bits (Dettmers et al. 2022).
 
@@ -85,13 +86,18 @@ def quantize_blockwise(
       format: "dynamic", "linear" or "fp8".
       tile: a block's extent in every dimension of x, dividing it; `tile_for` chooses one.
       key: of `jax.random`, rounds at random to one of the two neighbours so that the mean is x; nearest without.
+      moment: round as optimizers do what they keep: of an unsigned x, a positive number never becomes 0
+        (`Codec.encode_moment`).
 
     Raises:
-      KernelError: a format that there is not, a tile that does not divide x, a block size that is no power of two.
+      KernelError: a format that there is not, a tile that does not divide x, a block size that is no power of two, both
+        a key and `moment`.
     """
     code = codec(format, signed)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise KernelError(f"quantize_blockwise takes floats, and x is {x.dtype}; cast it to float32 first")
+    if key is not None and moment:
+        raise KernelError("a second moment is not rounded at random, which may make it 0; leave out key or moment")
     if tile is None and (block_size < 1 or block_size & (block_size - 1)):
         raise KernelError(f"block_size={block_size} is no power of two; 256 is usual")
     tile = () if tile is None else tuple(int(t) for t in tile)
@@ -100,8 +106,9 @@ def quantize_blockwise(
         check_tile(tuple(x.shape), tile, "x")
     blocks = blocks_of(x.astype(jnp.float32), tile, flat)
     scales = absmax_of(blocks, tile, flat)
-    scaled = blocks * _expand(inverse(scales), tile, flat)
-    codes = code.encode(scaled) if key is None else encode_stochastic(code, scaled, key)
+    units = scaled(blocks, _expand(scales, tile, flat))
+    encode = code.encode_moment if moment else code.encode
+    codes = encode(units) if key is None else encode_stochastic(code, units, key)
     return Quantized(unblock(codes, x.shape), _squeeze(scales, tile, flat), tile, format, bool(signed), flat)
 
 
@@ -118,29 +125,26 @@ def dequantize_blockwise(q: Quantized, dtype: jax.typing.DTypeLike = jnp.float32
 
 
 def tile_for(
-    shape: Sequence[int], axes: Sequence[str | None] | None = None, *, block_size: int = 256, width: int = LANES
+    shape: Sequence[int], axes: Sequence[str | None] | None = None, *, width: int = LANES
 ) -> tuple[int, ...] | None:
     """Which tile of a parameter shares a scale: from its shape and names alone, so the state is the same on any mesh.
 
-    Per layer: a dimension named "layers" gets 1. The last dimension gives the largest power of two up to `width` that
-    divides it (a vector's only one up to `block_size`), and one other dimension the rest, from the right the first
-    that can and is not one of `WHOLE_AXES`; where none can alone, several share. `WHOLE_AXES` give only what is
-    needed for 64 elements.
+    A piece of a row: the largest power of two up to `width` that divides the last dimension, which is not "layers".
+    Rows, whose scales may be unlike, are joined only where that is fewer than `SMALLEST_BLOCK` numbers, and only to
+    have as many: of one other dimension, from the right the first that can and is not one of `WHOLE_AXES`; where none
+    can alone, several share, and `WHOLE_AXES` come last. "layers" gives 1.
 
     Args:
       shape: the parameter's, unsharded, with its stacked layers.
       axes: a logical name a dimension; `None` when they are unknown.
-      block_size: elements of a block, a power of two.
-      width: the most that the last of several dimensions gives, a power of two; kernels take 128.
+      width: the most that the last dimension gives, a power of two; kernels take 128.
 
     Returns:
-      the tile, or `None` where no 64 elements can be had: keep such a tensor in 32 bits.
+      the tile, or `None` where no `SMALLEST_BLOCK` numbers can be had: keep such a tensor in 32 bits.
 
     Raises:
       KernelError: as many names as dimensions are needed, and a power of two.
     """
-    if block_size < 1 or block_size & (block_size - 1):
-        raise KernelError(f"block_size={block_size} is no power of two; 256 is usual")
     if width < 1 or width & (width - 1):
         raise KernelError(f"width={width} is no power of two; {LANES} is usual")
     names = [None] * len(shape) if axes is None else list(axes)
@@ -150,18 +154,15 @@ def tile_for(
     tile = [1] * len(shape)
     if not own:
         return None
-    last, others = own[-1], own[-2::-1]  # the others from the right
-    tile[last] = _divisor(shape[last], min(block_size, width) if others else block_size)
-    rest = block_size // tile[last]
+    tile[own[-1]] = _divisor(shape[own[-1]], width)
+    needed = max(1, SMALLEST_BLOCK // tile[own[-1]])
+    others = sorted(own[-2::-1], key=lambda i: names[i] in WHOLE_AXES)  # from the right, the whole ones last
     ordinary = [i for i in others if names[i] not in WHOLE_AXES]
-    alone = next((i for i in ordinary if shape[i] % rest == 0), None)
-    for i in ordinary if alone is None else [alone]:
-        tile[i] = _divisor(shape[i], rest)
-        rest //= tile[i]
-    for i in others:
-        if i not in ordinary:
-            tile[i] = _divisor(shape[i], max(1, min(rest, SMALLEST_BLOCK // math.prod(tile))))
-    return tuple(tile) if math.prod(tile) >= SMALLEST_BLOCK else None
+    alone = [i for i in ordinary if shape[i] % needed == 0][:1]
+    for i in alone or others:
+        tile[i] = _divisor(shape[i], needed)
+        needed //= tile[i]
+    return tuple(tile) if needed == 1 else None
 
 
 def _divisor(n: int, most: int) -> int:
@@ -173,7 +174,7 @@ def check_tile(shape: tuple[int, ...], tile: tuple[int, ...], what: str) -> None
     """Raises `KernelError` unless the tile has the shape's rank and divides it; names one that does."""
     if len(tile) == len(shape) and all(t > 0 and n % t == 0 for n, t in zip(shape, tile, strict=True)):
         return
-    near = tile_for(shape, block_size=1 << max(0, math.prod(tile).bit_length() - 1)) if shape else None
+    near = tile_for(shape) if shape else None
     hint = f"; {near} would" if near else ""
     raise KernelError(f"the tile {tile} does not divide {what}, whose shape is {shape}{hint}")
 

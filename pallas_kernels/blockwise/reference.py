@@ -15,6 +15,8 @@ from pallas_kernels.blockwise.codecs import codec
 from pallas_kernels.blockwise.rules import Rule
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
+_HUGE = 2.0**100
+"""A scale above this is made smaller before it is inverted: 1 / 8.6e37 is no normal float32, and would count as 0."""
 
 
 def blocks_of(x: jax.Array, tile: tuple[int, ...], flat: int | None) -> jax.Array:
@@ -41,9 +43,17 @@ def magnitude(x: jax.Array) -> jax.Array:
     return jnp.where(x != x, jnp.inf, jnp.abs(x))
 
 
-def inverse(scales: jax.Array) -> jax.Array:
-    """1 / scale, and 0 for a scale that is 0, not normal, infinite or NaN."""
-    return jnp.where(scales >= _TINY, 1.0 / jnp.maximum(scales, _TINY), 0.0)
+def inverse(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two factors, one after the other, of 1 / scale; 0 for a scale that is 0, not normal, infinite or NaN."""
+    first = jnp.where(scales > _HUGE, 2.0**-30, 1.0)
+    smaller = scales * first
+    return first, jnp.where(scales >= _TINY, 1.0 / jnp.maximum(smaller, _TINY), 0.0)
+
+
+def scaled(x: jax.Array, scales: jax.Array) -> jax.Array:
+    """x / scale, in [-1, 1]; 0 (a NaN where x is no number) where `inverse` is 0."""
+    first, second = inverse(scales)
+    return x * first * second
 
 
 def update(
@@ -74,7 +84,7 @@ def update(
     change, new = rule.step(p, view(grad).astype(jnp.float32), states, derived)
     out = (p + change).astype(param.dtype) if apply else change
     maxima = [absmax_of(x, tile, flat) for x in new]
-    new_codes = [c.encode(x * inverse(a)) for c, x, a in zip(codecs, new, maxima, strict=True)]
+    new_codes = [c.encode_moment(scaled(x, a)) for c, x, a in zip(codecs, new, maxima, strict=True)]
     return (
         unblock(out, param.shape),
         tuple(unblock(x, param.shape) for x in new_codes),

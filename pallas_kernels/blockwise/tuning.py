@@ -12,7 +12,7 @@ from pallas_kernels.blockwise.rules import ADAMW
 from pallas_kernels.tiles import trying
 
 Key = dict[str, Any]
-_SHAPES = {"matrix": ((4096, 14336), (2, 128)), "stack": ((16384, 32, 128), (2, 1, 128))}
+_SHAPES = {"matrix": ((4096, 14336), (1, 128)), "stack": ((16384, 8, 128), (1, 1, 128))}
 
 
 def keys(platform: str) -> Iterator[Key]:

@@ -250,7 +250,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_state(bad):
     _, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
     for m in (state.mu, state.nu):
         values = np.asarray(dequantize_blockwise(m["mlp"]["kernel"]))
-        assert not np.isfinite(values[1, 2:4, :128]).any() and np.isfinite(values[0]).all()
+        assert not np.isfinite(values[1, 3, :128]).any() and np.isfinite(np.delete(values[1], 3, 0)).all()
 
 
 def test_state_is_two_bytes_a_parameter_and_a_scale_a_block():
@@ -258,8 +258,8 @@ def test_state_is_two_bytes_a_parameter_and_a_scale_a_block():
     state = tx.init(PARAMS)
     size = INFOS["mlp"]["kernel"].size
     held = sum(x.nbytes for m in (state.mu, state.nu) for x in jax.tree.leaves(m["mlp"]))
-    assert held == 2 * size + 2 * 4 * size // 256
-    assert held / size <= 2.04
+    assert held == 2 * size + 2 * 4 * size // 128
+    assert held / size <= 2.07
 
 
 def test_embeddings_and_small_tensors_keep_32_bits_and_say_so():
@@ -320,18 +320,18 @@ def test_another_optimizers_state_does_not_convert():
 
 def test_a_tile_that_a_layout_would_cut_names_one_that_fits():
     info = {"w": TensorInfo("mlp/up", (128, 384), jnp.float32, ("embed", "mlp"))}
-    words = ("mlp/up", "tiles of (2, 128)", "a device holds (128, 192)", "storage=EightBit(width=64) it fits")
+    words = ("mlp/up", "tiles of (1, 128)", "a device holds (128, 192)", "storage=EightBit(width=64) it fits")
     with raises_saying(LayoutError, *words):
         state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("tensor=2"))
     fits = optim.adamw_8bit(0.1, infos=info, storage=EightBit(width=64))
     assert state_shardings(fits, info, Layout("tensor=2")).mu["w"].scales.spec == jax.P(None, "tensor")
 
 
-def test_where_width_does_not_help_a_smaller_block_is_named():
+def test_a_tile_joins_few_rows_where_the_layout_leaves_few():
     info = {"w": TensorInfo("attn/kernel", (64, 4, 16), jnp.float32, ("embed", "heads", "head_dim"))}
-    words = ("tiles of (16, 1, 16)", "a device holds (8, 4, 16)", "storage=EightBit(block_size=128) it fits")
-    with raises_saying(LayoutError, *words):
-        state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("fsdp=8"))
+    tx = optim.adamw_8bit(0.1, infos=info)
+    assert tx.init(jax.tree.map(lambda i: jnp.zeros(i.shape), info)).mu["w"].tile == (2, 1, 16)
+    assert state_shardings(tx, info, Layout("fsdp=8")).mu["w"].scales.spec == jax.P("fsdp", None, None)
 
 
 def test_a_tensor_that_no_tile_fits_can_be_kept():

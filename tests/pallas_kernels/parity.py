@@ -323,7 +323,7 @@ def _plain_update(rule: Rule, p: Any, g: Any, states: Any) -> Any:
     derived = rule.derive({k: jnp.float32(v) for k, v in _scalars(rule).items()})
     exact = p.astype(jnp.float32)
     u, new = rule.step(exact, g.astype(jnp.float32), tuple(map(dequantize_blockwise, states)), derived)
-    again = (quantize_blockwise(n, tile=s.tile, signed=s.signed) for n, s in zip(new, states, strict=True))
+    again = (quantize_blockwise(n, tile=s.tile, signed=s.signed, moment=True) for n, s in zip(new, states, strict=True))
     return (exact + u).astype(p.dtype), tuple(again)
 
 

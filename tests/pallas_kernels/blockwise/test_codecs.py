@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.blockwise import FORMATS, codec
-from pallas_kernels.blockwise.codecs import encode_stochastic
+from pallas_kernels.blockwise.codecs import MOMENT_DOWN, encode_stochastic
 from pallas_kernels.dispatch import KernelError
 from tests.pallas_kernels.blockwise.vectors import VECTORS
 
@@ -63,6 +63,30 @@ def test_the_nearest_value_is_chosen_on_both_sides_of_every_decision(code):
     middles = middles[np.abs(middles) > 1e-12]
     for nudge in (1 - 1e-5, 1 - 3e-7, 1, 1 + 3e-7, 1 + 1e-5):
         assert _excess(code, np.clip(middles * np.float32(nudge), values[0], 1)).max() < ROUNDING
+
+
+@every_codec
+def test_a_positive_second_moment_never_becomes_zero(code):
+    x = np.concatenate([[1.2e-38], 10.0 ** np.random.default_rng(3).uniform(-37, 0, 20_000), [1.0]]).astype(np.float32)
+    nearest, kept = (np.asarray(jax.jit(f)(x)) for f in (code.encode, code.encode_moment))
+    if code.signed:
+        np.testing.assert_array_equal(code.order(kept), code.order(nearest))
+    else:
+        assert np.asarray(code.order(kept)).min() == 1
+    zero = code.encode_moment(jnp.zeros(3))
+    np.testing.assert_array_equal(code.decode(zero), 0)
+
+
+def test_a_second_moment_goes_down_by_a_tenth_at_most_and_up_to_the_next_code():
+    code = codec("dynamic", False)
+    random = np.random.default_rng(4)
+    x = np.sort(np.concatenate([10.0 ** random.uniform(-6.4, 0, 100_000), random.uniform(0, 1, 100_000)]))
+    x = x[x > code.values()[1]].astype(np.float32)
+    places = np.asarray(jax.jit(code.encode_moment)(x)).astype(int)
+    over = np.asarray(jax.jit(code.encode)(x)).astype(int)
+    assert np.all(np.diff(places) >= 0) and np.all((places == over) | (places == over + 1))
+    assert (x / code.values()[places]).max() < MOMENT_DOWN * (1 + 1e-5)
+    assert np.mean(places == over) > 0.9 and np.all((places == over)[x > 0.05])
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ def _agree(rule, shape, tile, implementation, *dtypes, races=False, format="dyna
         order = codec(format, b.signed).order
         off = np.asarray(order(a.codes)) - np.asarray(order(b.codes))
         assert abs(off).max() <= 1 and np.count_nonzero(off) <= 2  # ties
+        assert b.signed or np.asarray(order(a.codes))[np.asarray(g) != 0].min() > 0
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,7 @@ def _agree(rule, shape, tile, implementation, *dtypes, races=False, format="dyna
         ((104, 128), (2, 128)),  # the last block of rows is short
         ((2, 32, 256), (1, 2, 128)),
         ((12, 3, 128), (2, 1, 128)),
+        ((12, 3, 128), (1, 1, 128)),
         ((2, 4, 2, 256), (1, 2, 1, 128)),
         ((32, 128), (8, 128)),
     ],
@@ -119,6 +123,18 @@ def test_a_tpu_kernel_refuses_a_block_that_does_not_fit_its_memory():
 @pytest.mark.parametrize("columns", [128 * 128 + 256])
 def test_the_tpu_kernel_takes_rows_wider_than_a_block(columns):
     _agree(ADAMW, (32, columns), (2, 128), "mosaic_tpu")
+
+
+@pytest.mark.parametrize("backend", ["mosaic_tpu", pytest.param("mosaic_gpu", marks=needs_jax_11)])
+def test_kernels_keep_blocks_of_the_largest_floats(backend):
+    p, g, states = make(LION, (32, 128), (1, 128))
+    (huge,) = states
+    huge = dataclasses.replace(huge, scales=huge.scales.at[3].set(3e38).at[5].set(8.6e37))
+    _, (want,) = step(LION, p, g, (huge,), implementation="xla")
+    with interpreted():
+        _, (got,) = step(LION, p, g, (huge,), implementation=backend)
+    np.testing.assert_array_equal(got.codes, want.codes)
+    assert len(np.unique(got.codes[3])) > 50
 
 
 @needs_jax_11

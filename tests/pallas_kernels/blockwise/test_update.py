@@ -110,7 +110,8 @@ def test_the_step_is_dequantise_update_quantise(name, format):
         change, fresh = np.asarray(change), [np.asarray(x) for x in fresh]
     np.testing.assert_allclose(got, np.float64(p) + change, rtol=1e-5, atol=1e-6)
     for q, x in zip(new, fresh, strict=True):
-        want = quantize_blockwise(jnp.asarray(x, jnp.float32), tile=(2, 128), signed=q.signed, format=format)
+        form = dict(tile=(2, 128), signed=q.signed, format=format, moment=True)
+        want = quantize_blockwise(jnp.asarray(x, jnp.float32), **form)
         np.testing.assert_allclose(q.scales, want.scales, rtol=1e-5)
         code = codec(format, q.signed)
         off = np.asarray(code.order(q.codes)) - np.asarray(code.order(want.codes))

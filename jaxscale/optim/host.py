@@ -40,7 +40,7 @@ class OnHost:
     the state stays on the device, and a warning says so.
 
     Args:
-      optimizer: one whose states have their parameters' shapes: AdamW, SGD, Lion, LAMB, the 8-bit ones.
+      optimizer: one whose states have their parameters' shapes: all but Adafactor and SOAP.
       master: also keep float32 parameters there, and update those; the model's own, in bfloat16
         (`Transformer.param_dtype`), are rounded from them.
 
@@ -79,7 +79,7 @@ def on_host(
             shape = i.value.shape if is_named(i) else i.shape
             raise ConfigError(
                 f"OnHost streams states of their parameters' shapes, and this optimizer has one of shape {shape}; "
-                "use AdamW, SGD or an 8-bit optimizer"
+                "give it AdamW, SGD or an 8-bit optimizer, as OnHost.optimizer = @AdamW()"
             )
     of_params = jax.tree.map(_group, infos)
     of_state = jax.tree.map(lambda q: _group(jax.tree.leaves(q)[0]), states, is_leaf=is_quantized)

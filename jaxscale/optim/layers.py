@@ -121,8 +121,8 @@ def per_layer(tx: optax.GradientTransformation, infos: Tree | None) -> optax.Gra
     """A transformation that is defined per tensor (a trust ratio, factored moments), applied to each layer by itself.
 
     It sees one layer's parameter as `view_of` shows it, under `vmap` over `layers` and `experts`; its counts are
-    common to all layers, and every other state is one per layer and laid out by names (`NamedState`). It must not
-    look across tensors.
+    common to all layers, and every other state is one per layer and laid out by names (`NamedState`); where it has
+    none, the state is `optax.EmptyState`, whatever the parameters. It must not look across tensors.
 
     Args:
       tx: the transformation.
@@ -156,20 +156,22 @@ def per_layer(tx: optax.GradientTransformation, infos: Tree | None) -> optax.Gra
             state = _over_stacks(tx.init, _depth(group, views), (0,), over)(group)
             told = of_layer(group, _told_apart)
             out[key] = jax.tree_util.tree_map_with_path(lambda p, a, x: _named(p, a, x, views), told, state)
-        return out
+        return out if jax.tree.leaves(out) else optax.EmptyState()
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         held = grouped(params) if params is not None else {}
         found, kept = dict[str, jax.Array](), dict[str, Any]()
         for key, group in grouped(updates).items():
-            bare = jax.tree.map(lambda s: s.value if is_named(s) else s, state[key], is_leaf=is_named)
-            over = jax.tree.map(_mapped, of_layer(group))
+            one = of_layer(group)
+            held_state = state[key] if jax.tree.leaves(one) else one
+            bare = jax.tree.map(lambda s: s.value if is_named(s) else s, held_state, is_leaf=is_named)
+            over = jax.tree.map(_mapped, one)
             run = _over_stacks(tx.update, _depth(group, views), (0, over, 0), (0, over))
             new, after = run(group, bare, held.get(key))
             found |= new
-            kept[key] = jax.tree.map(_renamed, state[key], after, is_leaf=is_named)
+            kept[key] = jax.tree.map(_renamed, held_state, after, is_leaf=is_named)
         out = jax.tree_util.tree_map_with_path(lambda p, u: found[path_name(p)].reshape(u.shape), updates)
-        return out, kept
+        return out, kept if jax.tree.leaves(kept) else state
 
     return optax.GradientTransformation(init, update)
 
@@ -236,17 +238,21 @@ def _renamed(before: Any, after: jax.Array) -> Any:
 def hidden_matrices(infos: Tree, others: tuple[str, ...], optimizer: str) -> Tree:
     """A bool per parameter: `is_hidden_matrix`.
 
+    Of some of the parameters, with the others' places empty (`optax.MaskedNode`), all may be none.
+
     Raises:
       ConfigError: `others` is no tuple, or one of them no part of any path; nothing is a matrix.
     """
     if isinstance(others, str):
         raise ConfigError(f"{optimizer}.others = {others!r}: give a tuple of path components, as ('{others}',)")
+    every = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    some = any(isinstance(x, optax.MaskedNode) for x in every)
     parts = {part for i in jax.tree.leaves(infos) for part in i.path.split("/")}
     for other in others:
-        if other not in parts:
+        if other not in parts and not some:
             raise ConfigError(f"{optimizer}.others names '{other}', which is in no path{near(other, sorted(parts))}")
     found = jax.tree.map(lambda i: is_hidden_matrix(i, others), infos)
-    if not any(jax.tree.leaves(found)):
+    if not some and not any(jax.tree.leaves(found)):
         raise ConfigError(f"{optimizer} finds no matrix between hidden features among the parameters; use AdamW")
     return found
 

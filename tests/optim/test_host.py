@@ -13,14 +13,31 @@ import pytest
 
 from jaxscale import config
 from jaxscale.errors import ConfigError
-from jaxscale.layout import Layout, host
+from jaxscale.layout import Layout, TensorInfo, host
 from jaxscale.models import TransformerConfig
-from jaxscale.optim import SGD, AdamW, AdamW8bit, EightBit, OnHost, apply_gradients, on_host
+from jaxscale.optim import (
+    LAMB,
+    LARS,
+    SGD,
+    SOAP,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    Constant,
+    EightBit,
+    Lion,
+    Muon,
+    OnHost,
+    ScheduleFreeAdamW,
+    apply_gradients,
+    on_host,
+)
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.prepare import blueprint_of
 from jaxscale.train.state import TrainState
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
+from tests.truth.layouts import QUICKLY
 from tests.truth.params import random_params
 
 # two runs of layers, of 2 and 1 groups, and what no stack holds
@@ -114,10 +131,44 @@ def test_hardware_without_host_memory_and_runs_without_a_layout_say_so_once(monk
     host.say_once.cache_clear()
 
 
-def test_an_optimizer_of_other_shapes_is_one_sentence():
-    infos = _blueprint(AdamW()).infos
-    with raises_saying(ConfigError, "OnHost", "AdamW, SGD or an 8-bit"):
-        on_host(lambda infos: optax.adafactor(1e-3, min_dim_size_to_factor=8), infos)
+FEW = {
+    "embed": TensorInfo("embed", (16, 8), np.dtype("float32"), ("vocab", "embed")),
+    "up": TensorInfo("up", (2, 8, 16), np.dtype("float32"), ("layers", "embed", "mlp")),
+    "norm": {"scale": TensorInfo("norm/scale", (2, 8), np.dtype("float32"), ("layers", "norm"))},
+}
+WHOLE = {
+    "lamb": LAMB(), "lars": LARS(), "lion": Lion(), "muon": Muon(), "muon, others": Muon(others=("embed",)),
+    "schedule-free": ScheduleFreeAdamW(),
+}  # fmt: skip
+
+
+def test_optimizers_with_rules_per_layer_or_per_parameter_do_the_same_on_the_host():
+    params, grads = random_params(FEW), random_params(FEW, seed=7)
+    rate = Constant().make(0.1, 10)
+    alone, hosted = ({n: wrap(o).make(rate, FEW) for n, o in WHOLE.items()} for wrap in (lambda o: o, OnHost))
+
+    def step(params, grads):
+        one = lambda tx: apply_gradients(tx, grads, tx.init(params), params)  # noqa: E731
+        return [{name: one(tx) for name, tx in txs.items()} for txs in (alone, hosted)]
+
+    with Layout("data=1"):
+        want, got = jax.jit(step).lower(params, grads).compile(QUICKLY)(params, grads)
+    for name in WHOLE:
+        assert_leaves_agree(got[name][0], want[name][0], what=name)
+        inner = jax.tree.map(np.asarray, got[name][1].inner)
+        assert_leaves_agree(inner, jax.tree.map(np.asarray, want[name][1]), what=f"state of {name}")
+
+
+@pytest.mark.parametrize("optimizer", [Adafactor(min_dim_size_to_factor=8), SOAP()], ids=lambda o: type(o).__name__)
+def test_an_optimizer_of_other_shapes_is_one_sentence_whose_advice_works(optimizer):
+    rate = Constant().make(0.1, 10)
+    with raises_saying(ConfigError, "OnHost", "AdamW, SGD or an 8-bit", "OnHost.optimizer = @AdamW()"):
+        OnHost(optimizer).make(rate, FEW)
+    params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), FEW)
+    for advised in (AdamW(), SGD(), AdamW8bit(storage=EightBit(min_size=0))):
+        tx = OnHost(advised).make(rate, FEW)
+        with Layout("data=1"):
+            jax.eval_shape(lambda p, tx=tx: apply_gradients(tx, p, tx.init(p), p), params)
 
 
 def test_gin_chooses_it():

@@ -409,7 +409,7 @@ WRONG = {
     "threshold": (lambda: optim.Adafactor(clipping_threshold=0.5), ("Adafactor.clipping_threshold = 0.5",)),
     "on host": (
         lambda: optim.OnHost(optim.Adafactor(min_dim_size_to_factor=8)).make(RATE, INFOS),
-        ("OnHost streams states", "use AdamW, SGD"),
+        ("OnHost streams states", "AdamW, SGD"),
     ),
     "other parameters": (
         lambda: _plain(MEMBERS["adafactor"]).init({"other": jnp.ones((4, 4))}), ("'other' of shape (4, 4)",)

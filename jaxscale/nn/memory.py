@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.layout import DEVICE, HOST, constrain, host_memory_or_say
+from jaxscale.layout import DEVICE, HOST, constrain, current, host_memory_or_say
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "residual": ("residual",),
@@ -77,7 +77,7 @@ class MemoryPolicy:
       tile: made, and in the backward pass made again, one tile of the sequence at a time (ALST, Bekman et al. 2025):
         `mlp_hidden`, `norm`.
       rest: "recompute", "keep" or "dots" (keep the products with weights).
-      tile_size: positions of a tile.
+      tile_size: positions of a tile; a multiple of the devices that a sequence is split over, else the next below.
 
     Raises:
       ConfigError: an unknown tensor, one in two lists, or one that cannot be tiled.
@@ -195,9 +195,12 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
     Args:
       fn: treats every position by itself; may close over parameters.
       x: activations.
-      size: positions of a tile, at most; what remains of a sequence is a tile of its own.
+      size: positions of a tile, at most, but one for each device that a sequence is split over; what remains of a
+        sequence is a tile of its own.
     """
     b, s, e = x.shape
+    pieces = _pieces("residual_seq")
+    size = max(size // pieces, 1) * pieces
     n = s // size
     if s <= size:
         return fn(x)
@@ -206,3 +209,11 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
     y = jax.lax.map(jax.checkpoint(fn, prevent_cse=False), tiles)
     y = jnp.moveaxis(y, 0, 2).reshape(b, n * size, y.shape[-1])
     return y if n * size == s else jnp.concatenate([y, jax.checkpoint(fn)(x[:, n * size :])], axis=1)
+
+
+def _pieces(axis: str) -> int:
+    """How many devices a dimension of activations is split over."""
+    layout = current()
+    if layout is None:
+        return 1
+    return math.prod(layout.sizes[a] for a in layout.resolved_rules.target("activations", axis))

@@ -192,3 +192,13 @@ def test_gin_chooses_presets_and_policies():
     assert config.call("Transformer").memory == POLICIES["offload_residual"]
     with raises_saying(ConfigError, "did you mean 'offload'"):
         config.load(bindings=["MemoryPolicy.offlod = ('residual',)"])
+
+
+@pytest.mark.parametrize("layout", [Layout("context=4"), Layout("tensor=4", sequence_sharded=True)], ids=str)
+@pytest.mark.parametrize("size, shape", [(10, (2, 8, 8)), (1, (2, 4, 8)), (12, (2, 12, 8))])
+def test_a_tile_is_a_whole_number_of_positions_on_each_device(layout, size, shape):
+    seen = []
+    x = jax.ShapeDtypeStruct((2, 64, 8), jnp.float32)
+    with layout:
+        out = jax.eval_shape(lambda x: in_tiles(lambda y: (seen.append(y.shape), y)[1], x, size=size), x)
+    assert out.shape == x.shape and seen[0] == shape

@@ -25,7 +25,7 @@ Serves a run's model over HTTP: /v1/completions, /v1/chat/completions (both stre
 On another host than 127.0.0.1 an API key is needed, from --api-key-file or the variable JAXSCALE_API_KEY. There is no
 TLS: put a proxy in front where the network is not trusted. SIGTERM and Ctrl-C end what runs, for --drain seconds.
 Everything is compiled before the first answer, and kept for the next start in ~/.cache/jaxscale (JAXSCALE_CACHE) or the
-folder that JAX_COMPILATION_CACHE_DIR names; with a --mesh on CPUs only in that.
+folder that JAX_COMPILATION_CACHE_DIR names.
 """
 
 
@@ -73,7 +73,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     no_bindings(args, bindings)
     from jaxscale import Layout, load
     from jaxscale.infer.serve import Limits, Server, engine_of, served_by
+    from jaxscale.sweep.programs import keep_programs
 
+    keep_programs()
     logging.getLogger("jaxscale.serve").setLevel(logging.WARNING if args.quiet else logging.INFO)
     given = {
         "body": args.max_body,
@@ -88,7 +90,6 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     # before anybody listens, so that what is wrong with the folder is said first
     served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)
-    _keep_programs(layout)
     if served.choice:
         told = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
         print(f"jaxscale: a request's defaults, of generation_config.json: {told} (--neutral: none)", file=sys.stderr)
@@ -104,19 +105,6 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         if not server.drain(look=lambda: stop.times > 1):
             print("jaxscale: some answers were cut off", file=sys.stderr)
     return 0
-
-
-def _keep_programs(layout: Any) -> None:
-    """Has compiled programs kept for the next start, where they can be read back.
-
-    Of a program over several CPU devices, XLA reads loops and conditionals back without the order of their collectives.
-    """
-    import jax
-
-    from jaxscale.sweep import programs
-
-    if layout is None or jax.default_backend() != "cpu":
-        programs.keep_programs()
 
 
 def _key(args: argparse.Namespace) -> str | None:

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from jaxscale.cli import main
 from jaxscale.data import ByteTokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.infer.sampling import Sampling
@@ -447,16 +448,10 @@ def test_texts_are_taken_in_turns_and_may_be_taken_back():
         turns.take()
 
 
-def test_programs_are_kept_for_the_next_start_but_not_of_a_mesh_of_cpus(monkeypatch):
-    from jaxscale import Layout
-    from jaxscale.commands.serve import _keep_programs
-    from jaxscale.sweep import programs
-
+def test_the_command_keeps_compiled_programs_for_the_next_start(monkeypatch, tmp_path, capsys):
     calls = []
-    monkeypatch.setattr(programs, "keep_programs", lambda: calls.append(1))
-    _keep_programs(Layout("tensor=2"))
-    assert not calls
-    _keep_programs(None)
+    monkeypatch.setattr("jaxscale.sweep.programs.keep_programs", lambda: calls.append(1))
+    assert main(["serve", str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
     assert calls
 
 

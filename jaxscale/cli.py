@@ -34,6 +34,7 @@ from jaxscale.commands import (
 from jaxscale.commands.shared import TEXT, import_module, join
 from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError, near
 from jaxscale.import_path import append_current_folder, drop_current_folder
+from jaxscale.other_names import same
 from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
@@ -127,9 +128,9 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(f"there is no command '{rest[0]}' (see jaxscale --help){near(rest[0], names)}")
     args, more = parser.parse_known_args(rest)
     if more:
-        named = [a for a in more if a.startswith("--")][:1]
+        named = [a for a in more if a.startswith("--") or "=" in a][:1]
         known = re.findall(r"--[a-z][a-z-]*", parser.format_help() if args.command is None else _help_of(rest))
-        hint = near(named[0].partition("=")[0], sorted(set(known))) if named else ""
+        hint = _option(named[0], sorted(set(known))) if named else ""
         program = "jaxscale" if args.command is None else f"jaxscale {rest[0]}"
         raise ConfigError(f"unrecognized arguments: {' '.join(more)}; see {program} --help{hint}")
     if args.command is None:
@@ -147,6 +148,31 @@ def _run(argv: list[str]) -> int:
     if getattr(args, "distributed", None) is not None:
         join(args.distributed)
     return args.run_command(args, bindings)
+
+
+def _option(word: str, known: list[str]) -> str:
+    """What an option that is none, or `name=value`, was meant to be: an option, a binding, or an axis of the mesh."""
+    name, _, value = word.partition("=")
+    bare, value = name.lstrip("-"), value or "..."
+    close = same(bare, [option.removeprefix("--") for option in known])
+    if close:
+        return f"; did you mean '--{close[0]}'?"
+    if "--gin" not in known:
+        return near(name, known)
+    from jaxscale.config import registered
+    from jaxscale.layout.axes import MESH_AXES
+    from jaxscale.train import TrainConfig
+
+    if "." in bare and bare.partition(".")[0] in registered():
+        return f"; did you mean '--gin.{bare}={value}'?"
+    if axes := same(bare, MESH_AXES):
+        return f"""; did you mean '--mesh "{axes[0]}={value}"'?"""
+    fields = same(bare, TrainConfig.__dataclass_fields__, bindings=True)
+    if fields:
+        return f"; did you mean '--gin.{fields[0] if '.' in fields[0] else f'train.{fields[0]}'}={value}'?"
+    if bare in ("config", "config-file", "config_file", "cfg"):
+        return "; the gin file stands by itself, as jaxscale train experiments/demo.gin"
+    return near(name, known)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from gin.config import ConfigurableReference
 
 from jaxscale.config_registry import BY_NAME, MACRO, Key, configurable, macro_of, name_of, references, short, words
-from jaxscale.config_types import fits, parameters, say, type_hints
+from jaxscale.config_types import fits, is_call, parameters, say, type_hints
 from jaxscale.errors import ConfigError, near
 from jaxscale.reading import clipped
 
@@ -49,11 +49,26 @@ def check(bindings: Mapping[Key, Binding]) -> None:
             expected = hints(obj).get(name, typing.Any)
             if value is None and accepted[name].default is None:
                 continue  # `lr: float = None` means it may be None
+            _check_not_called(value, expected, bindings, f"{where}: {name_of(key)}")
             if not fits(value, expected, macros):
                 said = f"{name_of(key)} must be {say(expected)}, not {clipped(words(value))}{_hint(value, expected)}"
                 raise ConfigError(f"{where}: {said}")
         elif not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            raise ConfigError(f"{where}: '{short(selector)}' has no parameter '{name}'{near(name, accepted)}")
+            raise ConfigError(
+                f"{where}: '{short(selector)}' has no parameter '{name}'{near(name, accepted, bindings=True)}"
+            )
+
+
+def _check_not_called(value: object, expected: object, bindings: Mapping[Key, Binding], what: str) -> None:
+    """Raises where a function is wanted, and one is called in its place, without what it needs."""
+    if not isinstance(value, ConfigurableReference) or not value.evaluate or not is_call(expected):
+        return
+    made, selector = value.configurable.wrapped, value.configurable.selector
+    bound = {parameter for _, of, parameter in bindings if of == selector}
+    needed = [p.name for p in parameters(made).values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not isinstance(made, type) and not bound.issuperset(needed):
+        name = words(value).removesuffix("()")
+        raise ConfigError(f"{what} is a function, and {name}() calls it; write {name}, without brackets")
 
 
 def _hint(value: object, expected: object) -> str:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import functools
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import gin
 from gin.config import ConfigurableReference, ParserDelegate
 
 from jaxscale.config_text import literal
+from jaxscale.config_types import type_hints
 from jaxscale.errors import ConfigError, near
 
 MACRO = "gin.macro"
+
+_OF_GIN = ("constant", "macro")
+"""What gin makes of `%name`; nobody writes a reference to it, and `@constant()` is a slip of `@Constant()`."""
 
 T = typing.TypeVar("T", bound=Callable)
 Key = tuple[str, str, str]  # scope, full selector, parameter
@@ -90,10 +94,16 @@ def own_modules(text: str) -> list[str]:
     )
 
 
-def meant(value: object) -> str:
-    """Ends an error message where an instance belongs and a class, or its name, was given: `; write @AdamW()`."""
+def meant(value: object, methods: Iterable[str] = ()) -> str:
+    """Ends an error message where an instance belongs and a class, or its name, was given: `; write @AdamW()`.
+
+    Nothing is said where what it makes lacks one of the methods that are wanted.
+    """
     entry = BY_NAME.get(value) if isinstance(value, str) else behind_gin(value) or BY_ID.get(id(value))
-    return f"; write @{entry.name}()" if entry is not None else ""
+    if entry is None:
+        return ""
+    made = entry.obj if isinstance(entry.obj, type) else type_hints(entry.obj).get("return", entry.obj)
+    return f"; write @{entry.name}()" if all(hasattr(made, method) for method in methods) else ""
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -126,7 +136,7 @@ def known(selector: str, where: str) -> str:
     """
     found = find(selector)
     if found is None:
-        raise ConfigError(f"{where}: nothing is registered as '{selector}'{near(selector, BY_NAME)}")
+        raise ConfigError(f"{where}: nothing is registered as '{selector}'{near(selector, BY_NAME, bindings=True)}")
     return found
 
 
@@ -164,7 +174,7 @@ class References(ParserDelegate):
 
     def configurable_reference(self, scoped_selector: str, evaluate: bool) -> ConfigurableReference:
         *scopes, last = scoped_selector.split("/")
-        selector = find(last)
+        selector = None if last in _OF_GIN else find(last)
         if selector is None:
             raise SyntaxError(f"nothing is registered as '@{last}'{near(last, BY_NAME)}")
         return ConfigurableReference("/".join([*scopes, selector]), evaluate)

@@ -105,6 +105,14 @@ def fits(value: object, expected: object, macros: Mapping[str, object]) -> bool:
         return True
 
 
+def is_call(expected: object) -> bool:
+    """Whether an annotation is of a function: `Callable[...]`, or a protocol that has nothing but `__call__`."""
+    if expected is collections.abc.Callable or typing.get_origin(expected) is collections.abc.Callable:
+        return True
+    own = {name for name in vars(expected) if not name.startswith("_")} if isinstance(expected, type) else {"?"}
+    return getattr(expected, "_is_protocol", False) and "__call__" in vars(expected) and not own
+
+
 def say(expected: object) -> str:
     """An annotation in words: `int`, `float | None`."""
     if isinstance(expected, type) and not typing.get_args(expected):

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from jaxscale.other_names import same
+
 MISTAKE = 2
 """Exit code of a command that raised an error of ours: beginning again would not help."""
 
@@ -56,10 +58,17 @@ class OutOfMemory(JaxscaleError, MemoryError):
     """A step that does not fit the devices' memory; its message tells what takes it, and what would help."""
 
 
-def near(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Ends an error message: `; did you mean 'fsdp'?`, or the list of known words when none is near."""
+def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
+    """Ends an error message: `; did you mean 'fsdp'?`, or the list of known words when none is near.
+
+    Args:
+      word: what somebody wrote, maybe as another program calls it (see `jaxscale.other_names`).
+      known: what could stand there.
+      cutoff: how alike two spellings are, from 0 to 1.
+      bindings: see `jaxscale.other_names.same`.
+    """
     known = sorted(set(known))
-    close = difflib.get_close_matches(word, known, 3, cutoff)
+    close = same(word, known, bindings=bindings) or difflib.get_close_matches(word, known, 3, cutoff)
     if close:
         return "; did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
     return f"; known: {', '.join(known)}" if known else ""

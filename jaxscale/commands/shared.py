@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from jaxscale.errors import ConfigError
+from jaxscale.other_names import same
 
 if TYPE_CHECKING:
     from jaxscale.layout import Layout
@@ -92,7 +93,7 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
             raise ConfigError(f"{args.config} describes a sweep: jaxscale sweep {args.config}") from None
         settings = settled(cast("TrainConfig", gin_config.call("train")))
         for name in gin_config.unused():
-            print(f"jaxscale: warning: nothing reads the binding {name}", file=sys.stderr)
+            print(f"jaxscale: warning: nothing reads the binding {name}{_to_be_read(name)}", file=sys.stderr)
     else:
         raise ConfigError("name a gin file, as experiments/demo.gin, or a run (explain RUN, train --resume RUN)")
     given = {name: getattr(args, name) for name in ("mesh", "pipeline") if getattr(args, name) is not None}
@@ -100,6 +101,21 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
         layout = settings.layout if settings.layout is not None else Layout()
         settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, **given))
     return settings
+
+
+def _to_be_read(name: str) -> str:
+    """What has a binding that nothing reads be read: a setting's full name, or a part that the config leaves out."""
+    from jaxscale.config import registered
+    from jaxscale.train import TrainConfig
+
+    fields = dataclasses.fields(TrainConfig)
+    if "." not in name:
+        found = same(name, [f.name for f in fields], bindings=True)
+        return f"; did you mean {' or '.join(f if '.' in f else f'train.{f}' for f in found)}?" if found else ""
+    part = name.rpartition(".")[0].rpartition("/")[2]
+    made = registered().get(part)
+    found = [f.name for f in fields if isinstance(made, type) and type(f.default) is made]
+    return f"; it is read where train.{found[0]} = @{part}()" if found and "/" not in name else ""
 
 
 def import_module(module: str) -> None:

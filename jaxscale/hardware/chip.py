@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import LayoutError, near
+from jaxscale.other_names import same
 
 _FOLDER = Path(__file__).parent / "chips"
 
@@ -89,6 +91,17 @@ class Chip:
         """Whether devices are joined to their neighbours, in a shape that counts."""
         return any(link.shape == "torus" for link in self.links)
 
+    def slice_of(self, count: int) -> str:
+        """The shape of a torus of so many chips (of fewer, if it is no power of 2), nearly a cube, as "2x4".
+
+        Args:
+          count: at least 1; below the smallest slice, that one is taken.
+        """
+        smallest = sorted(self.smallest)
+        power = max(count, 1).bit_length() - 1
+        sizes = [2 ** ((power + i) // len(smallest)) for i in range(len(smallest))]
+        return "x".join(map(str, self.smallest if count <= math.prod(smallest) else sizes))
+
     def rate(self, dtype: str) -> float:
         """Dense FLOP/s for products of a dtype; a float8 or other variant by its family's name.
 
@@ -112,6 +125,16 @@ def _link_json(link: Link) -> dict[str, Any]:
     return {k: v for k, v in dataclasses.asdict(link).items() if v or k not in ("wrap", "whole")}
 
 
+def _cloud(name: str) -> str:
+    """What a cloud's name of a slice is here: `v5litepod-16` counts chips, `v4-8` the cores, two to a chip."""
+    kind, dash, count = name.rpartition("-")
+    ours = same(kind, chips())
+    if not dash or not count.isdecimal() or len(ours) != 1 or not read_chip(_FOLDER / f"{ours[0]}.json").torus:
+        return ""
+    what = read_chip(_FOLDER / f"{ours[0]}.json")
+    return f"; did you mean '{what.name}:{what.slice_of(int(count) // (2 if what.name in ('v4', 'v5p') else 1))}'?"
+
+
 def chips() -> tuple[str, ...]:
     """The names of the chips there are files of."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
@@ -124,7 +147,7 @@ def chip(name: str) -> Chip:
       LayoutError: there is none; says which are near.
     """
     if name not in chips():
-        raise LayoutError(f"there is no hardware '{name}'{near(name, chips())}")
+        raise LayoutError(f"there is no hardware '{name}'{_cloud(name) or near(name, chips())}")
     return read_chip(_FOLDER / f"{name}.json")
 
 

@@ -143,7 +143,7 @@ def topology(name: str) -> Topology:
 
 def _torus_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(sizes) != len(what.smallest):
-        like = "x".join(map(str, what.smallest))
+        like = what.slice_of(sizes[0]) if len(sizes) == 1 else "x".join(map(str, what.smallest))
         raise LayoutError(
             f"'{name}': a slice of {what.name} has {len(what.smallest)} dimensions, as '{what.name}:{like}'"
         )

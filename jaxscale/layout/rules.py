@@ -9,6 +9,7 @@ from typing import Literal
 from jaxscale.config import register
 from jaxscale.errors import LayoutError, near
 from jaxscale.layout.axes import check_axis, check_mesh_axis
+from jaxscale.other_names import fold
 
 Kind = Literal["params", "grads", "opt_state", "activations"]
 Target = str | tuple[str, ...] | None
@@ -170,6 +171,10 @@ def preset(name: str, *, sequence_sharded: bool = False) -> Rules:
       LayoutError: no such preset.
     """
     if name not in PRESETS:
+        if fold(name) in ("sp", "sequence"):
+            raise LayoutError(
+                f"there is no rule preset '{name}'; set Layout.sequence_sharded = True beside another one"
+            )
         raise LayoutError(f"there is no rule preset '{name}'{near(name, PRESETS)}")
     rules = PRESETS[name]()
     if sequence_sharded:

@@ -34,6 +34,7 @@ from jaxscale.nn import (
     dot_product_attention,
 )
 from jaxscale.optim.mup import Parametrisation, Widening
+from jaxscale.other_names import same
 
 if TYPE_CHECKING:
     from jaxscale.models.transformer import Transformer
@@ -390,7 +391,8 @@ def _check(c: TransformerConfig) -> None:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
     if not callable(c.attention):
-        raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel such as dot_product_attention")
+        close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
+        raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")
     if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
         raise ConfigError(
             f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead() or MultiHeadLatent(...)"

@@ -105,7 +105,7 @@ class TrainConfig:
             value = getattr(self, name)
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
             if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
-                raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value)}")
+                raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value, methods)}")
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         self._check_start()
@@ -176,8 +176,11 @@ def _called(value: object) -> str:
 # What each part is asked to do, and what it is called; a class without its brackets is the usual slip.
 _PARTS = {
     "model": (("make", "param_count", "flops"), "a model such as Transformer()"),
-    "data": (("source",), "a corpus such as python_stdlib()"),
-    "tokenizer": (("encode", "decode"), "a tokenizer such as ByteTokenizer()"),
+    "data": (("source",), "a corpus such as python_stdlib(), or text_files() with text_files.glob = 'data/*.txt'"),
+    "tokenizer": (
+        ("encode", "decode"),
+        "a tokenizer such as ByteTokenizer(), or HFTokenizer() with HFTokenizer.path = 'FOLDER/tokenizer.json'",
+    ),
     "optimizer": (("make",), "an optimizer such as AdamW()"),
     "schedule": (("make",), "a schedule such as WarmupCosine()"),
     "snapshots": (("of",), "snapshots such as Snapshots()"),

@@ -66,7 +66,9 @@ def _check_not_called(value: object, expected: object, bindings: Mapping[Key, Bi
     made, selector = value.configurable.wrapped, value.configurable.selector
     bound = {parameter for _, of, parameter in bindings if of == selector}
     needed = [p.name for p in parameters(made).values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if not isinstance(made, type) and not bound.issuperset(needed):
+    found = type_hints(made).get("return")  # an array, say; where nothing is said, it may be a function
+    data = isinstance(found, type) and not any("__call__" in vars(kind) for kind in found.__mro__)
+    if data and not isinstance(made, type) and not bound.issuperset(needed):
         name = words(value).removesuffix("()")
         raise ConfigError(f"{what} is a function, and {name}() calls it; write {name}, without brackets")
 

@@ -174,7 +174,7 @@ class References(ParserDelegate):
 
     def configurable_reference(self, scoped_selector: str, evaluate: bool) -> ConfigurableReference:
         *scopes, last = scoped_selector.split("/")
-        selector = None if last in _OF_GIN else find(last)
+        selector = None if last in _OF_GIN and last not in BY_NAME else find(last)
         if selector is None:
             raise SyntaxError(f"nothing is registered as '@{last}'{near(last, BY_NAME)}")
         return ConfigurableReference("/".join([*scopes, selector]), evaluate)

@@ -11,7 +11,7 @@ import optax
 from jaxscale.config import meant, register
 from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, python_stdlib
 from jaxscale.data.packing import PACKINGS
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
@@ -66,6 +66,7 @@ class TrainConfig:
 
     Raises:
       ConfigError: a setting out of its range.
+      DataError: a packing that does not exist.
     """
 
     model: ModelConfig = TransformerConfig()
@@ -119,7 +120,7 @@ class TrainConfig:
             if value is not None and value < least:
                 raise ConfigError(f"train.{name} = {value}: must be at least {least}")
         if self.packing not in PACKINGS:
-            raise ConfigError(f"train.packing = '{self.packing}' does not exist{near(str(self.packing), PACKINGS)}")
+            raise DataError(f"train.packing = '{self.packing}' does not exist{near(str(self.packing), PACKINGS)}")
         if not self.lr > 0:
             raise ConfigError(f"train.lr = {self.lr}: must be above 0")
         if self.seed >= 2**32:

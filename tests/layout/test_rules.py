@@ -119,7 +119,7 @@ def test_an_axis_of_size_one_splits_nothing():
     "make, words",
     [
         (lambda: preset("fsdp_tensro"), ["'fsdp_tensro'", "did you mean 'fsdp_tensor'"]),
-        (lambda: Layout("data=8", "zero3"), ["'zero3'", "'zero2'"]),
+        (lambda: Layout("data=8", "zero3"), ["'zero3'", "did you mean 'fsdp'"]),
         (lambda: Rules(params={"embd": "fsdp"}), ["Rules.params", "'embd'", "did you mean 'embed'"]),
         (lambda: Rules(grads={"embed": "fdsp"}), ["Rules.grads['embed']", "'fdsp'", "did you mean 'fsdp'"]),
         (lambda: Rules(activations={"batch": ("data", "data")}), ["Rules.activations['batch']", "twice", "once"]),

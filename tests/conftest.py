@@ -21,10 +21,12 @@ def _prepare_environment() -> None:
     if _DEVICES not in flags:
         flags = f"{flags} {_DEVICES}=8"
     # Programs here run for milliseconds, so compiling them quickly is what counts. jaxlib 0.10 can emit fusions without
-    # MLIR, which compiles in less than half the time; later versions cannot, and would stop at the unknown flag.
+    # MLIR, which compiles in less than half the time; later versions cannot, and would stop at the unknown flag. Those
+    # fusions round a fused multiply-add otherwise at the edge of an array than within, so they get none (AVX has none):
+    # what is the same on every layout is then the same to the bit.
     quick = "--xla_backend_optimization_level=0 --xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        quick += " --xla_cpu_use_fusion_emitters=false"
+        quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
     os.environ["XLA_FLAGS"] = f"{flags} {quick}".strip()
     defaults = {
         "JAX_PLATFORMS": "cpu",

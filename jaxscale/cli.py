@@ -31,7 +31,7 @@ from jaxscale.commands import (
     sweep,
     train,
 )
-from jaxscale.commands.shared import TEXT, import_module, join
+from jaxscale.commands.shared import TEXT, accept, import_module, join
 from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError, near
 from jaxscale.import_path import append_current_folder, drop_current_folder
 from jaxscale.other_names import same
@@ -147,6 +147,8 @@ def _run(argv: list[str]) -> int:
         simulate_devices(args.devices)
     if getattr(args, "distributed", None) is not None:
         join(args.distributed)
+    if getattr(args, "accept_edits", False):
+        accept(args)
     return args.run_command(args, bindings)
 
 

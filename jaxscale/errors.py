@@ -54,6 +54,10 @@ class RunError(JaxscaleError, RuntimeError):
     """A run folder or a training run that cannot go on."""
 
 
+class AlteredFile(RunError):
+    """A file of a run's or a sweep's folder that is not what was written: edited by hand, or damaged."""
+
+
 class OutOfMemory(JaxscaleError, MemoryError):
     """A step that does not fit the devices' memory; its message tells what takes it, and what would help."""
 

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale import reading
 from jaxscale.errors import DamagedFile
 
 DIGESTS: dict[str, Callable[[Any], str]] = {"crc32": lambda data: f"{zlib.crc32(data):08x}"}
@@ -69,9 +70,9 @@ def open_json(data: bytes) -> tuple[dict[str, Any], bool]:
       DamagedFile: it is no JSON object, or not the one that was written.
     """
     try:
-        found = json.loads(data.decode())
-    except (ValueError, RecursionError) as e:
-        raise DamagedFile(f"it is no JSON: {e}") from None
+        found = reading.parse_json(data)
+    except ValueError as e:
+        raise DamagedFile(f"{e}") from None
     if not isinstance(found, dict):
         raise DamagedFile("it is no JSON object")
     digest, mark = found.pop(_SUM, None), _MARK in found
@@ -98,7 +99,7 @@ def open_text(data: bytes) -> tuple[str, bool]:
     try:
         text = data.decode()
     except UnicodeDecodeError as e:
-        raise DamagedFile(f"byte {e.start} is not UTF-8") from None
+        raise DamagedFile(f"byte {e.start} is no UTF-8") from None
     plain = unmarked(text)
     if plain == text:
         return text, False
@@ -140,9 +141,14 @@ class Lines:
         rows = [self._row(line) for line in whole]
         return [row for row in rows if row is not None]
 
-    def end(self) -> list[dict[str, Any]]:
-        """The last line where only its end is missing or wrong; nothing where a kill has torn it."""
-        for line in (self._rest, self._rest[:-1]):
+    def end(self, rest: bytes | None = None) -> list[dict[str, Any]]:
+        """The last line where only its end is missing or wrong; nothing where a kill has torn it.
+
+        Args:
+          rest: what stands behind the last whole line, where that was not fed.
+        """
+        rest = self._rest if rest is None else rest
+        for line in (rest, rest[:-1]):
             row, good = _checked(line)
             if row is not None and (good or good is None and not self.sealed):
                 return [row]
@@ -173,8 +179,8 @@ class Lines:
 def _checked(line: bytes) -> tuple[dict[str, Any] | None, bool | None]:
     """The row of a line, if it is one, and whether its digest agrees; `None` where it has none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = reading.parse_json(line)
+    except ValueError:
         return None, None
     if not isinstance(row, dict):
         return None, None

@@ -19,6 +19,7 @@ from rich.console import Console
 import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.nn import dot_product_attention
+from jaxscale.train import files
 from jaxscale.train.loop import Loop
 from jaxscale.train.report import Reporter
 from tests.truth.runs import BIGRAM, MESH, ROOT, STEPS, start, stop_after, write_gin
@@ -398,13 +399,13 @@ def test_a_mistake_is_one_sentence(refused, transformer_gin, finished_run, argv,
 
 def test_a_gin_file_of_somebodys_run_may_not_import_code(refused, finished):
     path = finished.path / "config.gin"
-    path.write_text("import antigravity\n" + path.read_text())
+    files.write_gin(path, "import antigravity\n" + files.read_gin(path))
     refused("train", "--resume", finished.path, words=["'import antigravity' is refused"])
 
 
 def test_a_run_of_python_only_values_is_resumed_from_python(refused, finished):
     text = js.config.dumps("train", {"model": lambda: dot_product_attention})
-    (finished.path / "config.gin").write_text(text)
+    files.write_gin(finished.path / "config.gin", text)
     refused("train", "--resume", finished.path, words=["train.model", "came from Python", "jaxscale.fit("])
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, no_bindings
 from jaxscale.errors import CheckpointError, JaxscaleError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
     for name, (action, text) in _ACTIONS.items():
         one = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         one.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
+        accept_argument(one)
         one.add_argument(
             "--step",
             type=int,
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     no_bindings(args, bindings)
     from jaxscale.train import checkpoints_in
 
+    if args.action_command is _verify:
+        return _verify(args)
     found = checkpoints_in(Path(args.run))
     steps = found.steps()
     if not steps:
@@ -84,8 +87,49 @@ def _show(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int
     return 0
 
 
-def _verify(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     """Exit code 1 when anything is not what was written."""
+    from jaxscale.train.checkpoints import Checkpoints
+    from jaxscale.train.files import states
+
+    folder = Path(args.run)
+    files = list(states(folder)) if folder.is_dir() else []
+    runs = [path for path in (folder, *sorted(folder.glob("[0-9]*"))) if (path / "checkpoints").is_dir()]
+    own = {path: Checkpoints(path / "checkpoints", run=_id(path)) for path in runs}
+    if args.step is not None and runs:
+        own[runs[0]].manifest(args.step)  # says which there are
+    steps = {path: [args.step] if args.step is not None else found.steps() for path, found in own.items()}
+    if not files and not any(steps.values()):
+        there = "has no finished checkpoint" if folder.is_dir() else "is not there"
+        raise CheckpointError(f"{folder} {there}; name a run folder, as runs/demo-1")
+    for file in files:
+        if file.fault is not None:
+            print(file.fault)
+    altered = sum(file.fault is not None for file in files)
+    whole = sum(file.sealed and file.fault is None for file in files)
+    if whole:
+        print(f"{whole} small {'file agrees with its' if whole == 1 else 'files agree with their'} digests")
+    old = [str(file.path.relative_to(folder)) for file in files if not file.sealed]
+    if old:
+        print(f"not sealed, since an earlier version wrote them: {', '.join(old[:8])}{' ...' if old[8:] else ''}")
+    if altered:
+        print(f"{altered} of {len(files)} small files are not what was written")
+    bad = sum(_verify_checkpoints(found, steps[path]) for path, found in own.items())
+    return 1 if bad or altered else 0
+
+
+def _id(run: Path) -> str | None:
+    """That `run.json` says, where it can be trusted."""
+    from jaxscale.train.files import INFO, read_json
+
+    try:
+        return read_json(run / INFO).get("id")
+    except (OSError, JaxscaleError):
+        return None
+
+
+def _verify_checkpoints(found: Checkpoints, steps: list[int]) -> int:
+    """How many are damaged."""
     bad = 0
     for step in steps:
         try:
@@ -108,7 +152,7 @@ def _verify(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> i
             "training goes on from the newest that is whole" if bad < len(steps) else "bring back a copy, or start anew"
         )
         print(f"{bad} of {len(steps)} checkpoints are damaged; {rest}")
-    return 1 if bad else 0
+    return bad
 
 
 def _convert(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
@@ -147,7 +191,7 @@ def _bytes(leaf: dict[str, Any]) -> int:
 _ACTIONS = {
     "list": (_list, "a line per checkpoint"),
     "show": (_show, "what is in a checkpoint"),
-    "verify": (_verify, "reads every file and compares it with its digest"),
+    "verify": (_verify, "reads every file of a run's or a sweep's folder and compares it with its digest"),
     "convert": (_convert, "rewrites checkpoints of an older schema, with digests"),
     "export": (_export, "writes a checkpoint as Orbax does, for other programs"),
 }

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, import_argument, layout_arguments, layout_of, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, layout_arguments, layout_of, no_bindings
 
 if TYPE_CHECKING:
     from jaxscale.train import Run
@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
     parser.add_argument("files", metavar="FILE", nargs="*", help="text files (default: the run's held-out documents)")
     import_argument(parser)
+    accept_argument(parser)
     parser.add_argument("--choices", metavar="JSONL", help="questions with choices, in place of texts")
     parser.add_argument("--separator", default=" ", help="stands between a question and a choice (default: a space)")
     parser.add_argument("--length", type=int, metavar="N", help="tokens that the model sees at once (default: seq_len)")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, config_arguments, load
+from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, load
 
 
 def add(commands: Any) -> None:
@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     config_arguments(parser)
+    accept_argument(parser)
     parser.add_argument(
         "--topology", metavar="NAME", help="compile for hardware that need not be here, as v5p:8x8x8 or h200:8"
     )

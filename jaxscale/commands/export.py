@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, import_argument, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     import_argument(parser)
+    accept_argument(parser)
     parser.add_argument("--family", help="theirs, as llama (default: the one it came from, else the first that fits)")
     parser.add_argument("--step", type=int, help="whose checkpoint (default: the newest)")
     parser.add_argument("--dtype", help="bfloat16 or float32 (default: as it is kept)")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, import_argument, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_bindings
 from jaxscale.errors import ConfigError, near
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     fit = actions.add_parser("fit", help="fit laws to a table", formatter_class=TEXT)
     import_argument(fit)
+    accept_argument(fit)
     fit.add_argument("table", metavar="SWEEP|CSV", help="a sweep's folder, or a CSV with a row per run")
     known = ", ".join(NAMES)
     fit.add_argument("--law", metavar="NAME,...", default="chinchilla", help=f"which of {known} (default: %(default)s)")

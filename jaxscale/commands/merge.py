@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, continuing, import_argument, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, continuing, import_argument, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     parser.add_argument("run", metavar="RUN", help="a run with adapters (another one's parameters are written too)")
+    accept_argument(parser)
     parser.add_argument("out", metavar="OUT", help="the run folder to make")
     import_argument(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (default: the newest)")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, config_arguments, load
+from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, load
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     config_arguments(parser)
+    accept_argument(parser)
     parser.add_argument(
         "--topology",
         metavar="NAME",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, import_argument, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     parser.add_argument("config", metavar="RUN", help="a run folder, as runs/demo-1")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="which, from 1")
     import_argument(parser)
+    accept_argument(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.set_defaults(run_command=run)
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, import_argument
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument
 from jaxscale.errors import ConfigError
 
 
@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--metric", metavar="NAME", help="what runs are judged by (default: the held-out loss)")
     parser.add_argument("--prompt", help="also continue this text with each run's newest checkpoint")
     import_argument(parser)
+    accept_argument(parser)
     parser.set_defaults(run_command=run)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, import_argument, layout_arguments, layout_of, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, layout_arguments, layout_of, no_bindings
 
 if TYPE_CHECKING:
     from jaxscale.infer.completion import Completion
@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
     import_argument(parser)
+    accept_argument(parser)
     parser.add_argument("--prompt", help="text to continue (default: start a new document)")
     parser.add_argument("--prompts", metavar="FILE", help="prompts, one a line; - reads standard input")
     parser.add_argument("--chat", action="store_true", help="a prompt is what a user says; the chat template writes it")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, import_argument, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_bindings
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.interrupts import heard
 
@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
     import_argument(parser)
+    accept_argument(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     key = parser.add_mutually_exclusive_group()

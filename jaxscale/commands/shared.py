@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import glob
 import importlib
 import sys
 from pathlib import Path
@@ -28,6 +29,39 @@ def import_argument(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         help="import a module of yours first, whose layers, corpora or optimizers the config names",
     )
+
+
+def accept_argument(parser: argparse.ArgumentParser) -> None:
+    """`--accept-edits`, which `accept` carries out."""
+    parser.add_argument(
+        "--accept-edits",
+        action="store_true",
+        help="take the small files of the run (config.gin, run.json, a sweep's) as they are now, though they are not "
+        "what was written",
+    )
+
+
+def accept(args: argparse.Namespace) -> None:
+    """Seals anew what was edited in the folders that a command names, and says what that was.
+
+    Raises:
+      ConfigError: it names none, or several processes would do it at once.
+      AlteredFile: a file cannot be read at all.
+    """
+    from jaxscale.train.files import accept_edits
+
+    if getattr(args, "distributed", None) is not None:
+        raise ConfigError(
+            "--accept-edits is for one process; first run jaxscale checkpoint verify RUN --accept-edits alone"
+        )
+    named = [getattr(args, name, None) for name in ("run", "resume", "start", "config", "table")]
+    named += getattr(args, "runs", None) or []
+    folders = [Path(p) for name in named if name for p in [name, *sorted(glob.glob(name))] if Path(p).is_dir()]
+    if not folders:
+        raise ConfigError("--accept-edits takes the files of a run's or a sweep's folder as they are; name one")
+    for folder in dict.fromkeys(folders):
+        for path in accept_edits(folder):
+            print(f"jaxscale: {path} is taken as it is now", file=sys.stderr)
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:

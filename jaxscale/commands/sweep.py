@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, import_argument
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument
 from jaxscale.errors import INTERRUPTED, ConfigError, RunError
 from jaxscale.interrupts import STOPS
 
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     import_argument(parser)
+    accept_argument(parser)
     parser.add_argument("config", metavar="FILE", help="a gin file with sweep.axes")
     parser.add_argument(
         "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, as --gin.train.steps=100"

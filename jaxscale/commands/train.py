@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, config_arguments, imports_of, load
+from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, imports_of, load
 from jaxscale.errors import ConfigError
 from jaxscale.interrupts import STOPS
 
@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     config_arguments(parser)
+    accept_argument(parser)
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: a new one, runs/<name of the file>-<n>)")
     parser.add_argument("--resume", metavar="RUN", help="go on from a run's newest checkpoint, with its own config.gin")
     parser.add_argument(

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 WAITING, RUNNING, PAUSED, FINISHED, STOPPED, FAILED = "waiting", "running", "paused", "finished", "stopped", "failed"
-"""States of a record: paused has reached its `until` and may go on; stopped will not, its search gave it up."""
+DAMAGED = "damaged"
+"""States of a record: paused has reached its `until` and may go on; stopped will not, its search gave it up; of a
+damaged one a file is not what was written, and it is neither judged nor gone on with."""
+
+BAD = (FAILED, DAMAGED)
+"""Of these nothing can be used; both can be tried again."""
 
 
 @dataclasses.dataclass(frozen=True)

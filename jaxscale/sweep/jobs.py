@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from jaxscale.sweep.journal import job_file
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.train import TrainConfig, fit, model_flops
 from jaxscale.train.checkpoints import Checkpoints
+from jaxscale.train.files import read_json, write_json
 from jaxscale.train.metrics import read_metrics
 
 
@@ -83,15 +83,13 @@ def write_job(job: Job) -> Path:
     texts = {key: gin_config.text(value) for key, value in job.trial.bindings.items()}
     trial = {"id": job.trial.id, "until": job.trial.until, "bindings": texts}
     told = {"trial": trial, "folder": str(job.folder.resolve()), "config": job.config, "imports": job.imports}
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(told))
-    partial.replace(file)
+    write_json(file, told, None)
     return file
 
 
 def read_job(file: Path) -> Job:
     """See `write_job`."""
-    told = json.loads(file.read_text())
+    told = read_json(file)
     for module in told["imports"]:
         importlib.import_module(module)
     trial = told["trial"]

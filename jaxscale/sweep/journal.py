@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
-import json
+import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxscale import config as gin_config
-from jaxscale.errors import RunError
-from jaxscale.sweep.base import FAILED, RUNNING, STOPPED, WAITING, Record, Trial
+from jaxscale.errors import AlteredFile, ConfigError, JaxscaleError, RunError
+from jaxscale.seals import Lines, seal_line
+from jaxscale.sweep.base import BAD, DAMAGED, FAILED, RUNNING, STOPPED, WAITING, Record, Trial
 from jaxscale.sweep.outcomes import FILE as OUTCOME
 from jaxscale.sweep.outcomes import Outcome, Progress
+from jaxscale.train.files import altered_lines, read_json, write_json
+from jaxscale.train.metrics import open_to_append
+
+log = logging.getLogger("jaxscale")
 
 FILE = "trials.jsonl"
 JOBS = "jobs"
@@ -39,15 +44,35 @@ class Journal:
             (folder / JOBS).mkdir(exist_ok=True)
             self._lock = (folder / ".sweep.lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file = (folder / FILE).open("ab")
-            if self._file.tell() and (folder / FILE).read_bytes()[-1:] != b"\n":
-                self._file.write(b"\n")  # a line torn by a kill is of a trial that did not start
+            self._file = open_to_append(folder / FILE)  # a line torn by a kill is of a trial that did not start
         except BlockingIOError:
             raise RunError(f"{folder} is being swept by another process; wait for it, or name another folder") from None
         except OSError as e:
             raise RunError(f"cannot write into {folder}: {e.strerror}") from e
+        try:
+            self._check()
+        except RunError:
+            self.close()
+            raise
         self._records = {record.trial.id: record for record in read_records(folder, objective)}
         self._mine: set[int] = set()
+
+    def _check(self) -> None:
+        """That it says of every trial what it is.
+
+        Raises:
+          AlteredFile: an edit by hand has to be accepted first, or a damaged line is nowhere else.
+        """
+        trials, _, lines = _read_trials(self.folder)
+        lost = [id for id in range(max(trials, default=-1)) if id not in trials]
+        lost = [id for id in lost if _trial_in_job(run_folder(self.folder, id)) is None]
+        if lost or any(row is not None for row in lines.damaged.values()):
+            if lines.damaged:
+                raise altered_lines(self.folder / FILE, lines)
+            raise RunError(
+                f"{self.folder / FILE} has no line of trial {lost[0]}, nor has {JOBS}; bring back a copy, or sweep "
+                "into another folder"
+            )
 
     def records(self) -> list[Record]:
         """See `Ledger`. A trial that a worker of an earlier process still has counts as running."""
@@ -62,7 +87,11 @@ class Journal:
         known = self._records.get(trial.id)
         if known is None or known.trial != trial:
             texts = {key: gin_config.text(value) for key, value in trial.bindings.items()}
-            self._write({"id": trial.id, "bindings": texts, "until": trial.until})
+            told = {"id": trial.id, "bindings": texts, "until": trial.until}
+            self._write(told)
+            copy = job_file(run_folder(self.folder, trial.id), "json")  # a runner writes more into it
+            if not copy.exists():
+                write_json(copy, {"trial": told}, None)
         self._mine.add(trial.id)
         folder = run_folder(self.folder, trial.id)
         record = Progress(trial, folder, self.objective).read(running=True)
@@ -80,12 +109,12 @@ class Journal:
 
     def retry_failed(self) -> list[int]:
         """See `Ledger`."""
-        failed = [record for record in self.records() if record.state == FAILED]
+        failed = [record for record in self.records() if record.state in BAD]
         for record in failed:
             folder = run_folder(self.folder, record.trial.id)
             try_again(folder)
             self._records[record.trial.id] = Progress(record.trial, folder, self.objective).read()
-        return [record.trial.id for record in failed]
+        return [record.trial.id for record in failed if self._records[record.trial.id].state not in BAD]
 
     def close(self) -> None:
         """See `Ledger`."""
@@ -94,36 +123,78 @@ class Journal:
 
     def _write(self, line: dict[str, Any]) -> None:
         try:
-            self._file.write(json.dumps({**line, "time": time.time()}).encode() + b"\n")
+            self._file.write(seal_line({**line, "time": time.time()}))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as e:
             raise RunError(f"cannot write {self.folder / FILE}: {e.strerror}") from e
 
 
-def read_records(folder: Path, objective: str) -> list[Record]:
-    """All trials of a sweep's folder by id, from what is on disk."""
-    trials: dict[int, Trial] = {}
-    stopped: set[int] = set()
-    try:
-        text = (folder / FILE).read_text(errors="replace")
-    except FileNotFoundError:
-        return []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            told = json.loads(line)
-            if "stopped" in told:
-                stopped.add(told["id"])
-            else:
-                bindings = {key: gin_config.parse(value) for key, value in told["bindings"].items()}
-                trials[told["id"]] = Trial(told["id"], bindings, told["until"])
+def read_records(folder: Path, objective: str, say: Callable[[str], None] = log.warning) -> list[Record]:
+    """All trials of a sweep's folder by id, from what is on disk.
+
+    Of a trial whose line is damaged the bindings are those in `jobs/`; where they are not there, its state is damaged.
+
+    Args:
+      folder: of the sweep.
+      objective: of the records' curves.
+      say: takes a sentence that names damaged lines.
+    """
+    trials, stopped, lines = _read_trials(folder)
+    if lines.damaged:
+        say(str(altered_lines(folder / FILE, lines)))
+    begun = [int(p.name) for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()] if lines.damaged else []
     records = []
-    for id in sorted(trials):
-        record = Progress(trials[id], run_folder(folder, id), objective).read(running=held(folder, id))
+    for id in range(max([*trials, *begun], default=-1) + 1):
+        run = run_folder(folder, id)
+        trial = trials.get(id) or _trial_in_job(run)
+        if trial is None:
+            error = f"no line of {folder / FILE} and no {job_file(run, 'json')} says what it is"
+            records.append(Record(Trial(id, {}), DAMAGED, error=error, run=run))
+            continue
+        record = Progress(trial, run, objective).read(running=held(folder, id))
         if id in stopped and record.state == WAITING:
             record.state = STOPPED
         records.append(record)
     return records
+
+
+def _read_trials(folder: Path) -> tuple[dict[int, Trial], set[int], Lines]:
+    """The trials by id as they were last asked for, the ids of those that were stopped, and what is damaged."""
+    lines, trials, stopped = Lines(), {}, set()
+    try:
+        rows = lines.feed((folder / FILE).read_bytes())
+    except FileNotFoundError:
+        rows = []
+    for row in rows + lines.end():
+        try:
+            if "stopped" in row:
+                stopped.add(int(row["id"]))
+            else:
+                trial = _trial(row)
+                trials[trial.id] = trial
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue  # of an earlier version, which had no digests
+    return trials, stopped, lines
+
+
+def _trial(row: dict[str, Any]) -> Trial:
+    return Trial(int(row["id"]), {key: _bound(value) for key, value in row["bindings"].items()}, row["until"])
+
+
+def _bound(text: str) -> Any:
+    try:
+        return gin_config.parse(text)
+    except ConfigError:  # of a part that was not imported here
+        return gin_config.Text(text)
+
+
+def _trial_in_job(run: Path) -> Trial | None:
+    """What `jobs/007.json` says of a trial."""
+    try:
+        return _trial(read_json(job_file(run, "json"))["trial"])
+    except (OSError, JaxscaleError, KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def run_folder(folder: Path, id: int) -> Path:
@@ -138,7 +209,10 @@ def job_file(run: Path, kind: str) -> Path:
 
 def try_again(run: Path) -> None:
     """Lets a trial that has failed be started once more; what it failed with stays as `jobs/007.failed-1.json`."""
-    outcome = Outcome.read(run)
+    try:
+        outcome = Outcome.read(run)
+    except AlteredFile:
+        outcome = Outcome(FAILED)
     if outcome is None or outcome.state != FAILED:
         return
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.sweep.axes import names_of, split
-from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Axis, Record
+from jaxscale.sweep.base import BAD, DAMAGED, FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Axis, Record
 from jaxscale.sweep.coordinator import wanted
 from jaxscale.sweep.outcomes import plain, score
 from jaxscale.sweep.table import FILE, best_of
@@ -22,7 +22,7 @@ SHOWN = 20
 """Trials on the screen: what runs, then the best, then the others."""
 
 
-_LEFT = {PAUSED: "left at a rung", STOPPED: "stopped early", FAILED: "failed"}
+_LEFT = {PAUSED: "left at a rung", STOPPED: "stopped early", FAILED: "failed", DAMAGED: "damaged"}
 
 
 class Live:
@@ -70,7 +70,7 @@ class Live:
     def show(self, records: Sequence[Record]) -> None:
         """The records as they are now."""
         if self._states is None:
-            self._states = {r.trial.id: r.state for r in records if r.state in (FINISHED, FAILED, STOPPED)}
+            self._states = {r.trial.id: r.state for r in records if r.state in (FINISHED, STOPPED, *BAD)}
             if records:
                 self.reporter.say(f"{'sweeping' if self.fresh else 'going on'} in {self.folder}: {self._came(records)}")
         self.records = records
@@ -87,10 +87,10 @@ class Live:
         return f"{record.trial.id:03} {record.state} · {bound}{value}{why}"
 
     def _done(self, records: Sequence[Record]) -> str:
-        ended = [r for r in records if r.state in (FINISHED, STOPPED, FAILED)]
-        failed = sum(r.state == FAILED for r in ended)
+        ended = [r for r in records if r.state in (FINISHED, STOPPED, *BAD)]
+        count = Counter(r.state for r in ended)
         said = f"{len(ended)} of {self.total if self.total is not None else len(records)} runs done"
-        return said + (f", {failed} failed" if failed else "")
+        return said + "".join(f", {count[state]} {state}" for state in BAD if count[state])
 
     def _came(self, records: Sequence[Record]) -> str:
         """What is done; of a search that is over and did not take all to their end, what became of them."""
@@ -161,6 +161,6 @@ class _Pace:
         """Seconds, as if every trial that is still to come went to its last step; `None` while nobody can tell."""
         if total is None or self._rate <= 0:
             return None
-        ended = (FINISHED, STOPPED, FAILED)
+        ended = (FINISHED, STOPPED, *BAD)
         known = sum((r.trial.until or steps) - r.metrics.get("steps", 0) for r in records if r.state not in ended)
         return (known + max(total - len(records), 0) * steps) / self._rate

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, RUNNING, WAITING, Record, Trial
+from jaxscale.errors import AlteredFile, DamagedFile
+from jaxscale.sweep.base import DAMAGED, FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
+from jaxscale.train.files import altered, altered_lines, read_json, write_json
 from jaxscale.train.metrics import Tail
-from jaxscale.train.run import write_text
 
 FILE = "outcome.json"
+_STATES = (FINISHED, PAUSED, STOPPED, FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +37,25 @@ class Outcome:
     def write(self, folder: Path) -> None:
         """Writes it whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FILE, json.dumps(dataclasses.asdict(self)) + "\n")
+        write_json(folder / FILE, dataclasses.asdict(self), None)
 
     @classmethod
     def read(cls, folder: Path) -> Outcome | None:
-        """The folder's; `None` where there is none."""
+        """The folder's; `None` where there is none.
+
+        Raises:
+          AlteredFile: it is not what was written.
+        """
         try:
-            return cls(**json.loads((folder / FILE).read_text()))
+            outcome = cls(**read_json(folder / FILE))
         except FileNotFoundError:
             return None
+        except TypeError as e:
+            raise altered(folder / FILE, DamagedFile(str(e).partition("() ")[2])) from None
+        numbers = all(type(n) in (int, float) for n in (outcome.steps, outcome.seconds))
+        if outcome.state not in _STATES or not numbers or not isinstance(outcome.sizes, dict):
+            raise altered(folder / FILE, DamagedFile("its values are none of an outcome"))
+        return outcome
 
     def state_of(self, trial: Trial) -> str:
         """What it means for a trial as it was last asked for."""
@@ -62,7 +73,13 @@ class Progress:
 
     def read(self, *, running: bool = False) -> Record:
         """The record of the trial; `running` where that is known."""
-        rows, outcome = self._tail.rows(), Outcome.read(self.folder)
+        rows, outcome, error = self._tail.rows(), None, None
+        try:
+            outcome = Outcome.read(self.folder)
+        except AlteredFile as e:
+            error = str(e)
+        if error is None and self._tail.lines.damaged:
+            error = str(altered_lines(self._tail.path, self._tail.lines))
         metrics: dict[str, float] = {}
         for row in rows:
             metrics |= {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
@@ -71,13 +88,14 @@ class Progress:
         if outcome is not None:
             metrics |= outcome.sizes
         state = RUNNING if running else WAITING if outcome is None else outcome.state_of(self.trial)
+        state = DAMAGED if error is not None and not running else state
         return Record(
             self.trial,
             state,
             [(row["step"], row[self.objective]) for row in rows if self.objective in row],
             metrics,
             0.0 if outcome is None else outcome.seconds,
-            None if outcome is None or running else outcome.error,
+            None if running else error if outcome is None else outcome.error,
             self.folder,
         )
 

@@ -23,12 +23,12 @@ from typing import Any
 from jaxscale import config as gin_config
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, RunError
-from jaxscale.sweep.base import FAILED, FINISHED, RUNNING, WAITING, Axis, Record, Trial
+from jaxscale.sweep.base import BAD, FINISHED, RUNNING, WAITING, Axis, Record, Trial
 from jaxscale.sweep.configs import differences
 from jaxscale.sweep.journal import Journal, held, run_folder, try_again
 from jaxscale.sweep.outcomes import Progress
 from jaxscale.sweep.search.as_optuna import optuna, quietly, shown
-from jaxscale.train.run import write_text
+from jaxscale.train.files import write_text
 
 LOOK = 0.5
 """Seconds between two looks into the storage; an eighth of the patience where that is less."""
@@ -197,7 +197,7 @@ class SharedLedger:
         """See `Ledger`; those of other machines as well. Who claims the next start first has it."""
         with self._reach():
             ends = {id: starts[-1] for id, starts in self._starts().items()}
-        self._again = {id: s.number for id, s in ends.items() if s.told.get("end", {}).get("state") == FAILED}
+        self._again = {id: s.number for id, s in ends.items() if s.told.get("end", {}).get("state") in BAD}
         return sorted(self._again)
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class SharedLedger:
                 fields = ("state", "error", "metrics", "seconds")
                 backend.set_trial_user_attr(start.key, "end", {name: getattr(record, name) for name in fields})
                 last = record.curve[-1][1] if record.curve else math.nan
-                bad = record.state == FAILED or (record.state == FINISHED and math.isnan(last))
+                bad = record.state in BAD or (record.state == FINISHED and math.isnan(last))
                 self._end(start.key, "FAIL" if bad else "COMPLETE" if record.state == FINISHED else "PRUNED", last)
         except optuna("a storage").exceptions.UpdateFinishedTrialError:
             return False

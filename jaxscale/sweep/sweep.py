@@ -24,8 +24,8 @@ from jaxscale.sweep.search import Grid
 from jaxscale.sweep.storage import Storage
 from jaxscale.sweep.table import Result, write_results
 from jaxscale.train import TrainConfig
+from jaxscale.train.files import read_gin, write_gin
 from jaxscale.train.folders import new_folder
-from jaxscale.train.run import write_text
 from jaxscale.train.signals import stop_signals
 
 _OWN = ("runner", "runs", "storage")
@@ -208,10 +208,10 @@ def open_folder(path: Path | None, text: str, name: str) -> Path:
     """
     if path is None or not path.exists() or not any(path.iterdir()):
         path = new_folder(path, name)
-        write_text(path / "sweep.gin", text)
+        write_gin(path / "sweep.gin", text)
         return path
     try:
-        before = (path / "sweep.gin").read_text()
+        before = read_gin(path / "sweep.gin")
     except OSError:
         raise RunError(f"{path} is there already and holds no sweep; name another folder") from None
     if before != text:

@@ -12,10 +12,11 @@ from typing import Any
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
 from jaxscale.sweep.axes import split
-from jaxscale.sweep.base import FAILED, RUNNING, WAITING, Record
+from jaxscale.sweep.base import BAD, RUNNING, WAITING, Record
 from jaxscale.sweep.journal import read_records
 from jaxscale.sweep.outcomes import score
-from jaxscale.train.run import Run, write_text
+from jaxscale.train.files import read_gin, write_text
+from jaxscale.train.run import Run
 
 FILE = "results.csv"
 FIRST = ("state", "steps", "tokens", "parameters", "flops", "loss", "eval_loss")
@@ -112,13 +113,13 @@ class Result:
 
 def best_of(records: Sequence[Record]) -> Record | None:
     """The one with the lowest objective that did not fail."""
-    found = min((r for r in records if r.state != FAILED), key=score, default=None)
+    found = min((r for r in records if r.state not in BAD), key=score, default=None)
     return None if found is None or score(found) == math.inf else found
 
 
 def _objective(folder: Path) -> str:
     try:
-        lines = (folder / "sweep.gin").read_text().splitlines()
+        lines = read_gin(folder / "sweep.gin").splitlines()
         return str(
             gin_config.parse(next(ln.partition(" = ")[2] for ln in lines if ln.startswith("sweep.objective = ")))
         )

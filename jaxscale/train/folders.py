@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -11,10 +10,11 @@ from typing import IO
 import jax
 
 from jaxscale import config as gin_config
-from jaxscale.errors import JaxscaleError, RunError
+from jaxscale.errors import AlteredFile, JaxscaleError, RunError
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
+from jaxscale.train.files import CONFIG, INFO, read_gin, read_json
 
 
 def choose_folder(
@@ -62,6 +62,7 @@ def _choose(
         say(f"starting {folder} (no unfinished runs/{name}-* has these settings)")
         return folder, False
     if Checkpoints(path / "checkpoints").steps():
+        check_files(path)
         return path, True
     if resume is True:
         raise RunError(
@@ -71,6 +72,17 @@ def _choose(
         say(f"starting again in {path}, which has no finished checkpoint")
         return path, False
     return new_folder(path, name), False
+
+
+def check_files(path: Path) -> None:
+    """That what a run goes on with is what was written.
+
+    Raises:
+      AlteredFile: it is not.
+    """
+    for name, read in ((INFO, read_json), (CONFIG, read_gin)):
+        with contextlib.suppress(FileNotFoundError):
+            read(path / name)
 
 
 def new_folder(path: Path | None, stem: str = "run") -> Path:
@@ -104,9 +116,11 @@ def unfinished(stem: str, config: TrainConfig) -> Path | None:
     for n in sorted(_numbers(root, stem), reverse=True) if root.is_dir() else []:
         path = root / f"{stem}-{n}"
         try:
-            same = (path / "config.gin").read_text() == settings
-            finished = json.loads((path / "run.json").read_text()).get("status") == "finished"
+            same = read_gin(path / CONFIG) == settings
+            finished = read_json(path / INFO).get("status") == "finished"
             lock(path).close()
+        except AlteredFile as e:
+            raise AlteredFile(f"{e}; or name a folder with --run, and {path} is left alone") from None
         except (OSError, ValueError, RunError):
             continue
         if same:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path
@@ -19,8 +18,9 @@ from jaxscale.train import agree
 from jaxscale.train.checkpoints import flatten
 from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
+from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import new_folder
-from jaxscale.train.run import HF, Run, about, checkpoints_in, write_config, write_text
+from jaxscale.train.run import HF, Run, about, checkpoints_in, write_config
 from jaxscale.train.state import describe_model
 
 STEP = 0
@@ -62,7 +62,7 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
         own |= {"merged": {"run": str(run.path.absolute()), "id": run.info.get("id"), "step": step}}
         own |= {"start": run.info["start"]} if "start" in run.info else {}
         own |= {"status": "merging", "step": STEP, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        write_text(path / "run.json", json.dumps(own, indent=2) + "\n")
+        write_json(path / INFO, own)
     agree.broadcast(0)  # the folder is there
     arrays = to_host(flatten({"params": params}))
     leaves = leaves_of({}, arrays, describe_model(config.model)[1])
@@ -70,5 +70,5 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
     store.save_host(STEP, arrays, {"leaves": leaves, "layout": None if layout is None else str(layout), "data": None})
     store.close()
     if main:
-        write_text(made.path / "run.json", json.dumps({**made.info, "status": "merged"}, indent=2) + "\n")
+        write_json(made.path / INFO, {**made.info, "status": "merged"})
     return made

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxscale import reading
 from jaxscale.errors import RunError
+from jaxscale.seals import Lines, seal_line
 
 
 class MetricsFile:
@@ -19,9 +19,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("ab")
-        if self._file.tell() and path.read_bytes()[-1:] != b"\n":
-            self._file.write(b"\n")  # a line torn by a kill stays torn, and alone
+        self._file = open_to_append(path)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one line.
@@ -41,9 +39,23 @@ class MetricsFile:
 
 
 def json_row(row: dict[str, Any]) -> bytes:
-    """One line of JSON, its end included; numbers that are not finite as strings, since JSON has none."""
-    row = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()}
-    return json.dumps(row).encode() + b"\n"
+    """One line of JSON with its digest; numbers that are not finite as strings, since JSON has none."""
+    return seal_line({k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()})
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """A file of lines, to be added to; a line at its end that a kill has torn is taken out."""
+    file = path.open("ab")
+    at = file.tell()
+    if at and path.read_bytes()[-1:] != b"\n":
+        lines = Lines()
+        data = path.read_bytes()
+        lines.feed(data)
+        if lines.end():  # only its end is missing
+            file.write(b"\n")
+        else:
+            file.truncate(data.rfind(b"\n") + 1)
+    return file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,10 +64,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Tail:
-    """A `metrics.jsonl` that grows: what was read of it before is not read again."""
+    """A `metrics.jsonl` that grows: what was read of it before is not read again.
+
+    Attributes:
+      lines: those that are damaged; they are left out.
+    """
 
     def __init__(self, path: Path):
-        self._path, self._at = path, 0
+        self.path, self._at, self.lines = path, 0, Lines()
         self._rows: dict[int, dict[str, Any]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -65,18 +81,17 @@ class Tail:
           RunError: it is there, and cannot be read.
         """
         try:
-            with reading.open_file(self._path) as f:
+            with reading.open_file(self.path) as f:
                 f.seek(self._at)
                 new = f.read()
         except FileNotFoundError:
             return []
         except OSError as e:
-            raise RunError(f"{self._path} cannot be read: {e.strerror}") from None
+            raise RunError(f"{self.path} cannot be read: {e.strerror}") from None
         whole = new.rfind(b"\n") + 1
         self._at += whole
-        for line in new[:whole].decode(errors="replace").splitlines():
+        for row in [*self.lines.feed(new[:whole]), *self.lines.end(new[whole:])]:
             try:
-                row = reading.parse_json(line)
                 step = int(row["step"])
             except (ValueError, KeyError, TypeError, OverflowError):
                 continue

@@ -27,8 +27,9 @@ from jaxscale.train.checkpoints.read import Arrays, place
 from jaxscale.train.checkpoints.write import Save
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.exporting import export_checkpoint
+from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
-from jaxscale.train.run import HF, Run, about, checkpoints_in, write_config, write_text
+from jaxscale.train.run import HF, Run, about, checkpoints_in, write_config
 from jaxscale.train.state import describe_model
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
@@ -163,10 +164,7 @@ def _claim(path: Path, mark: str, say: Callable[[str], None]) -> None:
         raise RunError(f"cannot make the run folder {path}: {e.strerror}") from e
     if not there:
         return
-    try:
-        info = Run(path).info
-    except RunError:
-        info = {}
+    info = Run(path).info if (path / INFO).exists() else {}
     if info.get("status") == _UNFINISHED:
         if info.get("mark") != mark:
             raise RunError(
@@ -182,7 +180,7 @@ def _begin(run: Run, facts: dict[str, Any]) -> None:
     own = {"id": os.urandom(8).hex(), **about(run.config, ""), "status": _UNFINISHED, "step": STEP, **facts}
     del own["data"], own["loss"]  # of training, of which there was none
     own["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    write_text(run.path / "run.json", json.dumps(own, indent=2) + "\n")
+    write_json(run.path / INFO, own)
 
 
 def _write(run: Run, source: Arrays, infos: Any, shardings: Any) -> None:
@@ -211,5 +209,5 @@ def _write(run: Run, source: Arrays, infos: Any, shardings: Any) -> None:
 def _finish(run: Run, status: str) -> None:
     info = {k: v for k, v in run.info.items() if k != "mark"}
     info |= {"status": status, "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_text(run.path / "run.json", json.dumps(info, indent=2) + "\n")
+    write_json(run.path / INFO, info)
     (run.path / _JOURNAL).unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -11,9 +10,10 @@ from typing import Any
 
 from jaxscale.errors import DataError, RunError
 from jaxscale.train.checkpoints import Checkpoints
+from jaxscale.train.files import INFO, write_json
 from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
 from jaxscale.train.prepare import Prepared
-from jaxscale.train.run import HF, Run, about, bring_companions, write_config, write_text
+from jaxscale.train.run import HF, Run, about, bring_companions, write_config
 
 
 class Record:
@@ -28,6 +28,7 @@ class Record:
 
     def __init__(self, run: Run, prepared: Prepared, checkpoints: Checkpoints, warn: Callable[[str], None]):
         self.run, self.prepared, self.checkpoints, self.warn = run, prepared, checkpoints, warn
+        self._written: dict[str, Any] = {}
 
     def begin(self, first: int) -> list[Any]:
         """Says in the folder that the run is under way, from step `first`.
@@ -54,8 +55,8 @@ class Record:
         Raises:
           RunError: the disk refuses.
         """
-        before: dict[str, Any] = {}
-        with contextlib.suppress(RunError):
+        before = self._written  # what is on disk may be damaged by now, and the run need not fail for that
+        if not before and (self.run.path / INFO).exists():
             before = self.run.info
         self.checkpoints.run = before.get("id", self.checkpoints.run) or os.urandom(8).hex()
         info = {
@@ -68,7 +69,8 @@ class Record:
             "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **({"error": f"{type(error).__name__}: {error}"} if error is not None else {}),
         }
-        write_text(self.run.path / "run.json", json.dumps(info, indent=2) + "\n")
+        write_json(self.run.path / INFO, info)
+        self._written = info
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """A line of `samples.jsonl`, for who compares runs later."""

@@ -15,15 +15,15 @@ from typing import Any
 import jax
 
 from jaxscale import config as gin_config
-from jaxscale import reading
 from jaxscale.data import HFTokenizer, Tokenizer
-from jaxscale.errors import ConfigError, DataError, RunError, near
+from jaxscale.errors import AlteredFile, ConfigError, DataError, RunError, near
 from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.companions import GENERATION
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import averaged, averages, state_infos
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
+from jaxscale.train.files import CONFIG, INFO, read_gin, read_json, write_gin
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
 from jaxscale.train.prepare import blueprint_of
@@ -74,10 +74,15 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
-        """`run.json`."""
+        """`run.json`.
+
+        Raises:
+          RunError: there is none.
+          AlteredFile: it is not what was written.
+        """
         try:
-            return reading.read_json(self.path / "run.json")
-        except (OSError, ValueError) as e:
+            return read_json(self.path / INFO)
+        except OSError as e:
             raise RunError(f"{self.path} is not a run folder: it has no readable run.json ({e})") from None
 
     @property
@@ -257,6 +262,8 @@ def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:
     """
     try:
         own = Run(path).info.get("id")
+    except AlteredFile:
+        raise
     except RunError:  # not written yet, or lost: then whatever is there counts as its own
         own = None
     return Checkpoints(path / "checkpoints", run=own, **keep)
@@ -272,12 +279,16 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
 
     Raises:
       RunError: the folder is no run, or parts of it could not be written as text.
+      AlteredFile: the text is not what was written.
       ConfigError: the text does not fit this version, or nothing reads a binding.
     """
-    file = path / "config.gin"
+    file = path / CONFIG
     if not file.is_file():
         raise RunError(f"{path} is not a run folder: it has no config.gin")
-    text = _readable(file)
+    try:
+        text = read_gin(file)
+    except OSError as e:
+        raise RunError(f"{file} cannot be read: {e.strerror}") from None
     lost = [name for name in gin_config.lost(text) if name.split(".")[1:2] and name.split(".")[1] not in given]
     if lost:
         raise RunError(
@@ -317,30 +328,6 @@ def _imports(path: Path) -> str:
     return " ".join(f"--import {m}" for m in modules) if named and modules else "--import ITS_MODULE"
 
 
-def _readable(file: Path) -> str:
-    try:
-        return reading.read_text(file)
-    except (OSError, ValueError) as e:
-        raise RunError(f"{file} cannot be read: {e}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all.
-
-    Raises:
-      RunError: the disk refuses.
-    """
-    try:
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        partial.replace(path)
-    except OSError as e:
-        raise RunError(f"cannot write {path}: {e.strerror}") from e
-
-
 def write_config(path: Path, config: TrainConfig, step: int) -> list[str]:
     """Writes `config.gin`; one that said something else is kept as `config.until-<step>.gin`.
 
@@ -348,10 +335,11 @@ def write_config(path: Path, config: TrainConfig, step: int) -> list[str]:
       the settings that could not be written as text.
     """
     text = gin_config.dumps("train", config.values())
-    file = path / "config.gin"
-    if file.exists() and file.read_text() != text:
-        write_text(path / f"config.until-{step}.gin", file.read_text())
-    write_text(file, text)
+    file = path / CONFIG
+    before = read_gin(file) if file.exists() else text
+    if before != text:
+        write_gin(path / f"config.until-{step}.gin", before)
+    write_gin(file, text)
     return gin_config.lost(text)
 
 

@@ -18,6 +18,7 @@ from jaxscale.models import TransformerConfig, presets
 from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, Rotary, SoftmaxRouter
 from jaxscale.train import LoRA
 from jaxscale.train.exporting_adapters import export_adapters
+from jaxscale.train.files import write_json
 from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 from tests.truth.adapted import adapted, drawn
 from tests.truth.hf_folder import write_folder
@@ -123,9 +124,8 @@ def test_the_commands_export_adapters_of_an_imported_model_and_import_them(tmp_p
     assert about["base_model_name_or_path"] == str(hf) and about["revision"] is None
     assert main(["export", str(run.path), str(tmp_path / "named"), "--adapters", "--base", "me/mine"]) == 0
     assert "me/mine" in (tmp_path / "named" / "adapter_config.json").read_text()
-    info = json.loads((base.path / "run.json").read_text())
     cached = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de"
-    (base.path / "run.json").write_text(json.dumps({**info, "source": cached}))
+    write_json(base.path / "run.json", {**base.info, "source": cached})
     hub = json.loads((export_adapters(run, tmp_path / "hub") / "adapter_config.json").read_text())
     assert (hub["base_model_name_or_path"], hub["revision"]) == ("Qwen/Qwen3-0.6B", "c1899de")
     assert main(["import", str(hf), str(tmp_path / "whole"), "--adapters", str(out)]) == 0

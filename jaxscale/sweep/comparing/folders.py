@@ -20,9 +20,11 @@ import numpy as np
 
 from jaxscale import reading
 from jaxscale.config_text import LOST
-from jaxscale.errors import RunError, near
+from jaxscale.errors import AlteredFile, RunError, near
+from jaxscale.seals import Lines
 from jaxscale.sweep.base import RUNNING
-from jaxscale.train.metrics import read_metrics
+from jaxscale.train.files import altered_lines, read_gin, read_json
+from jaxscale.train.metrics import Tail
 
 Patterns = str | Path | Sequence[str | Path]
 
@@ -122,14 +124,18 @@ def read_runs(what: Patterns) -> list[Ran]:
 def read_run(path: Path, name: str | None = None) -> Ran:
     """A run's folder; what is missing or cannot be read is told in `problems`."""
     problems: list[str] = []
-    info, outcome = _info(path / "run.json", problems), _json(path / "outcome.json", [])
+    info = _info(path / "run.json", problems)
+    outcome = _json(path / "outcome.json", problems) if (path / "outcome.json").exists() else {}
     error = outcome.get("error") or info.get("error")
+    tail = Tail(path / "metrics.jsonl")
     try:
-        rows = [_plain(row) for row in read_metrics(path / "metrics.jsonl")]
+        rows = [_plain(row) for row in tail.rows()]
     except RunError as e:
         rows = []
         problems.append(str(e))
-    text = _text(path / "config.gin", problems)
+    if tail.lines.damaged:
+        problems.append(str(altered_lines(tail.path, tail.lines)))
+    text = _gin(path / "config.gin", problems)
     state = outcome.get("state") or info.get("status") or UNKNOWN
     if info.get("status") == RUNNING:
         state = RUNNING if _is_held(path) else outcome.get("state") or INTERRUPTED
@@ -237,21 +243,13 @@ def _names(paths: Sequence[Path]) -> list[str]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _text(path: Path, problems: list[str]) -> str:
-    try:
-        return reading.read_text(path, "replace")
-    except OSError as e:
-        problems.append(f"{path.name}: {e.strerror}")
-        return ""
-
-
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return _plain(reading.read_json(path))
+        return _plain(read_json(path))
     except OSError as e:
         problems.append(f"{path.name}: {e.strerror}")
-    except ValueError as e:
-        problems.append(f"{path.name}: {e}")
+    except AlteredFile as e:
+        problems.append(str(e))
     return {}
 
 
@@ -268,15 +266,23 @@ def _info(path: Path, problems: list[str]) -> dict[str, Any]:
     return info
 
 
+def _gin(path: Path, problems: list[str]) -> str:
+    try:
+        return read_gin(path)
+    except OSError as e:
+        problems.append(f"{path.name}: {e.strerror}")
+    except AlteredFile as e:
+        problems.append(str(e))
+    return ""
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The objects among the lines of a file that may not be there; torn lines left out."""
-    found = []
-    for line in _text(path, []).splitlines():
-        try:
-            found.append(_plain(reading.parse_json(line)))
-        except ValueError:
-            continue
-    return [line for line in found if isinstance(line, dict)]
+    """The objects among the lines of a file that may not be there; torn and damaged ones left out."""
+    lines = Lines()
+    try:
+        return _plain([*lines.feed(reading.read_bytes(path)), *lines.end()])
+    except OSError:
+        return []
 
 
 def _axes(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.sweep.base import FAILED
+from jaxscale.sweep.base import BAD, FAILED
 from jaxscale.sweep.comparing.differences import (
     Curves,
     Group,
@@ -181,7 +181,7 @@ def _runs_table(runs: Sequence[Ran], objective: str | None) -> str:
         lowest = best(run, objective) if objective else None
         seconds = run.step_seconds
         cells = [
-            _cell(run.state, classes="bad" if run.state in (FAILED, INTERRUPTED, UNKNOWN) else ""),
+            _cell(run.state, classes="bad" if run.state in (*BAD, INTERRUPTED, UNKNOWN) else ""),
             *(_number(last(run, name)) for name in losses),
             *([_number(lowest and lowest[1]), _number(lowest and lowest[0])] if objective else []),
             _number(run.steps),

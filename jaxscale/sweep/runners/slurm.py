@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import signal
 import threading
@@ -17,7 +16,7 @@ from jaxscale.import_path import ROOT, append_current_folder
 from jaxscale.sweep.base import Job
 from jaxscale.sweep.jobs import read_job, run_job, sentence, write_job
 from jaxscale.sweep.journal import job_file
-from jaxscale.train.run import write_text
+from jaxscale.train.files import read_json, write_json
 
 if TYPE_CHECKING:
     import submitit  # type: ignore[import-not-found]
@@ -89,7 +88,7 @@ class Slurm:
         except RuntimeError as e:  # of sbatch; runs submitted before go on, and are found by the next start
             raise RunError(f"SLURM did not take the run {job.folder.name}: {sentence(e)}") from e
         told = {"id": submitted.job_id, "cluster": self.cluster, "until": job.trial.until}
-        write_text(note, json.dumps(told) + "\n")
+        write_json(note, told, None)
         return Submitted(submitted, file, _ALIVE[self.cluster])
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class Slurm:
     def _find(self, note: Path, job: Job) -> Submitted | None:
         """The trial's own job, where it is still there."""
         try:
-            told = json.loads(note.read_text())
+            told = read_json(note)
         except FileNotFoundError:
             return None
         if (told["cluster"], told["until"]) != (self.cluster, job.trial.until):

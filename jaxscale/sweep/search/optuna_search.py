@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Axis, Record
+from jaxscale.sweep.base import BAD, FINISHED, PAUSED, STOPPED, Axis, Record
 from jaxscale.sweep.search.as_optuna import Coded, modelled, optuna, quietly
 from jaxscale.sweep.search.sampler import Sampler
 
@@ -157,7 +157,7 @@ def _frozen(codes: Mapping[str, Coded], record: Record) -> Any:
     """A record as a trial of Optuna's."""
     module = optuna("OptunaSearch")
     states = module.trial.TrialState
-    state = {FINISHED: states.COMPLETE, PAUSED: states.PRUNED, STOPPED: states.PRUNED, FAILED: states.FAIL}
+    state = {FINISHED: states.COMPLETE, PAUSED: states.PRUNED, STOPPED: states.PRUNED} | dict.fromkeys(BAD, states.FAIL)
     curve = {step: value for step, value in record.curve if not math.isnan(value)}
     last = record.curve[-1][1] if record.curve else math.nan
     now = state.get(record.state, states.RUNNING)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxscale.errors import ConfigError
-from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Axis, Record, Trial
+from jaxscale.sweep.base import BAD, FINISHED, PAUSED, STOPPED, Axis, Record, Trial
 from jaxscale.sweep.search.random import Random
 from jaxscale.sweep.search.sampler import Sampler
 from jaxscale.sweep.search.stopping import Never, Stopper
@@ -88,7 +88,7 @@ def result(record: Record, mark: int, steps: int) -> float | None:
     """
     behind = not record.curve or record.curve[-1][0] < mark
     if behind or target(record.trial, steps) == mark:
-        if record.state in (FAILED, STOPPED):
+        if record.state in (*BAD, STOPPED):
             return math.inf
         if record.state not in (PAUSED, FINISHED):
             return None

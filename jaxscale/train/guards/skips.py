@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -13,7 +12,9 @@ import jax
 import numpy as np
 
 from jaxscale.errors import RunError
-from jaxscale.train.metrics import json_row
+from jaxscale.seals import Lines
+from jaxscale.train.files import altered_lines
+from jaxscale.train.metrics import json_row, open_to_append
 
 SKIPS = "skipped.jsonl"
 """What the file is called."""
@@ -53,9 +54,7 @@ class Skips:
         if jax.process_index() != 0:
             return
         try:
-            with self.path.open("ab") as file:
-                if file.tell() and self.path.read_bytes()[-1:] != b"\n":
-                    file.write(b"\n")  # a line torn by a kill stays torn, and alone
+            with open_to_append(self.path) as file:
                 file.write(json_row({**row, "time": time.time()}))
                 file.flush()
                 os.fsync(file.fileno())
@@ -68,17 +67,13 @@ def read_skips(path: Path) -> list[dict[str, Any]]:
 
     Raises:
       RunError: it cannot be read.
+      AlteredFile: a line is not what was written.
     """
-    rows = []
+    lines = Lines()
     try:
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        rows = lines.feed(path.read_bytes()) if path.exists() else []
     except OSError as e:
         raise RunError(f"cannot read {path}: {e.strerror}") from e
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    if lines.damaged:
+        raise altered_lines(path, lines)
+    return rows + lines.end()

@@ -1,0 +1,224 @@
+"""The small files of a run's or a sweep's folder: written whole and sealed, used only when they are as written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale import reading
+from jaxscale.errors import AlteredFile, DamagedFile, RunError
+from jaxscale.seals import Lines, open_json, open_text, seal_json, seal_line, seal_text
+
+INFO, CONFIG = "run.json", "config.gin"
+FILES = (CONFIG, INFO, "metrics.jsonl", "samples.jsonl", "skipped.jsonl", "outcome.json", "sweep.gin", "trials.jsonl")
+"""Of a run's or a sweep's folder, in the order in which they are checked."""
+
+ACCEPT = "--accept-edits"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all.
+
+    Raises:
+      RunError: the disk refuses.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """As `write_text`."""
+    try:
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+    except OSError as e:
+        raise RunError(f"cannot write {path}: {e.strerror}") from e
+
+
+def write_json(path: Path, body: dict[str, Any], indent: int | None = 2) -> None:
+    """Writes a sealed JSON object whole or not at all; raises as `write_text`."""
+    write_text(path, seal_json(body, indent))
+
+
+def write_gin(path: Path, text: str) -> None:
+    """Writes sealed gin text whole or not at all; raises as `write_text`."""
+    write_text(path, seal_text(text))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote, or an earlier version without a seal.
+
+    Raises:
+      OSError: it cannot be read.
+      AlteredFile: it is not what was written.
+    """
+    data = reading.read_bytes(path)
+    try:
+        return open_json(data)[0]
+    except DamagedFile as e:
+        raise altered(path, e) from None
+
+
+def read_gin(path: Path) -> str:
+    """What `write_gin` wrote, or an earlier version without a seal.
+
+    Raises:
+      OSError: it cannot be read.
+      AlteredFile: it is not what was written.
+    """
+    data = reading.read_bytes(path)
+    try:
+        text, sealed = open_text(data)
+        if not sealed and _is_sealed(path.parent / INFO):
+            raise DamagedFile("its seal is gone", text)
+    except DamagedFile as e:
+        raise altered(path, e) from None
+    return text
+
+
+def altered(path: Path, why: DamagedFile) -> AlteredFile:
+    """The sentence that says so, and what can be done."""
+    if why.content is not None:
+        return AlteredFile(
+            f"{path} is not what was written: {why}; an edit of yours is taken as it is with {ACCEPT}; if it is none, "
+            "the file is damaged: bring back a copy"
+        )
+    remedy = {INFO: ", or remove it: the run goes on without what it says"}
+    remedy["outcome.json"] = ", or remove it: the trial goes on from its checkpoint"
+    return AlteredFile(f"{path} is damaged: {why}; bring back a copy{remedy.get(path.name, '')}")
+
+
+def _is_sealed(path: Path) -> bool:
+    """Whether a file is, so that those beside it have to be; a damaged one is spoken of elsewhere."""
+    try:
+        return open_json(reading.read_bytes(path))[1]
+    except (OSError, DamagedFile):
+        return False
+
+
+# --- whole folders ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a look at a file has shown.
+
+    Args:
+      path: the file.
+      sealed: whether it has digests; one of an earlier version has not.
+      fault: a sentence where it is not what was written, else `None`.
+      accepted: its bytes sealed anew as they are, where that is possible.
+    """
+
+    path: Path
+    sealed: bool
+    fault: str | None = None
+    accepted: bytes | None = None
+
+
+def states(folder: Path) -> Iterator[State]:
+    """The files of a run's folder, or of a sweep's and of its runs.
+
+    Raises:
+      RunError: one cannot be read.
+    """
+    jobs = sorted(p for p in (folder / "jobs").glob("*.json"))
+    for path in [*(folder / name for name in FILES), *jobs]:
+        if path.is_file():
+            try:
+                yield _state(path)
+            except OSError as e:
+                raise RunError(f"cannot read {path}: {e.strerror}") from e
+    if any((folder / name).is_file() for name in ("sweep.gin", "trials.jsonl")):
+        for run in sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()):
+            yield from states(run)
+
+
+def accept_edits(folder: str | Path) -> list[Path]:
+    """Seals the files of a run's or a sweep's folder as they are, where they are not what was written.
+
+    Lines of a `.jsonl` that are not even JSON are taken out.
+
+    Returns:
+      those that were sealed anew.
+
+    Raises:
+      AlteredFile: one is damaged so that it cannot be read.
+      RunError: a process is at work in the folder, or it cannot be written to.
+    """
+    done = []
+    found = [state for state in states(Path(folder)) if state.fault is not None]
+    with contextlib.ExitStack() as stack:
+        for parent in dict.fromkeys(state.path.parent for state in found):
+            for lock in (".lock", ".sweep.lock"):
+                stack.enter_context(_alone(parent / lock))
+        for state in found:
+            if state.accepted is None:
+                raise AlteredFile(str(state.fault))
+            write_bytes(state.path, state.accepted)
+            done.append(state.path)
+    return done
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    if not lock.exists():
+        yield
+        return
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"a process is at work in {lock.parent}; wait for it before you accept edits") from None
+        yield
+
+
+def _state(path: Path) -> State:
+    data = reading.read_bytes(path)
+    if path.suffix == ".jsonl":
+        return _state_of_lines(path, data)
+    try:
+        if path.suffix == ".json":
+            return State(path, open_json(data)[1])
+        text, sealed = open_text(data)
+        if not sealed and _is_sealed(path.parent / INFO):
+            raise DamagedFile("its seal is gone", text)
+        return State(path, sealed)
+    except DamagedFile as e:
+        whole = None
+        if e.content is not None:
+            whole = (seal_json(e.content, 2) if path.suffix == ".json" else seal_text(e.content)).encode()
+        return State(path, True, str(altered(path, e)), whole)
+
+
+def _state_of_lines(path: Path, data: bytes) -> State:
+    lines = Lines()
+    lines.feed(data)
+    if not lines.damaged:
+        return State(path, lines.sealed)
+    kept = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        row = lines.damaged.get(number)
+        if number not in lines.damaged:
+            kept.append(line)
+        elif row is not None:
+            kept.append(seal_line(row)[:-1])
+    return State(path, lines.sealed, str(altered_lines(path, lines)), b"\n".join(kept))
+
+
+def altered_lines(path: Path, lines: Lines) -> AlteredFile:
+    """The sentence that names the damaged lines of a file."""
+    one, *more = numbers = sorted(lines.damaged)
+    what = f"line {one}" if not more else f"lines {', '.join(map(str, numbers[:8]))}" + (" ..." if more[8:] else "")
+    return AlteredFile(
+        f"{path}, {what}: not what was written; an edit of yours is taken as it is with {ACCEPT} (what is no JSON is "
+        "left out); if it is none, the file is damaged: bring back a copy"
+    )

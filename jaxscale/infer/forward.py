@@ -44,8 +44,12 @@ def logits_at(model: Any, hidden: Float[Array, "b s e"], columns: Int[Array, "b 
       hidden: what `forward` gave.
       columns: of which tokens, in each lane.
     """
-    chosen = jnp.take_along_axis(hidden, columns[..., None], axis=1)
-    return head_logits(chosen, model.head_weight(), softcap=model.logit_softcap)
+    return head_logits(hidden_at(hidden, columns), model.head_weight(), softcap=model.logit_softcap)
+
+
+def hidden_at(hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n e"]:
+    """Final hidden states of some of a step's tokens, arguments as `logits_at`'s."""
+    return jnp.take_along_axis(hidden, columns[..., None], axis=1)
 
 
 def one_row_a_lane(

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine.packing import Told
-from jaxscale.infer.forward import everywhere, forward, logits_at
+from jaxscale.infer.forward import everywhere, forward, hidden_at, logits_at
 from jaxscale.infer.sampling import Choices, choose
 from jaxscale.layout import constrain
-from jaxscale.nn import Cache
+from jaxscale.nn import Cache, head_logits
 
 TOP = 20
 """As many of the likeliest tokens are given where somebody wants some (`Sampling.logprobs` is at most this)."""
@@ -53,7 +53,8 @@ class Scored(NamedTuple):
     top_logprob: Float[Array, "b s t"]
 
 
-Step = Callable[[Any, ModelCache, Told], tuple[Found, Float[Array, "b s e"], ModelCache]]
+Step = Callable[[Any, ModelCache, Told], tuple[Float[Array, "b n e"], Float[Array, "b s e"], ModelCache]]
+Pick = Callable[[Any, Float[Array, "b n e"], Told], Found]
 Scores = Callable[[Any, Float[Array, "b s e"], Int[Array, "b s"]], Scored]
 Steps = Callable[[Any, ModelCache, Told, Any, Any], tuple[Found, ModelCache]]
 
@@ -62,8 +63,10 @@ Steps = Callable[[Any, ModelCache, Told, Any, Any], tuple[Found, ModelCache]]
 def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps]:
     """A model's compiled steps: `one(params, states, told)`, and `ahead(params, states, told, steps, until_end)`.
 
-    The first one gives the final hidden states as well, for `score_of`. The second goes on by itself: of every text,
-    the token chosen is the next one computed, until it ends or `steps` are done, with `until_end` until one has ended.
+    The first one gives the final hidden states of the texts' last tokens, for `pick_of`, and of all, for `score_of`:
+    these two do not depend on a step's shape as the model does, and compile apart from it. The second goes on by
+    itself: of every text, the token chosen is the next one computed, until it ends or `steps` are done, with
+    `until_end` until one has ended.
 
     Args:
       graphdef: the model.
@@ -72,11 +75,9 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
     """
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, Array, ModelCache]:
-        model = nnx.merge(graphdef, params)
-        hidden, states = forward(model, told.tokens, told.step, how, states)
-        token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, hidden, told))
-        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1))), hidden, states
+    def one(params: Any, states: ModelCache, told: Told) -> tuple[Array, Array, ModelCache]:
+        hidden, states = forward(nnx.merge(graphdef, params), told.tokens, told.step, how, states)
+        return hidden_at(hidden, told.columns), hidden, states
 
     @functools.partial(jax.jit, donate_argnums=1)
     def ahead(params: Any, states: ModelCache, told: Told, steps: Any, until_end: Any) -> tuple[Found, ModelCache]:
@@ -94,7 +95,7 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
         def go(carry: Any) -> Any:
             i, told, states, found = carry
             hidden, states = forward(model, told.tokens, told.step, how, states)
-            new = next_tokens(model, hidden, told)
+            new = next_tokens(model, hidden_at(hidden, told.columns), told)
             found = tuple(lax.dynamic_update_index_in_dim(a, b, i, 0) for a, b in zip(found, new, strict=True))
             return i + 1, _on(told, new[0]), states, found
 
@@ -104,6 +105,18 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
         return everywhere(Found(token, logprob, top, top_logprob, i)), states
 
     return one, ahead
+
+
+@functools.lru_cache(16)
+def pick_of(graphdef: nnx.GraphDef) -> Pick:
+    """A model's compiled `pick(params, last, told)`: what follows each text, of `told` what `how_to_pick` leaves."""
+
+    @jax.jit
+    def pick(params: Any, last: Float[Array, "b n e"], told: Told) -> Found:
+        token, logprob, top, top_logprob = (x[None] for x in next_tokens(nnx.merge(graphdef, params), last, told))
+        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1)))
+
+    return pick
 
 
 @functools.lru_cache(16)
@@ -131,9 +144,9 @@ def given_tokens(model: Any, hidden: Float[Array, "b s e"], targets: Int[Array, 
     return everywhere(Scored(*(x.reshape(b, -1, *x.shape[3:])[:, :s] for x in found)))
 
 
-def next_tokens(model: Any, hidden: Float[Array, "b s e"], told: Told) -> tuple[Array, Array, Array, Array]:
-    """Each text's next token, its log-probability, and the likeliest ones."""
-    logits = constrain(logits_at(model, hidden, told.columns), "batch", None, None)
+def next_tokens(model: Any, last: Float[Array, "b n e"], told: Told) -> tuple[Array, Array, Array, Array]:
+    """Each text's next token, its log-probability, and the likeliest ones; `last` is of its last token."""
+    logits = constrain(head_logits(last, model.head_weight(), softcap=model.logit_softcap), "batch", None, None)
     b, n, vocab = logits.shape
     flat = lambda x: x.reshape(b * n, *x.shape[2:])  # noqa: E731
     seen = jnp.unpackbits(flat(told.seen), axis=-1, count=vocab).astype(bool)

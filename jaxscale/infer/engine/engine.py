@@ -14,8 +14,8 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Paged, generating, init_cache
-from jaxscale.infer.engine.device import Found, Scored, score_of, steps_of
-from jaxscale.infer.engine.packing import Shape, Sizes, Told, pack, targets_of
+from jaxscale.infer.engine.device import Found, Scored, pick_of, score_of, steps_of
+from jaxscale.infer.engine.packing import Shape, Sizes, Told, how_to_pick, pack, targets_of
 from jaxscale.infer.engine.pages import Pages
 from jaxscale.infer.engine.request import Event, Finish, Request, Score, Text
 from jaxscale.infer.engine.scheduler import Batch, FirstCome, Scheduler
@@ -108,7 +108,7 @@ class Engine:
         with self._there():
             self._states = init_cache(model, cache, lanes, rows, length, self.length)
         self._one, self._ahead = steps_of(graphdef, cache, scheduler.ahead)  # type: ignore[arg-type]  # caches are values
-        self._score = score_of(graphdef)
+        self._pick, self._score = pick_of(graphdef), score_of(graphdef)
         self._queue: list[Text] = []
         self._running: list[Text] = []
         self._texts: dict[Hashable, Text] = {}
@@ -234,7 +234,8 @@ class Engine:
         scored = None
         with self._there():
             if shape.blocks:
-                found, hidden, self._states = self._one(self._params, self._states, told)
+                last, hidden, self._states = self._one(self._params, self._states, told)
+                found = self._pick(self._params, last, how_to_pick(told))
                 if targets is not None:
                     scored = self._score(self._params, hidden, targets)
             else:

@@ -178,6 +178,11 @@ def pack(
     return told, chosen
 
 
+def how_to_pick(told: Told) -> Told:
+    """What choosing the next tokens needs to know, which has the same shapes in every step with chunks."""
+    return told._replace(tokens=None, step=None, columns=None, left=None, ends=None, on=None)  # type: ignore[arg-type]
+
+
 def targets_of(
     parts: Sequence[tuple[Text, int]], shape: Shape, lanes: int
 ) -> tuple[Any, list[tuple[Text, int, int, int]]]:

@@ -12,9 +12,9 @@ from flax import nnx
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine import Engine, FirstCome
-from jaxscale.infer.engine.device import Found, Scored, Scores, Step, Steps, given_tokens, next_tokens
-from jaxscale.infer.engine.packing import Told
-from jaxscale.infer.forward import everywhere
+from jaxscale.infer.engine.device import Found, Pick, Scored, Scores, Step, Steps, given_tokens, next_tokens
+from jaxscale.infer.engine.packing import Told, how_to_pick
+from jaxscale.infer.forward import everywhere, hidden_at
 from jaxscale.infer.streaming.layers import Layers, Resident
 from jaxscale.layout import Layout
 from jaxscale.nn import Cache, Packed, Part, RunCache
@@ -44,7 +44,7 @@ class StreamingEngine(Engine):
         self.layers = layers
         scheduler = options.pop("scheduler", FirstCome(ahead=1))
         super().__init__(graphdef, layers.infos, layout=layout, scheduler=scheduler, **options)
-        self._one, self._ahead, self._score = streamed_steps(graphdef, layers, self.cache)
+        self._one, self._ahead, self._pick, self._score = streamed_steps(graphdef, layers, self.cache)
 
     @property
     def resident(self) -> Resident:
@@ -52,8 +52,8 @@ class StreamingEngine(Engine):
         return self.layers.resident
 
 
-def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[Step, Steps, Scores]:
-    """As `jaxscale.infer.engine.device` gives them: steps, in three programs (before, in, after layers), and scores.
+def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[Step, Steps, Pick, Scores]:
+    """As `jaxscale.infer.engine.device` gives them; a step is three programs (before, in, after layers).
 
     Args:
       graphdef: the model.
@@ -80,27 +80,31 @@ def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[
         return x, kept.states
 
     @jax.jit
-    def after(rest: Any, x: Any, told: Told) -> tuple[Found, Any]:
-        model = model_of(rest)
-        hidden = model.finish(x)
-        token, logprob, top, top_logprob = (x[None] for x in next_tokens(model, hidden, told))
-        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1))), hidden
+    def after(rest: Any, x: Any, columns: Any) -> tuple[Any, Any]:
+        hidden = model_of(rest).finish(x)
+        return hidden_at(hidden, columns), hidden
+
+    @jax.jit
+    def picked(rest: Any, last: Any, told: Told) -> Found:
+        token, logprob, top, top_logprob = (x[None] for x in next_tokens(model_of(rest), last, told))
+        return everywhere(Found(token, logprob, top, top_logprob, jnp.int32(1)))
 
     @jax.jit
     def of_given(rest: Any, hidden: Any, targets: Any) -> Scored:
         return given_tokens(model_of(rest), hidden, targets)
 
-    def one(params: Any, states: ModelCache, told: Told) -> tuple[Found, Any, ModelCache]:
+    def one(params: Any, states: ModelCache, told: Told) -> tuple[Any, Any, ModelCache]:
         x, new = before(layers.rest, told), list(states)
         for run, copy, part in layers.each():
             x, new[run] = within(run, part, x, new[run], told.step, jnp.int32(copy))
             jax.block_until_ready(x)  # or more layers would be on their way than there is room for
-        return *after(layers.rest, x, told), tuple(new)
+        return *after(layers.rest, x, told.columns), tuple(new)
 
     def ahead(params: Any, states: ModelCache, told: Told, steps: Any, until_end: Any) -> tuple[Found, ModelCache]:
         if steps != 1:
             raise ConfigError(f"a scheduler wants {steps} steps at once, and layers do one; FirstCome(ahead=1)")
-        found, _, states = one(params, states, told)
-        return found, states
+        last, _, states = one(params, states, told)
+        return picked(layers.rest, last, how_to_pick(told)), states
 
-    return one, ahead, lambda _, hidden, targets: of_given(layers.rest, hidden, targets)
+    pick = lambda _, last, told: picked(layers.rest, last, told)  # noqa: E731
+    return one, ahead, pick, lambda _, hidden, targets: of_given(layers.rest, hidden, targets)

@@ -19,6 +19,7 @@ from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.rotary import Rotary, rotate
+from pallas_kernels.flash_attention.masks import first_seen
 
 
 class AttentionKernel(Protocol):
@@ -104,13 +105,15 @@ def attention_mask(
         return b if a is None else a & b
 
     if positions is not None:
-        behind = positions[:, None, :, None] - positions[:, None, None, :]
+        q, k = positions[:, None, :, None], positions[:, None, None, :]
     else:
-        behind = ((jnp.arange(s) + t - s)[:, None] - jnp.arange(t))[None, None]
+        q, k = (jnp.arange(s) + t - s)[None, None, :, None], jnp.arange(t)[None, None, None]
     if causal:
-        mask = both(mask, behind >= 0)
+        mask = both(mask, q >= k)
     if window is not None:
-        mask = both(mask, (behind < window) if causal else (abs(behind) < window))
+        mask = both(mask, first_seen(q, window) <= k)
+        if not causal:
+            mask = both(mask, first_seen(k, window) <= q)
     if segment_ids is not None:
         mask = both(mask, segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     return mask

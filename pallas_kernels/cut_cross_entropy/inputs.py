@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arguments import as_int32
 from pallas_kernels.errors import KernelError
 from pallas_kernels.softmax.pairs import Partial
 
@@ -155,7 +156,13 @@ def checked(
     Raises:
       KernelError: as documented there.
     """
-    x, w, targets = jnp.asarray(x), jnp.asarray(w), jnp.asarray(targets)
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if not isinstance(targets, jax.Array | jax.core.Tracer):
+        targets = np.asarray(targets)
+        # JAX would wrap what int32 does not hold, padding of int64 say, into another token.
+        targets = (
+            as_int32(op, "targets", targets) if targets.dtype.name in ("int64", "uint64") else jnp.asarray(targets)
+        )
     for name, array in (("x", x), ("w", w)):
         if array.dtype.name not in _DTYPES:
             raise KernelError(

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arguments import as_int32, finite
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention.inputs import Score
 
 __all__ = ["How", "Inputs", "checked", "starts"]
 
+_OP = "decode_attention"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -100,15 +102,14 @@ def checked(
         )
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
         raise _error(f"stride has to be an integer of at least 1, not {stride!r}")
-    softcap, scale, maximum = _number("softcap", softcap), _number("scale", scale), _number("maximum", maximum)
-    if softcap is not None and softcap <= 0:
-        raise _error(f"softcap has to be greater than 0 or None, not {softcap}")
-    first = jnp.asarray(first)
-    if first.ndim or not jnp.issubdtype(first.dtype, jnp.integer):
-        raise _error(f"first has to be one integer, not {first.dtype.name} of shape {first.shape}")
+    softcap, scale = finite(_OP, "softcap", softcap), finite(_OP, "scale", scale, zero=True)
+    maximum = _number("maximum", maximum)
+    first = as_int32(_OP, "first", first)
+    if first.ndim:
+        raise _error(f"first has to be one integer, not of shape {first.shape}")
     score = Score("softmax", d**-0.5 if scale is None else scale, softcap, 0.0)
     how = How(score, None if window is None else min(int(window), 2**30), value_dim, stride, maximum)
-    return Inputs(q, k, v, positions, tables, first.astype(jnp.int32)), how
+    return Inputs(q, k, v, positions, tables, first), how
 
 
 def _error(what: str) -> KernelError:
@@ -153,10 +154,9 @@ def _positions(positions: Any, lengths: Any, b: int, n: int) -> jax.Array:
     if (positions is None) == (lengths is None):
         raise _error("name either positions, (rows, queries), or lengths, (rows,)")
     name, given, want = ("lengths", lengths, (b,)) if positions is None else ("positions", positions, (b, n))
-    found = jnp.asarray(given)
-    if found.shape != want or not jnp.issubdtype(found.dtype, jnp.integer):
-        raise _error(f"{name} has to be integers of shape {want}, not {found.dtype.name} of shape {found.shape}")
-    found = found.astype(jnp.int32)
+    found = as_int32(_OP, name, given)
+    if found.shape != want:
+        raise _error(f"{name} has to be integers of shape {want}, not of shape {found.shape}")
     return found if positions is not None else jnp.maximum(found[:, None] - n + jnp.arange(n, dtype=jnp.int32), -1)
 
 
@@ -165,12 +165,10 @@ def _tables(tables: Any, b: int, pages: int) -> jax.Array:
         if pages != b:
             raise _error(f"there are {b} rows of queries and {pages} of keys; name a row's pages by tables")
         return jnp.asarray(np.arange(b, dtype=np.int32)[:, None])
-    tables = jnp.asarray(tables)
+    tables = as_int32(_OP, "tables", tables)
     if tables.ndim != 2 or tables.shape[0] != b or not tables.shape[1]:
         raise _error(f"tables has to be ({b}, pages of a row), not of shape {tables.shape}")
-    if not jnp.issubdtype(tables.dtype, jnp.integer):
-        raise _error(f"tables has to be integers, not {tables.dtype.name}")
-    return tables.astype(jnp.int32)
+    return tables
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -179,6 +177,9 @@ def _number(name: str, value: Any) -> float | None:
     if isinstance(value, jax.core.Tracer):
         raise _error(f"{name} has to be known before tracing; multiply q instead, or fix it")
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise _error(f"{name} has to be a number or None, not {value!r}") from None
+    if not np.isfinite(number):
+        raise _error(f"{name} has to be finite or None, not {number}")
+    return number

@@ -147,7 +147,7 @@ def merged(out: jax.Array, lse: jax.Array, given: Shares, *, heads: int, inner: 
     top = of_part.max((1, 2), keepdims=True)
     weight = jnp.exp(of_part - jnp.where(top == -jnp.inf, 0, top))
     total = weight.sum((1, 2))
-    some = total > 0
+    some = total != 0  # no number is some: it has to be seen
     mixed = jnp.where(weight[..., None] > 0, out[at], 0) * weight[..., None]
     safe = jnp.where(some, total, 1)
     return mixed.sum((1, 2)) / safe[..., None], jnp.where(some, top[:, 0, 0] + jnp.log(safe), -jnp.inf)

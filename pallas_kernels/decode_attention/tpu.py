@@ -157,7 +157,7 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
         @pl.when(live & ((place + 1 == begin[w + 1]) | (place + 1 == offset[row + 1])))
         def _end() -> None:
             total = total_ref[...]
-            some = total > 0
+            some = total != 0  # no number is some: it has to be seen
             total = jnp.where(some, total, 1.0)
             out_ref[...] = acc_ref[...] * lanes(1 / total, dv)
             lse_ref[...] = jnp.where(some, top_ref[...] * (1 / unit) + jnp.log(total), -jnp.inf)

@@ -117,7 +117,7 @@ def _forward(target: Target, inputs: Inputs, how: How) -> tuple[jax.Array, jax.A
         lowest = jnp.where(positions < 0, 2**30, positions).min() - (2**30 if how.window is None else how.window)
         passed = jnp.sum(begins[1:] <= lowest + 1)
         acc, top, total, *sees = lax.fori_loop(passed, last, step, carry)
-    some = total > 0
+    some = total != 0  # no number is some: it has to be seen
     safe = jnp.where(some, total, 1)
     out = acc / safe
     lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)[..., 0]

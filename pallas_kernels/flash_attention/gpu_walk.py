@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Score
-from pallas_kernels.flash_attention.masks import Mask, Visits
+from pallas_kernels.flash_attention.masks import Mask, Visits, first_seen
 
 plgpu: Any = mosaic_gpu  # its names differ between versions
 
@@ -282,9 +282,9 @@ class Seen:
             if self.mask.causal:
                 seen = both(operator.ge, q, k)
             if self.mask.window is not None:
-                seen = both(operator.lt, q - self.mask.window, k)  # not k + window, which may be too large
+                seen = both(operator.le, first_seen(q, self.mask.window), k)
                 if not self.mask.causal:
-                    seen = both(operator.gt, q, k - self.mask.window)
+                    seen = both(operator.ge, q, first_seen(k, self.mask.window))
         if self.segments is not None:
             seen = both(operator.eq, load(self.segments[0], q0, q_axis), load(self.segments[1], k0, k_axis))
         return xs if seen is None else tuple(jnp.where(seen, x, blank) for x in xs)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import as_int32, finite
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention.masks import Blocks, Mask, Tokens
 
@@ -73,15 +74,15 @@ def checked(
         raise KernelError(
             "flash_attention: sigmoid attention has no log-sum-exp, its parts simply add; leave return_lse=False"
         )
-    if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__") or int(window) < 1):
+    if window is not None and (
+        isinstance(window, bool) or not hasattr(window, "__index__") or not 1 <= int(window) < 2**31
+    ):
         raise KernelError(
-            f"flash_attention: window has to be an integer of at least 1 (the query's own position counts) or None, "
-            f"not {window!r}"
+            "flash_attention: window has to be an integer of at least 1 (the query's own position counts) and below "
+            f"2**31, or None, not {window!r}"
         )
-    softcap = _number("softcap", softcap)
-    if softcap is not None and softcap <= 0:
-        raise KernelError(f"flash_attention: softcap has to be greater than 0 or None, not {softcap}")
-    scale = _number("scale", scale)
+    softcap = finite("flash_attention", "softcap", softcap)
+    scale = finite("flash_attention", "scale", scale, zero=True)
     bias = _bias(bias, (b, h, s, t))
     if blocks is not None:
         _check_blocks(blocks, s, t)
@@ -124,17 +125,6 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
-def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, jax.core.Tracer):
-        raise KernelError(f"flash_attention: {name} has to be known before tracing; multiply q instead, or fix it")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise KernelError(f"flash_attention: {name} has to be a number or None, not {value!r}") from None
-
-
 def _bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
     if bias is None:
         return None
@@ -169,12 +159,10 @@ def _tokens(name: str, given: Any, b: int, s: int, t: int) -> tuple[jax.Array | 
         pair = (given, given)
     out = []
     for x, length, what in ((pair[0], s, "queries"), (pair[1], t, "keys")):
-        x = jnp.asarray(x)
+        x = as_int32("flash_attention", name, x)
         if x.shape != (b, length):
             raise KernelError(f"flash_attention: {name} of the {what} has to be of shape {(b, length)}, not {x.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise KernelError(f"flash_attention: {name} has to be integers, not {x.dtype.name}")
-        out.append(x.astype(jnp.int32))
+        out.append(x)
     return out[0], out[1]
 
 

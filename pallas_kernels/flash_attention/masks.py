@@ -1,7 +1,7 @@
 """Which query sees which key, without a matrix that says so: a rule, token by token, and a verdict for each tile.
 
-Every backend shares this file. A query and a key are a distance apart, `behind` = the query's position - the key's;
-causal and window ask about that distance, segments ask whether two ids are equal, and a block-sparse table says of
+Every backend shares this file. Causal and window compare the positions of a query and a key (never their
+difference, which int32 may not hold), segments ask whether two ids are equal, and a block-sparse table says of
 whole rectangles whether they are seen at all. Smallest and largest positions and ids of a tile's queries and keys
 decide whether the tile is skipped, seen in full or needs the rule for each element.
 """
@@ -17,7 +17,20 @@ import numpy as np
 
 from pallas_kernels.errors import KernelError
 
-__all__ = ["FULL", "PARTIAL", "SKIP", "Blocks", "Mask", "Tokens", "Visits", "masked", "tile_table", "visible", "visits"]
+__all__ = [
+    "FULL",
+    "PARTIAL",
+    "SKIP",
+    "Blocks",
+    "Mask",
+    "Tokens",
+    "Visits",
+    "first_seen",
+    "masked",
+    "tile_table",
+    "visible",
+    "visits",
+]
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 """What `tile_table` says of a tile: nothing in it is seen; ask `visible` for each element; everything is seen."""
@@ -100,11 +113,13 @@ def visible(mask: Mask, tokens: Tokens, q_index: jax.Array, k_index: jax.Array, 
     if mask.causal or mask.window is not None:
         q = q_index[None] + (t - s) if tokens.q_positions is None else tokens.q_positions
         k = k_index[None] if tokens.k_positions is None else tokens.k_positions
-        behind = q[:, :, None] - k[:, None, :]
+        q, k = q[:, :, None], k[:, None, :]
         if mask.causal:
-            rules.append(behind >= 0)
+            rules.append(q >= k)
         if mask.window is not None:
-            rules.append((behind if mask.causal else abs(behind)) < mask.window)
+            rules.append(first_seen(q, mask.window) <= k)
+            if not mask.causal:
+                rules.append(first_seen(k, mask.window) <= q)
     if tokens.q_segments is not None and tokens.k_segments is not None:
         rules.append(tokens.q_segments[:, :, None] == tokens.k_segments[:, None, :])
     if mask.blocks is not None:
@@ -118,6 +133,12 @@ def visible(mask: Mask, tokens: Tokens, q_index: jax.Array, k_index: jax.Array, 
     for rule in rules[1:]:
         seen = seen & rule
     return seen
+
+
+def first_seen(position: Any, window: int) -> Any:
+    """The first position in a window that ends at each; int32 is never left, whatever the position."""
+    xp: Any = np if isinstance(position, np.ndarray) else jnp
+    return xp.maximum(position, -(2**31) + window - 1) - (window - 1)
 
 
 def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_tile: int, each: bool = False) -> Any:
@@ -144,14 +165,15 @@ def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_til
             q, k = _range(np.arange(s)[None] + (t - s), q_tile), _range(np.arange(t)[None], k_tile)
         else:
             q, k = _range(tokens.q_positions, q_tile), _range(tokens.k_positions, k_tile)
-        nearest = q[0][:, :, None] - k[1][:, None, :]
-        farthest = q[1][:, :, None] - k[0][:, None, :]
+        (low, high), (k_low, k_high) = (x[:, :, None] for x in q), (x[:, None, :] for x in k)
         if mask.causal:
-            some, every = some & (farthest >= 0), every & (nearest >= 0)
+            some, every = some & (high >= k_low), every & (low >= k_high)
         if mask.window is not None:
-            some, every = some & (nearest < mask.window), every & (farthest < mask.window)
+            some &= first_seen(low, mask.window) <= k_high
+            every &= first_seen(high, mask.window) <= k_low
             if not mask.causal:
-                some, every = some & (farthest > -mask.window), every & (nearest > -mask.window)
+                some &= first_seen(k_low, mask.window) <= high
+                every &= first_seen(k_high, mask.window) <= low
     if tokens.q_segments is not None and tokens.k_segments is not None:
         low, high = (a[:, :, None] for a in _range(tokens.q_segments, q_tile))
         k_low, k_high = (a[:, None, :] for a in _range(tokens.k_segments, k_tile))

@@ -47,7 +47,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         acc = refs["acc"][...]
         if softmax:
             total = refs["total"][...]
-            some = total > 0
+            some = total != 0  # no number is some: it has to be seen
             total = jnp.where(some, total, 1.0)
             acc = acc * lanes(1 / total, width)
             refs["lse"][...] = jnp.where(some, refs["top"][...] * (1 / unit) + jnp.log(total), -jnp.inf).T[:1]

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Score
-from pallas_kernels.flash_attention.masks import Tokens
+from pallas_kernels.flash_attention.masks import Tokens, first_seen
 from pallas_kernels.flash_attention.tpu_steps import ADD_ALL, ADD_SEEN, BEGIN, END, LANES, OF_KEYS, Cut, Side, steps
 
 VMEM_LIMIT = 48 * 2**20
@@ -93,13 +93,15 @@ def _seen(cut: Cut, own: Side, refs: Refs, i: Any, j: Any) -> jax.Array | None:
             first, second = lanes(refs["own_positions"][...], shape[1]), refs[f"{other}_positions"][...]
         else:
             first, second = index
-        behind = first - second if own == "queries" else second - first
+        q, k = (first, second) if own == "queries" else (second, first)
         if not cut.positions:
-            behind = behind + (cut.t - cut.s)
+            q = q + (cut.t - cut.s)
         if cut.mask.causal:
-            rules.append(behind >= 0)
+            rules.append(q >= k)
         if cut.mask.window is not None:
-            rules.append((behind if cut.mask.causal else abs(behind)) < cut.mask.window)
+            rules.append(first_seen(q, cut.mask.window) <= k)
+            if not cut.mask.causal:
+                rules.append(first_seen(k, cut.mask.window) <= q)
     if cut.segments:
         rules.append(lanes(refs["own_segments"][...], shape[1]) == refs[f"{other}_segments"][...])
     if own == "queries" and cut.t % cut.k_tile:

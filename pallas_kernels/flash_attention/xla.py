@@ -54,7 +54,7 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
         (acc, top, total), _ = lax.scan(step, start, (columns, keys, row))
         if score.kind == "sigmoid":
             return acc.astype(inputs.q.dtype), None
-        some = total > 0
+        some = total != 0  # no number is some: it has to be seen
         out = acc / jnp.where(some, total, 1)[..., None]
         return out.astype(inputs.q.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
 

@@ -23,6 +23,8 @@ class TextStream:
       tokenizer: its `token_bytes`, where it has one, says which bytes a token is; else `decode` alone is asked.
       stop: texts that end it.
       before: ids of the prompt, of which the last few are looked at: a tokenizer may drop a text's first space.
+
+    Special tokens (`tokenizer.special`) are not shown, except to stop strings that are written with them.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
@@ -32,10 +34,18 @@ class TextStream:
         self._context, self._pending = [int(i) for i in before][-_CONTEXT:], []  # type: tuple[list[int], list[int]]
         self._held = ""
         self.stopped = False
+        hidden = [s for s in getattr(tokenizer, "special", ()) if not any(s in one or one in s for one in self._stop)]
+        self._hidden = {tokenizer.token_to_id(s) for s in hidden}  # type: ignore[attr-defined]
 
     def push(self, token: int) -> str:
         """Takes a token; the text that is safe to show now, often none."""
-        return "" if self.stopped else self._show(self._decoded(int(token)))
+        if self.stopped:
+            return ""
+        if int(token) in self._hidden:  # what came before it is whole
+            text = self._utf8.decode(b"", final=True) + self._new(self._pending)
+            self._seen(self._pending)
+            return self._show(text)
+        return self._show(self._decoded(int(token)))
 
     def finish(self) -> str:
         """The rest, when no token comes any more."""

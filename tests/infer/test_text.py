@@ -83,7 +83,7 @@ def test_tokens_that_are_no_text_come_out_as_they_decode(name, request):
     tokenizer = {"bytes": ByteTokenizer(), "silent": Silent(ByteTokenizer())}.get(name) or request.getfixturevalue(name)
     random = np.random.default_rng(0)
     for _ in range(60):
-        ids = random.integers(0, 300, random.integers(1, 40))
+        ids = random.integers(1, 300, random.integers(1, 40))  # 0 is special
         assert "".join(_streamed(tokenizer, ids)[0]) == tokenizer.decode(ids)
 
 
@@ -138,3 +138,10 @@ def test_bytes_of_every_token_are_those_it_decodes_to(bpe):
     assert bpe.token_bytes(bpe.eos_id) == special.encode()
     for i in range(bpe.vocab_size):
         assert bpe.token_bytes(i).decode("utf-8", "replace") == bpe.decode(np.asarray([i]))
+
+
+def test_special_tokens_are_not_shown_but_end_a_text_that_stops_at_them(bpe):
+    ids = [*bpe.encode("the"), bpe.eos_id, *bpe.encode(" cat")]
+    assert "".join(_streamed(bpe, ids)[0]) == "the cat"
+    shown, stopped = _streamed(bpe, ids, stop=bpe.special)
+    assert "".join(shown) == "the" and stopped

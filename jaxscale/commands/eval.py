@@ -32,7 +32,8 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
-    parser.add_argument("files", metavar="FILE", nargs="*", help="text files (default: the run's held-out documents)")
+    texts = "text files, or .jsonl with a text a line under the key text (default: the run's held-out documents)"
+    parser.add_argument("files", metavar="FILE", nargs="*", help=texts)
     import_argument(parser)
     accept_argument(parser)
     parser.add_argument("--choices", metavar="JSONL", help="questions with choices, in place of texts")

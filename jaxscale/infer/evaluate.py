@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -143,12 +144,31 @@ def perplexity(
 def _texts(run: Run, files: Sequence[str | Path]) -> Iterable[Document]:
     for file in files:
         try:
-            text = Path(file).read_bytes().decode("utf-8")
+            whole = Path(file).read_bytes().decode("utf-8")
         except OSError as e:
             raise DataError(f"cannot read {file} ({e.strerror}); name UTF-8 text files") from None
         except UnicodeDecodeError as e:
             raise DataError(f"{file} is not UTF-8 text (byte {e.start})") from None
-        yield Document(scored_ids(run, text), len(text.encode()), len(text.split()))
+        for text in _lines(file, whole) if Path(file).suffix == ".jsonl" else [whole]:
+            yield Document(scored_ids(run, text), len(text.encode()), len(text.split()))
+
+
+def _lines(file: str | Path, lines: str) -> Iterable[str]:
+    """The texts of a file of JSON lines, each a document."""
+    for n, line in enumerate(lines.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as e:
+            raise DataError(f'{file}, line {n}, is no JSON ({e}); each line is an object with a "text"') from None
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+            raise DataError(
+                f'{file}, line {n}, has no "text" to score ({keys}); give each line one, name questions with --choices'
+            )
+        yield text
 
 
 def _heldout(run: Run) -> Iterable[Document]:

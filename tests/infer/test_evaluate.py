@@ -14,6 +14,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, DataError
+from jaxscale.infer import evaluate
 from jaxscale.infer.choices import Question, multiple_choice, read_questions
 from jaxscale.infer.evaluate import perplexity
 from jaxscale.infer.score import windows
@@ -218,3 +219,14 @@ def test_texts_that_are_none_are_said(stored, tmp_path):
         perplexity(stored, [tmp_path / "empty.txt"])
     with raises_saying(DataError, "cannot read", "gone.txt"):
         perplexity(stored, [tmp_path / "gone.txt"])
+
+
+def test_a_line_of_json_is_scored_by_its_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "scored_ids", lambda run, text: text)
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "one two", "id": 7}\n\n{"text": "three"}\n')
+    assert [(d.ids, d.bytes, d.words) for d in evaluate._texts(None, [file])] == [("one two", 7, 2), ("three", 5, 1)]
+    for line, words in (('{"question": "?"}', "(question)"), ("[1]", "(list)"), ("{", "is no JSON")):
+        file.write_text('{"text": "a"}\n' + line)
+        with raises_saying(DataError, "some.jsonl, line 2", words):
+            list(evaluate._texts(None, [file]))

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache import describe_cache
-from jaxscale.infer.engine import Event, Request
+from jaxscale.infer.cache import describe_cache, generating
+from jaxscale.infer.engine import Event, Request, check_independent
 from jaxscale.infer.forward import everywhere
 from jaxscale.infer.loaded import Loaded, checked
 from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose
@@ -51,6 +51,9 @@ class WholeTexts:
       rows: texts under way at once, rounded up to what the layout divides.
       length: the most tokens of a text, prompt and continuation.
       end_ids: ids that end a text.
+
+    Raises:
+      ConfigError: a text would depend on the padding behind it and on the texts beside it.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class WholeTexts:
         cut = 1 if layout is None else layout.split("seq")
         self.length, self._width = length, length if cut == 1 else -(-length // (2 * cut)) * 2 * cut
         self._graphdef, self._params, self._layout = graphdef, params, layout
-        self.vocab = nnx.merge(graphdef, params).head_weight().shape[0]
+        model = nnx.merge(graphdef, params)
+        check_independent(model)
+        self.vocab = model.head_weight().shape[0]
         self.end_ids = frozenset(end_ids)
         self._texts: list[_Text] = []
         self._events: list[Event] = []
@@ -114,8 +119,10 @@ class WholeTexts:
             for row, t in enumerate(texts):
                 seen[row, t.tokens] = True
         with self._layout or contextlib.nullcontext():
+            last = _last(self._graphdef, self._params, tokens, counts)
+        with generating(self._layout) or contextlib.nullcontext():  # one column is not cut along the sequence
             how = Choices.of(settings, self.vocab)
-            chosen, top = jax.device_get(_next(self._graphdef, self._params, tokens, counts, how, seen))
+            chosen, top = jax.device_get(_next(self._graphdef, self._params, last, counts, how, seen))
         return events + [self._given(t, row, chosen, top) for row, t in enumerate(texts)]
 
     def _given(self, text: _Text, row: int, chosen: Chosen, top: Any) -> Event:
@@ -131,16 +138,22 @@ class WholeTexts:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def _last(graphdef: nnx.GraphDef, params: Any, tokens: Int[Array, "b s"], counts: Int[Array, " b"]) -> Array:
+    """The final hidden state of each text's last token, (b, 1, e)."""
+    hidden = nnx.merge(graphdef, params).hidden(tokens)
+    return constrain(jnp.take_along_axis(hidden, counts[:, None, None] - 1, axis=1), "batch", None, None)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _next(
     graphdef: nnx.GraphDef,
     params: Any,
-    tokens: Int[Array, "b s"],
+    last: Float[Array, "b 1 e"],
     counts: Int[Array, " b"],
     how: Choices,
     seen: Bool[Array, "b v"] | None,
 ) -> tuple[Chosen, Any]:
     model = nnx.merge(graphdef, params)
-    last = jnp.take_along_axis(model.hidden(tokens), counts[:, None, None] - 1, axis=1)
     logits = constrain(head_logits(last, model.head_weight(), softcap=model.logit_softcap), "batch", None, None)[:, 0]
     own = jax.nn.log_softmax(logits, axis=-1)
     return everywhere((choose(logits, how, counts, seen), lax.top_k(own, min(TOP, logits.shape[-1]))))

@@ -290,3 +290,20 @@ def test_a_run_without_a_checkpoint_cannot_be_sampled(stored, tmp_path):
 def test_an_earlier_checkpoint_can_be_read_for_sampling(stored):
     assert stored.params(STEPS)["embed"]["weight"].shape == (256, 32)
     assert stored.generate("def ", max_tokens=4, step=STEPS).ids == stored.generate("def ", max_tokens=4).ids
+
+
+REVERSIBLE = dataclasses.replace(CONFIG, stack=js.nn.ReversibleRun)
+
+
+def test_a_text_of_a_reversible_model_never_depends_on_its_padding(finished_run):
+    experts = js.nn.MixtureOfExperts(experts=4, capacity=1.0, router=js.nn.ExpertChoiceRouter())
+    run = _of(finished_run, model=dataclasses.replace(REVERSIBLE, mlp=experts))
+    with raises_saying(ConfigError, "ExpertChoiceRouter", "padding", "SoftmaxRouter"):
+        run.generate("a", max_tokens=1)
+
+
+def test_a_reversible_model_generates_where_the_sequence_is_cut(finished_run):
+    run = _of(finished_run, model=dataclasses.replace(REVERSIBLE, attention=js.nn.RingAttention()))
+    asked = dict(temperature=0, max_tokens=3, ignore_end=True)
+    cut = run.generate("def ", layout=js.Layout("context=2"), **asked)
+    assert cut.ids == run.generate("def ", **asked).ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from jaxscale.nn import (
 )
 from jaxscale.optim.mup import Parametrisation, Widening
 from jaxscale.other_names import same
+from jaxscale.signatures import check_call
 
 if TYPE_CHECKING:
     from jaxscale.models.transformer import Transformer
@@ -385,6 +385,10 @@ def _scores(mlp: Any) -> int:
     return mlp.experts if isinstance(mlp, MixtureOfExperts) else 0
 
 
+KERNEL = (("q", "k", "v"), ("causal", "segment_ids", "positions", "window", "softcap", "scale"))
+"""What an attention kernel is called with: by place, and by name."""
+
+
 def _check(c: TransformerConfig) -> None:
     for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
         value = getattr(c, name)
@@ -393,6 +397,7 @@ def _check(c: TransformerConfig) -> None:
     if not callable(c.attention):
         close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
         raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")
+    check_call("Transformer.attention", c.attention, *KERNEL)
     if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
         raise ConfigError(
             f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead() or MultiHeadLatent(...)"
@@ -403,8 +408,9 @@ def _check(c: TransformerConfig) -> None:
         raise ConfigError(
             "Transformer.overlap names 'mlp', and experts exchange tokens in a way of their own; use ('attention',)"
         )
-    _check_call("mlp", c.mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
-    _check_call("dense_mlp", c.dense_mlp, "width, hidden", bias=c.bias, out_scale=1.0, rngs=None, **overlap, **types)
+    for name in ("mlp", "dense_mlp"):
+        how = ("bias", "out_scale", "rngs", *overlap, *types)
+        check_call(f"Transformer.{name}", getattr(c, name), ("width", "hidden"), how)
     if not isinstance(c.mlp_every, int) or c.mlp_every < 1:
         raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
     if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
@@ -418,7 +424,8 @@ def _check(c: TransformerConfig) -> None:
             "Transformer.memory tiles 'mlp_hidden' position by position, and experts take tokens of all positions; "
             "take it out of MemoryPolicy.tile"
         )
-    _check_call("norm", c.norm, "width", eps=c.norm_eps, **types)
+    check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
+    check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
     z = c.sizes
     if c.heads and not c.head_dim and z.width % c.heads:
         fit = max(d for d in range(1, c.heads + 1) if z.width % d == 0)
@@ -470,15 +477,6 @@ def _check(c: TransformerConfig) -> None:
                 f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
                 "scaling) or 'float32'"
             )
-
-
-def _check_call(name: str, part: Callable[..., Any], sizes: str, **options: Any) -> None:
-    """A part is told what the others are told; one that takes less says so here and not in a traceback."""
-    try:
-        inspect.signature(part).bind(*sizes.split(", "), **options)
-    except TypeError as e:
-        takes = f"({sizes}, *, {', '.join(options)})"
-        raise ConfigError(f"Transformer.{name} = {part!r} must be callable as {takes}: {e}") from None
 
 
 def rotary_of(positions: Rotary | Learned | None) -> Rotary | None:

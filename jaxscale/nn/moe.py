@@ -21,6 +21,7 @@ from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
 from jaxscale.parallel import Capacity, Slots, Weights, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP
+from jaxscale.signatures import check_method
 
 
 @register
@@ -70,6 +71,9 @@ class MixtureOfExperts:
                 f"MixtureOfExperts.top_k = {self.top_k} is more than its {self.experts} experts; the most is "
                 f"{self.experts}"
             )
+        routing = ("top_k", "capacity", "real")
+        check_method("MixtureOfExperts.router", self.router, "__call__", ("scores", "bias"), routing)
+        check_method("MixtureOfExperts.router", self.router, "probabilities", ("scores",), ())
         if self.capacity is not None and not self.capacity > 0:
             raise ConfigError(
                 f"MixtureOfExperts.capacity = {self.capacity}: must be above 0, 1.0 for as many slots as choices, or "

@@ -15,6 +15,7 @@ from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
+from jaxscale.signatures import check_method
 from jaxscale.train.guards import FiniteGuard, Guard
 from jaxscale.train.lora import LoRA
 from jaxscale.train.loss import AutoLoss, Loss
@@ -107,6 +108,8 @@ class TrainConfig:
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
             if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
                 raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value, methods)}")
+            if name in _CALLED and not plain:
+                check_method(f"train.{name}", value, *_CALLED[name])
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         self._check_start()
@@ -187,6 +190,13 @@ _PARTS = {
     "snapshots": (("of",), "snapshots such as Snapshots()"),
     "watchdog": (("watching",), "a watchdog such as Watchdog(stuck=60)"),
     "loss": (("describe",), "a loss such as AutoLoss() or CutLoss()"),
+}
+
+# How training calls a part: the method, what it passes by place, and what by name.
+_CALLED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "optimizer": ("make", ("learning_rate", "infos"), ()),
+    "schedule": ("make", ("peak", "steps"), ()),
+    "loss": ("__call__", ("hidden", "weight", "targets"), ("softcap",)),
 }
 
 _LEAST = {

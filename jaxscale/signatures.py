@@ -1,0 +1,73 @@
+"""Parts chosen by value: that one can be called as its family is, said when it is chosen and not inside a trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.errors import ConfigError
+
+
+def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str], named: Sequence[str]) -> None:
+    """That a part takes what its family is called with.
+
+    Args:
+        setting: what the config calls it, "Transformer.attention".
+        part: a function, a class that is called, or an instance with `__call__`.
+        positional: names of what is passed by place, for the message.
+        named: names of what is passed by name.
+
+    Raises:
+        ConfigError: naming the parameters that it lacks or wants besides, its own signature and the family's.
+    """
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # of a builtin, which has none to look at
+        return
+    if _binds(signature, positional, named):
+        return
+    takes = ", ".join([*positional, *(["*"] if named else []), *named])
+    name = getattr(part, "__name__", None) or repr(part)
+    wrong = _wrong(signature, positional, named)
+    instances = isinstance(part, type) and _binds(inspect.signature(part.__call__), ["self", *positional], named)
+    hint = f"; write {name}() for an instance" if instances else ""
+    raise ConfigError(f"{setting} = {name}{_plain(signature)} {wrong}; it is called as ({takes}){hint}")
+
+
+def check_method(setting: str, part: Any, method: str, positional: Sequence[str], named: Sequence[str]) -> None:
+    """The same of a method of a part; one that the part does not have is somebody else's to name."""
+    found = getattr(part, method, None)
+    if callable(found):
+        check_call(f"{setting}.{method}", found, positional, named)
+
+
+def _binds(signature: inspect.Signature, positional: Sequence[str], named: Sequence[str]) -> bool:
+    try:
+        signature.bind(*positional, **dict.fromkeys(named))
+        return True
+    except TypeError:
+        return False
+
+
+def _wrong(signature: inspect.Signature, positional: Sequence[str], named: Sequence[str]) -> str:
+    """What does not fit, in words."""
+    own: Mapping[str, inspect.Parameter] = signature.parameters
+    kinds = [p.kind for p in own.values()]
+    by_place = [n for n, p in own.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and len(by_place) < len(positional):
+        return f"takes {len(by_place)} arguments by place and needs to take {len(positional)} ({', '.join(positional)})"
+    given = {*by_place[: len(positional)]}
+    by_name = {n for n, p in own.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)} - given
+    lacks = [] if inspect.Parameter.VAR_KEYWORD in kinds else [n for n in named if n not in by_name]
+    if lacks:
+        return f"has no parameter {' or '.join(map(repr, lacks))}"
+    others = {*by_name, *by_place} - given - {*named}
+    wants = [repr(n) for n, p in own.items() if n in others and p.default is p.empty]
+    return f"wants {' and '.join(wants)} besides, which nobody gives"
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """A signature without annotations."""
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))

@@ -1,0 +1,103 @@
+"""A part of one's own with another signature is named when it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxscale.errors import ConfigError
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MixtureOfExperts, RingAttention, dot_product_attention
+from jaxscale.optim import SGD, AdamW
+from jaxscale.signatures import check_call
+from jaxscale.train import TrainConfig
+
+KERNEL = "(q, k, v, *, causal, segment_ids, positions, window, softcap, scale)"
+
+
+def plain(q, k, v, causal=True):
+    return q
+
+
+def two(q, kv, **options):
+    return q
+
+
+def wanting(q, k, v, block, *, causal, segment_ids, positions, window, softcap, scale):
+    return q
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (plain, "has no parameter 'segment_ids' or 'positions' or 'window' or 'softcap' or 'scale'"),
+        (two, "takes 2 arguments by place and needs to take 3 (q, k, v)"),
+        (wanting, "wants 'block' besides, which nobody gives"),
+    ],
+)
+def test_a_kernel_with_another_signature_is_named_with_what_it_lacks(kernel, words):
+    with pytest.raises(ConfigError) as e:
+        TransformerConfig(attention=kernel)
+    assert f"Transformer.attention = {kernel.__name__}(q" in str(e.value)
+    assert words in str(e.value)
+    assert str(e.value).endswith(f"it is called as {KERNEL}")
+
+
+def test_a_kernel_of_the_signature_that_the_error_names_is_taken():
+    space: dict = {}
+    exec(f"def mine{KERNEL}: return q", space)
+    assert TransformerConfig(attention=space["mine"]).attention is space["mine"]
+    assert TransformerConfig(attention=lambda *args, **options: args[0])
+    assert TransformerConfig(attention=dot_product_attention)
+
+
+def test_a_class_that_needs_brackets_says_so():
+    with pytest.raises(ConfigError, match="write RingAttention\\(\\) for an instance"):
+        TransformerConfig(attention=RingAttention)
+    assert TransformerConfig(attention=RingAttention())  # as it says
+
+
+@dataclasses.dataclass(frozen=True)
+class Strange:
+    """Every family's method, with other parameters."""
+
+    balanced = needs_capacity = False
+
+    def make(self, infos):
+        return infos
+
+    def describe(self, vocab):
+        return ""
+
+    def probabilities(self, scores):
+        return scores
+
+    def __call__(self, scores, *, top_k):
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("setting", "make"),
+    [
+        ("train.optimizer.make", lambda part: TrainConfig(optimizer=part)),
+        ("train.schedule.make", lambda part: TrainConfig(schedule=part)),
+        ("train.loss.__call__", lambda part: TrainConfig(loss=part)),
+        ("MixtureOfExperts.router.__call__", lambda part: MixtureOfExperts(4, router=part)),
+    ],
+)
+def test_other_families_name_theirs(setting, make):
+    with pytest.raises(ConfigError, match=rf"{re.escape(setting)} = \w+\(.*; it is called as \("):
+        make(Strange())
+
+
+@pytest.mark.parametrize("name", ["norm", "mlp", "dense_mlp", "embedding"])
+def test_a_layer_with_another_signature_is_named(name):
+    with pytest.raises(ConfigError, match=rf"Transformer.{name} = <lambda>\(a, b, c\) .*; it is called as \(.*width"):
+        TransformerConfig(**{name: lambda a, b, c: None})
+
+
+def test_our_own_parts_are_taken():
+    assert TrainConfig(optimizer=AdamW()).optimizer != TrainConfig(optimizer=SGD()).optimizer
+    check_call("x", print, ("a",), ())

@@ -88,8 +88,8 @@ def altered(path: Path, why: DamagedFile) -> AlteredFile:
     """The sentence that says so, and what can be done."""
     if why.content is not None:
         return AlteredFile(
-            f"{path} is not what was written: {why}; an edit of yours is taken as it is with {ACCEPT}; if it is none, "
-            "the file is damaged: bring back a copy"
+            f"{path} is not what was written: {why}; an edit of yours is taken as it is with {_accepting(path)}; if it "
+            "is none, the file is damaged: bring back a copy"
         )
     remedy = {INFO: ", or remove it: the run goes on without what it says"}
     remedy["outcome.json"] = ", or remove it: the trial goes on from its checkpoint"
@@ -219,6 +219,12 @@ def altered_lines(path: Path, lines: Lines) -> AlteredFile:
     one, *more = numbers = sorted(lines.damaged)
     what = f"line {one}" if not more else f"lines {', '.join(map(str, numbers[:8]))}" + (" ..." if more[8:] else "")
     return AlteredFile(
-        f"{path}, {what}: not what was written; an edit of yours is taken as it is with {ACCEPT} (what is no JSON is "
-        "left out); if it is none, the file is damaged: bring back a copy"
+        f"{path}, {what}: not what was written; an edit of yours is taken as it is with {_accepting(path)} (what is no "
+        "JSON is left out); if it is none, the file is damaged: bring back a copy"
     )
+
+
+def _accepting(path: Path) -> str:
+    """The option, and a command that has it for a folder which the present one does not name."""
+    folder = path.parent.parent if path.parent.name == "jobs" else path.parent
+    return f"{ACCEPT}, as in jaxscale checkpoint verify {folder} {ACCEPT}"

@@ -20,7 +20,7 @@ from jaxscale.train.checkpoints.digest import sealed
 from jaxscale.train.run import Run
 
 READERS = (
-    "gin config", "run folder", "report", "Hugging Face folder", "safetensors", "tokenizer", "adapters",
+    "gin config", "run folder", "report", "sweep folder", "Hugging Face folder", "safetensors", "tokenizer", "adapters",
 )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_malformed_is_read_right_or_refused_in_a_sentence(folders, reader):
-    found = list(tried(folders, reader, range(30)))
+    found = list(tried(folders, reader, range(20)))
     assert not [one for one in found if one[1] in BAD]
     assert {one[1] for one in found} >= {"sentence"}
 
@@ -305,6 +305,21 @@ def test_a_tokenizer_without_a_vocabulary_is_one_sentence(folders, tmp_path, voc
     (tmp_path / "tokenizer.json").write_text(json.dumps(about))
     with pytest.raises(DataError, match="its vocabulary is empty|its ids reach 4294967295"):
         HFTokenizer(str(tmp_path)).vocab_size  # noqa: B018
+
+
+def test_an_end_that_is_half_a_character_is_one_sentence(folders):
+    from jaxscale.data import HFTokenizer
+
+    with pytest.raises(DataError, match="has no such token"):
+        HFTokenizer(str(folders.model), eos="\ud800").eos_id  # noqa: B018
+
+
+def test_a_dtype_of_thousands_of_letters_is_a_short_sentence(tmp_path):
+    header = json.dumps({"a": {"dtype": "x" * 5000, "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))
+    with pytest.raises(CheckpointError) as e, SafeTensors(tmp_path).reading("a"):
+        pass
+    assert len(str(e.value)) < 500
 
 
 def test_arrays_that_a_file_cannot_hold_are_not_made_room_for(tmp_path):

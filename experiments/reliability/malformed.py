@@ -47,7 +47,7 @@ from jaxscale.train.run import Run
 RESULTS = Path(__file__).parent / "results" / "malformed.json"
 LIMIT = 10.0
 """Seconds after which a reader hangs."""
-MEMORY = 6 * 2**30
+MEMORY = 3 * 2**30
 """Bytes that a process may take; a reader of a device without an end takes more."""
 BAD = ("TRACEBACK", "HANG", "CRASH")
 

@@ -188,7 +188,8 @@ class HFTokenizer:
     @cached_property
     def eos_id(self) -> int:
         for name in (self.eos,) if self.eos is not None else EOS_NAMES:
-            found = self._tokenizer.token_to_id(name)
+            with self._guarded("has no such token"):
+                found = self._tokenizer.token_to_id(name)
             if found is not None:
                 return found
         wanted = f"'{self.eos}'" if self.eos is not None else "end-of-text token that is known by name"
@@ -243,7 +244,8 @@ class HFTokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its text, special ones included."""
-        return self._tokenizer.token_to_id(token)
+        with self._guarded("has no such token"):
+            return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
         with self._guarded("cannot encode a text"):

@@ -138,8 +138,8 @@ def dtype_of(tensor: Stored, name: str) -> np.dtype:
     """
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
-            f"the tensor {name} is of type {tensor.dtype}, which has no values without a scale; bring a checkpoint in "
-            "BF16, F16 or F32"
+            f"the tensor {name} is of type {reading.clipped(tensor.dtype)}, which has no values without a scale; bring "
+            "a checkpoint in BF16, F16 or F32"
         )
     return DTYPES[tensor.dtype]
 

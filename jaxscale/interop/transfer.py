@@ -76,7 +76,7 @@ class Foreign:
             elif found.shape != wanted[key].their_shape:
                 wrong.append(f"{key} is {list(found.shape)}, and its config.json says {list(wanted[key].their_shape)}")
             elif not is_real(dtype_of(found, key)):
-                wrong.append(f"{key} is of type {found.dtype}, which has no values without a scale")
+                wrong.append(f"{key} is of type {found.dtype[:20]}, which has no values without a scale")
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise CheckpointError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale import config as gin_config
+from jaxscale import reading
 from jaxscale.errors import AlteredFile, ConfigError, JaxscaleError, RunError
 from jaxscale.seals import Lines, seal_line
 from jaxscale.sweep.base import BAD, DAMAGED, FAILED, RUNNING, STOPPED, WAITING, Record, Trial
@@ -163,9 +164,11 @@ def _read_trials(folder: Path) -> tuple[dict[int, Trial], set[int], Lines]:
     """The trials by id as they were last asked for, the ids of those that were stopped, and what is damaged."""
     lines, trials, stopped = Lines(), {}, set()
     try:
-        rows = lines.feed((folder / FILE).read_bytes())
+        rows = lines.feed(reading.read_bytes(folder / FILE))
     except FileNotFoundError:
         rows = []
+    except OSError as e:
+        raise RunError(f"{folder / FILE} cannot be read: {e.strerror}") from None
     for row in rows + lines.end():
         try:
             if "stopped" in row:
@@ -227,7 +230,7 @@ def try_again(run: Path) -> None:
 def held(folder: Path, id: int) -> bool:
     """Whether a process, of whatever sweep, is running the trial."""
     try:
-        with job_file(run_folder(folder, id), "lock").open("rb") as f:
+        with reading.open_file(job_file(run_folder(folder, id), "lock")) as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS wants no more of a reader, and two may ask at once
     except BlockingIOError:
         return True

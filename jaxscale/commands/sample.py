@@ -85,6 +85,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.data import ChatTemplate
     from jaxscale.errors import ConfigError
     from jaxscale.infer.generate import pieces
+    from jaxscale.infer.loaded import trained_length
     from jaxscale.infer.sampling import Sampling
     from jaxscale.interop.companions import CHOICE
 
@@ -118,7 +119,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     ids_of = lambda p: (  # noqa: E731
         trained.prompt_ids(p) if template is None else template.ids([{"role": "user", "content": p}], tokenizer)
     )
-    room = lambda p: trained.config.seq_len - len(ids_of(p))  # noqa: E731
+    longest = trained_length(trained)
+    room = lambda p: longest - len(ids_of(p))  # noqa: E731
     fits = lambda p, s: dataclasses.replace(s, max_tokens=max(1, min(_MOST, room(p)))) if args.tokens is None else s  # noqa: E731
     asked = [(p, fits(p, s)) for p in prompts for s in each]
     given = [p if template is None else ids_of(p).tolist() for p, _ in asked]

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, RunError
 from jaxscale.infer.cache import generating
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout
@@ -97,11 +97,22 @@ def for_texts_of(model: Any, length: int | None) -> Any:
 
 def say_length(run: Run, length: int) -> None:
     """That texts may be longer than those which the model was trained on."""
-    if length > run.config.seq_len:
+    if length > trained_length(run):
         log.warning(
             "texts may have %d tokens, and the model was trained on texts of %d (train.seq_len): the rest is untried",
-            length, run.config.seq_len,
+            length, trained_length(run),
         )  # fmt: skip
+
+
+def trained_length(run: Run) -> int:
+    """Tokens of the longest texts that a model was trained on: its own, or those of the run that its adapters adapt."""
+    longest = run.config.seq_len
+    if run.config.adapters is not None and run.config.start is not None:
+        try:
+            longest = max(longest, trained_length(run.config.start.run))
+        except RunError:  # its folder is gone; the adapters alone say less
+            return longest
+    return longest
 
 
 def dropless(model: Any) -> Any:

@@ -13,7 +13,7 @@ from jaxscale.data.chat import ChatTemplate
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
-from jaxscale.infer.loaded import load_model, prompt_ids, say_length
+from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_length
 from jaxscale.infer.serve.asked import Served
 from jaxscale.layout import Layout
 
@@ -31,20 +31,22 @@ def served_by(run: Run, name: str | None = None, length: int | None = None, *, c
     Args:
       run: the run.
       name: what clients call it; by default its folder's name.
-      length: tokens that a text may have; by default what the model was trained on.
+      length: tokens that a text may have; by default what the model was trained on, before adapters were.
       choice: a request that says nothing of temperature, cuts or penalty gets those that the checkpoint came with.
 
     Raises:
       DataError: it came without a tokenizer, or its generation config has a number out of its range.
     """
     tokenizer: Any = run.tokenizer
-    if length is not None:
+    if length is None:
+        length = trained_length(run)
+    else:
         say_length(run, length)
     template = _template(run.path / "hf")
     return Served(
         name=name or Path(run.path).resolve().name,
         tokenizer=tokenizer,
-        length=run.config.seq_len if length is None else length,
+        length=length,
         vocab=run.config.model.vocab,
         encode=lambda text: prompt_ids(run, text).tolist(),
         chat=None if template is None else lambda messages: template.ids(messages, tokenizer).tolist(),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,6 +48,8 @@ _THREADS = 4  # three warp groups at most, and the program around the kernel
 _STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # what an interpreted kernel believes it runs on
 _interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
 _chosen: dict[tuple[Any, ...], Choice] = {}
+_said: set[tuple[str, str, str]] = set()
+_log = logging.getLogger("pallas_kernels")
 _listening: list[dict[Any, Choice]] = []
 
 
@@ -155,6 +158,7 @@ def choosing() -> Iterator[dict[Any, Choice]]:
 def forget() -> None:
     """Empties the record of `chosen`."""
     _chosen.clear()
+    _said.clear()
 
 
 def device() -> Target:
@@ -276,6 +280,10 @@ def _record(
     op: str, target: Target, one: Implementation, why_not: tuple[tuple[str, str], ...], case: dict[str, Any]
 ) -> None:
     choice = Choice(op, target.platform, target.kind, one.name, why_not, tuple(case.items()))
+    line = op, target.kind, one.name
+    if target.platform in ("cuda", "rocm") and why_not and line not in _said:
+        _said.add(line)
+        _log.warning("%s", choice)
     for record in (_chosen, *_listening):
         record[choice.op, choice.platform, choice.kind, choice.implementation, choice.case] = choice
 

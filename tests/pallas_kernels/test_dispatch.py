@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,3 +149,16 @@ def test_too_few_threads_to_interpret_a_gpu_kernel_with_is_said(monkeypatch):
     with pytest.raises(KernelError, match="takes 4 threads.*jax_num_cpu_devices"):
         Target("NVIDIA H200", "cuda", interpret=True).gpu()
     assert Target("NVIDIA H200", "cuda").gpu() == {}
+
+
+def test_on_a_gpu_without_its_kernel_what_runs_is_said_once(caplog, monkeypatch):
+    gpu = Implementation("mosaic_gpu", ("cuda",), lambda target, **_: "it is written for Hopper", lambda *_: None)
+    ways = (gpu, Implementation("xla", (), lambda target, **_: None, lambda target, x: x))
+    dispatch.forget()
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "cpu"):
+        platform = "cpu" if kind == "cpu" else "cuda"
+        monkeypatch.setattr(dispatch, "device", functools.partial(Target, kind, platform))
+        jax.eval_shape(lambda x: dispatch.dispatch("toy", ways, (x,), {}), jnp.ones(4))
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["toy on NVIDIA A100-SXM4-80GB: xla; not mosaic_gpu: it is written for Hopper"]

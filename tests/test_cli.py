@@ -360,6 +360,7 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--mesh", "data=16"], ["needs 16 devices", "has 8", "--devices 16"]),
         (["train", "GIN", "--mesh", "data=3"], ["the batch", "cuts 8 into 3 pieces"]),
         (["train", "GIN", "--mesh", "tensor=4"], ["cuts 2 into 4 pieces"]),
+        (["train", "GIN", "--mesh", "data=2", "--pipeline", "1f1b:4"], ["--pipeline 1f1b:4", "--mesh pipeline=2"]),
         (["train", "GIN", "--devices", "0"], ["0 devices"]),
         (["train", "GIN", "--devices", "4"], ["already runs on 8 cpu", "simulate_devices(4)"]),
         (["train", "GIN", "--devices", "two"], ["--devices", "'two'"]),

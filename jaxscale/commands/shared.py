@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.other_names import same
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
     """The settings in a gin file, or a run's own `config.gin`, with what the command line changes."""
     from jaxscale import config as gin_config
-    from jaxscale.layout import Layout
+    from jaxscale.layout import Layout, parse_mesh
     from jaxscale.train import read_config, settled
 
     if own is not None:
@@ -133,7 +133,13 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
     given = {name: getattr(args, name) for name in ("mesh", "pipeline") if getattr(args, name) is not None}
     if given:
         layout = settings.layout if settings.layout is not None else Layout()
-        settings = dataclasses.replace(settings, layout=dataclasses.replace(layout, **given))
+        layout = dataclasses.replace(layout, **given)
+        if "pipeline" in given and parse_mesh(layout.mesh).get("pipeline", 1) == 1:
+            raise LayoutError(
+                f"--pipeline {given['pipeline']} has no effect on the mesh '{layout.mesh}', which has no such axis; "
+                "give it one, as --mesh pipeline=2, or leave out --pipeline"
+            )
+        settings = dataclasses.replace(settings, layout=layout)
     return settings
 
 

@@ -268,7 +268,7 @@ class Layout:
 
     def _indivisible(self, axis: str, size: int, target: tuple[str, ...], pieces: int, kind: Kind) -> str:
         below, above = size // pieces * pieces, -(-size // pieces) * pieces
-        fitting = next(d for d in range(pieces, 0, -1) if size % d == 0)
+        fitting = math.gcd(size, pieces)  # which also divides what these pieces divide
         mesh = " x ".join(f"{m}={self.sizes[m]}" for m in target)
         sizes = f"{below} or {above}" if below else f"{above}"
         return (

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import constrain
+from jaxscale.layout import constrain, current
 from jaxscale.models.base import arrange
 from jaxscale.models.transformer_config import Learned, TransformerConfig, rotary_of
 from jaxscale.nn import (
@@ -257,10 +257,15 @@ def _check_groups(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
     for mlp in c.layer_mlps():
         slots = mlp.slots(len(order)) if isinstance(mlp, MixtureOfExperts) else None
         if slots is not None and chunk % slots.group:
+            assert isinstance(mlp, MixtureOfExperts)
+            layout = current()
+            piece = len(order) // (1 if layout is None else layout.split("expert_seq"))
+            ways = [f"MixtureOfExperts.group = {math.gcd(chunk, slots.group, piece)}"]
+            ways += [] if mlp.router.needs_capacity else ["MixtureOfExperts.capacity = None"]
+            ways += [] if piece % slots.group else [f"{type(c.attention).__name__}.zigzag = False"]
             raise LayoutError(
                 f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, which tear "
-                f"apart the groups of {slots.group} in which experts count their capacity; set MixtureOfExperts.group "
-                f"= {math.gcd(chunk, slots.group)}, drop no token, or set zigzag=False"
+                f"apart the groups of {slots.group} in which experts count their capacity; set {', or '.join(ways)}"
             )
 
 

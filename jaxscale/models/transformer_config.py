@@ -196,6 +196,11 @@ class TransformerConfig:
         key_heads = scaled("Transformer.kv_heads", self.kv_heads, wide.sizes.heads, was.heads)
         return dataclasses.replace(wide, kv_heads=key_heads)
 
+    def length_unit(self) -> int:
+        """Of what a sequence's length has to be a multiple under the layout in force, as far as attention goes."""
+        unit = getattr(self.attention, "unit", None)
+        return 1 if unit is None else unit()
+
     @functools.cached_property
     def widening(self) -> Widening | None:
         """What its parametrisation makes of it; `None` of the standard one."""
@@ -427,12 +432,11 @@ def _check(c: TransformerConfig) -> None:
     check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
     check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
     z = c.sizes
-    if c.heads and not c.head_dim and z.width % c.heads:
-        fit = max(d for d in range(1, c.heads + 1) if z.width % d == 0)
-        raise ConfigError(
-            f"Transformer.heads = {c.heads} does not divide width = {z.width}; the nearest that does is {fit}, or set "
-            "head_dim"
-        )
+    if c.attention_layer.widens and c.heads and not c.head_dim and z.width % c.heads:
+        turned = rotary_of(c.positions) or c.local_positions  # pairs, so that a head's width is even
+        fits = [d for d in range(1, c.heads + 1) if z.width % d == 0 and not (turned and z.width // d % 2)]
+        nearest = f"the nearest that does is {max(fits)}, or " if fits else ""
+        raise ConfigError(f"Transformer.heads = {c.heads} does not divide width = {z.width}; {nearest}set head_dim")
     if z.head_dim < 1:
         raise ConfigError(
             f"Transformer.heads = {z.heads} is more than width = {z.width}; use at most that or set head_dim"

@@ -128,10 +128,16 @@ class _ContextParallel:
     def _each(self, ring: Ring) -> int:
         return 2 if self.zigzag and ring.size > 1 else 1
 
+    def unit(self) -> int:
+        """Of what a sequence's length has to be a multiple under the layout in force."""
+        ring = self._ring()
+        return 1 if ring is None else math.lcm(ring.size * ring.inner, ring.size * self._each(ring))
+
     def _check_length(self, seq_len: int, ring: Ring) -> None:
-        unit = math.lcm(ring.size * ring.inner, ring.size * self._each(ring))
+        unit, layout = self.unit(), current()
         if seq_len % unit:
-            below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
+            nearest = unit if layout is None else math.lcm(unit, layout.split("residual_seq"))
+            below, above = seq_len // nearest * nearest, -(-seq_len // nearest) * nearest
             zig = " in zigzag order" if self._each(ring) == 2 else ""
             plain = seq_len % (ring.size * ring.inner) == 0
             raise LayoutError(

@@ -20,7 +20,7 @@ from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
 from jaxscale.parallel import Capacity, Slots, Weights, expert_mlp
-from jaxscale.parallel.experts import DOWN, UP
+from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
 
 
@@ -188,6 +188,8 @@ class Experts(nnx.Module):
     ) -> tuple[Float[Array, "b s e"], Stats]:
         c = self.config
         capacity = c.slots(x.shape[1])
+        if capacity is not None:
+            check_groups(x.shape[1], capacity, dropless=not c.router.needs_capacity)
         with jax.named_scope("router"):
             scores = self.scores(x)
             bias = None if self.load_bias is None else self.load_bias.get_value()

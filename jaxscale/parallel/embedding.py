@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxscale.layout import constrain, filled_shape, in_use, unfill
+from jaxscale.layout import constrain, current, filled_shape, in_use, unfill
 from jaxscale.parallel.ends import axis_size, psum_float32, rows_from_ours
 from jaxscale.parallel.reductions import sum_to
-from jaxscale.parallel.sharded import cut_already, cut_over, sharded_op, where_gradients_go
+from jaxscale.parallel.sharded import cut_already, cut_over, free_and_manual, sharded_op, where_gradients_go
 
 _TOKENS, _OUT = ("batch", "seq"), ("batch", "residual_seq", "embed")
 
@@ -48,6 +48,9 @@ def sharded_lookup(
 
 def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
     already, over, scattered = cut_already(axis), cut_over(axis), _scattered(axis)
+    if scattered and (layout := current()) is not None:
+        manual = free_and_manual()[1]
+        layout.spec(_OUT, (*ids.shape, table.shape[1]), kind="activations", name="the residual stream", manual=manual)
     if filled_shape((axis, "embed"), table.shape) != table.shape and ids.size * axis_size(over) <= table.shape[0]:
         # the vectors of few tokens are less to send than a table that is not kept in rows
         kept = constrain(table.astype(dtype), axis, "embed", kind="params")

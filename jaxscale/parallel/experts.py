@@ -210,14 +210,30 @@ def _check(x: Array, weights: Weights, capacity: Capacity | None) -> None:
         )
     layout.spec(UP, weights.up.shape, kind="activations", name="the experts' weights")
     layout.spec(UP, weights.up.shape, kind="params", name="the experts' weights")
-    pieces = layout.split("expert_seq")
     names = (*TOKENS[:2], "expert_mlp")
     layout.spec(names, (*x.shape[:2], weights.up.shape[2]), kind="activations", name="the experts' hidden layer")
-    if capacity is not None and x.shape[1] // pieces % capacity.group:
-        fit = math.gcd(capacity.group, x.shape[1] // pieces)
+    if capacity is not None:
+        check_groups(x.shape[1], capacity)
+
+
+def check_groups(seq: int, capacity: Capacity, *, dropless: bool = False) -> None:
+    """Raises `LayoutError` where the layout in force cuts a row of `seq` tokens inside of a group.
+
+    Args:
+      seq: tokens of a row.
+      capacity: whose groups.
+      dropless: whether the router can do without a capacity, which is then offered.
+    """
+    layout = current()
+    if layout is None or free_and_manual()[1]:  # inside another shard_map a row is a device's own
+        return
+    pieces = layout.split("expert_seq")
+    if seq % pieces == 0 and seq // pieces % capacity.group:
+        fit = math.gcd(capacity.group, seq // pieces)
         raise LayoutError(
-            f"the layout {layout} cuts rows of {x.shape[1]} tokens into {pieces} pieces, and experts count their "
-            f"capacity in groups of {capacity.group}; set MixtureOfExperts.group = {fit}, or drop no token"
+            f"the layout {layout} cuts rows of {seq} tokens into {pieces} pieces, and experts count their capacity in "
+            f"groups of {capacity.group}; set MixtureOfExperts.group = {fit}"
+            + (", or MixtureOfExperts.capacity = None" if dropless else "")
         )
 
 

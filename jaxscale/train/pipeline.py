@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,14 +60,55 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
             "(of_cut_vocabulary = True); use AutoLoss(), CutLoss() or MaterialisedLoss(), or a mesh without pipeline"
         )
     _check_vocabulary(loss, blueprint.infos, blueprint.layout)
-    runs = blueprint.infos["runs"]
-    groups = tuple((jax.tree.leaves(run)[0].shape[0], len(run["blocks"])) for run in runs.values())
-    schedule = blueprint.layout.schedule
-    stages = assign(*zip(*groups, strict=True), blueprint.layout.stages, schedule.chunks_per_stage)  # type: ignore[call-arg]
-    for n, run in enumerate(runs.values()):
-        for info in () if stages.in_place(n) else jax.tree.leaves(run):
-            _check_width(info, blueprint.layout)
+    runs = list(blueprint.infos["runs"].values())
+    stages, stuck = _dealt(runs, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
+    if stuck is not None:
+        blueprint.layout.spec((None, *stuck.axes[1:]), stuck.shape, name=stuck.path)  # of other axes, in its own words
+        raise LayoutError(
+            f"{stuck.path} {stuck.axes} of shape {stuck.shape} is dealt out to stages cut along its width, since they "
+            f"do not hold its layers in order and in equal parts, and no dimension of that divides by "
+            f"{blueprint.layout.stages} stages; use {_ways_to_divide(runs, blueprint.layout)}"
+        )
     return Pipelined(blueprint, loss, z_loss, accumulate, blueprint.layout, stages)
+
+
+def _groups(runs: Sequence[Tree]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each run, the copies of its group and the layers in it."""
+    return tuple(jax.tree.leaves(run)[0].shape[0] for run in runs), tuple(len(run["blocks"]) for run in runs)
+
+
+def _dealt(runs: Sequence[Tree], layout: Layout, chunks: int) -> tuple[Stages, TensorInfo | None]:
+    """Which layers each stage holds, and a parameter that neither lies on its stages nor divides along its width."""
+    stages = assign(*_groups(runs), layout.stages, chunks)
+    apart = (i for n, run in enumerate(runs) if not stages.in_place(n) for i in jax.tree.leaves(run))
+    return stages, next((i for i in apart if not _width_divides(i, layout)), None)
+
+
+def _width_divides(info: TensorInfo, layout: Layout) -> bool:
+    try:
+        layout.spec(info.axes, (1, *info.shape[1:]))
+    except LayoutError:
+        return False
+    return True
+
+
+def _ways_to_divide(runs: Sequence[Tree], layout: Layout) -> str:
+    """What of a layout or a model to change so that every layer comes to its stage; each way by itself is enough."""
+
+    def fits(stages: int, chunks: int) -> bool:
+        mesh = ",".join(f"{a}={stages if a == 'pipeline' else n}" for a, n in layout.sizes.items())
+        try:
+            return _dealt(runs, dataclasses.replace(layout.specification, mesh=mesh), chunks)[1] is None
+        except LayoutError:  # more stages than layers
+            return False
+
+    stages, chunks = layout.stages, layout.schedule.chunks_per_stage
+    ways = ["a schedule of 1 chunk a stage, as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
+    ways += [f"pipeline={n}" for n in range(stages - 1, 1, -1) if fits(n, chunks)][:1]
+    (_, *rest), (period, *remainder) = _groups(runs)
+    if chunks == 1 and (not rest or (rest == [1] and remainder[0] < period)):  # one run, but for what is left over
+        ways.append(f"a number of layers that is a multiple of {stages * period}")
+    return ", or ".join(ways or ["a mesh without pipeline"])
 
 
 def replicas_of(graphdef: nnx.GraphDef, infos: Tree, layout: Layout) -> tuple[str, ...]:
@@ -100,18 +142,6 @@ def _check_vocabulary(loss: Loss, infos: Tree, layout: Layout) -> None:
                     f"{axis} of {size}, which stages fill up with zeros; use AutoLoss(), CutLoss() or "
                     f"MaterialisedLoss(), or a {axis} of {filled}"
                 )
-
-
-def _check_width(info: TensorInfo, layout: Layout) -> None:
-    layout.spec((None, *info.axes[1:]), info.shape, name=info.path)  # what else does not divide, in its own words
-    try:
-        layout.spec(info.axes, (1, *info.shape[1:]))
-    except LayoutError:
-        raise LayoutError(
-            f"{info.path} {info.axes} of shape {info.shape} is dealt out to stages cut along its width, since they do "
-            f"not hold its layers in order and in equal parts, and no dimension of that divides by {layout.stages} "
-            f"stages; use a schedule of 1 chunk a stage, and a number of layers that is a multiple of {layout.stages}"
-        ) from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -245,9 +246,9 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
     _check_pipeline(blueprint, config)
     blueprint.shardings()  # raises what cannot be laid out
     shardings_of(blueprint.frozen, config.layout)
-    batch_sharding(config.layout, config.batch_size, config.seq_len)
-    if config.accumulate > 1:
-        batch_sharding(config.layout, config.micro_batch, config.seq_len)
+    if config.layout is not None:
+        _check_rows(config, config.layout)
+        _check_length(config, config.layout, blueprint)
     slow = filled_notes([blueprint.infos, blueprint.frozen], config.layout)
     for sentence in (*without_effect(config, blueprint), *_whole_state(blueprint), *slow):
         log.warning("%s", sentence)
@@ -276,6 +277,41 @@ def _check_idle(layout: Layout) -> None:
                 f"{layout} has {axis}={size}, and its rules split nothing over '{axis}', so {size} devices would each "
                 f"do the same work; use rules='fsdp_tensor', or a mesh without {axis}"
             )
+
+
+def _check_rows(config: TrainConfig, layout: Layout) -> None:
+    """That devices divide the rows of a batch, and of each part of it that is accumulated."""
+    pieces, parts = layout.split("batch"), config.accumulate
+    if config.micro_batch % pieces:
+        of = f" in each of {parts} parts (train.accumulate)" if parts > 1 else ""
+        raise LayoutError(
+            f"the batch: {layout} cuts {config.micro_batch} into {pieces} pieces, the rows{of}, which does not divide; "
+            f"the nearest train.batch_size that does is {_nearest(config.batch_size, pieces * parts)}"
+        )
+
+
+def _check_length(config: TrainConfig, layout: Layout, blueprint: Blueprint) -> None:
+    """That devices divide a sequence, wherever they cut it."""
+    cut = ["seq", "residual_seq"]
+    if any("experts" in i.axes for i in jax.tree.leaves(blueprint.of_model().infos)):
+        cut.append("expert_seq")
+    for axis in cut:
+        if config.seq_len % layout.split(axis):
+            with layout:
+                unit = getattr(config.model, "length_unit", lambda: 1)()
+            unit = math.lcm(unit, *map(layout.split, cut))
+            over = " x ".join(f"{m}={layout.sizes[m]}" for m in layout.cut(axis))
+            raise LayoutError(
+                f"{layout} cuts a sequence of {config.seq_len} tokens into {layout.split(axis)} pieces ('{axis}' over "
+                f"{over}), which does not divide; the nearest train.seq_len that does is "
+                f"{_nearest(config.seq_len, unit)}"
+            )
+
+
+def _nearest(size: int, unit: int) -> str:
+    """The multiples of `unit` about a size, in words."""
+    below, above = size // unit * unit, -(-size // unit) * unit
+    return f"{below} or {above}" if below else str(above)
 
 
 def _check_pipeline(blueprint: Blueprint, config: TrainConfig) -> None:

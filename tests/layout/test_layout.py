@@ -36,7 +36,7 @@ def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_neares
         "cuts 6 into 4",
         "tensor=4",
         "4 or 8",
-        "pieces is 3",
+        "pieces is 2",
     ):
         layout.spec(("embed", "kv_heads", "head_dim"), (64, 6, 16), name="k/kernel")
 

@@ -99,9 +99,16 @@ def assign(repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chun
     if virtual > total:
         what = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
         group = "layers" if max(weights) == 1 else "groups of layers"
+        # of as many stages as divide these, what else is cut over them divides as well
+        fewer = lambda n: max((d for d in range(1, min(n, stages) + 1) if stages % d == 0), default=1)  # noqa: E731
+        ways = [f"pipeline={fewer(total // chunks)}"] if fewer(total // chunks) > 1 else []
+        if chunks > 1 and (one := fewer(total)) > 1:
+            with_ = "" if one == stages else f"pipeline={one} and "
+            ways.append(f"{with_}a schedule of 1 chunk a stage, as 'lockstep'")
+        ways = ways or ["a mesh without pipeline"]
         raise LayoutError(
-            f"a pipeline of {what} has {virtual} pieces, and the model {total} {group} to deal out; use at most "
-            f"pipeline={max(1, total // chunks)}"
+            f"a pipeline of {what} has {virtual} pieces, and the model {total} {group} to deal out; use "
+            f"{', or '.join(ways)}, or at least {virtual * max(weights)} layers"
         )
 
     def cost(limits: Sequence[int]) -> float:

@@ -1,0 +1,308 @@
+"""Every advice in an error works: what it says to change is changed, and the same check passes. Nothing is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxscale.errors import JaxscaleError
+from jaxscale.layout import Layout, Pipeline, Rules, preset
+from jaxscale.models import TransformerConfig
+from jaxscale.models.transformer_config import Learned
+from jaxscale.nn import (
+    ExpertChoiceRouter,
+    MemoryPolicy,
+    MixtureOfExperts,
+    MultiHead,
+    MultiHeadLatent,
+    ReversibleRun,
+    RingAttention,
+    UlyssesAttention,
+    dot_product_attention,
+    flash_attention,
+)
+from jaxscale.optim import MuP
+from jaxscale.train import TrainConfig
+from jaxscale.train.prepare import check
+from tests.truth.errors import raises_saying
+
+MODEL = dict(depth=2, vocab=64, width=32, heads=4, head_dim=8, hidden=64)
+RUN = dict(seq_len=32, batch_size=16, steps=2)
+LATENT = MultiHeadLatent(kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8)
+EXPERTS = MixtureOfExperts(experts=4, top_k=2)
+CAPACITY = dataclasses.replace(EXPERTS, capacity=1.25)
+CHOICE = dataclasses.replace(EXPERTS, router=ExpertChoiceRouter(), capacity=1.0)
+OWN = preset("fsdp_tensor")
+
+
+def checked(mesh="data=1", *, rules="fsdp_tensor", sequence_sharded=False, pipeline=None, run=None, **model):
+    """Checks a run as training does before it compiles, on a layout that needs no devices."""
+    layout = Layout(mesh, rules, sequence_sharded=sequence_sharded, pipeline=pipeline).abstract(8)
+    config = TrainConfig(model=TransformerConfig(**{**MODEL, **model}), layout=layout, **{**RUN, **(run or {})})
+    with pytest.MonkeyPatch.context() as patch:
+        if "pipeline" in mesh:  # stages are checked before the model is traced
+            patch.setitem(check.__globals__, "_trace", lambda *_: None)
+        check(config)
+
+
+def grouped(mlp, group):
+    return dataclasses.replace(mlp, group=group)
+
+
+# what is refused; words of the advice; what it says to change, each way by itself
+RING, PLAIN = RingAttention(), RingAttention(zigzag=False)
+LAYOUTS = {
+    "expert choice x context": (
+        dict(mesh="context=2,data=2", attention=PLAIN, mlp=CHOICE),
+        ("MixtureOfExperts.group = 16",),
+        [dict(mlp=grouped(CHOICE, 16))],
+    ),
+    "capacity x zigzag": (
+        dict(mesh="context=2,data=2", attention=RING, mlp=CAPACITY),
+        ("MixtureOfExperts.group = 8", "MixtureOfExperts.capacity = None"),
+        [dict(mlp=grouped(CAPACITY, 8)), dict(mlp=EXPERTS)],
+    ),
+    "groups x zigzag": (
+        dict(mesh="context=2,data=2", attention=RING, mlp=grouped(CAPACITY, 16)),
+        ("MixtureOfExperts.group = 8", "MixtureOfExperts.capacity = None", "RingAttention.zigzag = False"),
+        [dict(attention=PLAIN)],
+    ),
+    "groups x folded experts": (
+        dict(mesh="context=2,tensor=4", rules="folded", attention=RING, mlp=dataclasses.replace(CAPACITY, experts=8)),
+        ("MixtureOfExperts.group = 4",),
+        [dict(mlp=dataclasses.replace(CAPACITY, experts=8, group=4))],
+    ),
+    "interleaved, few layers": (
+        dict(mesh="pipeline=4", pipeline="interleaved", depth=4),
+        ("pipeline=2", "a schedule of 1 chunk a stage, as 'lockstep'", "at least 8 layers"),
+        [dict(mesh="pipeline=2"), dict(pipeline="lockstep"), dict(depth=8)],
+    ),
+    "interleaved, fewer layers than chunks": (
+        dict(mesh="pipeline=2", pipeline="interleaved", depth=3),
+        ("a schedule of 1 chunk a stage, as 'lockstep'", "at least 4 layers"),
+        [dict(pipeline="lockstep"), dict(depth=4)],
+    ),
+    "one layer": (
+        dict(mesh="pipeline=2", depth=1),
+        ("a mesh without pipeline", "at least 2 layers"),
+        [dict(mesh="data=2"), dict(depth=2)],
+    ),
+    "windows x pipeline": (
+        dict(mesh="pipeline=4", windows=(5, None), depth=6),
+        ("pipeline=2", "at least 8 layers"),
+        [dict(mesh="pipeline=2"), dict(depth=8)],
+    ),
+    "windows x stages that divide no width": (
+        dict(mesh="pipeline=3", windows=(5, None), depth=9, vocab=63),
+        ("pipeline=2", "a multiple of 6"),
+        [dict(mesh="pipeline=2"), dict(depth=12)],
+    ),
+    "chunks that divide no width": (
+        dict(mesh="pipeline=3", pipeline="interleaved", depth=6, vocab=63, run=dict(batch_size=18)),
+        ("a schedule of 1 chunk a stage, as 'lockstep'", "pipeline=2"),
+        [dict(pipeline="lockstep"), dict(mesh="pipeline=2")],
+    ),
+    "18 tokens x context=4": (
+        dict(mesh="context=4", attention=RING, run=dict(seq_len=18)),
+        ("cuts a sequence of 18", "16 or 24"),
+        [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=24))],
+    ),
+    "20 tokens in zigzag order": (
+        dict(mesh="context=4", attention=RING, run=dict(seq_len=20)),
+        ("16 or 24", "zigzag=False"),
+        [dict(attention=PLAIN)],
+    ),
+    "18 tokens, sequence sharded": (
+        dict(mesh="tensor=4", sequence_sharded=True, run=dict(seq_len=18)),
+        ("cuts a sequence of 18", "tensor=4", "16 or 20"),
+        [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=20))],
+    ),
+    "20 tokens, sequence sharded, zigzag": (
+        dict(mesh="context=2,tensor=4", sequence_sharded=True, attention=RING, run=dict(seq_len=20)),
+        ("16 or 24",),
+        [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=24))],
+    ),
+    "rows": (
+        dict(mesh="data=4", run=dict(batch_size=6)),
+        ("cuts 6 into 4 pieces", "4 or 8"),
+        [dict(run=dict(batch_size=4)), dict(run=dict(batch_size=8))],
+    ),
+    "rows of micro-batches": (
+        dict(mesh="data=4", run=dict(batch_size=18, accumulate=3)),
+        ("3 parts", "12 or 24"),
+        [dict(run=dict(batch_size=12, accumulate=3)), dict(run=dict(batch_size=24, accumulate=3))],
+    ),
+    "query heads": (
+        dict(mesh="tensor=4", heads=6),
+        ("4 or 8", "number of pieces is 2"),
+        [dict(heads=4), dict(heads=8), dict(mesh="tensor=2")],
+    ),
+    "flash attention x context": (
+        dict(mesh="context=2", attention=flash_attention),
+        ("a mesh without context", "RingAttention() or dot_product_attention"),
+        [dict(attention=RING), dict(attention=dot_product_attention)],
+    ),
+    "ulysses: heads": (
+        dict(mesh="context=4,tensor=2", attention=UlyssesAttention()),
+        ("ring=2",),
+        [dict(attention=UlyssesAttention(ring=2))],
+    ),
+    "micro-batches": (
+        dict(mesh="pipeline=2", pipeline="1f1b:3"),
+        ("nearest number that does is 2",),
+        [dict(pipeline="1f1b:2")],
+    ),
+    "micro-batches, interleaved": (
+        dict(mesh="pipeline=2", pipeline="interleaved:3:2", depth=4),
+        ("nearest number that does is 2",),
+        [dict(pipeline="interleaved:2:2")],
+    ),
+    "a batch of too few rows": (
+        dict(mesh="pipeline=4", pipeline="interleaved", depth=8, run=dict(batch_size=2)),
+        ("nearest batch that can has 4 rows",),
+        [dict(run=dict(batch_size=4))],
+    ),
+    "overlap without a ring": (
+        dict(mesh="tensor=2", overlap=("mlp",)),
+        ("sequence_sharded=True", "no overlap"),
+        [dict(sequence_sharded=True), dict(overlap=())],
+    ),
+    "overlap of whole key heads": (
+        dict(mesh="tensor=4", sequence_sharded=True, kv_heads=2, overlap=("attention", "mlp")),
+        ("take 'attention' out of Transformer.overlap",),
+        [dict(overlap=("mlp",))],
+    ),
+    "an axis that no rule uses": (
+        dict(mesh="tensor=2", rules="replicated"),
+        ("rules='fsdp_tensor'", "a mesh without tensor"),
+        [dict(rules="fsdp_tensor"), dict(mesh="data=2")],
+    ),
+    "sequence_sharded beside rules": (
+        dict(mesh="tensor=2", rules=OWN, sequence_sharded=True),
+        ("map 'residual_seq' to ('context', 'tensor')",),
+        [
+            dict(
+                sequence_sharded=False,
+                rules=Rules(OWN.params, activations={**OWN.activations, "residual_seq": ("context", "tensor")}),
+            )
+        ],
+    ),
+    "learned positions": (
+        dict(positions=Learned(16)),
+        ("LearnedPositions.length = 32", "shorter train.seq_len"),
+        [dict(positions=Learned(32)), dict(run=dict(seq_len=16))],
+    ),
+    "reversible, parallel": (
+        dict(stack=ReversibleRun, parallel=True),
+        ("Transformer.parallel = False",),
+        [dict(parallel=False)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_what_a_refused_run_is_advised_passes(case):
+    bad, words, ways = LAYOUTS[case]
+    with raises_saying(JaxscaleError, *words):
+        checked(**bad)
+    for change in ways:
+        checked(**{**bad, **change})
+
+
+MODELS = {
+    "heads": (dict(heads=3, head_dim=None), ("nearest that does is 2", "head_dim"), [dict(heads=2), dict(head_dim=8)]),
+    "heads as many as the width": (dict(heads=40, head_dim=None), ("nearest that does is 16",), [dict(heads=16)]),
+    "heads of an odd width": (dict(width=33, heads=2, head_dim=None), ("; set head_dim",), [dict(head_dim=8)]),
+    "key heads": (dict(kv_heads=3), ("nearest that does is 2",), [dict(kv_heads=2)]),
+    "an odd head": (dict(head_dim=7), ("make it even",), [dict(head_dim=8)]),
+    "no norms": (
+        dict(pre_norm=False),
+        ("post_norm = True", "parallel = False"),
+        [dict(post_norm=True, parallel=False)],
+    ),
+    "experts' biases": (dict(mlp=EXPERTS, bias=True), ("set it to False",), [dict(bias=False)]),
+    "experts' overlap": (
+        dict(mlp=EXPERTS, overlap=("attention", "mlp")),
+        ("use ('attention',)",),
+        [dict(overlap=("attention",))],
+    ),
+    "experts' tiles": (
+        dict(mlp=EXPERTS, memory=MemoryPolicy(tile=("mlp_hidden",))),
+        ("take it out of MemoryPolicy.tile",),
+        [dict(memory=MemoryPolicy())],
+    ),
+    "float16": (dict(dtype="float16"), ("'bfloat16'", "'float32'"), [dict(dtype="bfloat16"), dict(dtype="float32")]),
+    "no windows": (dict(windows=()), ("(None,)",), [dict(windows=(None,))]),
+    "latent, key heads": (
+        dict(attention_layer=LATENT, head_dim=None, kv_heads=4),
+        ("leave it out",),
+        [dict(kv_heads=None)],
+    ),
+    "latent, overlap": (
+        dict(attention_layer=LATENT, head_dim=None, overlap=("attention",)),
+        ("take it out",),
+        [dict(overlap=())],
+    ),
+    "latent, parametrised": (
+        dict(attention_layer=LATENT, head_dim=None, parametrisation=MuP(base_width=16)),
+        ("use MultiHead()",),
+        [dict(attention_layer=MultiHead(), head_dim=8)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_what_a_refused_model_is_advised_passes(case):
+    bad, words, ways = MODELS[case]
+    with raises_saying(JaxscaleError, *words):
+        TransformerConfig(**{**MODEL, **bad})
+    for change in ways:
+        TransformerConfig(**{**MODEL, **bad, **change})
+
+
+def sizes(mesh):
+    return lambda: Layout(mesh).abstract(8)
+
+
+def mixture(**given):
+    return lambda: MixtureOfExperts(experts=4, top_k=2, **given)
+
+
+PARTS = {
+    "the rest of the devices": (sizes("data=-1,tensor=3"), ("divides them is 2",), [sizes("data=-1,tensor=2")]),
+    "chunks": (
+        lambda: Pipeline("1f1b", chunks=2),
+        ("'interleaved' has more",),
+        [lambda: Pipeline("interleaved", chunks=2)],
+    ),
+    "a router without capacity": (
+        mixture(router=ExpertChoiceRouter()),
+        ("set MixtureOfExperts.capacity, 1.0",),
+        [mixture(router=ExpertChoiceRouter(), capacity=1.0)],
+    ),
+    "a gate of nothing": (
+        mixture(shared_gate=True),
+        ("set shared, or leave it False",),
+        [mixture(shared_gate=True, shared=1), mixture()],
+    ),
+    "interleaved": (
+        lambda: Pipeline("interleaved").table(4, 6),
+        ("nearest is 8",),
+        [lambda: Pipeline("interleaved").table(4, 8)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_what_a_refused_part_is_advised_passes(case):
+    bad, words, ways = PARTS[case]
+    with raises_saying(JaxscaleError, *words):
+        bad()
+    for way in ways:
+        way()
+
+
+def test_latent_heads_need_not_divide_the_width():
+    checked(attention_layer=LATENT, head_dim=None, heads=3, width=32)
+    checked("tensor=2", attention_layer=LATENT, head_dim=None, heads=6, width=32)

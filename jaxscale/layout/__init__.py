@@ -4,8 +4,8 @@ from jaxscale.layout.axes import AXES, MESH_AXES, STACKED
 from jaxscale.layout.boxing import Boxes, Move, infer, rebox
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
-from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, say_once, why_no_host_memory
-from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, unfill
+from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_memory
+from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, say_once, unfill
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import PRESETS, Rules, preset

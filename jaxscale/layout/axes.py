@@ -18,7 +18,8 @@ AXES: dict[str, str] = {
     "embed": "the residual stream's width (d_model); FSDP splits it in parameters",
     "mlp": "the feed-forward hidden width",
     "heads": "query heads",
-    "kv_heads": "key and value heads (fewer than `heads` in grouped-query attention)",
+    "kv_heads": "key and value heads (fewer than `heads` in grouped-query attention); whole where the mesh does not "
+    "divide them",
     "head_dim": "width of one head",
     "latent": "a narrow vector that all heads' keys and values, or queries, are made of (multi-head latent attention)",
     "latent_in": "`latent` in the matrices that heads are made by; FSDP splits it in parameters",
@@ -44,6 +45,12 @@ STACKED = ("layers", "experts")
 FILLED = ("vocab",)
 """Axes whose sizes devices need not divide: a tensor is kept cut along another dimension, and has rows of zeros behind
 its own while it is used."""
+
+REPLICABLE = ("kv_heads",)
+"""Axes that every device holds whole where their mesh axes do not divide them; any other axis is then an error.
+
+Grouped-query attention has fewer key heads than a large `tensor` axis, and each is small beside the query heads.
+"""
 
 MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest-varying first: neighbours along `tensor` are the closest devices."""

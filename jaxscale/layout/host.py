@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import jax
 from jax.sharding import AbstractMesh
 
-from jaxscale.layout.layout import Layout, current
+from jaxscale.layout.layout import Layout, current, say_once
 
 HOST, DEVICE = "pinned_host", "device"
 """JAX's names of the two memories that arrays move between."""
@@ -45,9 +42,3 @@ def host_memory_or_say(what: str, instead: str, layout: Layout | None = None) ->
     if why is not None:
         say_once(f"{why}, so {what} {instead}")
     return why is None
-
-
-@functools.cache
-def say_once(sentence: str) -> None:
-    """Warns, the first time it is called with this sentence."""
-    logging.getLogger("jaxscale").warning(sentence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import threading
 from collections.abc import Collection, Sequence
@@ -16,10 +17,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
-from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, check_axis, check_mesh_axis
+from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, REPLICABLE, check_axis, check_mesh_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import Kind, Rules, preset
+
+log = logging.getLogger("jaxscale")
 
 # The layout in force. A user context is part of the key under which JAX caches traces: in a global or a context
 # variable, a second layout on the same mesh would silently reuse the first one's specs.
@@ -168,10 +171,39 @@ class Layout:
         # the specification alone: another process has other devices
         return functools.partial(Layout, **_fields(self)), ()
 
-    def split(self, axis: str, kind: Kind = "activations") -> int:
-        """Into how many pieces a dimension of this name is cut."""
+    def cut(
+        self, axis: str, kind: Kind = "activations", *, size: int | None = None, manual: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """The mesh axes of several devices that cut a dimension of this name.
+
+        Args:
+          axis: a logical axis.
+          kind: which of the four maps to read.
+          size: the dimension's size, where it is known: key heads that do not divide are not cut (`REPLICABLE`).
+          manual: mesh axes that a `shard_map` around us cuts already.
+
+        Raises:
+          LayoutError: no such logical axis.
+        """
+        check_axis(axis, "Layout.cut")
+        over = tuple(m for m in self.resolved_rules.target(kind, axis) if self.sizes[m] > 1 and m not in manual)
+        return () if axis in REPLICABLE and size is not None and size % self._pieces(over) else over
+
+    def split(self, axis: str, kind: Kind = "activations", *, size: int | None = None) -> int:
+        """Into how many pieces a dimension of this name, and of this size where it is known, is cut; see `cut`."""
         check_axis(axis, "Layout.split")
-        return math.prod(self.sizes[m] for m in self.resolved_rules.target(kind, axis))
+        return self._pieces(self.cut(axis, kind, size=size))
+
+    def why_whole(
+        self, axis: str | None, size: int, kind: Kind = "activations", *, manual: Collection[str] = ()
+    ) -> str | None:
+        """Why a dimension stays whole that the rules would cut, as "1 on tensor=2"; else `None`; arguments as `cut`."""
+        if axis not in REPLICABLE:
+            return None
+        over = self.cut(axis, kind, manual=manual)
+        if self.cut(axis, kind, size=size, manual=manual) == over:
+            return None
+        return f"{size} on {' x '.join(f'{m}={self.sizes[m]}' for m in over)}"
 
     def filled(self, axis: str | None, size: int, manual: Collection[str] = ()) -> int:
         """The size at which a dimension of this name and size is used: of a vocabulary, the next that devices divide.
@@ -200,6 +232,7 @@ class Layout:
         several chunks each, is cut along its first other dimension that divides instead; each step then brings every
         layer to its stage. So is a parameter, its gradient or its state, whose vocabulary does not divide; a vector of
         a vocabulary is then left whole.
+        Key heads (`kv_heads`) that their mesh axes do not divide are not cut.
 
         Args:
           axes: a logical axis (or `None`) per dimension.
@@ -240,11 +273,11 @@ class Layout:
     ) -> list[tuple[str, ...]]:
         """The mesh axes that cut each dimension."""
         targets: list[tuple[str, ...]] = []
-        for axis in axes:
+        for i, axis in enumerate(axes):
             if axis is not None:
                 check_axis(axis, what)
-            over = () if axis is None else self.resolved_rules.target(kind, axis)
-            targets.append(tuple(m for m in over if self.sizes[m] > 1 and m not in manual))
+            size = None if shape is None else shape[i]
+            targets.append(() if axis is None else self.cut(axis, kind, size=size, manual=manual))
         for at, axis in enumerate(axes):
             if shape is None or not self._moves(axis, shape[at], targets[at], kind):
                 continue
@@ -360,7 +393,16 @@ def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> ja
         return x
     manual = jax.sharding.get_abstract_mesh().manual_axes  # of a shard_map around us, which has cut those
     spec = layout.spec(axes, x.shape, kind=kind, name=_NOUN[kind], manual=manual)
+    for a, size in zip(axes, x.shape, strict=True):
+        if (why := layout.why_whole(a, size, kind, manual=manual)) is not None:
+            say_once(f"key and value heads: {why} do not divide, so every device there holds all of them")
     return jax.lax.with_sharding_constraint(x, spec)  # of the mesh in scope, which need not be of real devices
+
+
+@functools.cache
+def say_once(sentence: str) -> None:
+    """Warns, the first time it is called with this sentence."""
+    log.warning(sentence)
 
 
 def in_use(param: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:

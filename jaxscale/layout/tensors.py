@@ -149,9 +149,10 @@ def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[
             boxes = Boxes.of(spec).words(layout.sizes)
             parts = [(part,) if isinstance(part, str) else part or () for part in spec]
             pieces = math.prod(layout.sizes[m] for part in parts for m in part)
-            for a in i.axes:
-                target = [m for m in layout.resolved_rules.target(kind, a) if layout.sizes[m] > 1] if a else []
-                if target:
+            for a, size in zip(i.axes, i.shape, strict=True):
+                if why := layout.why_whole(a, size, kind):
+                    fired.append(f"{a} whole ({why})")
+                elif a is not None and (target := layout.cut(a, kind)):
                     fired.append(f"{a}→{'·'.join(target)}")
         why = "one device" if layout is None or layout.devices == 1 else "replicated: no rule splits these names"
         dtype, rules = np.dtype(i.dtype).name, " ".join(fired) or why

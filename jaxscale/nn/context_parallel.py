@@ -216,8 +216,9 @@ class UlyssesAttention(_ContextParallel):
     def _check_heads(self, heads: int, kv_heads: int, ring: Ring) -> None:
         layout = current()
         assert layout is not None
-        cut = layout.split("heads")
-        mine = heads // cut, max(1, kv_heads // cut)
+        cut, groups = layout.split("heads"), heads // kv_heads
+        whole = (heads // cut) % groups and groups % (heads // cut)  # see `heads_read_by`
+        mine = heads // cut, heads // cut if whole else max(1, kv_heads // cut)
         if all(n % ring.inner == 0 for n in mine):
             return
         devices = ring.size * ring.inner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -44,7 +45,7 @@ def flash_attention(
       deterministic, implementation: those of `pallas_kernels.flash_attention.flash_attention`.
 
     Raises:
-      LayoutError: the layout splits the sequence or a head, or heads so that a device's read no whole key heads.
+      LayoutError: the layout splits the sequence or a head, or heads and key heads over different mesh axes.
       KernelError: what the kernel cannot do.
     """
     refuse_split("flash_attention", *_WHOLE)
@@ -87,22 +88,16 @@ def over_devices(
       name: of the attention, for errors.
 
     Raises:
-      LayoutError: heads are split so that a device's read no whole key heads.
+      LayoutError: heads and key heads are split over different mesh axes.
     """
     groups = q.shape[2] // k.shape[2]
-    over = cut_over("heads")
-    same = over == cut_over("kv_heads") or k.shape[2] == 1
-    if not same and cut_over("kv_heads"):
-        raise LayoutError(
-            f"{name}'s layout splits 'heads' over {over} and 'kv_heads' over {cut_over('kv_heads')}; "
-            "give both the same rule, or 'kv_heads' none"
-        )
+    over, whole = heads_over(k.shape[2], name)
     tokens = [x for x in (segment_ids, positions) if x is not None]
 
     def read(q: Array, k: Array, v: Array, *rest: Array) -> Array:
         given = iter(rest)
-        if not same:
-            k, v = (heads_read_by(x, q.shape[2], groups, lax.axis_index(over), name) for x in (k, v))
+        if whole:
+            k, v = (heads_read_by(x, q.shape[2], groups, lax.axis_index(over)) for x in (k, v))
         segments = None if segment_ids is None else next(given)
         return local(q, k, v, segments, None if positions is None else next(given))
 
@@ -111,13 +106,28 @@ def over_devices(
     return sharded_op(read, q, k, v, *tokens, axes=axes, out_axes=_QUERIES, name=f"{name}'s operand")
 
 
-def heads_read_by(x: Array, heads: int, groups: int, device: Array, name: str, *, axis: int = 2) -> Array:
-    """Of all key heads, which stand along `axis`, those that a device's query heads read."""
-    if heads % groups and groups % heads:
+def heads_over(kv_heads: int, name: str) -> tuple[tuple[str, ...], bool]:
+    """The mesh axes that cut query heads here, and whether a device has more key heads than its queries read.
+
+    Raises:
+      LayoutError: key heads are cut over other mesh axes; `name` is the attention's.
+    """
+    over, keys = cut_over("heads"), cut_over("kv_heads", size=kv_heads)
+    if keys not in ((), over):
         raise LayoutError(
-            f"{name}: a device has {heads} query heads, and {groups} share a key head; split 'heads' so that "
-            "one is a multiple of the other"
+            f"{name}'s layout splits 'heads' over {over} and 'kv_heads' over {keys}; give both the same rule, or "
+            "'kv_heads' none"
         )
+    return over, over != keys and kv_heads > 1
+
+
+def heads_read_by(x: Array, heads: int, groups: int, device: Array, *, axis: int = 2) -> Array:
+    """Of all key heads, which stand along `axis`, those that a device's query heads read.
+
+    Where a device's query heads are neither whole groups nor part of one, each gets a key head of its own.
+    """
+    if heads % groups and groups % heads:
+        return jnp.take(x, (device * heads + jnp.arange(heads)) // groups, axis=axis, mode="clip")
     return lax.dynamic_slice_in_dim(x, device * heads // groups, max(1, heads // groups), axis=axis)
 
 

@@ -69,7 +69,7 @@ def gather_matmul(
     Raises:
       LayoutError: the layout in force has no such ring; says what it would need.
     """
-    return _gather_matmul(x, kernels, _ring_of(axes), dtype)
+    return _gather_matmul(x, kernels, _ring_of(axes, kernels), dtype)
 
 
 def matmul_scatter(
@@ -89,7 +89,7 @@ def matmul_scatter(
     Raises:
       LayoutError: as `gather_matmul`.
     """
-    return _matmul_scatter(h, kernel, _ring_of((axes,)), dtype)
+    return _matmul_scatter(h, kernel, _ring_of((axes,), (kernel,)), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +114,18 @@ class _Ring:
         return sharded_op(local, *arrays, axes=ins, out_axes=outs, out_kinds=tuple(kinds), name="a product's operand")
 
 
-def _ring_of(axes: tuple[Names, ...]) -> _Ring:
-    hidden = sorted({n for names in axes for n in names if n not in ("embed", "head_dim")})
+def _ring_of(axes: tuple[Names, ...], kernels: tuple[Array, ...]) -> _Ring:
+    sizes = {a: n for names, k in zip(axes, kernels, strict=True) for a, n in zip(names, k.shape, strict=True)}
+    hidden = sorted(sizes.keys() - {"embed", "head_dim"})
     why = why_no_overlap(*hidden)
     if why is not None:
         raise LayoutError(f"overlapped products: {why or 'no device to overlap with; use the plain ones'}")
+    for axis in hidden:
+        if cut_over(axis, size=sizes[axis]) != cut_over(axis):
+            raise LayoutError(
+                f"overlapped products: every device holds all {sizes[axis]} of '{axis}', which {current()} does not "
+                "divide, so that there is no ring; take 'attention' out of Transformer.overlap"
+            )
     return _Ring(cut_over(hidden[0]), axes)
 
 

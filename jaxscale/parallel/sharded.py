@@ -63,14 +63,14 @@ def sharded_op(
 
     def spec(names: Axes, shape: tuple[int, ...] | None, kind: Kind) -> PartitionSpec:
         # inside another shard_map a shape is local, and some of its axes are cut already
-        whole = layout.spec(names, None if manual else shape, kind=kind, name=name or "an operand of a kernel")
-        return PartitionSpec(*(_only(free, part) for part in whole))
+        return layout.spec(names, shape, kind=kind, name=name or "an operand of a kernel", manual=manual)
 
     is_names = lambda a: isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)  # noqa: E731
     if out_kinds is None:
         out_kinds = jax.tree.map(lambda _: kind, out_axes, is_leaf=is_names)
     in_specs = tuple(spec(a, x.shape, kind) for a, x in zip(axes, arrays, strict=True))
-    # A stack that stages do not divide lies where its shape says, and an output of its names with it.
+    # A stack that stages do not divide and key heads that `tensor` does not lie where their shape says, and an output
+    # of the same names with them.
     alike = {(tuple(a), kind): s for a, s in zip(axes, in_specs, strict=True)}
     return jax.shard_map(
         fn,
@@ -83,18 +83,23 @@ def sharded_op(
     )(*arrays)
 
 
-def cut_over(*axes: str, kind: Kind = "activations") -> tuple[str, ...]:
+def cut_over(*axes: str, kind: Kind = "activations", size: int | None = None) -> tuple[str, ...]:
     """The mesh axes over which `sharded_op` cuts dimensions of these names here; none without a layout.
+
+    Args:
+      *axes: logical axes.
+      kind: which of the layout's four maps to read.
+      size: of a dimension of that name; without it, as if the mesh divided it (see `Layout.cut`).
 
     Raises:
       LayoutError: no such name.
     """
     for axis in axes:
         check_axis(axis, f"cut_over({axes})")
-    layout, (free, _) = current(), free_and_manual()
+    layout, (free, manual) = current(), free_and_manual()
     if layout is None:
         return ()
-    return tuple(m for axis in axes for m in layout.resolved_rules.target(kind, axis) if m in free)
+    return tuple(m for axis in axes for m in layout.cut(axis, kind, size=size, manual=manual) if m in free)
 
 
 def where_gradients_go(axes: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[str, ...]:
@@ -128,9 +133,3 @@ def free_and_manual() -> tuple[set[str], set[str]]:
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
     return {a for a, n in mesh.shape.items() if n > 1 and a not in manual}, manual
-
-
-def _only(free: set[str], part: Any) -> Any:
-    names = (part,) if isinstance(part, str) else part or ()
-    kept = tuple(n for n in names if n in free)
-    return kept[0] if len(kept) == 1 else kept or None

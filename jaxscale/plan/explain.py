@@ -220,8 +220,8 @@ def _missing(known: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 
 
 def _local(info: TensorInfo, layout: Layout | None) -> tuple[int, ...]:
-    pieces = [1 if layout is None or a is None else layout.split(a) for a in info.axes]
-    return tuple(-(-n // p) for n, p in zip(info.shape, pieces, strict=True))
+    sizes = zip(info.axes, info.shape, strict=True)
+    return tuple(n if layout is None or a is None else -(-n // layout.split(a, size=n)) for a, n in sizes)
 
 
 def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:

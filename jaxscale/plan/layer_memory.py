@@ -27,9 +27,10 @@ _DEAR = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
 
 def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: Any = None) -> int:
     """A tensor's bytes on one device; `kv_seq` of scores stays whole."""
-    pieces = math.prod(layout.split(a, kind) for a in info.axes if a is not None and a != "kv_seq")
-    size = math.prod(as_used(info, layout).shape) if kind == "activations" else info.size
-    return size // pieces * np.dtype(info.dtype if dtype is None else dtype).itemsize
+    shape = as_used(info, layout).shape if kind == "activations" else info.shape
+    sizes = zip(info.axes, shape, strict=True)
+    pieces = math.prod(layout.split(a, kind, size=n) for a, n in sizes if a is not None and a != "kv_seq")
+    return math.prod(shape) // pieces * np.dtype(info.dtype if dtype is None else dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

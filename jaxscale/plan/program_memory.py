@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import jax
 
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, as_used
 from jaxscale.layout.rules import Kind
 from jaxscale.plan.collectives import Program, type_of
 from jaxscale.plan.scopes import scopes_of, stage_of
@@ -419,8 +419,9 @@ def weight_shapes(infos: Any, layout: Layout | None) -> dict[tuple[int, ...], st
     for i in jax.tree.leaves(infos):
         for kind in get_args(Kind):
             specs: list[Any] = [[None] * len(i.shape)] if layout is None else [layout.spec(i.axes, kind=kind)]
-            if layout is not None and kind != "activations":  # a vocabulary that does not divide is kept otherwise
-                specs.append(layout.spec(i.axes, i.shape, kind=kind, name=i.path))
+            if layout is not None:  # a vocabulary and key heads that do not divide are kept otherwise
+                whole = as_used(i, layout) if kind == "activations" else i
+                specs.append(layout.spec(i.axes, whole.shape, kind=kind, name=i.path))
             for spec in specs:
                 pieces = [math.prod(layout.sizes[m] for m in _names(part)) if layout else 1 for part in spec]
                 shape = [-(-n // p) for n, p in zip(i.shape, pieces, strict=True)]

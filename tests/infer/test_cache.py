@@ -15,7 +15,7 @@ from flax import nnx
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
 from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
-from jaxscale.layout import Layout, Rules, shardings_of
+from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Group, LongRopeScaling, MultiHeadLatent, Packed, Rotary, YarnScaling
 from jaxscale.train.state import describe_model
@@ -175,13 +175,11 @@ def test_a_cache_that_outgrows_the_factors_its_keys_were_turned_by_is_refused():
     init_cache(make(dataclasses.replace(scaling, length=17)), Contiguous(), 1, 1, LENGTH + 1)
 
 
-def test_four_devices_share_the_two_key_heads_that_rules_leave_whole():
+def test_four_devices_share_two_key_heads():
     config = TransformerConfig(
         depth=1, vocab=64, width=32, heads=4, kv_heads=2, positions=Rotary(theta=100.0), logit_softcap=5.0
     )
-    rules = Layout("tensor=4", "tensor").resolved_rules
-    whole = lambda of: {**of, "kv_heads": None}  # noqa: E731
-    layout = generating(Layout("tensor=4", Rules(params=whole(rules.params), activations=whole(rules.activations))))
+    layout = generating(Layout("tensor=4"))
     with layout:
         graphdef, params = _model(config, layout)
         states = init_cache(nnx.merge(graphdef, params), Contiguous(), 2, 1, LENGTH)

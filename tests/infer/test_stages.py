@@ -21,7 +21,7 @@ from jaxscale.train.state import describe_model
 from tests.truth.params import random_params
 
 LANES, LENGTH = 4, 12
-DENSE = TransformerConfig(depth=4, vocab=64, width=32, heads=4, kv_heads=2, hidden=64, windows=(5, None))
+DENSE = TransformerConfig(depth=4, vocab=64, width=32, heads=4, kv_heads=1, hidden=64, windows=(5, None))
 # a run of one layer and one of two: neither divides over two stages
 UNEVEN = TransformerConfig(
     depth=3, vocab=64, width=32, heads=4, hidden=64, mlp=MixtureOfExperts(experts=4, top_k=2), dense_layers=1
@@ -83,7 +83,7 @@ def test_each_stage_keeps_its_own_layers_cache_and_weights():
     for device in layout.device_mesh.devices.flat:
         held = sum(s.data.nbytes for x in jax.tree.leaves(states) for s in x.addressable_shards if s.device == device)
         assert held == whole // 2
-    assert whole == LANES * LENGTH * DENSE.depth * 2 * 2 * 8 * 4  # nothing is kept twice
+    assert whole == LANES * LENGTH * DENSE.depth * 2 * DENSE.kv_heads * 8 * 4  # nothing is kept twice
 
 
 def test_weights_stay_on_their_stages_while_a_step_runs():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config
 from jaxscale.errors import LayoutError
 from jaxscale.infer.cache import generating
-from jaxscale.layout import Layout, Rules, constrain, current
+from jaxscale.layout import Layout, Rules, TensorInfo, constrain, current, describe, say_once
 from tests.truth.compiled import compilations
 from tests.truth.errors import raises_saying
 
@@ -29,16 +29,41 @@ def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_neares
     layout = Layout("tensor=4,data=2")
     with raises_saying(
         LayoutError,
-        "k/kernel",
-        "('embed', 'kv_heads', 'head_dim')",
+        "q/kernel",
+        "('embed', 'heads', 'head_dim')",
         "(64, 6, 16)",
-        "params['kv_heads'] = 'tensor'",
+        "params['heads'] = 'tensor'",
         "cuts 6 into 4",
         "tensor=4",
         "4 or 8",
         "pieces is 2",
     ):
-        layout.spec(("embed", "kv_heads", "head_dim"), (64, 6, 16), name="k/kernel")
+        layout.spec(("embed", "heads", "head_dim"), (64, 6, 16), name="q/kernel")
+
+
+@pytest.mark.parametrize(("heads", "mesh"), [(1, "tensor=2"), (2, "tensor=4"), (6, "tensor=4")])
+def test_key_heads_that_do_not_divide_are_whole_on_every_device(heads, mesh):
+    layout, axes = Layout(mesh), ("embed", "kv_heads", "head_dim")
+    for kind in ("params", "grads", "opt_state", "activations"):
+        assert tuple(layout.spec(axes, (64, heads, 16), kind=kind)) == (None, None, None)
+        assert layout.split("kv_heads", kind, size=heads) == 1
+    row = describe([TensorInfo("k/kernel", (64, heads, 16), np.float32, axes)], layout)[0]
+    assert row.rules == f"kv_heads whole ({heads} on {mesh})" and row.bytes_per_device == 64 * heads * 16 * 4
+
+
+def test_key_heads_that_divide_are_cut():
+    layout = Layout("tensor=2")
+    assert tuple(layout.spec(("embed", "kv_heads", "head_dim"), (64, 4, 16))) == (None, "tensor", None)
+    assert layout.split("kv_heads", size=4) == 2 and layout.why_whole("kv_heads", 4) is None
+
+
+def test_whole_key_heads_are_announced_once(caplog):
+    say_once.cache_clear()
+    with Layout("tensor=4"):
+        for _ in range(2):
+            jax.eval_shape(lambda x: constrain(x, "batch", "seq", "kv_heads", "head_dim"), jnp.zeros((2, 4, 2, 8)))
+    said = [r.getMessage() for r in caplog.records if "key and value heads" in r.getMessage()]
+    assert len(said) == 1 and "2 on tensor=4" in said[0]
 
 
 def test_a_dimension_smaller_than_the_mesh_is_told_the_smallest_that_divides():

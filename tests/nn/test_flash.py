@@ -94,8 +94,11 @@ def test_keeping_attention_keeps_the_backward_pass_from_attending_again(layout):
     assert products["attention_only"] - products["none"] == 6
 
 
-@pytest.mark.parametrize(("heads", "kv"), [(8, 2), (8, 4), (4, 2)])
-def test_key_heads_that_every_device_has_are_read_by_the_right_queries(heads, kv):
+@pytest.mark.parametrize(
+    ("heads", "kv", "rules"),
+    [(8, 1, "tensor"), (8, 2, "tensor"), (12, 3, "tensor"), (8, 4, Rules(activations={"heads": "tensor"}))],
+)
+def test_key_heads_that_every_device_has_are_read_by_the_right_queries(heads, kv, rules):
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, 8, n, 8)), jnp.float32) for n in (heads, kv, kv))
 
@@ -103,7 +106,7 @@ def test_key_heads_that_every_device_has_are_read_by_the_right_queries(heads, kv
         y, pull = jax.vjp(flash_attention, q, k, v)
         return y, pull(jnp.cos(y))
 
-    with Layout("tensor=4", Rules(activations={"heads": "tensor"})):
+    with Layout("tensor=4", rules):
         got = jax.jit(grads)(q, k, v)
     assert_leaves_agree(got, grads(q, k, v))
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.plan.collectives import collectives
+from jaxscale.train.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch, train
@@ -82,6 +84,21 @@ def test_a_layout_without_a_ring_is_named():
         jax.eval_shape(through, *arrays())
     with raises_saying(LayoutError, "no device to overlap with"):
         jax.eval_shape(through, *arrays())
+
+
+def test_whole_key_heads_are_no_ring_and_the_feed_forward_alone_overlaps():
+    batch = jnp.zeros((8, 16), jnp.int32)
+
+    def traced(overlap):
+        model = dataclasses.replace(MODEL, kv_heads=2, overlap=overlap)
+        graphdef, infos = describe_model(model)
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
+        return jax.eval_shape(lambda p, t: nnx.merge(graphdef, p).hidden(t), params, batch)
+
+    with LAYOUTS[0]:
+        with raises_saying(LayoutError, "2 of 'kv_heads'", "take 'attention' out of Transformer.overlap"):
+            traced(("attention", "mlp"))
+        assert traced(("mlp",)).shape == (8, 16, 32)
 
 
 def test_one_device_has_nothing_to_overlap():

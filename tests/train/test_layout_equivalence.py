@@ -14,14 +14,15 @@ from tests.truth.layouts import assert_layouts_agree, random_batch
 SEQ = 16
 MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, kv_heads=4, head_dim=8, hidden=64)
 
-# Everything at once: packing, accumulation over rows of unlike weight, a tied head, z-loss, biases, windows.
+# Everything at once: packing, accumulation over rows of unlike weight, a tied head, z-loss, biases, windows, and key
+# heads that tensor=2 cuts and tensor=4 leaves whole.
 EVERYTHING = dict(
     model=TransformerConfig(
         depth=2,
         vocab=64,
         width=32,
         heads=8,
-        kv_heads=4,
+        kv_heads=2,
         head_dim=8,
         hidden=64,
         windows=(5,),

@@ -32,7 +32,7 @@ from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, build, random_batch, remembering_sgd
 from tests.truth.schedules import random_table
 
-MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=2, head_dim=4, hidden=32)
+MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=1, head_dim=4, hidden=32)
 BATCH = random_batch(64, rows=8, seq=8)
 
 # Packing, accumulation over rows of unlike weight, a tied head, z-loss, biases, windows, dropout.

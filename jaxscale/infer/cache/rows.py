@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxscale.errors import LayoutError
 from jaxscale.nn import Kept, Packed
-from jaxscale.nn.flash import heads_read_by
+from jaxscale.nn.flash import heads_over, heads_read_by
 from jaxscale.parallel.context import Part, merge_over
 from jaxscale.parallel.sharded import cut_over, sharded_op
 from pallas_kernels.decode_attention import decode_attention
@@ -90,16 +89,10 @@ def over_cache(
       name: of the cache, for errors.
 
     Raises:
-      LayoutError: heads are split so that a device's read no whole key heads.
+      LayoutError: heads and key heads are split over different mesh axes.
     """
     kv_heads = state["k"].shape[-2]
-    over, pieces = cut_over("heads"), cut_over(along)
-    same = over == cut_over("kv_heads") or kv_heads == 1
-    if not same and cut_over("kv_heads"):
-        raise LayoutError(
-            f"{name}'s layout splits 'heads' over {over} and 'kv_heads' over {cut_over('kv_heads')}; give both the "
-            "same rule, or 'kv_heads' none"
-        )
+    (over, whole), pieces = heads_over(kv_heads, name), cut_over(along)
     groups = q.shape[2] // kv_heads
     names = list(state)
     leaves, tree = jax.tree.flatten(step)
@@ -107,8 +100,8 @@ def over_cache(
     def read(q: Array, *rest: Array) -> tuple[Array, Array]:
         here = dict(zip(names, rest[: len(names)], strict=True))
         told, layer = jax.tree.unflatten(tree, rest[len(names) :])
-        if not same:  # of this layer alone, for it is copied
-            own = lambda x: heads_read_by(x, q.shape[2], groups, lax.axis_index(over), name, axis=x.ndim - 2)  # noqa: E731
+        if whole:  # of this layer alone, for it is copied
+            own = lambda x: heads_read_by(x, q.shape[2], groups, lax.axis_index(over), axis=x.ndim - 2)  # noqa: E731
             here = {n: own(lax.dynamic_index_in_dim(x, layer)) for n, x in here.items()}
             layer = jnp.zeros_like(layer)
         device = lax.axis_index(pieces) if pieces else jnp.int32(0)

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 DEPTH = 100
 """Lists and objects in a text may be nested so deep; deeper ones end in a RecursionError at some place or other."""
@@ -125,7 +125,7 @@ def clipped(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most - 20]} ... {text[-12:]}"
 
 
-def is_whole(value: Any, least: int = 0) -> bool:
+def is_whole(value: Any, least: int = 0) -> TypeGuard[int]:
     """Whether a value is a whole number from `least` on that arrays and floats can hold, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -190,7 +190,7 @@ def _quoted(text: str) -> str:
     return re.sub(parts, lambda found: found[1] or repr(found[2]), text)
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """Whether a value is a number, and neither NaN nor infinite."""
     return _is_number(value) and math.isfinite(value)
 

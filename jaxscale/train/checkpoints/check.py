@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxscale import reading
 from jaxscale.train.checkpoints.read import ARRAYS, dtype_named
@@ -86,7 +86,7 @@ _FACTS: dict[str, Any] = {
 }
 
 
-def _is_shape(value: Any, least: int = 0) -> bool:
+def _is_shape(value: Any, least: int = 0) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) <= DIMENSIONS and all(reading.is_whole(n, least) for n in value)
 
 

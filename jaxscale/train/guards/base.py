@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxscale.errors import ConfigError, JaxscaleError
-from jaxscale.parallel import anywhere
+from jaxscale.parallel.anywhere import anywhere
 from jaxscale.train.guards.skips import Skips
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxscale.config import register
-from jaxscale.parallel import anywhere
+from jaxscale.parallel.anywhere import anywhere
 from jaxscale.train.guards.base import Metrics, Patience, RollBack, StepGuard, Watch, Watched
 
 if TYPE_CHECKING:

@@ -169,8 +169,12 @@ def _read_trials(folder: Path) -> tuple[dict[int, Trial], set[int], Lines]:
         rows = []
     except OSError as e:
         raise RunError(f"{folder / FILE} cannot be read: {e.strerror}") from None
-    for row in rows + lines.end():
+    rows += lines.end()
+    most = len(rows) + len(lines.damaged) + (len(list(folder.iterdir())) if folder.is_dir() else 0)
+    for row in rows:
         try:
+            if not reading.is_whole(row["id"]) or row["id"] > most:  # trials are counted from 0
+                continue
             if "stopped" in row:
                 stopped.add(int(row["id"]))
             else:

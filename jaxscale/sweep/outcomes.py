@@ -50,6 +50,8 @@ class Outcome:
             outcome = cls(**read_json(folder / FILE))
         except FileNotFoundError:
             return None
+        except OSError as e:
+            raise altered(folder / FILE, DamagedFile(f"it cannot be read: {e.strerror}")) from None
         except TypeError as e:
             raise altered(folder / FILE, DamagedFile(str(e).partition("() ")[2])) from None
         numbers = all(type(n) in (int, float) for n in (outcome.steps, outcome.seconds))

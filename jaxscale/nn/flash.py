@@ -12,6 +12,7 @@ from jaxscale.config import register
 from jaxscale.errors import LayoutError
 from jaxscale.layout import current
 from jaxscale.parallel.sharded import cut_over, sharded_op
+from pallas_kernels.arguments import as_int32
 from pallas_kernels.flash_attention import flash_attention as _flash_attention
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
@@ -89,10 +90,13 @@ def over_devices(
 
     Raises:
       LayoutError: heads and key heads are split over different mesh axes.
+      KernelError: ids or positions that int32 does not hold.
     """
     groups = q.shape[2] // k.shape[2]
     over, whole = heads_over(k.shape[2], name)
-    tokens = [x for x in (segment_ids, positions) if x is not None]
+    # Here, since `shard_map` would wrap what int32 does not hold.
+    named = {"segment_ids": segment_ids, "positions": positions}
+    tokens = [as_int32(name, n, x) for n, x in named.items() if x is not None]
 
     def read(q: Array, k: Array, v: Array, *rest: Array) -> Array:
         given = iter(rest)

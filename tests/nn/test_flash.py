@@ -18,6 +18,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import dot_product_attention, flash_attention
 from jaxscale.train.state import describe_model
 from pallas_kernels import chosen, forget
+from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import xla
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -123,6 +124,14 @@ def test_a_layout_that_splits_a_head_or_heads_apart_is_refused(rules, says):
     q = jnp.ones((2, 8, 4, 8))
     with Layout("data=2,tensor=2", Rules(activations=rules)), raises_saying(LayoutError, "flash_attention", *says):
         flash_attention(q, q[:, :, :2], q[:, :, :2])
+
+
+@pytest.mark.parametrize("layout", [None, Layout("tensor=2")], ids=str)
+@pytest.mark.parametrize("name", ["segment_ids", "positions"])
+def test_integers_that_int32_does_not_hold_do_not_wrap(layout, name):
+    q = jnp.ones((1, 2, 2, 4))
+    with in_force(layout), pytest.raises(KernelError, match=f"flash_attention: {name} holds 4294967297"):
+        flash_attention(q, q, q, **{name: np.array([[0, 2**32 + 1]])})
 
 
 def test_gin_chooses_it_with_its_options():

@@ -18,7 +18,7 @@ import jaxscale as js
 from jaxscale.layout import Layout
 from jaxscale.models import Transformer
 from jaxscale.nn import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
-from jaxscale.parallel.context import Chunks, Part, local, merge, products, visits, zigzag
+from jaxscale.parallel.context import Chunks, Part, local, merge, merge_over, products, visits, zigzag
 from jaxscale.plan import compile_for, compile_step, topology_devices
 from jaxscale.plan.collectives import collectives
 from pallas_kernels.flash_attention import SKIP, Mask, Tokens, flash_attention, tile_table
@@ -145,6 +145,15 @@ def test_parts_of_the_keys_merge_to_all_of_them():
     assert_leaves_agree(merge(merge(nothing, parts[0]), merge(parts[1], parts[2])), whole)
     assert_leaves_agree(merge(whole, nothing), whole)
     np.testing.assert_array_equal(merge(nothing, nothing).lse, nothing.lse)
+
+
+def test_a_part_that_is_no_number_is_not_merged_to_nothing_seen():
+    parts = Part(jnp.full((1, 1, 2, 4), jnp.nan), jnp.asarray([[[jnp.nan, -jnp.inf]]]))
+    nothing = Part(jnp.zeros((1, 1, 2, 4)), jnp.full((1, 1, 2), -jnp.inf))
+    over = jax.vmap(lambda *part: merge_over(Part(*part), ("parts",)), axis_name="parts")
+    both = over(*(jnp.stack(pair) for pair in zip(nothing, parts, strict=True)))
+    for lse in (merge(nothing, parts).lse, merge(parts, nothing).lse, *both.lse):
+        np.testing.assert_array_equal(lse, parts.lse)
 
 
 # ---- what is computed

@@ -22,7 +22,7 @@ def merge(a: Part, b: Part) -> Part:
     finite = jnp.where(top == -jnp.inf, 0, top)
     wa, wb = jnp.exp(a.lse - finite), jnp.exp(b.lse - finite)
     total = wa + wb
-    some = total > 0
+    some = total != 0  # no number is some: it has to be seen
     safe = jnp.where(some, total, 1)
     out = (a.out.astype(jnp.float32) * wa[..., None] + b.out.astype(jnp.float32) * wb[..., None]) / safe[..., None]
     return Part(out, jnp.where(some, finite + jnp.log(safe), -jnp.inf))
@@ -50,6 +50,6 @@ def merge_over(part: Part, axes: tuple[str, ...]) -> Part:
     finite = jnp.where(top == -jnp.inf, 0, top)
     weight = jnp.exp(part.lse - finite)
     total, out = lax.psum((weight, part.out.astype(jnp.float32) * weight[..., None]), axes)
-    some = total > 0
+    some = total != 0  # no number is some: it has to be seen
     safe = jnp.where(some, total, 1)
     return Part(out / safe[..., None], jnp.where(some, finite + jnp.log(safe), -jnp.inf))

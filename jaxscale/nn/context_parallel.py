@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
 from jaxscale.layout import current
-from jaxscale.nn.flash import flash_attention, over_devices, refuse_split
+from jaxscale.nn.flash import flash_attention, key_heads_read, over_devices, refuse_split
 from jaxscale.parallel.context import (
     Attend,
     Ring,
@@ -216,9 +216,8 @@ class UlyssesAttention(_ContextParallel):
     def _check_heads(self, heads: int, kv_heads: int, ring: Ring) -> None:
         layout = current()
         assert layout is not None
-        cut, groups = layout.split("heads"), heads // kv_heads
-        whole = (heads // cut) % groups and groups % (heads // cut)  # see `heads_read_by`
-        mine = heads // cut, heads // cut if whole else max(1, kv_heads // cut)
+        cut = layout.split("heads")
+        mine = heads // cut, key_heads_read(heads // cut, heads // kv_heads)
         if all(n % ring.inner == 0 for n in mine):
             return
         devices = ring.size * ring.inner

@@ -132,7 +132,12 @@ def heads_read_by(x: Array, heads: int, groups: int, device: Array, *, axis: int
     """
     if heads % groups and groups % heads:
         return jnp.take(x, (device * heads + jnp.arange(heads)) // groups, axis=axis, mode="clip")
-    return lax.dynamic_slice_in_dim(x, device * heads // groups, max(1, heads // groups), axis=axis)
+    return lax.dynamic_slice_in_dim(x, device * heads // groups, key_heads_read(heads, groups), axis=axis)
+
+
+def key_heads_read(heads: int, groups: int) -> int:
+    """How many key heads a device has for its `heads` query heads, of which `groups` share one; see `heads_read_by`."""
+    return heads if heads % groups and groups % heads else max(1, heads // groups)
 
 
 def refuse_split(name: str, *axes: str) -> None:

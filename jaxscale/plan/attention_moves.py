@@ -18,6 +18,7 @@ from jaxscale.nn import (
     UlyssesAttention,
     dot_product_attention,
 )
+from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.context.order import Chunks, visits
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.moves import Mover
@@ -50,8 +51,7 @@ class Heads:
     def k(self) -> int:
         """Bytes of the keys that a device's queries read."""
         cut = self.mover.devices(self.mover.over("heads"))
-        mine = max(1, self.kv_heads // cut) if self.kv_heads > 1 else 1
-        return self.local() * mine * self.head_dim
+        return self.local() * key_heads_read(self.heads // cut, self.heads // self.kv_heads) * self.head_dim
 
     @property
     def numbers(self) -> int:

@@ -13,10 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import experiments.planner_accuracy.communication as measured
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout
 from jaxscale.nn import flash_attention
+from jaxscale.nn.flash import over_devices
 from jaxscale.plan import compile_for
+from jaxscale.plan.attention_moves import Heads
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import predict
+from jaxscale.plan.moves import Mover
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.train import TrainConfig
 from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
@@ -110,6 +114,20 @@ def test_a_compiler_puts_sums_in_the_place_of_gathers_and_scatters(topology, dev
     size *= 2 if size < 2**16 and devices == 64 else 1  # a row for each chip
     expected = as_compiled([Collective(kind, ("fsdp",), devices, size)], topology)
     assert [(c.kind, c.payload) for c in one(kind, size, topology, devices)] == [(c.kind, c.payload) for c in expected]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (8, 4), (12, 3)])
+def test_the_keys_that_a_ring_sends_are_those_that_a_device_reads(heads, kv_heads):
+    layout, held = Layout("context=2,tensor=4"), []
+
+    def local(q, k, v, *_):
+        held.append(k.size * k.dtype.itemsize)
+        return q
+
+    q, k = (jax.ShapeDtypeStruct((2, 8, n, 16), jnp.float32) for n in (heads, kv_heads))
+    with layout:
+        jax.eval_shape(lambda q, k: over_devices(local, q, k, k, None, None, keys="seq", name="a ring"), q, k)
+    assert Heads(Mover(layout), 2, 8, heads, kv_heads, 16, jnp.dtype("float32")).k == held[0]
 
 
 def test_one_device_sends_nothing():

@@ -90,7 +90,7 @@ def _show(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int
 def _verify(args: argparse.Namespace) -> int:
     """Exit code 1 when anything is not what was written."""
     from jaxscale.train.checkpoints import Checkpoints
-    from jaxscale.train.files import states
+    from jaxscale.train.files import CONFIG, INFO, states
 
     folder = Path(args.run)
     files = list(states(folder)) if folder.is_dir() else []
@@ -114,8 +114,11 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"not sealed, since an earlier version wrote them: {', '.join(old[:8])}{' ...' if old[8:] else ''}")
     if altered:
         print(f"{altered} of {len(files)} small files are not what was written")
+    lost = [path / CONFIG for path in runs if (path / INFO).is_file() and not (path / CONFIG).is_file()]
+    for config in lost:
+        print(f"{config} is not there, and nothing else says how to rebuild the run; bring back a copy")
     bad = sum(_verify_checkpoints(found, steps[path]) for path, found in own.items())
-    return 1 if bad or altered else 0
+    return 1 if bad or altered or lost else 0
 
 
 def _id(run: Path) -> str | None:

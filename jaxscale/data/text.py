@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob as globbing
 import hashlib
+import itertools
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -20,10 +21,13 @@ from jaxscale.data.packing import pack
 from jaxscale.data.progress import tracked
 from jaxscale.data.split import name_hash, select
 from jaxscale.data.tokenizer import Tokenizer
-from jaxscale.errors import DataError, JaxscaleError
+from jaxscale.errors import DataError, JaxscaleError, near
 
 Files = list[tuple[str, Path]]
 """(relative name, path), sorted by name. The name decides the split and is the same on every machine."""
+
+_LOOK = 1000
+"""Paths that are looked at for a glob to advise."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,20 @@ class TextFiles(TextCorpus):
         return matching(self.glob)
 
 
+def _what_would(root: Path, suffix: str) -> str:
+    """Ends the sentence on a glob that matches no file below `root`: with one that does, if a short look finds it."""
+    if not root.is_dir():
+        beside = [str(p) for p in root.parent.glob("*") if p.is_dir()]
+        return f"(there is no folder {root}){near(str(root), beside)}"
+    looked = itertools.islice(root.rglob("*"), _LOOK)
+    seen = [p for p in looked if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    ends = sorted({p.suffix for p in seen if p.is_file()} - {""})
+    if suffix in ends:
+        return f"(the folder exists); give a glob such as '{root}/**/*{suffix}'"
+    what = f"its files end in {', '.join(ends[:8])}" if ends else "no file of it has an ending such as " + suffix
+    return f"(the folder {root} exists; {what})"
+
+
 def matching(glob: str, suffix: str = ".txt") -> Files:
     """The files that match a glob, `suffix` being that of an example.
 
@@ -143,8 +161,7 @@ def matching(glob: str, suffix: str = ".txt") -> Files:
     paths = [path for path in paths if path.is_file()]
     root = _fixed_part(pattern)
     if not paths:
-        hint = "the folder exists" if root.is_dir() else f"there is no folder {root}"
-        raise DataError(f"no file matches '{glob}' ({hint}); give a glob such as '{root}/**/*{suffix}'.")
+        raise DataError(f"no file matches '{glob}' {_what_would(root, suffix)}")
     return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 

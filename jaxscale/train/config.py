@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,12 +121,13 @@ class TrainConfig:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and name not in ("z_loss", "balance_rate") and not whole:
                 raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
-            if value is not None and value < least:
-                raise ConfigError(f"train.{name} = {value}: must be at least {least}")
+            if value is not None and not least <= value < math.inf:
+                finite = " and finite" if value == math.inf else ""
+                raise ConfigError(f"train.{name} = {value}: must be at least {least}{finite}")
         if self.packing not in PACKINGS:
             raise DataError(f"train.packing = '{self.packing}' does not exist{near(str(self.packing), PACKINGS)}")
-        if not self.lr > 0:
-            raise ConfigError(f"train.lr = {self.lr}: must be above 0")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"train.lr = {self.lr}: must be above 0{' and finite' if self.lr == math.inf else ''}")
         if self.seed >= 2**32:
             raise ConfigError(f"train.seed = {self.seed}: must be below 2**32, since keys keep 32 bits of it")
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -165,3 +165,21 @@ def test_an_unusable_corpus_is_refused_in_one_sentence(tmp_path, call, words):
     with pytest.raises(DataError, match=words) as caught:
         call(make(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_glob_without_files_is_answered_with_what_would_match(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.md").write_text("one")
+    (tmp_path / "texts" / ".hidden.txt").write_text("a glob passes over it")
+
+    def said(glob):
+        with pytest.raises(DataError) as e:
+            data.text_files(str(tmp_path / glob)).files()
+        return str(e.value)
+
+    assert f"did you mean '{tmp_path}/texts'?" in said("text/*.txt") and "give a glob" not in said("text/*.txt")
+    assert "its files end in .md)" in said("texts/**/*.txt") and "give a glob" not in said("texts/**/*.txt")
+    (tmp_path / "texts" / "deep").mkdir()
+    (tmp_path / "texts" / "deep" / "b.txt").write_text("two")
+    advised = said("texts/*.txt").split("such as '")[1].rstrip("'")
+    assert [name for name, _ in data.text_files(advised).files()] == ["deep/b.txt"]

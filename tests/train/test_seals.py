@@ -348,3 +348,11 @@ def test_verify_covers_a_sweep_and_its_trials(sweep, capsys):
     assert main(["checkpoint", "verify", str(sweep)]) == 1
     out = capsys.readouterr().out
     assert "002/metrics.jsonl, line 1" in out and "1 of 13 small files are not what was written" in out
+
+
+def test_verify_names_a_config_that_is_gone(run, capsys):
+    (run / "checkpoints").mkdir()
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    (run / "config.gin").unlink()
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    assert f"{run / 'config.gin'} is not there" in capsys.readouterr().out

@@ -101,3 +101,10 @@ def test_every_setting_is_documented():
 def test_every_setting_has_a_value_by_name():
     config = js.TrainConfig(steps=7)
     assert js.TrainConfig(**config.values()) == config
+
+
+@pytest.mark.parametrize("name", ["lr", "z_loss", "balance_rate"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_rate_that_is_no_number_is_refused_before_a_step(name, value):
+    with pytest.raises(ConfigError, match=rf"train.{name} = {value}: must be "):
+        js.TrainConfig(**{name: value})

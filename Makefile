@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
 	@echo 'make test      install, then run the tests (ARGS="-k layout" chooses some)'
-	@echo 'make test-all  install into $(ALL), then run every test: those too that compile for TPUs and GPUs that are not here'
+	@echo 'make test-all  install into $(ALL), then run every test: those too that compile for absent TPUs and GPUs, and the longest'
 	@echo 'make lint      install, then ruff and mypy'
 	@echo 'make gpu-gate  install (Python 3.12 or newer: add PYTHON=python3.12 VENV=.venv-312), then compile every GPU kernel for an'
 	@echo '               H200 that is not here'
@@ -30,7 +30,7 @@ demo: install-$(or $(EXTRAS),plot)
 install: install-$(or $(EXTRAS),plot)
 
 test: install-$(or $(EXTRAS),dev)
-	@'$(VENV)/bin/python' -m pytest -n 2 --dist worksteal $(ARGS)
+	@'$(VENV)/bin/python' -m pytest -n 2 --dist worksteal -m 'not long' $(ARGS)
 
 test-all:
 	@$(MAKE) --no-print-directory install-$(or $(EXTRAS),dev,tpu,gpu-aot) VENV='$(ALL)'

@@ -229,6 +229,7 @@ def test_a_run_with_parts_of_ones_own_says_what_to_import(run, refused, gin, tmp
     for file in (Path("x/config.gin"), Path("own_parts.py")):  # as in a process that has not imported it
         file.write_text(file.read_text().replace("OwnSchedule", "UnknownSchedule"))
     sys.modules.pop("own_parts")
+    run("checkpoint", "verify", "x", "--accept-edits")
     for name, *words in (
         ["sample"],
         ["eval"],

@@ -116,6 +116,7 @@ def test_mistakes_are_said(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_fewer_processes_where_one_was_killed(tmp_path, monkeypatch, capfd):
     (tmp_path / "fault.py").write_text(FAULT)
     gin = write_gin(tmp_path / "small.gin", "import fault\n" + BIGRAM)

@@ -42,6 +42,7 @@ def test_a_notebook_keeps_small_outputs_and_no_errors(notebook: Path):
     assert [c["execution_count"] for c in code] == list(range(1, len(code) + 1)), "not executed top to bottom"
 
 
+@pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs_top_to_bottom(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -126,6 +126,7 @@ def test_a_process_of_a_pool_calculates_as_this_one_does():
     assert subprocess.check_output(command, env=told, text=True).split() == ["highest", "rbg"]
 
 
+@pytest.mark.long
 def test_a_process_of_a_pool_takes_one_trial_after_another_and_ends_with_its_parent(own_folder):
     """Its parent's end is the end of what it reads; the trial that it has then stops, and can go on."""
     shorter, longer = BASE, BASE + "train.steps = 100000\n"

@@ -44,6 +44,7 @@ def old(tmp_path):
     return js.Run(tmp_path / "old", js.TrainConfig(**bigram(optimizer=js.optim.AdamW())))
 
 
+@pytest.mark.long
 def test_six_kills_lose_at_most_an_interval_and_need_no_cleaning(tmp_path):
     results = tmp_path / "crash.jsonl"
     argv = ["-m", "experiments.reliability.crash", "--kills", "6", "--results", str(results)]

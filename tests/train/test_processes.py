@@ -174,6 +174,7 @@ def test_a_layout_that_leaves_a_process_without_devices_is_refused(together):
         assert "the layout None leaves 2 of 2 processes without a device; give a mesh of all 8 devices" in err
 
 
+@pytest.mark.long
 def test_what_is_split_across_processes_trains_and_writes_as_one_device_does(tmp_path):
     for _, out, err in run_two(TRAINS, ["{address}", "{process}"], tmp_path):
         assert err.count("JAX's compilation cache") == 1  # out of it, the experts' messages got mixed up

@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # The environment of test-all, which has more in it than what make test promises to do with.
 ALL := $(if $(filter file,$(origin VENV)),.venv-all,$(VENV))
+ALL_EXTRAS := dev,tpu,gpu-aot
 ARGS ?=
 SHELL := /bin/sh
 # uv and pip say what they did only when it failed.
@@ -33,7 +34,7 @@ test: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/python' -m pytest -n 2 --dist worksteal -m 'not long' $(ARGS)
 
 test-all:
-	@$(MAKE) --no-print-directory install-$(or $(EXTRAS),dev,tpu,gpu-aot) VENV='$(ALL)'
+	@$(MAKE) --no-print-directory install-$(or $(EXTRAS),$(ALL_EXTRAS)) VENV='$(ALL)'
 	@JAXSCALE_TEST_ALL=1 '$(ALL)/bin/python' -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: install-$(or $(EXTRAS),dev)

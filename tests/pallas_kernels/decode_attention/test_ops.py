@@ -50,7 +50,8 @@ def test_where_a_given_maximum_is_too_far_all_is_computed_anew(maximum):
     check(arrays, options, implementation="xla", maximum=maximum)
     alone = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla"))()
     given = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla", maximum=maximum))()
-    jax.tree.map(np.testing.assert_array_equal, given, alone)
+    # Two programs, which XLA may round by a unit in the last place differently.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.5e-7), given, alone)
     with pytest.MonkeyPatch.context() as patch:  # which is why: it is what the sums are taken of
         patch.setattr(xla.lax, "cond", lambda near, given, anew: given())
         wrong = jax.jit(lambda q: decode_attention(q, *arrays[1:], **options, implementation="xla", maximum=maximum))

@@ -34,9 +34,9 @@ def read_bytes(path: Path, size: int | None = None) -> bytes:
         OSError: there is none, it is something else (`strerror` says what), or of another size.
     """
     with open_file(path) as file:
-        found = os.fstat(file.fileno()).st_size
-        if size is not None and found != size:
-            raise OSError(errno.EINVAL, f"it has {found} bytes and not {size}", str(path))
+        actual = os.fstat(file.fileno()).st_size
+        if size is not None and actual != size:
+            raise OSError(errno.EINVAL, f"it has {actual} bytes and not {size}", str(path))
         return file.read()
 
 
@@ -82,7 +82,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         ValueError: it is none, or nested deeper than `DEPTH`.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_unique if unique else None)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except UnicodeDecodeError as e:
@@ -91,8 +91,8 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         raise
     except ValueError as e:
         raise ValueError("it has a number of thousands of digits" if _BAD_NUMBER.match(str(e)) else str(e)) from None
-    check_depth(found)
-    return found
+    check_depth(value)
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,10 +102,10 @@ def read_json(path: Path) -> dict[str, Any]:
         OSError: as `read_bytes`.
         ValueError: it holds no JSON, or no object.
     """
-    found = parse_json(read_bytes(path))
-    if not isinstance(found, dict):
+    fields = parse_json(read_bytes(path))
+    if not isinstance(fields, dict):
         raise ValueError("it holds no object")
-    return found
+    return fields
 
 
 def check_depth(value: Any) -> None:
@@ -134,8 +134,8 @@ _TOO_DEEP = f"it is nested more than {DEPTH} deep"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"it has the key {next(n for n in names if names.count(n) > 1)!r} twice")
-    return found
+    return fields

@@ -37,9 +37,9 @@ def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str]
 
 def check_method(setting: str, part: Any, method: str, positional: Sequence[str], named: Sequence[str]) -> None:
     """The same of a method of a part; one that the part does not have is somebody else's to name."""
-    found = getattr(part, method, None)
-    if callable(found):
-        check_call(f"{setting}.{method}", found, positional, named)
+    bound = getattr(part, method, None)
+    if callable(bound):
+        check_call(f"{setting}.{method}", bound, positional, named)
 
 
 def _binds(signature: inspect.Signature, positional: Sequence[str], named: Sequence[str]) -> bool:

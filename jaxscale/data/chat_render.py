@@ -135,15 +135,15 @@ class Renderer:
             if self._process is None or self._process.poll() is not None:
                 self._process = _start()
                 self._answer(b'["", {}]\n', 60.0)  # importing Jinja counts for nobody
-            found = json.loads(self._answer(line, self.seconds))
+            answer = json.loads(self._answer(line, self.seconds))
         except BaseException:
             self.close()
             raise
         finally:
             self._lock.release()
-        if "fault" in found:
-            raise TemplateFault(found["fault"])
-        return found["text"]
+        if "fault" in answer:
+            raise TemplateFault(answer["fault"])
+        return answer["text"]
 
     def close(self) -> None:
         """Ends the process."""
@@ -200,10 +200,10 @@ def _main() -> None:
         try:
             template, names = json.loads(line)
             text = "" if names is None and compiled(template) else render(template, names)
-            found = {"text": text} if len(text) <= OUTPUT else {"fault": f"it writes more than {OUTPUT} characters"}
+            answer = {"text": text} if len(text) <= OUTPUT else {"fault": f"it writes more than {OUTPUT} characters"}
         except TemplateFault as e:
-            found = {"fault": str(e)[:1000]}
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+            answer = {"fault": str(e)[:1000]}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -52,7 +52,7 @@ def finite(op: str, name: str, value: Any, *, zero: bool = False) -> float | Non
     if value is None:
         return None
     if isinstance(value, jax.core.Tracer):
-        raise KernelError(f"{op}: {name} has to be known before tracing, as a Python number; a traced scale may multiply q")
+        raise KernelError(f"{op}: {name} has to be known before tracing; a traced scale may multiply q instead")
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -175,7 +175,7 @@ def _number(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, jax.core.Tracer):
-        raise _error(f"{name} has to be known before tracing, as a Python number; a traced scale may multiply q")
+        raise _error(f"{name} has to be known before tracing; a traced scale may multiply q instead")
     try:
         number = float(value)
     except (TypeError, ValueError):

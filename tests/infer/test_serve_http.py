@@ -1,43 +1,17 @@
-"""A server among strangers: broken requests, slow ones, too many, and keys; the engine is a stand-in of letters."""
+"""A server among strangers: broken requests, wrong fields, and keys; the engine is a stand-in of letters."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import http.client
 import json
-import logging
-import socket
-import threading
-import time
 
 import pytest
 
-from jaxscale.cli import main
-from jaxscale.data import ByteTokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.infer.sampling import Sampling
-from jaxscale.infer.serve import Limits, Served, Server
+from jaxscale.infer.serve import Limits, Server
 from jaxscale.infer.serve.asked import read_completion
-from jaxscale.infer.serve.errors import ApiError
-from jaxscale.infer.serve.metrics import Metrics
-from jaxscale.infer.serve.turns import Turns
-from jaxscale.infer.serve.worker import Text, Worker
 from tests.truth.errors import raises_saying
-from tests.truth.fake_engine import FakeEngine
-
-SERVED = Served(
-    "letters", ByteTokenizer(), 1000, 256, lambda text: [0, *ByteTokenizer().encode(text)], end_ids=frozenset({0})
-)
-JSON = {"Content-Type": "application/json"}
-
-
-@contextlib.contextmanager
-def serving(engine=None, key=None, **limits):
-    engine = FakeEngine() if engine is None else engine
-    with Server(port=0, key=key, limits=Limits(**limits)) as server:
-        server.open(SERVED, engine)
-        yield server
+from tests.truth.serving import JSON, SERVED, call, post, raw, serving
 
 
 @pytest.fixture(scope="module")
@@ -46,63 +20,20 @@ def server():
         yield server
 
 
-def call(server, method="POST", path="/v1/completions", body=None, headers=JSON, timeout=10):
-    """A request as any client would make it: status, headers, and what the body holds."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=timeout)
-    try:
-        data = json.dumps(body).encode() if isinstance(body, dict | list) else body
-        connection.request(method, path, data, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        is_json = response.headers.get_content_type() == "application/json"
-        return response.status, response.headers, json.loads(text) if is_json else text
-    finally:
-        connection.close()
-
-
-def raw(server, data, timeout=10.0, then=None):
-    """What comes back for bytes, until the server closes."""
-    with socket.create_connection(server.server_address[:2], timeout=timeout) as connection:
-        connection.sendall(data)
-        if then is not None:
-            then(connection)
-        out = b""
-        with contextlib.suppress(ConnectionError):
-            while got := connection.recv(65536):
-                out += got
-        return out
-
-
-def post(body, *headers):
-    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
-    return "\r\n".join([*head, "", ""]).encode() + body
-
-
-def eventually(true, seconds=30.0):
-    until = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < until:
-        time.sleep(0.01)
-    return found  # not asked once more: the connection of the last look may not be over yet
-
-
-def held(server):
-    """Pages that texts hold, as the metrics tell."""
-    text = call(server, "GET", "/metrics")[2]
-    return float(next(line.split()[1] for line in text.splitlines() if line.startswith("jaxscale_cache_pages_used")))
-
-
 @pytest.mark.parametrize(
     "body, status, words",
     [
         (b"", 400, ["not JSON"]),
         (b"{", 400, ["not JSON"]),
         (b"\xff\xfe", 400, ["not JSON"]),
-        (b"[" * 5_000, 400, ["not JSON"]),
-        (b'{"n": ' + b"9" * 5_000 + b"}", 400, ["not JSON"]),
+        (b"[" * 4_000 + b"]" * 4_000, 400, ["nested more than 100 deep"]),
+        (b"[" * 150 + b"]" * 150, 400, ["nested more than 100 deep"]),
+        (b'{"n": ' + b"9" * 5_000 + b"}", 400, ["a whole number of 5000 digits; at most 40"]),
+        (b'{"n": ' + b"9" * 41 + b"}", 400, ["a whole number of 41 digits; at most 40"]),
         (b'{"temperature": NaN}', 400, ["not JSON", "NaN"]),
         (b"[]", 400, ["JSON object"]),
     ],
-    ids=["empty", "open", "no text", "deep", "long number", "not a number", "list"],
+    ids=["empty", "open", "no text", "deep", "a little deep", "long number", "too long", "not a number", "list"],
 )
 def test_a_body_that_is_no_json_object_is_refused(server, body, status, words):
     got, _, answer = call(server, body=body)
@@ -123,6 +54,7 @@ def test_a_body_that_is_no_json_object_is_refused(server, body, status, words):
         ("max_tokens", 0, ["max_tokens = 0", "at least 1"]),
         ("n", 0, ["n = 0"]),
         ("n", 10_000, ["10000 continuations", "256"]),
+        ("prompt", ["a"] * 600, ["prompt has 600 texts", "takes 256 texts of a client"]),
         ("stop", [""], ["stop"]),
         ("stop", ["x"] * 17, ["16"]),
         ("stream", "yes", ["stream"]),
@@ -319,6 +251,13 @@ def test_a_head_that_two_programs_could_read_differently_ends_the_connection(ser
     assert answer.count(b"Server: jaxscale") == 1, answer
 
 
+def test_a_request_of_http_1_1_names_its_host(server):
+    answer = raw(server, b"GET /health HTTP/1.1\r\n\r\n" + HEALTH + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"needs the header Host" in answer, answer
+    assert answer.count(b"Server: jaxscale") == 1, "what comes after it is no request"
+    assert raw(server, b"GET /health HTTP/1.0\r\n\r\n")[9:12] == b"200"
+
+
 def test_an_oversize_body_that_is_sent_anyway_still_gets_its_answer(server):
     status, _, answer = call(server, body=b"x" * 3_000_000)
     assert status == 413 and "10000" in answer["error"]["message"]
@@ -332,7 +271,7 @@ def test_a_client_that_asks_first_is_told_to_go_on(server):
 
 def test_requests_follow_each_other_on_a_connection(server):
     body = b'{"prompt": "a", "max_tokens": 1}'
-    one, last = post(body, f"Content-Length: {len(body)}"), b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+    one, last = post(body, f"Content-Length: {len(body)}"), HEALTH + b"Connection: close\r\n\r\n"
     assert raw(server, one + one + last).count(b"HTTP/1.1 200 OK") == 3
 
 
@@ -341,179 +280,6 @@ def test_a_client_of_http_1_0_gets_a_stream_without_chunks(server):
     request = post(body, f"Content-Length: {len(body)}").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
     head, _, events = raw(server, request).partition(b"\r\n\r\n")
     assert b"chunked" not in head and events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
-
-
-def test_half_a_head_is_waited_for_only_so_long():
-    with serving(read=0.4, idle=0.4) as server:
-
-        def drip(connection):  # a byte now and then, which a timeout between bytes would allow for ever
-            with contextlib.suppress(OSError):
-                for _ in range(40):
-                    connection.sendall(b"X")
-                    time.sleep(0.05)
-
-        start = time.monotonic()
-        assert raw(server, b"POST /v1/completions HTTP/1.1\r\nX: ", then=drip).startswith(b"HTTP/1.1 408 ")
-        assert raw(server, post(b'{"prompt"', "Content-Length: 40")).startswith(b"HTTP/1.1 408 ")
-        assert raw(server, b"") == b""  # one that says nothing is closed without a word
-        assert time.monotonic() - start < 15
-
-
-def test_a_client_that_leaves_frees_its_pages():
-    with serving(FakeEngine(seconds=0.01)) as server:
-        for stream in (b"true", b"false"):
-            body = b'{"prompt": "a", "max_tokens": 900, "stream": %b}' % stream
-            with socket.create_connection(server.server_address[:2]) as connection:
-                connection.sendall(post(body, f"Content-Length: {len(body)}"))
-                assert eventually(lambda: held(server) == 1)
-            assert eventually(lambda: held(server) == 0)
-        assert 'jaxscale_requests_total{state="cancelled"} 2' in call(server, "GET", "/metrics")[2]
-
-
-def test_a_client_that_does_not_read_is_given_up():
-    with serving(FakeEngine(seconds=0.001), write=0.3) as server:
-        body = json.dumps({"prompt": ["a"] * 20, "max_tokens": 900, "stream": True, "logprobs": 20}).encode()
-        with socket.create_connection(server.server_address[:2]) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.sendall(post(body, f"Content-Length: {len(body)}"))
-            assert eventually(lambda: 'state="cancelled"} 1' in call(server, "GET", "/metrics")[2])
-        assert eventually(lambda: held(server) == 0)
-
-
-def test_one_text_too_many_is_told_to_come_back():
-    with serving(FakeEngine(seconds=0.02), requests=2, share=2) as server:
-        with socket.create_connection(server.server_address[:2]) as connection:
-            body = b'{"prompt": "a", "max_tokens": 900, "n": 2}'
-            connection.sendall(post(body, f"Content-Length: {len(body)}"))
-            assert eventually(lambda: held(server) == 2)
-            status, headers, answer = call(server, body={"prompt": "b"})
-            assert status == 429 and headers["Retry-After"] == "1" and answer["error"]["type"] == "rate_limit_error"
-            assert "2 of this client's 2 places are taken, and 2 of all 2" in answer["error"]["message"]
-        assert eventually(lambda: call(server, body={"prompt": "b"})[0] == 200)
-
-
-def asking(worker, client, n, letter="a", tokens=1):
-    sampling = Sampling(max_tokens=tokens)
-    return worker.ask([Text((0, ord(letter)), dataclasses.replace(sampling, seed=i)) for i in range(n)], client)
-
-
-def test_one_client_leaves_half_of_the_places_to_the_others():
-    engine = FakeEngine(seconds=0.02)
-    worker = Worker(engine, Limits(requests=8), Metrics())
-    try:
-        asking(worker, "a", 4, tokens=900)
-        with pytest.raises(ApiError, match="1 more texts are too many now: 4 of this client's 4 places") as caught:
-            asking(worker, "a", 1)
-        assert caught.value.status == 429
-        asking(worker, "b", 4, tokens=900)
-        with pytest.raises(ApiError, match="0 of this client's 4 places are taken, and 8 of all 8"):
-            asking(worker, "c", 1)
-    finally:
-        worker.stop()
-    with pytest.raises(ApiError, match="takes 4 texts of a client"):
-        read_completion(b'{"prompt": "a", "n": 5}', SERVED, 100, Limits(requests=8).most)
-
-
-def test_who_asks_for_one_text_does_not_wait_for_another_clients_many():
-    """Two places: the first client's forty texts are in line when a second client and its own second request come."""
-    order, engine = [], FakeEngine(places=2)
-    submit = engine.submit
-    engine.submit = lambda request: (order.append(chr(request.prompt[1])), submit(request))
-    gate = threading.Event()
-    engine.check = lambda request: gate.wait(10)  # nothing begins before all have asked
-    worker = Worker(engine, Limits(), Metrics())
-    try:
-        asked = [asking(worker, "first", 40, "a"), asking(worker, "first", 2, "b"), asking(worker, "second", 2, "c")]
-        gate.set()
-        for one in asked:
-            with one:
-                until = time.monotonic() + 30
-                for batch in one.batches(until, lambda: False):
-                    for place, _ in batch:  # the only one of its text
-                        one.end(place)
-    finally:
-        worker.stop()
-    assert len(order) == 44 and order.index("c") <= 4 and order.index("b") <= 4
-    assert order[:8].count("c") == 2 and order[:8].count("b") == 2
-
-
-def test_texts_are_taken_in_turns_and_may_be_taken_back():
-    turns = Turns()
-    for client, request, items in (("a", 1, "uvw"), ("a", 2, "xy"), ("b", 1, "z")):
-        for item in items:
-            turns.put(client, request, item)
-    assert turns.remove("a", 1, "v") and not turns.remove("a", 1, "v") and not turns.remove("c", 1, "z")
-    assert [turns.take() for _ in range(len(turns))] == ["u", "z", "x", "w", "y"]
-    with pytest.raises(LookupError):
-        turns.take()
-
-
-def test_the_command_keeps_compiled_programs_for_the_next_start(monkeypatch, tmp_path, capsys):
-    calls = []
-    monkeypatch.setattr("jaxscale.sweep.programs.keep_programs", lambda: calls.append(1))
-    assert main(["serve", str(tmp_path / "nothing")]) == 2 and "nothing" in capsys.readouterr().err
-    assert calls
-
-
-def test_one_connection_too_many_is_told_to_come_back():
-    with serving(connections=2) as server:
-        with socket.create_connection(server.server_address[:2]), socket.create_connection(server.server_address[:2]):
-            time.sleep(0.3)
-            assert b"HTTP/1.1 503 " in raw(server, b"")
-        assert eventually(lambda: raw(server, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")[9:12] == b"200", 20)
-
-
-def test_an_answer_that_takes_too_long_is_ended():
-    with serving(FakeEngine(seconds=0.02), time=0.3) as server:
-        status, headers, answer = call(server, body={"prompt": "a", "max_tokens": 900})
-        assert status == 504 and answer["error"]["code"] == "timeout" and headers["x-should-retry"] == "false"
-        text = call(server, body={"prompt": "a", "max_tokens": 900, "stream": True})[2]
-        assert '"code":"timeout"' in text and "[DONE]" not in text
-        assert eventually(lambda: held(server) == 0)
-
-
-def test_an_engine_that_fails_is_told_to_all_and_to_the_health_check(caplog):
-    caplog.set_level(logging.CRITICAL, "jaxscale.serve")
-    with serving(FakeEngine(fail_at=3)) as server:
-        status, _, answer = call(server, body={"prompt": "a", "max_tokens": 9})
-        assert status == 500 and answer["error"]["code"] == "engine_failed" and "fire" not in answer["error"]["message"]
-        assert call(server, body={"prompt": "a"})[0] == 500
-        assert call(server, "GET", "/health")[::2] == (503, {"status": "failed"})
-
-
-def test_what_runs_ends_and_nothing_new_begins_while_it_drains():
-    with serving(FakeEngine(seconds=0.02)) as server:
-        answers = []
-        asking = threading.Thread(target=lambda: answers.append(call(server, body={"prompt": "a", "max_tokens": 40})))
-        asking.start()
-        assert eventually(lambda: held(server) == 1)
-        drained = []
-        draining = threading.Thread(target=lambda: drained.append(server.drain(10)))
-        draining.start()
-        assert eventually(lambda: server.state == "draining")
-        status, headers, _ = call(server, body={"prompt": "b"})
-        assert status == 503 and headers["Retry-After"]
-        assert call(server, "GET", "/health")[0] == 503
-        draining.join(10), asking.join(10)
-        assert drained == [True] and answers[0][0] == 200 and answers[0][2]["usage"]["completion_tokens"] == 40
-
-
-def test_draining_ends_after_its_time():
-    with serving(FakeEngine(seconds=0.02)) as server:
-        with socket.create_connection(server.server_address[:2]) as connection:
-            body = b'{"prompt": "a", "max_tokens": 900}'
-            connection.sendall(post(body, f"Content-Length: {len(body)}"))
-            assert eventually(lambda: held(server) == 1)
-            assert not server.drain(0.1)
-
-
-def test_nothing_is_answered_before_there_is_a_model():
-    with Server(port=0) as server:
-        assert call(server, "GET", "/health")[::2] == (503, {"status": "starting"})
-        assert call(server, body={"prompt": "a"})[0] == 503
-        server.open(SERVED, FakeEngine())
-        assert call(server, "GET", "/health")[::2] == (200, {"status": "ok"})
-        assert call(server, body={"prompt": "a"})[0] == 200
 
 
 def test_without_the_key_nothing_but_health_is_answered():
@@ -569,25 +335,3 @@ def test_a_port_that_is_taken_is_said_at_once(server):
 def test_limits_are_above_zero():
     with raises_saying(ConfigError, "Limits.body = 0"):
         Limits(body=0)
-
-
-def test_the_metrics_add_up():
-    with serving() as server:
-        call(server, body={"prompt": "abc", "max_tokens": 5})
-        call(server, body={"prompt": "abc", "max_tokens": 5, "n": 2, "stream": True})
-        call(server, body={"prompt": "abc", "max_tokens": 0})
-        text = call(server, "GET", "/metrics")[2]
-        parser = pytest.importorskip("prometheus_client.parser")
-        found = {
-            (s.name, *s.labels.values()): s.value
-            for f in parser.text_string_to_metric_families(text)
-            for s in f.samples
-        }
-        assert found["jaxscale_requests_total", "done"] == 2
-        assert found["jaxscale_http_responses_total", "400"] == 1
-        assert found["jaxscale_prompt_tokens_total",] == 12  # three texts of four tokens
-        assert found["jaxscale_generation_tokens_total",] == 15
-        assert found["jaxscale_time_to_first_token_seconds_count",] == 3
-        assert found["jaxscale_time_per_output_token_seconds_count",] == 12
-        assert found["jaxscale_time_per_output_token_seconds_bucket", "+Inf"] == 12
-        assert found["jaxscale_cache_pages_free",] == 1000 and found["jaxscale_requests_running",] == 0

@@ -126,6 +126,8 @@ def read_chat(body: bytes, served: Served, longest: int, most: int) -> Asked:
 def _asked(
     common: Common, prompts: list[list[int]], told: list[str], param: str, served: Served, longest: int, most: int
 ) -> Asked:
+    if len(prompts) > most:
+        raise bad(param, f"{param} has {len(prompts)} texts; this server takes {most} texts of a client")
     if len(prompts) * common.n > most:
         raise bad(
             "n", f"{common.n} continuations of {len(prompts)} prompts; this server takes {most} texts of a client"

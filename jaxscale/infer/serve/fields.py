@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxscale import reading
 from jaxscale.errors import ConfigError, near
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.serve.errors import ApiError, bad
@@ -34,6 +35,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _HINTS = {name: "; repetition_penalty is there" for name in ("presence_penalty", "frequency_penalty")}
 _STOPS, _STOP_CHARACTERS = 16, 1000
 _NUMBER = (int, float)
+_DIGITS = 40
+"""Of a whole number. No field takes larger ones, and errors repeat the number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +66,7 @@ class Fields:
     """A request's JSON object, whose fields are taken one after the other; `done` refuses those that nobody took."""
 
     def __init__(self, body: bytes):
-        try:
-            given = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-        except (ValueError, RecursionError) as e:
-            raise bad(None, f"the body is not JSON: {e}") from None
+        given = _parsed(body)
         if not isinstance(given, dict):
             raise bad(None, "the body must be a JSON object")
         self._given = {name: value for name, value in given.items() if value is not None}
@@ -209,6 +209,31 @@ def short(value: Any) -> str:
     """JSON of a value, cut to what fits a sentence."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _parsed(body: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+      ApiError: it is none, is nested too deep, or has a whole number of too many digits.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_int=_whole)
+    except RecursionError:
+        raise bad(None, f"the body is nested more than {reading.DEPTH} deep") from None
+    except ValueError as e:
+        raise bad(None, f"the body is not JSON: {e}") from None
+    try:
+        reading.check_depth(value)
+    except ValueError:
+        raise bad(None, f"the body is nested more than {reading.DEPTH} deep") from None
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise bad(None, f"the body has a whole number of {len(text)} digits; at most {_DIGITS} are read")
+    return int(text)
 
 
 def _no_constant(name: str) -> Any:

@@ -117,6 +117,8 @@ class Handler(BaseHTTPRequestHandler):
         twice = next((name for name in _ONCE if len(self.headers.get_all(name) or []) > 1), None)
         if twice is not None:
             raise ApiError(400, f"the header {twice} may stand in a request once")
+        if self.request_version != "HTTP/1.0" and "Host" not in self.headers:
+            raise ApiError(400, "a request of HTTP/1.1 needs the header Host")
         path = self.path.partition("?")[0]
         methods = {"/health": "GET", "/metrics": "GET", "/v1/models": "GET"} | dict.fromkeys(READERS, "POST")
         is_model = path.startswith("/v1/models/")

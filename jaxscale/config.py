@@ -81,8 +81,8 @@ def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allo
     Args:
         files: gin files; an `include` is looked up beside the including file, then in the working directory.
         bindings: Lines such as `train.lr = 3e-4`, or whole texts such as an earlier snapshot; they win over files.
-        allow_imports: Whether `import my_module` lines are executed. Pass False for a text that data brought along,
-            such as the `config.gin` of somebody's run.
+        allow_imports: Whether `import my_module` lines are executed and `include` lines followed. Pass False for a text
+            that data brought along, such as the `config.gin` of somebody's run.
 
     Returns:
         A snapshot: gin text which, given to `load(bindings=[snapshot])` in another process, restores this config.

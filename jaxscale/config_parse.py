@@ -40,7 +40,7 @@ def read_file(
     Args:
         path: The file; an included one is looked up beside its parent, then in the working directory.
         delegate: Makes references; asked for a statement only after the one before was handled.
-        allow_imports: Whether `import` lines are executed.
+        allow_imports: Whether `import` lines are executed and `include` lines followed.
         parents: The files that led here.
 
     Raises:
@@ -104,6 +104,11 @@ def _read(
     for statement in _parsed(text, name, delegate):
         where = name if name.startswith("binding '") else f"{name}:{statement.location.line_num}"
         if isinstance(statement, IncludeStatement):
+            if not allow_imports:
+                raise ConfigError(
+                    f"{where}: include {reading.clipped(repr(statement.filename))} is refused; this config may not "
+                    "read other files; write the lines of that one here"
+                )
             yield from read_file(Path(statement.filename), delegate, allow_imports=allow_imports, parents=parents)
             continue
         if isinstance(statement, ImportStatement):

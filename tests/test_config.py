@@ -317,11 +317,13 @@ def test_a_file_may_not_include_itself(tmp_path):
         config.load([tmp_path / "a.gin"])
 
 
-def test_imports_can_be_refused_even_inside_an_include(tmp_path):
+def test_imports_and_includes_can_be_refused(tmp_path):
     (tmp_path / "a.gin").write_text("include 'b.gin'\n")
     (tmp_path / "b.gin").write_text("import this_would_run\n")
-    with pytest.raises(ConfigError, match=r"b.gin:1: 'import this_would_run' is refused"):
+    with pytest.raises(ConfigError, match=r"a.gin:1: include 'b.gin' is refused; .* write the lines of that one here"):
         config.load([tmp_path / "a.gin"], allow_imports=False)
+    with pytest.raises(ConfigError, match=r"b.gin:1: 'import this_would_run' is refused"):
+        config.load([tmp_path / "b.gin"], allow_imports=False)
     assert "import colorsys" in config.load(bindings=["import colorsys"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,8 @@ def _verify(args: argparse.Namespace) -> int:
 
     folder = Path(args.run)
     files = list(states(folder)) if folder.is_dir() else []
-    runs = [path for path in (folder, *sorted(folder.glob("[0-9]*"))) if (path / "checkpoints").is_dir()]
+    places = [path / "checkpoints" for path in (folder, *sorted(folder.glob("[0-9]*")))]
+    runs = [place.parent for place in places if place.is_dir()]
     own = {path: Checkpoints(path / "checkpoints", run=_id(path)) for path in runs}
     if args.step is not None and runs:
         own[runs[0]].manifest(args.step)  # says which there are
@@ -114,11 +116,14 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"not sealed, since an earlier version wrote them: {', '.join(old[:8])}{' ...' if old[8:] else ''}")
     if altered:
         print(f"{altered} of {len(files)} small files are not what was written")
-    lost = [path / CONFIG for path in runs if (path / INFO).is_file() and not (path / CONFIG).is_file()]
+    lost = [path / CONFIG for path in runs if (path / INFO).is_file() and not os.path.lexists(path / CONFIG)]
     for config in lost:
         print(f"{config} is not there, and nothing else says how to rebuild the run; bring back a copy")
+    replaced = [place for place in places if os.path.lexists(place) and not place.is_dir()]
+    for place in replaced:
+        print(f"{place} is no folder, so that there is no checkpoint in it; bring back a copy")
     bad = sum(_verify_checkpoints(found, steps[path]) for path, found in own.items())
-    return 1 if bad or altered or lost else 0
+    return 1 if bad or altered or lost or replaced else 0
 
 
 def _id(run: Path) -> str | None:

@@ -127,16 +127,15 @@ class State:
 def states(folder: Path) -> Iterator[State]:
     """The files of a run's folder, or of a sweep's and of its runs.
 
-    Raises:
-      RunError: one cannot be read.
+    A folder or a pipe in the place of a file is a fault of it.
     """
     jobs = sorted(p for p in (folder / "jobs").glob("*.json"))
     for path in [*(folder / name for name in FILES), *jobs]:
-        if path.is_file():
+        if os.path.lexists(path):
             try:
                 yield _state(path)
             except OSError as e:
-                raise RunError(f"cannot read {path}: {e.strerror}") from e
+                yield State(path, True, f"{path} cannot be read: {e.strerror}; bring back a copy")
     if any((folder / name).is_file() for name in ("sweep.gin", "trials.jsonl")):
         for run in sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()):
             yield from states(run)

@@ -350,6 +350,24 @@ def test_verify_covers_a_sweep_and_its_trials(sweep, capsys):
     assert "002/metrics.jsonl, line 1" in out and "1 of 13 small files are not what was written" in out
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("folder", "it is a folder and no file"), ("pipe", "it is a pipe and no file"), ("link", "No such file")],
+)
+@pytest.mark.parametrize("name", ["run.json", "config.gin", "metrics.jsonl"])
+def test_verify_names_what_stands_in_the_place_of_a_file(run, capsys, name, kind, words):
+    (run / name).unlink(missing_ok=True)
+    {"folder": os.mkdir, "pipe": os.mkfifo, "link": lambda p: p.symlink_to("/nowhere")}[kind](run / name)
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    assert f"{run / name} cannot be read: {words}" in capsys.readouterr().out
+
+
+def test_verify_names_checkpoints_that_are_no_folder(run, capsys):
+    (run / "checkpoints").write_text("")
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    assert f"{run / 'checkpoints'} is no folder" in capsys.readouterr().out
+
+
 def test_verify_names_a_config_that_is_gone(run, capsys):
     (run / "checkpoints").mkdir()
     assert main(["checkpoint", "verify", str(run)]) == 0

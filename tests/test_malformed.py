@@ -15,6 +15,7 @@ from jaxscale import reading
 from jaxscale.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, RunError
 from jaxscale.interop import open_pretrained
 from jaxscale.interop.safetensors import SafeTensors
+from jaxscale.sweep import Result
 from jaxscale.sweep.comparing.report import report
 from jaxscale.train.checkpoints.digest import sealed
 from jaxscale.train.run import Run
@@ -188,6 +189,29 @@ def test_a_report_is_not_written_over_a_folder_or_a_pipe(folders, tmp_path):
     for out in ("a", "b"):
         with pytest.raises(RunError, match="no report of ours; name another folder with --out"):
             report(folders.root / "sweep", tmp_path / out, pictures=False)
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+STRANGE = {"text": "a", "list": [1], "bool": True, "null": None, "huge": 10**400, "object": {"a": 1}}
+
+
+@pytest.mark.parametrize("value", STRANGE.values(), ids=STRANGE)
+def test_an_objective_that_is_no_number_is_left_out_of_a_sweeps_table(folders, tmp_path, value):
+    shutil.copytree(folders.root / "sweep", tmp_path / "sweep")
+    with (tmp_path / "sweep/000/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "eval_loss": value}) + "\n")
+    sweep = Result(tmp_path / "sweep")
+    assert [curve[-1] for curve in (r.curve for r in sweep.records())] == [(3, 0.10000000000000009)] * 3
+    assert sweep.best()["eval_loss"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir])
+def test_a_trials_lock_that_is_no_file_is_held_by_nobody(folders, tmp_path, kind):
+    shutil.copytree(folders.root / "sweep", tmp_path / "sweep")
+    kind(tmp_path / "sweep/jobs/000.lock")
+    assert [r.state for r in Result(tmp_path / "sweep").records()] == ["finished", "finished", "waiting"]
 
 
 # --- Hugging Face folders ---------------------------------------------------------------------------------------------

@@ -179,19 +179,26 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _json(path: Path, rng: random.Random) -> str:
-    value = json.loads(path.read_text())
-    if path.name != "manifest.json":
-        text, change = changed_json(value, rng)
+    body, seal = _opened(path)
+    text, change = changed_json(body, rng)
+    if seal is None:
         path.write_text(text)
         return change
-    from jaxscale.train.checkpoints.digest import sealed
-
-    text, change = changed_json(value["body"], rng)
     try:
-        path.write_text(sealed(json.loads(text)))
-    except (RecursionError, ValueError):
+        path.write_text(seal(json.loads(text)))
+    except (RecursionError, ValueError, TypeError):  # nested too deep, or no object
         path.write_text(text)
     return f"sealed, {change}"
+
+
+def _opened(path: Path) -> tuple[Any, Callable[[Any], str] | None]:
+    """The value in a file of JSON, and what seals another one in its place; `None` of a file that has no seal."""
+    from jaxscale import seals
+
+    if path.name == "manifest.json":
+        return json.loads(path.read_text())["body"], seals.sealed
+    body, is_sealed = seals.open_json(path.read_bytes())
+    return body, (lambda value: seals.seal_json(value, 2)) if is_sealed else None
 
 
 def _lines(path: Path, rng: random.Random) -> str:
@@ -219,7 +226,10 @@ def _lines(path: Path, rng: random.Random) -> str:
 
 
 def _gin(path: Path, rng: random.Random) -> str:
-    lines = path.read_text().splitlines()
+    from jaxscale.seals import open_text, seal_text
+
+    text, sealed = open_text(path.read_bytes())
+    lines = text.splitlines()
     at = rng.choice([n for n, line in enumerate(lines) if " = " in line])
     name, _, value = lines[at].partition(" = ")
     how = rng.choice(("value", "value", "value", "delete", "name", "again", "line", "scope"))
@@ -238,7 +248,8 @@ def _gin(path: Path, rng: random.Random) -> str:
     else:
         new = rng.choice(LINES)
         lines.insert(at, new)
-    path.write_bytes(("\n".join(lines) + "\n").encode("utf-8", "replace"))
+    text = "\n".join(lines) + "\n"
+    path.write_bytes((seal_text(text) if sealed else text).encode("utf-8", "replace"))
     return f"{how} {name} {new:.40}"
 
 

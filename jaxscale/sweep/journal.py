@@ -238,6 +238,6 @@ def held(folder: Path, id: int) -> bool:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS wants no more of a reader, and two may ask at once
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except OSError:  # there is none, or no process of ours made it
         pass
     return False

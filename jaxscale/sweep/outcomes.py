@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import AlteredFile, DamagedFile
+from jaxscale.reading import LARGEST
 from jaxscale.sweep.base import DAMAGED, FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
 from jaxscale.train.files import altered, altered_lines, read_json, write_json
 from jaxscale.train.metrics import Tail
@@ -84,7 +85,7 @@ class Progress:
             error = str(altered_lines(self._tail.path, self._tail.lines))
         metrics: dict[str, float] = {}
         for row in rows:
-            metrics |= {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+            metrics |= {k: v for k, v in row.items() if _is_number(v)}
         metrics.pop("time", None)
         metrics["steps"] = metrics.pop("step", 0)
         if outcome is not None:
@@ -94,12 +95,17 @@ class Progress:
         return Record(
             self.trial,
             state,
-            [(row["step"], row[self.objective]) for row in rows if self.objective in row],
+            [(row["step"], row[self.objective]) for row in rows if _is_number(row.get(self.objective))],
             metrics,
             0.0 if outcome is None else outcome.seconds,
             None if running else error if outcome is None else outcome.error,
             self.folder,
         )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether arithmetic can be done with a value: no boolean, and no whole number beyond what floats hold."""
+    return isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def score(record: Record) -> float:

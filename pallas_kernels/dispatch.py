@@ -103,7 +103,7 @@ class Implementation:
     """One way to compute an op.
 
     Args:
-      name: "mosaic_tpu", "mosaic_gpu" or "xla".
+      name: such as "mosaic_tpu", "mosaic_gpu", "cudnn" or "xla".
       platforms: those it can be lowered for; `()` is any.
       supported: `(target, **case)` -> `None`, or a sentence why not.
       run: `(target, *arrays, **case)` -> the op's outputs, the same tree for every implementation.
@@ -123,7 +123,8 @@ class Choice:
       op: the op's name.
       platform, kind: what for; `kind` is "" when no device was known.
       implementation: what runs.
-      why_not: a sentence for each implementation of that platform that was preferred and could not be had.
+      why_not: a sentence for each implementation of that platform that was preferred and could not be had; on an AMD
+        GPU, of those for NVIDIA's.
       case: the op's static description.
     """
 
@@ -169,7 +170,8 @@ def device() -> Target:
         found = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
     platform = found.platform
     if platform in ("gpu", "cuda"):
-        platform = "cuda" if "NVIDIA" in found.device_kind else "rocm"
+        amd = any(maker in found.device_kind for maker in ("AMD", "Radeon", "gfx"))
+        platform = "rocm" if amd else "cuda"  # "Tesla T4" does not name its maker
     return Target(found.device_kind, platform)
 
 
@@ -211,6 +213,8 @@ def _best(op: str, implementations: Sequence[Implementation], target: Target, ca
     why_not: list[tuple[str, str]] = []
     for one in implementations:
         if one.platforms and target.platform not in one.platforms:
+            if target.platform == "rocm" and "cuda" in one.platforms:
+                why_not.append((one.name, "it is for NVIDIA GPUs"))
             continue
         why = _why_not(op, one, target, case)
         if why is None:

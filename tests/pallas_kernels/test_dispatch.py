@@ -162,3 +162,20 @@ def test_on_a_gpu_without_its_kernel_what_runs_is_said_once(caplog, monkeypatch)
         jax.eval_shape(lambda x: dispatch.dispatch("toy", ways, (x,), {}), jnp.ones(4))
     said = [r.getMessage() for r in caplog.records]
     assert said == ["toy on NVIDIA A100-SXM4-80GB: xla; not mosaic_gpu: it is written for Hopper"]
+
+
+def test_on_an_amd_gpu_what_runs_is_said_once(caplog):
+    dispatch.forget()
+    for _ in range(2):
+        with dispatch.on_device("AMD Instinct MI300X"):
+            _trace(_toy(), {})
+    assert caplog.messages == ["toy on AMD Instinct MI300X: xla; not mosaic_gpu: it is for NVIDIA GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform"),
+    [("NVIDIA A100-SXM4-80GB", "cuda"), ("Tesla T4", "cuda"), ("AMD Instinct MI300X", "rocm"), ("gfx942", "rocm")],
+)
+def test_a_gpu_is_amds_or_nvidias_by_its_kind(kind, platform):
+    with dispatch.on_device(kind):
+        assert dispatch.device() == Target(kind, platform)

@@ -51,7 +51,7 @@ def ways() -> dict[str, Way]:
         found["plain, fsdp=-1"] = Way(mesh="fsdp=-1", same_algorithm=True)
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     names = [one.name for one in IMPLEMENTATIONS if not one.platforms or here in one.platforms] + ["dense"]
-    for name in names + (["cudnn"] if here == "cuda" else []):
+    for name in names:
         flash = ("Transformer.attention = @flash_attention", f"flash_attention.implementation = '{name}'")
         found[f"flash, {name}"] = Way(flash)
     return found

@@ -83,8 +83,8 @@ def flash_attention(
       return_lse: also return the float32 log-sum-exp of the seen scores, (B, S, H), -inf where there are none. Its
         cotangent is taken.
       deterministic: equal bits on every run, where an implementation offers a faster way without.
-      implementation: "mosaic_gpu", "mosaic_tpu", "xla", "dense" (the S x T reference), or "cudnn" (for comparison);
-        `None` is the best here. A named one is also the one that the gradient uses.
+      implementation: "mosaic_gpu", "cudnn", "mosaic_tpu", "xla" or "dense" (the S x T reference); `None` is the best
+        here. A named one is also the one that the gradient uses.
       blocks: a block-sparse mask besides, over indices.
 
     Returns:
@@ -109,8 +109,6 @@ def flash_attention(
         blocks=blocks,
     )
     how = _How(mask, score, bool(return_lse), bool(deterministic), implementation)
-    if implementation == "cudnn":  # brings its own gradient
-        return _run("both", how, inputs)
     out, lse = _attend(inputs, how)
     return (out, lse) if return_lse else out
 
@@ -153,9 +151,9 @@ def gradients(
     Raises:
       KernelError: as `flash_attention`, or an implementation that makes a log-sum-exp of its own.
     """
-    if implementation in ("dense", "cudnn"):
+    if implementation == "dense":
         raise KernelError(
-            f"flash_attention.gradients: '{implementation}' makes its own log-sum-exp, of these keys alone; use 'xla'"
+            "flash_attention.gradients: 'dense' makes its own log-sum-exp, of these keys alone; use 'xla'"
         )
     inputs, mask, score = checked(
         q,
@@ -208,25 +206,15 @@ def _anywhere(target: Target, **case: Any) -> str | None:
     return None
 
 
-def _run_cudnn(target: Target, inputs: Inputs, *, how: _How, **_: Any) -> jax.Array:
-    return cudnn.run(inputs, how.mask, how.score)
-
-
-def _cudnn_supported(target: Target, *, how: _How, **case: Any) -> str | None:
-    return cudnn.supported(target, how.mask, how.score, return_lse=how.return_lse, **case)
-
-
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
+    Implementation("cudnn", ("cuda",), cudnn.supported, cudnn.run),
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
 )
 """What is chosen from, best first."""
 
-_BY_NAME = (
-    Implementation("dense", (), _anywhere, _run_dense),
-    Implementation("cudnn", ("cuda",), _cudnn_supported, _run_cudnn),
-)
+_BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
 """What has to be asked for."""
 
 

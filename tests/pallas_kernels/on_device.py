@@ -9,7 +9,7 @@ Every case of the table and, on an accelerator, cases at the sizes of the benchm
 on "xla". A row says "ok", "WRONG" (the table's rule, or a piece of the result is far off), "NOT THE SAME TWICE" (reruns
 of one compiled program differ), "UNWRITTEN" (after free memory was filled with 0xFF bytes the result is another),
 "not supported: ...", "crashed: ..." or "no time". The gradient of attention by q may differ between runs on Hopper
-unless it is deterministic; `spread` then says by how much.
+unless it is deterministic, and so may cuDNN's gradients; `spread` then says by how much.
 
 The work is done by processes of their own (`device_check.py`). One that crashes or hangs loses the case it was in, and
 another goes on with the rest. Rows are written as they come. The exit status is 1 when a row is none of "ok", "not
@@ -336,7 +336,12 @@ def check(args: argparse.Namespace) -> int:
         first.kill()  # its memory is for those that work
     backends = (args.interpret,) if args.interpret else tuple(facts["backends"])
     tasks = [
-        Task(i, {"op": op, "feature": feature, "dtype": dtype, "large": large}, tuple(parts), backends)
+        Task(
+            i,
+            {"op": op, "feature": feature, "dtype": dtype, "large": large},
+            tuple(parts),
+            serving(op, parts, backends),
+        )
         for i, (op, feature, dtype, parts, large) in enumerate(facts["works"])
         if args.op in (None, op)
     ]
@@ -388,6 +393,12 @@ def check(args: argparse.Namespace) -> int:
     if not {"crashed", *FAULTS}.isdisjoint(counts):
         return 1
     return NOT_REACHED if "no time" in counts else 0 if "ok" in counts else 1
+
+
+def serving(op: str, parts: Sequence[str], backends: Sequence[str]) -> tuple[str, ...]:
+    """Those of the backends that may have the op: cuDNN has attention alone, and shows no log-sum-exp."""
+    served = op == "flash_attention" and "lse" not in parts
+    return tuple(backend for backend in backends if served or backend != "cudnn")
 
 
 def _groups(tasks: list[Task], platform: str, jobs: int) -> list[tuple[list[Task], int, float | None]]:

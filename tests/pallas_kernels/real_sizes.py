@@ -52,6 +52,9 @@ def _true(f: Callable[..., Any], dtype: str, *arrays: jax.Array) -> Any:
 DOCUMENTS = (0.31, 0.02, 0.17, 0.05, 0.09, 0.22, 0.01, 0.13)
 """Lengths of a packed row's documents, as shares of it; those of the benchmark."""
 
+ALONE = tuple(part for part in grid.PARTS if part != "lse")
+"""What a call shows that wants no log-sum-exp."""
+
 _CAUSAL: dict[str, Any] = {"causal": True}
 _ATTENTION: tuple[tuple[str, str, tuple[int, int, int, int], Any, dict[str, Any]], ...] = (
     ("causal", "bfloat16", (2, 8192, 16, 16), 128, _CAUSAL),
@@ -72,6 +75,16 @@ _ATTENTION: tuple[tuple[str, str, tuple[int, int, int, int], Any, dict[str, Any]
 )
 """Name, dtype, (B, S, H, K), width of heads (of values), options."""
 
+_OUTPUTS: tuple[tuple[str, str, tuple[int, int, int, int], int, dict[str, Any]], ...] = (
+    ("causal", "bfloat16", (2, 8192, 16, 16), 128, _CAUSAL),
+    ("causal", "bfloat16", (2, 8192, 16, 16), 64, _CAUSAL),
+    ("grouped", "bfloat16", (1, 8192, 16, 4), 128, _CAUSAL),
+    ("window", "bfloat16", (1, 8192, 16, 16), 128, _CAUSAL | {"window": 1024}),
+    ("full", "float16", (2, 4096, 16, 16), 64, {}),
+    ("odd grouped window", "bfloat16", (3, 1055, 12, 4), 80, _CAUSAL | {"window": 96}),
+)
+"""Likewise, of calls that want no log-sum-exp, which is what cuDNN serves."""
+
 
 def _attention(small: bool) -> Iterator[Work]:
     for name, dtype, (b, s, h, kv), width, options in _ATTENTION:
@@ -86,6 +99,13 @@ def _attention(small: bool) -> Iterator[Work]:
             make = functools.partial(_attention_program, dtype, (b, s, h, kv), (d, dv), options, deterministic)
             feature += " deterministic" if deterministic else ""
             yield Work("flash_attention", feature, dtype, grid.PARTS, make, large=True)
+    for name, dtype, (b, s, h, kv), d, options in _OUTPUTS:
+        if small:
+            s, h, kv = s // 32, h // 4, kv // 4
+            options = options | ({"window": options["window"] // 32} if "window" in options else {})
+        feature = f"{name} D={d} {b}x{s}x{h}" + (f" on {kv}" if kv != h else "") + " output alone"
+        make = functools.partial(_attention_program, dtype, (b, s, h, kv), (d, d), options, False, lse=False)
+        yield Work("flash_attention", feature, dtype, ALONE, make, large=True)
 
 
 def _attention_program(
@@ -95,12 +115,14 @@ def _attention_program(
     options: dict[str, Any],
     deterministic: bool,
     seed: int | None,
+    *,
+    lse: bool = True,
 ) -> Program:
     (b, s, h, kv), (d, dv) = shape, widths
     sizes = ((b, s, h, d), (b, s, kv, d), (b, s, kv, dv), (b, s, h, dv), (b, s, h))
     keys = jax.random.split(_key(seed), len(sizes))
     q, k, v, dout, dlse = (jax.random.normal(key, size, jnp.float32) for key, size in zip(keys, sizes, strict=True))
-    arrays = (*(x.astype(dtype) for x in (q, k, v, dout)), dlse)
+    arrays = (*(x.astype(dtype) for x in (q, k, v, dout)), dlse if lse else jnp.zeros_like(dlse))
     given = {n: x for n, x in options.items() if n != "packed"}
     ids = None
     if options.get("packed"):
@@ -108,11 +130,20 @@ def _attention_program(
         ids = np.tile(np.searchsorted(ends, np.arange(s), side="right").astype(np.int32), (b, 1))
 
     def ours(how: str) -> Any:
-        op = functools.partial(flash_attention, **given, segment_ids=ids, return_lse=True, deterministic=deterministic)
-        return functools.partial(grid.both, functools.partial(op, implementation=how))
+        op = functools.partial(flash_attention, **given, segment_ids=ids, return_lse=lse, deterministic=deterministic)
+        return functools.partial(grid.both if lse else _alone, functools.partial(op, implementation=how))
 
-    plain = functools.partial(_plain_attention, options, ids)
+    def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, its_lse, *grads = _plain_attention(options, ids, *arrays)
+        return (out, its_lse, *grads) if lse else (out, *grads)
+
     return Program(ours, arrays, tuple, lambda: jax.jit(plain)(*arrays), lambda: _true(plain, dtype, *arrays))
+
+
+def _alone(op: Any, q: Any, k: Any, v: Any, dout: Any, _: Any) -> tuple[Any, ...]:
+    """Output and the gradients of q, k and v."""
+    out, pull = jax.vjp(op, q, k, v)
+    return out, *pull(dout)
 
 
 def _plain_attention(options: dict[str, Any], ids: np.ndarray | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import chosen
-from pallas_kernels.dispatch import KernelError, Target
+from pallas_kernels.dispatch import KernelError
 from pallas_kernels.flash_attention import (
     FULL,
     IMPLEMENTATIONS,
@@ -20,13 +20,11 @@ from pallas_kernels.flash_attention import (
     Blocks,
     Mask,
     Tokens,
-    cudnn,
     flash_attention,
     tile_table,
     visible,
     xla,
 )
-from pallas_kernels.flash_attention.inputs import Score
 
 B, S, H, K, D = 2, 40, 4, 2, 8
 
@@ -273,28 +271,6 @@ def test_what_was_chosen_is_told():
     attend(*arrays(), causal=True)
     assert {c.implementation for c in chosen("flash_attention")} >= {"xla"}
     assert IMPLEMENTATIONS[-1].name == "xla" and not IMPLEMENTATIONS[-1].platforms
-
-
-def _cudnn_says(mask=None, score=None, **changes):
-    shape = (B, S, H, 64)
-    case = dict(return_lse=False, segments=False, positions=False, dtype="bfloat16", q=shape, k=shape, v=shape)
-    score = score or Score("softmax", 0.1, None, 0.0)
-    return cudnn.supported(Target("NVIDIA H200", "cuda"), mask or Mask(causal=True), score, **case | changes)
-
-
-def test_cudnn_takes_what_it_can_and_refuses_what_it_would_ignore():
-    assert _cudnn_says() is None and _cudnn_says(Mask(causal=True, window=8)) is None
-    for why, word in (
-        (_cudnn_says(segments=True), "ignore segment ids"),
-        (_cudnn_says(positions=True), "positions"),
-        (_cudnn_says(return_lse=True), "log-sum-exp"),
-        (_cudnn_says(score=Score("softmax", 0.1, 5.0, 0.0)), "soft-cap"),
-        (_cudnn_says(score=Score("sigmoid", 0.1, None, 0.0)), "sigmoid"),
-        (_cudnn_says(Mask(window=8)), "causal"),
-        (_cudnn_says(q=(B, 3, H, 64)), "not the last"),
-        (_cudnn_says(dtype="float32"), "float32"),
-    ):
-        assert why is not None and word in why, (why, word)
 
 
 def _zeros(*shapes, dtype=jnp.float32):

@@ -26,6 +26,7 @@ import gin
 from gin.config import ConfigurableReference
 from gin.config_parser import BindingStatement, BlockDeclaration, ImportStatement
 
+from jaxscale import reading
 from jaxscale.config_check import Binding, check
 from jaxscale.config_parse import Statement, read_file, read_text, split_overrides
 from jaxscale.config_registry import (
@@ -49,7 +50,7 @@ from jaxscale.config_registry import (
 )
 from jaxscale.config_text import LOST, Inexpressible, Parts, Text, Writer, literal
 from jaxscale.config_types import parameters
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, JaxscaleError, near
 
 __all__ = ["REQUIRED", "Bound", "Text", "call", "clear", "dumps", "isolated", "load", "lost", "meant", "parse"]
 __all__ += ["own_modules", "raw", "register", "registered", "resolve", "split_overrides", "text", "unused", "unwrap"]
@@ -319,10 +320,22 @@ def _build(obj: Callable, selector: str, scopes: tuple[str, ...], values: dict[s
                 f"'{name}' needs '{parameter.name}', which nothing binds; add a line '{name}.{parameter.name} = ...'"
                 f" or the option --gin.{name}.{parameter.name}=..."
             )
-    if selector.startswith("gin."):  # gin's singleton is told its name by the active scope
-        with gin.config_scope(list(scopes)):
-            return obj(**values)
-    return obj(**values)
+    try:
+        if selector.startswith("gin."):  # gin's singleton is told its name by the active scope
+            with gin.config_scope(list(scopes)):
+                return obj(**values)
+        return obj(**values)
+    except JaxscaleError as error:
+        error.args = tuple(_without_long(arg, values.values()) for arg in error.args)
+        raise
+
+
+def _without_long(message: object, values: Iterable[object]) -> object:
+    """An error's message in which texts of the config that are long stand shortened."""
+    for value in values:
+        if isinstance(message, str) and isinstance(value, str) and len(value) > 200:
+            message = message.replace(value, reading.clipped(value))
+    return message
 
 
 def _arguments(selector: str, scopes: tuple[str, ...], given: Iterable[str]) -> dict[str, object]:

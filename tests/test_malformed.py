@@ -115,6 +115,17 @@ def test_a_config_that_is_nested_without_need_is_one_short_sentence(text):
     assert len(str(e.value)) < 800
 
 
+@pytest.mark.parametrize(
+    "name", ["train.optimizer", "train.loss", "train.data", "Transformer.dtype", "Transformer.memory"]
+)
+def test_a_setting_of_thousands_of_letters_is_shortened_in_the_error(name):
+    bindings = ["train.model = @Transformer()", f"{name} = '{'x' * 5000}'"]
+    with gin_config.isolated(), pytest.raises(ConfigError, match=r"x \.\.\. x") as e:
+        gin_config.load(bindings=bindings)
+        gin_config.call("train")
+    assert len(str(e.value)) < 800
+
+
 @pytest.mark.parametrize("text", ["[" * 3000 + "]" * 3000, '{"a": ' * 150 + "1" + "}" * 150])
 def test_json_that_is_nested_without_need_is_refused(text):
     with pytest.raises(ValueError, match="nested more than 100 deep"):

@@ -56,7 +56,7 @@ class Loop:
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
         self.watches = [g.watch(watched) for g in config.guards]
-        self.now = self.furthest = self.returns = 0
+        self.now = self.furthest = self.returns = self.offence = 0
         self.step = prepared.step_of(config)
         self.evaluate = prepared.eval_of(config)
         self.flops = model_flops(config)
@@ -148,10 +148,13 @@ class Loop:
         self.checkpoints.wait()
         self.snapshots.forget()
         target = agree.broadcast(self.saved.last_step())
+        if self.returns == 0:
+            self.offence = back.steps[0] if back.steps else self.now
         if self.returns == RETURNS:
             raise RunError(
-                f"{back}; the run went back {RETURNS} times, and got no further. Look at a step with jaxscale replay "
-                f"{self.run.path} --step N"
+                f"{back}; the run went back {RETURNS} times, and got no further than step {self.offence}. See where "
+                f"its numbers go wrong with jaxscale replay {self.run.path} --step {self.offence}, or start a run with "
+                f"a train.lr below {self.config.lr:g}"
             )
         self.returns, self.furthest = self.returns + 1, self.now
         self.skips.pass_over(back.steps, target, str(back))

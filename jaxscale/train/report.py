@@ -35,6 +35,7 @@ class Reporter:
         self._progress: Any = None
         self._task: Any = None
         self._last_line = 0.0
+        self._started = False
 
     def say(self, text: str) -> None:
         """One line."""
@@ -67,10 +68,12 @@ class Reporter:
         self.say(f"loss: {config.loss.describe(config.model.vocab)}")
 
     def start(self, steps: int, done: int) -> None:
-        """Begins the bar; `done` steps were taken before."""
+        """Begins the bar; `done` steps were taken before. Only the first time is the step compiled."""
         self._last_line = time.perf_counter()
+        first, self._started = not self._started, True
         if self._quiet or not self.live:
-            self.say("compiling the step …")
+            if first:
+                self.say("compiling the step …")
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -84,7 +87,8 @@ class Reporter:
             refresh_per_second=4,
             speed_estimate_period=60,
         )
-        self._task = self._progress.add_task("train", total=steps, completed=done, numbers="compiling the step …")
+        numbers = "compiling the step …" if first else ""
+        self._task = self._progress.add_task("train", total=steps, completed=done, numbers=numbers)
         self._progress.start()
 
     def step(self, row: dict[str, Any], steps: int, seconds_left: float | None, peak_share: float | None) -> None:

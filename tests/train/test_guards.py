@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxscale.optim import AdamW8bit, EightBit, OnHost
 from jaxscale.train import blueprint_of, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.guards import FiniteGuard, SpikeGuard, memory_of
 from jaxscale.train.loop import Loop
+from jaxscale.train.replay import replay
 from jaxscale.train.saved import Saved
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force, random_batch
@@ -312,7 +314,7 @@ def test_a_state_that_is_not_finite_is_never_saved(monkeypatch):
 
 def test_a_run_that_goes_back_again_and_again_gives_up(bad_batches):
     bad_batches(*range(5, 30))
-    with raises_saying(RunError, "went back 3 times", "jaxscale replay here --step N"):
+    with raises_saying(RunError, "went back 3 times", "jaxscale replay here --step 5"):
         fit("here", steps=30)
 
 
@@ -345,3 +347,19 @@ def test_a_resumed_run_may_have_other_guards():
 def test_a_guard_that_cannot_be_is_refused(make, words):
     with raises_saying(ConfigError, *words):
         make()
+
+
+def test_a_run_that_stays_at_nan_says_so_in_five_lines_and_names_a_step_to_replay(own_folder, capsys):
+    with pytest.raises(RunError) as caught:
+        js.fit(**bigram(lr=1e30, steps=16, clip_norm=None), run="nan")
+    out = capsys.readouterr().out
+    assert [line.partition(" (")[0] for line in out.splitlines() if line.startswith("warning: ")] == [
+        "warning: step 2 is not finite",
+        "warning: step 4 is not finite",
+        "warning: step 7 is not finite",
+        "warning: step 10 is not finite",
+    ]
+    assert out.count("compiling the step") == 1
+    advice = "got no further than step 2. .* jaxscale replay nan --step 2, or start a run with a train.lr below 1e"
+    assert re.search(advice, str(caught.value))
+    assert replay(js.Run("nan"), 2).origin is not None

@@ -139,21 +139,28 @@ class StepGuard(Guard):
 
 
 class Patience(Watch):
-    """Records a step guard's refusals, and asks for the way back after too many."""
+    """Records a step guard's refusals, and asks for the way back after too many.
+
+    Of refusals without a step beyond them that was taken, one is warned of.
+    """
 
     def __init__(self, guard: StepGuard, run: Watched):
         self.guard, self.run = guard, run
+        self._furthest = 0  # the last step that was refused; 0 where the run has passed it since
 
     def after(self, step: int, row: dict[str, Any]) -> None:
         refused = int(row.pop(_metric(self.guard), 0))
         if not refused:
+            self._furthest = self._furthest if step <= self._furthest else 0
             return
         guard = self.guard
         row["skipped"] = guard.name
         self.run.skips.refused(step, guard.name, row, self.run.loader.ids_at(step - 1))
         why = f"step {step} {guard.offence} ({_numbers(row)}) and was skipped"
+        known, self._furthest = self._furthest > 0, max(step, self._furthest)
         if refused < guard.patience:
-            self.run.warn(f"{why}; its rows are in {self.run.skips.path}")
+            if not known:
+                self.run.warn(f"{why}; skipped steps and their rows are in {self.run.skips.path}")
             return
         raise RollBack(
             f"{why}, the last of {refused} in a row ({type(guard).__name__}.patience)",

@@ -36,7 +36,7 @@ from jaxscale.optim.mup import NTK, MuP, Parametrisation
 from jaxscale.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD, averaged, averages
 from jaxscale.optim.schedules import WSD, Constant, LRSchedule, WarmupCosine
 from jaxscale.optim.soap import SOAP, scale_by_soap
-from jaxscale.optim.storage import EightBit, convert_state, is_quantized
+from jaxscale.optim.storage import EightBit, convert_state, is_quantized, raise_zeros
 
 __all__ = [
     "LAMB",
@@ -89,6 +89,7 @@ __all__ = [
     "newton_schulz",
     "on_host",
     "per_layer",
+    "raise_zeros",
     "scale_by_muon",
     "scale_by_soap",
     "sgdm_8bit",

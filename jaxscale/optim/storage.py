@@ -37,8 +37,8 @@ class EightBit:
     fewer than 32 numbers for it does it join rows, up to 32.
 
     Args:
-      block_size: the most numbers that share a scale, a power of two of at least 32. Kernels for TPU and GPU are for
-        128.
+      block_size: the most numbers that share a scale, a power of two of at least 32. The TPU kernel takes 128, the
+        GPU kernel multiples of it; XLA updates blocks of any size.
       format: "dynamic" (the paper's), "linear" or "fp8". The last two are coarse among small second moments, so use
         them for optimizers with a momentum only.
       min_size: a parameter with fewer elements per layer keeps 32 bits.
@@ -190,7 +190,7 @@ def convert(x: Moment, like: Moment) -> Moment:
     stored = lambda m: (m.tile, m.format, m.signed, m.flat) if is_quantized(m) else m.dtype  # noqa: E731
     if stored(x) == stored(like):
         return x
-    value = _value(x) if is_quantized(x) else x
+    value = dequantize_blockwise(_raised(x)) if is_quantized(x) else x
     if not is_quantized(like):
         return value.astype(like.dtype)
     tile, block_size = (None, like.flat) if like.flat is not None else (like.tile, 256)
@@ -198,12 +198,17 @@ def convert(x: Moment, like: Moment) -> Moment:
     return quantize_blockwise(value, moment=True, **form)
 
 
-def _value(q: Quantized) -> jax.Array:
-    """What a state stands for, but for zeros among second moments: they count as the map's smallest positive value.
+def raise_zeros(state: Tree) -> Tree:
+    """A state whose second moments in 8 bits are nowhere 0: zeros become the smallest positive value of their block.
 
-    Checkpoints of older versions may have a 0 where the first moment is none, and the next step would divide by eps.
+    Older versions rounded small positive second moments to 0, and beside a first moment that is not 0 the next step
+    would be that moment over eps. Where there was no gradient yet the first moment is 0, and so is the step.
     """
+    return jax.tree.map(lambda x: _raised(x) if is_quantized(x) else x, state, is_leaf=is_quantized)
+
+
+def _raised(q: Quantized) -> Quantized:
     if q.signed:
-        return dequantize_blockwise(q)
+        return q
     code = codec(q.format, q.signed)
-    return dequantize_blockwise(dataclasses.replace(q, codes=code.at(jnp.maximum(code.order(q.codes), 1))))
+    return dataclasses.replace(q, codes=code.at(jnp.maximum(code.order(q.codes), 1)))

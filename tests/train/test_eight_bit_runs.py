@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 
 import jax
@@ -14,6 +15,9 @@ from jaxscale.errors import CheckpointError, ConfigError, LayoutError
 from jaxscale.optim import is_quantized
 from jaxscale.plan import explain
 from jaxscale.train import blueprint_of, read_config
+from jaxscale.train.checkpoints import Checkpoints, flatten
+from jaxscale.train.checkpoints.chunks import to_host
+from jaxscale.train.checkpoints.manifest import leaves_of
 from pallas_kernels.blockwise import dequantize_blockwise
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, assert_same_bits, losses, transformer, write_text
@@ -108,6 +112,29 @@ def test_a_change_of_precision_is_said(run, text, tmp_path):
         STEPS, blueprint.abstract_state(), blueprint.shardings(), said.append
     )  # fmt: skip
     assert len(said) == 1 and "another precision" in said[0]
+
+
+def test_second_moments_that_an_older_version_rounded_to_zero_are_raised(run, tmp_path):
+    blueprint, _ = blueprint_of(run.config)
+    arrays, infos = to_host(flatten(run.state)), blueprint.infos
+    some = lambda codes: codes * (codes % 3 > 0)  # noqa: E731
+    for name, leaf in leaves_of(run.state, arrays, infos).items():
+        if not leaf.get("quantized", {"signed": True})["signed"]:
+            pieces = {region: some(piece) for region, piece in arrays[name].pieces.items()}
+            arrays[name] = dataclasses.replace(arrays[name], pieces=pieces)
+    for version, least in (("new", 0), ("old", 1)):
+        leaves, said = leaves_of(run.state, arrays, infos), []
+        for leaf in leaves.values() if version == "old" else ():
+            leaf.get("quantized", {}).pop("positive", None)
+        checkpoints = Checkpoints(tmp_path / version)
+        checkpoints.save_host(STEPS, arrays, {"leaves": leaves})
+        checkpoints.wait()
+        got = checkpoints.restore(STEPS, blueprint.abstract_state(), blueprint.shardings(), said.append)
+        assert ["second moments to 0" in sentence for sentence in said] == [True] * least
+        for a, b in zip(quantized(got), quantized(run.state), strict=True):
+            codes = np.asarray(b.codes) if b.signed else np.maximum(some(np.asarray(b.codes)), least)
+            np.testing.assert_array_equal(a.codes, codes)
+            assert b.signed or codes.min() == least
 
 
 def test_explain_says_what_keeps_32_bits(run):

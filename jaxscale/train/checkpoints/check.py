@@ -63,6 +63,7 @@ def _check_leaf(leaf: dict[str, Any], chunked: bool) -> None:
         and _is_shape(how.get("tile"), 1)
         and isinstance(how.get("format"), str)
         and isinstance(how.get("signed"), bool)
+        and isinstance(how.get("positive", False), bool)
     ):
         raise ValueError(f"the blocks {_short(how)}")
     if not chunked:

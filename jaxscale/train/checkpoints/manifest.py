@@ -82,7 +82,10 @@ def flatten(state: Any) -> dict[str, Any]:
 
 
 def leaves_of(state: Any, arrays: dict[str, HostArray], infos: Tree) -> dict[str, Any]:
-    """An entry per array: shape, dtype, axes, chunk, and how 8-bit state is coded; digests are not known yet."""
+    """An entry per array: shape, dtype, axes, chunk, and how 8-bit state is coded; digests are not known yet.
+
+    "positive" says that no positive second moment was rounded to 0, as it was before this was written.
+    """
     axes = {f"params/{i.path}": i.axes for i in jax.tree.leaves(infos)}
     leaves: dict[str, dict[str, Any]] = {
         name: {
@@ -95,7 +98,7 @@ def leaves_of(state: Any, arrays: dict[str, HostArray], infos: Tree) -> dict[str
     }
     for path, q in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
         if is_quantized(q):
-            how = {"tile": list(q.tile), "format": q.format, "signed": q.signed}
+            how = {"tile": list(q.tile), "format": q.format, "signed": q.signed, "positive": True}
             leaves[f"{path_name(path)}/codes"]["quantized"] = how
     return leaves
 

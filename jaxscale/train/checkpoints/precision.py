@@ -44,6 +44,12 @@ def as_saved(
     return stored, dataclasses.replace(shardings, opt_state=structure.unflatten(new_places))
 
 
+def has_lost_moments(saved: dict[str, Any]) -> bool:
+    """Whether a manifest is of a version that rounded small positive second moments to 0 in 8 bits."""
+    coded = [how for leaf in saved.values() if (how := leaf.get("quantized")) is not None]
+    return any(not how["signed"] and not how.get("positive", False) for how in coded)
+
+
 def _other_float(leaf: Any, saved: dict[str, Any]) -> bool:
     """Whether an array was saved as another float: moments are of their parameter's dtype, or float32 beside 8 bits."""
     dtype = np.dtype(saved["dtype"])

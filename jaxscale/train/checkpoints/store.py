@@ -16,13 +16,13 @@ import jax
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import path_name
-from jaxscale.optim import convert_state
+from jaxscale.optim import convert_state, raise_zeros
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import digest, places
 from jaxscale.train.checkpoints.chunks import HostArray, to_host
 from jaxscale.train.checkpoints.manifest import Manifest, check_same, flatten, leaves_of, read_manifest
 from jaxscale.train.checkpoints.migrate import SCHEMA
-from jaxscale.train.checkpoints.precision import as_saved
+from jaxscale.train.checkpoints.precision import as_saved, has_lost_moments
 from jaxscale.train.checkpoints.read import Arrays, open_arrays, place
 from jaxscale.train.checkpoints.write import Save
 from jaxscale.train.guards import memory_saved
@@ -175,7 +175,7 @@ class Checkpoints:
         """The state of a step, onto the layout of `shardings`.
 
         Optimizer state that was saved in 32 bits and is wanted in 8, the other way round, or in other blocks, is
-        converted; `say` is told.
+        converted; second moments that an older version rounded to 0 are raised. `say` is told of both.
 
         Args:
           step: which checkpoint; `None` is the newest that is whole, on all processes the same; those that are not
@@ -191,7 +191,7 @@ class Checkpoints:
           CheckpointError: arrays are missing, extra or of another shape or dtype; all are listed, nothing is loaded.
         """
 
-        def read(manifest: Manifest, arrays: Arrays) -> tuple[TrainState, TrainState, TrainState | None]:
+        def read(manifest: Manifest, arrays: Arrays) -> tuple[TrainState, TrainState, bool]:
             check(manifest)
             stored, places_ = as_saved(state, shardings, manifest["leaves"])
             kept = memory_saved(manifest["leaves"])  # of the guards that there were; which those are may change
@@ -205,16 +205,23 @@ class Checkpoints:
             got["rng"] = jax.random.wrap_key_data(got["rng"])
             treedef: Any
             paths, treedef = jax.tree_util.tree_flatten_with_path(stored)
-            return jax.tree.unflatten(treedef, [got[path_name(path)] for path, _ in paths]), stored, places_
+            whole_state = jax.tree.unflatten(treedef, [got[path_name(path)] for path, _ in paths])
+            return whole_state, stored, has_lost_moments(manifest["leaves"])
 
-        chosen, (restored, stored, _) = self._first_whole(step, read, say)
+        chosen, (restored, stored, lost) = self._first_whole(step, read, say)
         structures: Any = [jax.tree.structure(s.opt_state) for s in (stored, state)]
         dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
-        if dtypes[0] == dtypes[1] and structures[0] == structures[1]:
+        same = dtypes[0] == dtypes[1] and structures[0] == structures[1]
+        if same and not lost:
             return restored
-        say(f"checkpoint {chosen} keeps its optimizer state in another precision or other blocks; it was converted")
+        if not same:
+            say(f"checkpoint {chosen} keeps its optimizer state in another precision or other blocks; it was converted")
+        if lost:
+            say(f"checkpoint {chosen} is of a version that rounded small second moments to 0 in 8 bits; zeros were "
+                "raised to the smallest 8-bit value, so that no step divides by eps")  # fmt: skip
         there = shardings.opt_state if shardings else None
-        convert = jax.jit(lambda s: convert_state(s, state.opt_state), out_shardings=there)
+        raised = raise_zeros if lost else lambda s: s
+        convert = jax.jit(lambda s: convert_state(raised(s), state.opt_state), out_shardings=there)
         return dataclasses.replace(restored, opt_state=convert(restored.opt_state))
 
     def restore_params(

@@ -15,6 +15,8 @@ from jaxscale.parallel.ends import axis_size, psum_float32, rows_from_ours
 from jaxscale.parallel.reductions import sum_to
 from jaxscale.parallel.sharded import cut_already, cut_over, free_and_manual, sharded_op, where_gradients_go
 
+_OUTSIDE = -(2**30)
+"""A place that is still negative when the rows of other devices are taken off or added."""
 _TOKENS, _OUT = ("batch", "seq"), ("batch", "residual_seq", "embed")
 
 
@@ -33,7 +35,8 @@ def sharded_lookup(
 
     Args:
       table: named (`axis`, "embed").
-      ids: named ("batch", "seq"), from 0 up to the number of rows.
+      ids: named ("batch", "seq"), from 0 up to the number of rows; as for `jnp.take`, negative ones count from the last
+        row, and one that is still outside gives NaN and has no gradient.
       axis: logical name of the rows, "vocab" or "positions".
       dtype: of the result.
 
@@ -48,22 +51,19 @@ def sharded_lookup(
 
 def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
     already, over, scattered = cut_already(axis), cut_over(axis), _scattered(axis)
+    places = _places(ids, table.shape[0] * axis_size(already))
     if scattered and (layout := current()) is not None:
         manual = free_and_manual()[1]
         layout.spec(_OUT, (*ids.shape, table.shape[1]), kind="activations", name="the residual stream", manual=manual)
     if filled_shape((axis, "embed"), table.shape) != table.shape and ids.size * axis_size(over) <= table.shape[0]:
         # the vectors of few tokens are less to send than a table that is not kept in rows
         kept = constrain(table.astype(dtype), axis, "embed", kind="params")
-        found = constrain(kept[constrain(ids, None, None)], None, None, None)
+        found = constrain(_rows(kept, constrain(places, None, None)), None, None, None)
         return constrain(found, *_OUT), (table, ids)
     rest = tuple(a for a in over if a not in scattered)
 
     def local(table: Array, ids: Array) -> Array:
-        if not (already or over):
-            return table[ids].astype(dtype)
-        rows = rows_from_ours(ids, table.shape[0], over)
-        mine = (rows >= 0) & (rows < table.shape[0])
-        found = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0).astype(dtype)
+        found = _rows(table, rows_from_ours(ids, table.shape[0], over)).astype(dtype)
         if scattered:
             found = lax.psum_scatter(found, scattered, scatter_dimension=1, tiled=True)
         return lax.psum(found, rest) if rest else found
@@ -71,7 +71,7 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
     found = sharded_op(
         local,
         in_use(table, (axis, "embed"), dtype),
-        rows_from_ours(ids, table.shape[0], already),
+        rows_from_ours(places, table.shape[0], already),
         axes=((axis, "embed"), _TOKENS),
         out_axes=_OUT if scattered else ("batch", "seq", "embed"),
         name="the lookup's operand",
@@ -82,6 +82,7 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
 
 def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
     table, ids = kept
+    already = cut_already(axis)
     over, tokens = cut_over(axis), cut_over("batch", "seq")
     split = where_gradients_go((axis, "embed"), tokens)
 
@@ -96,7 +97,7 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
 
     dtable = sharded_op(
         local,
-        rows_from_ours(ids, table.shape[0], cut_already(axis)),
+        rows_from_ours(_places(ids, table.shape[0] * axis_size(already)), table.shape[0], already),
         dx,
         axes=(_TOKENS, ("batch", "seq", "embed")),
         out_axes=(axis, "embed"),
@@ -108,6 +109,19 @@ def _backward(axis: str, dtype: Any, kept: tuple[Array, Array], dx: Array) -> tu
 
 
 sharded_lookup.defvjp(_forward, _backward)
+
+
+def _places(ids: Int[Array, "b s"], rows: int) -> Int[Array, "b s"]:
+    """Ids as places in a table of so many rows, `_OUTSIDE` where there is none."""
+    ids = jnp.where(ids < 0, ids.astype(jnp.int32) + rows, ids.astype(jnp.int32))
+    return jnp.where((ids >= 0) & (ids < rows), ids, _OUTSIDE)
+
+
+def _rows(table: Float[Array, "r e"], places: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+    """These rows of a device's own; 0 for another device's, NaN for one that is nowhere."""
+    mine = (places >= 0) & (places < table.shape[0])
+    without = jnp.where(places < _OUTSIDE // 2, jnp.nan, 0).astype(table.dtype)
+    return jnp.where(mine[..., None], table[jnp.where(mine, places, 0)], without[..., None])
 
 
 def _scattered(axis: str) -> tuple[str, ...]:

@@ -261,7 +261,12 @@ class Pipelined:
         forward: Any = getattr(whole, "hidden_and_stats", lambda _: (None, {}))
         reported = jax.eval_shape(forward, batch["tokens"])[1]
         vocab = whole.head_weight().shape[0]
-        of_loss = {} if self.layout.filled("vocab", vocab) == vocab else {"vocab": vocab}
+        filled = self.layout.filled("vocab", vocab)
+        of_loss = {} if filled == vocab else {"vocab": vocab}
+        if filled != vocab:  # a table with zeros behind it does not know which ids are outside
+            tokens = batch["tokens"]
+            known = (tokens >= -vocab) & (tokens < vocab)
+            batch = {**batch, "tokens": jnp.where(known, tokens % vocab, filled)}
         model = self._stageable(
             params["runs"], axes(infos), axes(end_infos), order, reported, table.microbatches, of_loss
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxscale.layout import Layout, describe, filled_notes
@@ -59,6 +61,27 @@ def test_a_step_of_generation_moves_no_table(layout):
         got = program(placed, ids)
     assert got[1].shape == (2, 1, V) and "all-to-all" not in program.as_text()
     assert_leaves_agree(got, want)
+
+
+@pytest.mark.parametrize(
+    "layout, rows, times",
+    [(None, V, 1), (Layout("tensor=4"), V, 1), (Layout("tensor=4"), V, 4), (Layout("tensor=4"), 64, 1)],
+    ids=["one device", "few tokens", "many tokens", "rows that divide"],
+)
+def test_an_id_outside_the_table_gives_nan_and_has_no_gradient(layout, rows, times):
+    table = jax.random.normal(jax.random.key(0), (rows, 32))
+    ids = jnp.tile(jnp.asarray([[0, rows - 1, rows, rows + 2, 10**6, -1, -rows - 1]]), (times, 1))
+
+    def of(lookup):
+        out, pull = jax.vjp(lookup, table)
+        return out, pull(jnp.ones_like(out))[0]
+
+    want = of(lambda table: jnp.take(table, ids, axis=0, mode="fill"))
+    with layout or contextlib.nullcontext():
+        got = jax.jit(lambda: of(lambda table: sharded_lookup(table, ids, "vocab")))()
+    assert np.isnan(got[0]).all(-1)[0].tolist() == [False, False, True, True, True, False, True]
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_what_is_kept_is_the_same_on_every_layout():

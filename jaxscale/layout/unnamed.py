@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout.layout import Layout
-from jaxscale.layout.tensors import TensorInfo, path_name
+from jaxscale.layout.tensors import TensorInfo, describe, path_name
 
 Tree = Any
 
@@ -82,14 +82,13 @@ def fitting_layout(infos: Tree, devices: int, bytes_per_device: int, *, state: i
     Raises:
       LayoutError: even cut over all devices they do not fit; says what would.
     """
-    rows = jax.tree.leaves(infos)
     best = None
     for pieces in (d for d in range(1, devices + 1) if devices % d == 0):
         for tensor in (t for t in range(pieces, 0, -1) if pieces % t == 0):
             layout = Layout(f"data={devices // pieces},fsdp={pieces // tensor},tensor={tensor}")
-            if any(_indivisible(i, layout) for i in rows):
+            held = _held(infos, layout)
+            if held is None:
                 continue
-            held = sum(i.nbytes // math.prod(layout.split(a, "params") for a in i.axes if a) for i in rows)
             if held * (1 + state) <= bytes_per_device:
                 return layout
             best = min(best or held, held)
@@ -100,8 +99,12 @@ def fitting_layout(infos: Tree, devices: int, bytes_per_device: int, *, state: i
     )
 
 
-def _indivisible(info: TensorInfo, layout: Layout) -> bool:
-    return any(a and size % layout.split(a, "params") for a, size in zip(info.axes, info.shape, strict=True))
+def _held(infos: Tree, layout: Layout) -> int | None:
+    """Bytes of the parameters on one device, or `None` where the layout cannot cut one of them."""
+    try:
+        return sum(row.bytes_per_device for row in describe(infos, layout))
+    except LayoutError:
+        return None
 
 
 def _roles(dims: _Dimensions, weights: list[list[int]], data: list[list[int]]) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """Flax layers whose parameters and activations carry logical axis names."""
 
 from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
-from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection
+from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
 from jaxscale.nn.block import Block
 from jaxscale.nn.cache import Cache, Group, Kept, LayerCache, Packed, RunCache
 from jaxscale.nn.context import Context, dropout
@@ -79,6 +79,7 @@ __all__ = [
     "SwiGLU",
     "TokenRingAttention",
     "UlyssesAttention",
+    "Width",
     "UnitOffsetRMSNorm",
     "YarnScaling",
     "attention_mask",

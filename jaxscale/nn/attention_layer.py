@@ -25,12 +25,29 @@ class HeadDims(NamedTuple):
     rotary: int
 
 
+class Width(NamedTuple):
+    """A width that a product has: a dimension of this logical axis and size, with so many columns for each of it."""
+
+    axis: str
+    size: int
+    columns: int = 1
+
+
 class Projection(NamedTuple):
-    """A product (tokens x inner) @ (inner x outer) on the way to queries, keys or values; `axis` names the outer."""
+    """A product (tokens x inner) @ (inner x outer) on the way to queries, keys or values, and the outer's parts."""
 
     inner: int
-    outer: int
-    axis: str
+    parts: tuple[Width, ...]
+
+    @property
+    def outer(self) -> int:
+        """Columns."""
+        return sum(p.size * p.columns for p in self.parts)
+
+    @property
+    def axis(self) -> str:
+        """The logical axis of the first part."""
+        return self.parts[0].axis
 
 
 class AttentionLayer(Protocol):
@@ -81,7 +98,7 @@ class MultiHead:
 
     def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
         """See `AttentionLayer`."""
-        return (Projection(width, (heads + 2 * kv_heads) * head_dim, "heads"),)
+        return (Projection(width, (Width("heads", heads, head_dim), Width("kv_heads", kv_heads, 2 * head_dim))),)
 
     def kept_width(self, kv_heads: int, head_dim: int) -> int:
         """See `AttentionLayer`."""
@@ -144,14 +161,14 @@ class MultiHeadLatent:
 
     def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
         """See `AttentionLayer`."""
-        queries, found = heads * (self.plain_dim + self.rotary_dim), []
+        found = []
         if self.q_rank is not None:
-            found = [Projection(width, self.q_rank, "latent")]
+            found = [Projection(width, (Width("latent", self.q_rank),))]
         return (
             *found,
-            Projection(self.q_rank or width, queries, "heads"),
-            Projection(width, self.kv_rank + self.rotary_dim, "latent"),
-            Projection(self.kv_rank, heads * (self.plain_dim + self.value_dim), "heads"),
+            Projection(self.q_rank or width, (Width("heads", heads, self.plain_dim + self.rotary_dim),)),
+            Projection(width, (Width("latent", self.kv_rank + self.rotary_dim),)),
+            Projection(self.kv_rank, (Width("heads", heads, self.plain_dim + self.value_dim),)),
         )
 
     def kept_width(self, kv_heads: int, head_dim: int) -> int:

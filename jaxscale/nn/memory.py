@@ -199,7 +199,8 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
         sequence is a tile of its own.
     """
     b, s, e = x.shape
-    pieces = _pieces("residual_seq")
+    layout = current()
+    pieces = 1 if layout is None else layout.split("residual_seq")
     size = max(size // pieces, 1) * pieces
     n = s // size
     if s <= size:
@@ -209,11 +210,3 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
     y = jax.lax.map(jax.checkpoint(fn, prevent_cse=False), tiles)
     y = jnp.moveaxis(y, 0, 2).reshape(b, n * size, y.shape[-1])
     return y if n * size == s else jnp.concatenate([y, jax.checkpoint(fn)(x[:, n * size :])], axis=1)
-
-
-def _pieces(axis: str) -> int:
-    """How many devices a dimension of activations is split over."""
-    layout = current()
-    if layout is None:
-        return 1
-    return math.prod(layout.sizes[a] for a in layout.resolved_rules.target("activations", axis))

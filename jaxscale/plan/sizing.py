@@ -17,6 +17,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
+from jaxscale.nn import Width
 from jaxscale.plan.collective_bench import steps
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.communication import sized
@@ -121,14 +122,12 @@ def _local(config: TrainConfig, model: TransformerConfig, layout: Layout) -> lis
     if layout.stages > 1:
         tokens //= layout.schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
     for p in products(model, config.seq_len):
-        side, axis = p.cut
-        pieces = layout.split(axis)
-        inner, outer = (p.inner // pieces, p.outer) if side == "inner" else (p.inner, p.outer // pieces)
+        local = p.local(layout)
+        inner, outer = (local, p.outer) if p.side == "inner" else (p.inner, local)
         # of routed experts, each device has all of its group's tokens for a few, in place of a few tokens for all
         spread = ("expert_batch", "expert_seq") if p.weights > 1 else ("batch", "seq")
         rows = p.rows * tokens / math.prod(layout.split(a) for a in spread) / p.weights
-        whole = p.inner if side == "inner" else p.outer
-        said = f"{axis} {whole} in {pieces}" if pieces > 1 else f"{axis} {whole}"
+        said = ", ".join(_in_pieces(part, layout) for part in p.parts)
         weights = max(1, p.weights // layout.split("experts"))
         found.append((p.name, (max(1, round(rows)), inner, outer), said, weights * p.layers))
     z, heads = model.sizes, max(1, model.sizes.heads // layout.split("heads"))
@@ -138,6 +137,11 @@ def _local(config: TrainConfig, model: TransformerConfig, layout: Layout) -> lis
         ("scores", (seq, z.head_dim, config.seq_len), f"head_dim {z.head_dim}", heads * examples * model.depth)
     )
     return found
+
+
+def _in_pieces(part: Width, layout: Layout) -> str:
+    pieces = layout.split(part.axis, size=part.size)
+    return f"{part.axis} {part.size * part.columns}" + (f" in {pieces}" if pieces > 1 else "")
 
 
 def _judge(name: str, sizes: _Sizes, said: str, tile: _Sizes, model: GemmModel) -> Sizing:

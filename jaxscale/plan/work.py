@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from jaxscale.layout import Layout, Pipeline, simulate
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MemoryPolicy, MixtureOfExperts, dot_product_attention
+from jaxscale.nn import MemoryPolicy, MixtureOfExperts, Width, dot_product_attention
+from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.memory import Estimate, _extra_flops
@@ -37,7 +38,8 @@ class Product:
       name: what it makes, as memory policies and `Transformer.products` name it.
       rows: of its left operand for each token: of routed experts, those that a token is given to.
       inner, outer: widths.
-      cut: the logical axis of the width that tensor parallelism cuts, "inner" or "outer", and its name.
+      side: the width that tensor parallelism cuts, "inner" or "outer".
+      parts: what that width is made of.
       layers: how many there are.
       weights: right operands in each: one, or one for each expert.
     """
@@ -46,7 +48,8 @@ class Product:
     rows: float
     inner: int
     outer: int
-    cut: tuple[str, str]
+    side: str
+    parts: tuple[Width, ...]
     layers: int
     weights: int = 1
 
@@ -55,12 +58,18 @@ class Product:
         """FLOPs for each token, forward, all layers."""
         return 2 * self.rows * self.inner * self.outer * self.layers
 
+    def local(self, layout: Layout) -> int:
+        """The cut width on one device: key heads that the mesh does not divide are whole there."""
+        cuts = ((layout.filled(p.axis, p.size) // layout.split(p.axis, size=p.size), p.columns) for p in self.parts)
+        return sum(size * columns for size, columns in cuts)
+
 
 def products(model: TransformerConfig, seq: int) -> list[Product]:
     """Every product with weights of one forward pass; `Transformer.products`, with the sizes that make them."""
     z, depth = model.sizes, model.depth
-    found = [Product("qkv", 1, p.inner, p.outer, ("outer", p.axis), depth) for p in model.projections()]
-    found.append(Product("residual_mid", 1, z.heads * z.value_dim, z.width, ("inner", "heads"), depth))
+    found = [Product("qkv", 1, p.inner, p.outer, "outer", p.parts, depth) for p in model.projections()]
+    mixed = (Width("heads", z.heads, z.value_dim),)
+    found.append(Product("residual_mid", 1, z.heads * z.value_dim, z.width, "inner", mixed, depth))
     mlps = model.layer_mlps()
     for mlp in dict.fromkeys(mlps):
         layers = mlps.count(mlp)
@@ -71,11 +80,13 @@ def products(model: TransformerConfig, seq: int) -> list[Product]:
             slots = mlp.slots(seq)
             rows = mlp.top_k if slots is None else slots.slots * mlp.experts / slots.group
             fed = [(rows, one, "expert_mlp", mlp.experts), *([(1.0, shared, "mlp", 1)] if shared else [])]
-            found.append(Product("router", 1, z.width, mlp.experts, ("outer", "router"), layers))
+            scores = (Width("router", mlp.experts),)
+            found.append(Product("router", 1, z.width, mlp.experts, "outer", scores, layers))
         for rows, hidden, axis, weights in fed:
-            found.append(Product("mlp_up", rows, z.width, gates * hidden, ("outer", axis), layers, weights))
-            found.append(Product("mlp_down", rows, hidden, z.width, ("inner", axis), layers, weights))
-    return [*found, Product("logits", 1, z.width, model.vocab, ("outer", "vocab"), 1)]
+            up, down = (Width(axis, hidden, gates),), (Width(axis, hidden),)
+            found.append(Product("mlp_up", rows, z.width, gates * hidden, "outer", up, layers, weights))
+            found.append(Product("mlp_down", rows, hidden, z.width, "inner", down, layers, weights))
+    return [*found, Product("logits", 1, z.width, model.vocab, "outer", (Width("vocab", model.vocab),), 1)]
 
 
 def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: Sequence[Collective]) -> Work:
@@ -157,12 +168,20 @@ class _Place:
         """How often a product is made: forward, for two gradients, and again."""
         return 3 + self.again[name]
 
-    def share(self, *axes: str) -> float:
+    def share(self, *dims: str | Width) -> float:
         """The part of something with these dimensions that is on one device, a stage's padding with it."""
-        rules, sizes = self.layout.resolved_rules, self.layout.sizes
-        over = {m for axis in axes for m in rules.target("activations", axis)}
-        over |= {m for m in rules.target("params", "layers") if "layers" in axes}
-        return (self.padding if "layers" in axes else 1.0) / math.prod(sizes[m] for m in over)
+        over = set[str]()
+        for d in dims:
+            axis, size = (d.axis, d.size) if isinstance(d, Width) else (d, None)
+            over.update(self.layout.cut(axis, size=size))
+        if "layers" in dims:
+            over.update(self.layout.resolved_rules.target("params", "layers"))
+        return (self.padding if "layers" in dims else 1.0) / math.prod(self.layout.sizes[m] for m in over)
+
+    def share_of(self, product: Product, *axes: str) -> float:
+        """The part of the cut operand of a product that is on one device, with these dimensions besides."""
+        sizes = [p.size * p.columns for p in product.parts]
+        return sum(n * self.share(*axes, p) for n, p in zip(sizes, product.parts, strict=True)) / sum(sizes)
 
 
 @functools.lru_cache(1024)
@@ -177,16 +196,15 @@ def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
     size, tokens = jnp.dtype(model.dtype).itemsize, config.batch_size * config.seq_len
     ops = []
     for p in products(model, config.seq_len):
-        side, axis = p.cut
         depth = () if p.name == "logits" else ("layers",)
         spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
         rows = tokens * p.rows
         whole = {"inner": rows * p.inner, "outer": rows * p.outer}
-        cut = at.share(*spread, axis, *depth)
+        cut = at.share_of(p, *spread, *depth)
         plain = at.share(*spread, *depth)
-        moved = sum(n * (cut if name == side else plain) for name, n in whole.items())
+        moved = sum(n * (cut if name == p.side else plain) for name, n in whole.items())
         held = ("experts",) if p.weights > 1 else ()
-        moved += at.parts * p.weights * p.inner * p.outer * at.share(axis, *held, *depth)
+        moved += at.parts * p.weights * p.inner * p.outer * at.share_of(p, *held, *depth)
         ops.append(
             Op(
                 p.name,
@@ -210,10 +228,12 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
     made = {name: float(n) for name, n in model.products(batch, seq).items()}
     width = {"scores": z.head_dim, "attn_out": z.value_dim}
     rows = batch * seq * model.depth * size
-    streamed = {name: rows * (z.heads + z.kv_heads) * d for name, d in width.items()}
+    keys = key_heads_read(z.heads // at.layout.split("heads"), z.heads // z.kv_heads)  # by one device's queries
+    heads = z.heads * share + keys * at.share("batch", "seq", "layers")
+    streamed = {name: rows * heads * d for name, d in width.items()}
     if model.attention is not dot_product_attention:
         return [
-            Op(name, "attention", made[name] * share * at.passes(name), n * share * at.passes(name), model.dtype)
+            Op(name, "attention", made[name] * share * at.passes(name), n * at.passes(name), model.dtype)
             for name, n in streamed.items()
         ]
     kept = {"scores": FLOAT32 * pairs, "attn_out": size * pairs}
@@ -222,7 +242,7 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
             name,
             "attention",
             2 * pairs * width[name] * share * at.passes(name),
-            (streamed[name] + held) * share * at.passes(name),
+            (streamed[name] + held * share) * at.passes(name),
             model.dtype,
         )
         for name, held in kept.items()
@@ -237,7 +257,8 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
     z, size = model.sizes, jnp.dtype(model.dtype).itemsize
     tokens = config.batch_size * config.seq_len
     stream = tokens * z.width * model.depth * at.share("batch", "residual_seq", "layers")
-    heads = tokens * (z.heads + z.kv_heads) * z.rotary_dim * model.depth * at.share("batch", "seq", "heads", "layers")
+    turned = (Width("heads", z.heads), Width("kv_heads", z.kv_heads))
+    heads = sum(p.size * at.share("batch", "seq", p, "layers") for p in turned) * tokens * z.rotary_dim * model.depth
     norms = (1 if model.parallel else 2) * model.pre_norm + 2 * model.post_norm
     again = at.again["mlp_up"]  # what makes the hidden layer again makes what leads to it
     elements = {
@@ -251,7 +272,7 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
             spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
             rows = tokens * p.rows * p.layers * at.share(*spread, "layers")
             gates = 1 + getattr(model.mlp, "gated", False)
-            elements["gates"] += (gates + 1) * rows * p.inner * at.share(*spread, p.cut[1]) / at.share(*spread)
+            elements["gates"] += (gates + 1) * rows * p.inner * at.share_of(p, *spread) / at.share(*spread)
             elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # to experts and back
     ops = [Op(name, "memory", 0, n * size * (3 + again), model.dtype) for name, n in elements.items()]
     logits = tokens * model.vocab * at.share("batch", "seq", "vocab")

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import LayoutError
-from jaxscale.layout import Layout, fitting_layout, infer_names, shardings_of
+from jaxscale.layout import Layout, TensorInfo, fitting_layout, infer_names, shardings_of
 from jaxscale.plan.collectives import collectives
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -178,3 +178,12 @@ def test_a_layout_is_found_for_the_memory_there_is():
     assert tight.sizes["tensor"] == 4 and tight.sizes["data"] == 2
     with raises_saying(LayoutError, "times the devices"):
         fitting_layout(infos, 8, 100)
+
+
+def test_a_vocabulary_and_key_heads_that_do_not_divide_are_no_obstacle():
+    infos = {
+        "embed": TensorInfo("embed", (61, 32), np.dtype("float32"), ("vocab", "embed")),
+        "key": TensorInfo("key", (32, 1, 8), np.dtype("float32"), ("embed", "kv_heads", "head_dim")),
+    }
+    held = (61 * 32 // 8 + 32 * 8) * 4  # the table in eight parts, the key head whole
+    assert fitting_layout(infos, 8, held, state=0).mesh == "data=1,fsdp=1,tensor=8"

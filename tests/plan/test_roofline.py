@@ -72,6 +72,20 @@ def test_products_are_those_of_the_steps_own_program(memory, mesh):
     assert sum(op.flops for op in work.ops) * 4 == of_step(config).matmul
 
 
+def test_key_heads_that_no_axis_divides_are_made_on_every_device():
+    """Of 8 query heads and one key head on tensor=4, a device makes 2 and all of the one."""
+    model = js.models.TransformerConfig(depth=2, width=64, heads=8, kv_heads=1, head_dim=8, vocab=256)
+    flops = {}
+    for mesh in ("tensor=4", "data=4"):
+        work = work_of(TrainConfig(model=model, batch_size=8, seq_len=32), js.Layout(mesh), NOTHING, ())
+        for op in work.ops:
+            flops[mesh, op.name] = op.flops or op.bytes
+    of = lambda name: flops["tensor=4", name] / flops["data=4", name]  # noqa: E731
+    assert of("qkv") == pytest.approx(4 * (2 + 2 * 1) / (8 + 2 * 1))
+    assert of("rotary") == pytest.approx(4 * (2 + 1) / (8 + 1))
+    assert of("residual_mid") == of("mlp_up") == 1
+
+
 def test_experts_are_computed_where_they_are():
     model = mixtral_8x7b(attention=flash_attention)
     on = lambda mesh: {  # noqa: E731

@@ -48,6 +48,13 @@ def test_what_is_left_of_a_tile_is_padding(changed, name, waste, words):
     assert all(r.waste == 0 for r in found.rows if r.name in ("qkv", "residual_mid"))
 
 
+def test_whole_key_heads_and_a_filled_vocabulary_have_the_sizes_that_devices_have():
+    found = sizing(dataclasses.replace(_with(kv_heads=1, vocab=32767), layout=js.Layout("tensor=4")), "v5e:2x2")
+    rows = {r.name: r for r in found.rows}
+    assert rows["qkv"].outer == (8 // 4 + 2 * 1) * 128
+    assert rows["logits"].outer == 32768 // 4 and rows["logits"].advice == ""
+
+
 def test_experts_with_few_tokens_are_bound_by_memory():
     few = dataclasses.replace(_with(mlp=MixtureOfExperts(experts=64, top_k=2)), layout=js.Layout("expert=4"))
     rows = {r.name: r for r in sizing(few, "v5e:2x2").rows}

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.data.markov import Synthetic
+from jaxscale.errors import LayoutError
+from jaxscale.layout import TensorInfo
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy
-from jaxscale.optim import ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
+from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
+from jaxscale.optim.storage import check_fits
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.state import Blueprint
+from pallas_kernels.blockwise import without_kernel
 
 Found = Iterator[tuple[str, Any, str]]
 """Name, value, and why it changes nothing."""
@@ -25,7 +29,8 @@ Found = Iterator[tuple[str, Any, str]]
 def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     """A sentence for each setting that differs from its default and changes nothing in this run.
 
-    And one for a schedule that falls under a schedule-free optimizer, whose average takes the place of that.
+    And one for a schedule that falls under a schedule-free optimizer, whose average takes the place of that, and for
+    blocks of 8-bit optimizer state that no kernel updates.
 
     Args:
       config: the run's settings.
@@ -35,7 +40,7 @@ def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     named = [f"{name} = {_short(value)} has no effect: {why}" for name, value, why in found]
     idle = ((type(g).__name__, g.idle(config)) for g in config.guards)
     named += [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
-    return named + list(_falls_twice(config))
+    return [*named, *_falls_twice(config), *_without_kernel(config, blueprint)]
 
 
 def _short(value: Any) -> str:
@@ -110,6 +115,37 @@ def _falls_twice(c: TrainConfig) -> Iterator[str]:
             f"train.schedule = {c.schedule!r} lets the learning rate of {type(c.optimizer).__name__} fall, which its "
             "average does already: set train.schedule = @Constant()"
         )
+
+
+def _without_kernel(c: TrainConfig, blueprint: Blueprint) -> Iterator[str]:
+    """Blocks of a size that a kernel does not take, where it takes blocks of the usual size and the layout does too."""
+    storage = getattr(c.optimizer, "storage", None)
+    if not isinstance(storage, EightBit) or getattr(c.optimizer, "implementation", None) is not None:
+        return
+    usual = dataclasses.replace(storage, block_size=EightBit.block_size, width=None)
+    platforms, tiles = set[str](), []
+    for info in jax.tree.leaves(blueprint.infos):
+        tile, other = storage.tile(info), usual.tile(info)
+        if storage.why_32bit(info) is None and tile is not None and other is not None:
+            platforms |= {*without_kernel(info.shape, tile)} - {*without_kernel(info.shape, other)}
+            tiles.append((info, other))
+    if not platforms or not _fit(tiles, c):
+        return
+    names = [n for n in ("block_size", "width") if getattr(storage, n) != getattr(usual, n)]
+    given, instead = (" and ".join(f"EightBit.{n} = {getattr(s, n)}" for n in names) for s in (storage, usual))
+    yield (
+        f"{given}: no kernel for {' or '.join(sorted(platforms))} takes blocks of that size, so XLA updates the 8-bit "
+        f"states there, in several passes over memory; the nearest that have a kernel are those of {instead}"
+    )
+
+
+def _fit(tiles: Sequence[tuple[TensorInfo, tuple[int, ...]]], c: TrainConfig) -> bool:
+    try:
+        if c.layout is not None:
+            check_fits(tiles, c.layout)
+    except LayoutError:
+        return False
+    return True
 
 
 def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:

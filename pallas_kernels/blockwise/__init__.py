@@ -53,6 +53,7 @@ __all__ = [
     "quantize_blockwise",
     "tile_for",
     "update_blockwise",
+    "without_kernel",
 ]
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
@@ -116,6 +117,16 @@ def update_blockwise(
     out, codes, scales = dispatch("blockwise", IMPLEMENTATIONS, arrays, case, implementation)
     new = zip(codes, scales, states, strict=True)
     return out, tuple(Quantized(c, s, q.tile, q.format, q.signed, q.flat) for c, s, q in new)
+
+
+def without_kernel(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[str, ...]:
+    """The platforms, of "TPU" and "GPU", whose kernel takes no such tiles of a parameter; XLA updates them there.
+
+    Args:
+      shape, tile: the parameter's, as one device holds it, and its tile's.
+    """
+    forms = {"TPU": tpu.as_stack, "GPU": gpu.as_matrix}
+    return tuple(name for name, form in forms.items() if isinstance(form(shape, tile), str))
 
 
 def _xla(target: Any, numbers: Any, param: Any, grad: Any, codes: Any, scales: Any, **case: Any) -> Any:

@@ -22,8 +22,9 @@ from jaxscale.nn import (
     dot_product_attention,
     flash_attention,
 )
-from jaxscale.optim import MuP
-from jaxscale.train import TrainConfig
+from jaxscale.optim import AdamW8bit, EightBit, MuP
+from jaxscale.train import TrainConfig, blueprint_of
+from jaxscale.train.effects import without_effect
 from jaxscale.train.prepare import check
 from tests.truth.errors import raises_saying
 
@@ -34,6 +35,7 @@ EXPERTS = MixtureOfExperts(experts=4, top_k=2)
 CAPACITY = dataclasses.replace(EXPERTS, capacity=1.25)
 CHOICE = dataclasses.replace(EXPERTS, router=ExpertChoiceRouter(), capacity=1.0)
 OWN = preset("fsdp_tensor")
+WIDE = dict(vocab=50257, width=768, heads=12, head_dim=64, hidden=3072)
 
 
 def checked(mesh="data=1", *, rules="fsdp_tensor", sequence_sharded=False, pipeline=None, run=None, **model):
@@ -44,6 +46,10 @@ def checked(mesh="data=1", *, rules="fsdp_tensor", sequence_sharded=False, pipel
         if "pipeline" in mesh:  # stages are checked before the model is traced
             patch.setitem(check.__globals__, "_trace", lambda *_: None)
         check(config)
+
+
+def eight_bit(**storage):
+    return dict(run=dict(optimizer=AdamW8bit(storage=EightBit(**storage))))
 
 
 def grouped(mlp, group):
@@ -193,6 +199,16 @@ LAYOUTS = {
         ("LearnedPositions.length = 32", "shorter train.seq_len"),
         [dict(positions=Learned(32)), dict(run=dict(seq_len=16))],
     ),
+    "8-bit blocks of a head cut along the width": (
+        dict(mesh="tensor=4", **WIDE, **eight_bit()),
+        ("head/weight", "a device holds (50257, 192)", "EightBit(width=64)"),
+        [eight_bit(width=64)],
+    ),
+    "8-bit blocks, larger than usual": (
+        dict(mesh="tensor=4", **WIDE, **eight_bit(block_size=256)),
+        ("tiles of (1, 256)", "EightBit(width=64)"),
+        [eight_bit(width=64), eight_bit(block_size=256, width=64)],
+    ),
     "reversible, parallel": (
         dict(stack=ReversibleRun, parallel=True),
         ("Transformer.parallel = False",),
@@ -208,6 +224,20 @@ def test_what_a_refused_run_is_advised_passes(case):
         checked(**bad)
     for change in ways:
         checked(**{**bad, **change})
+
+
+def test_blocks_without_a_kernel_are_named_and_those_that_are_advised_have_one():
+    def said(mesh="data=1", **storage):
+        layout, settings = Layout(mesh).abstract(8), eight_bit(**storage)["run"]
+        config = TrainConfig(model=TransformerConfig(**{**MODEL, **WIDE}), layout=layout, **RUN, **settings)
+        return [s for s in without_effect(config, blueprint_of(config)[0]) if "no kernel" in s]
+
+    for storage, platforms in ((dict(block_size=256), "TPU"), (dict(block_size=64), "GPU or TPU")):
+        (sentence,) = said(**storage)
+        assert f"no kernel for {platforms} " in sentence and sentence.endswith("EightBit.block_size = 128")
+    (sentence,) = said(width=64)
+    assert sentence.endswith("EightBit.width = None")
+    assert not said() and not said("tensor=4", width=64)  # there the layout takes no larger ones
 
 
 MODELS = {

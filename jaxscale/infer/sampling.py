@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
@@ -98,6 +98,19 @@ class Choices(NamedTuple):
         top_k = np.asarray([min(s.top_k or vocab, vocab) for s in settings], np.int32)
         seed = np.asarray([s.seed for s in settings], np.uint32)
         return cls(f("temperature"), top_k, f("top_p"), f("min_p"), f("repetition_penalty"), seed)  # type: ignore[arg-type]
+
+
+def seen_bits(tokens: Sequence[int], how: Sampling, vocab: int) -> UInt8[np.ndarray, "w"]:
+    """A bit for each id, big end first: whether a text has it already; 0 for all where nothing is penalised."""
+    own = np.zeros(vocab, bool)
+    if how.repetition_penalty != 1:
+        own[list(tokens)] = True
+    return np.packbits(own)
+
+
+def seen_of(bits: UInt8[Array, "n w"], vocab: int) -> Bool[Array, "n v"]:
+    """`seen_bits` of n texts, as `processed` takes them."""
+    return jnp.unpackbits(bits, axis=-1, count=vocab).astype(bool)
 
 
 class Chosen(NamedTuple):

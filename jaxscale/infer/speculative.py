@@ -19,7 +19,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import generating, init_cache
 from jaxscale.infer.engine import Event, Request, check_independent
 from jaxscale.infer.loaded import Loaded, checked
-from jaxscale.infer.sampling import Choices, Sampling
+from jaxscale.infer.sampling import Choices, Sampling, seen_bits
 from jaxscale.infer.speculative_round import CACHE, Judged, Told, rounds_of
 
 _CHUNK = 64
@@ -184,17 +184,14 @@ class Speculative:
     def _round(self) -> list[Event]:
         lanes, texts = len(self._lanes), [(i, t) for i, t in enumerate(self._lanes) if t is not None]
         pending, (kept, behind, proposals) = np.zeros((lanes, 2), np.int32), np.zeros((3, lanes), np.int32)
+        seen = np.zeros((lanes, -(-self.vocab // 8)), np.uint8)
         settings = [Sampling()] * lanes
         for lane, t in texts:
             behind[lane], kept[lane] = len(t.tokens) - t.kept, t.kept
             pending[lane, : behind[lane]] = t.tokens[t.kept :]
             proposals[lane] = min(self._most, t.left - 1)
             settings[lane] = t.request.sampling
-        seen = None
-        if any(s.repetition_penalty != 1 for s in settings):
-            seen = np.zeros((lanes, self.vocab), bool)
-            for lane, t in texts:
-                seen[lane, t.tokens] = True
+            seen[lane] = seen_bits(t.tokens, settings[lane], self.vocab)
         top = np.asarray(any(s.logprobs for s in settings))
         told = Told(pending, kept, behind, proposals, Choices.of(settings, self.vocab), seen, top)  # type: ignore[arg-type]
         with self._there():

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxscale.infer.cache import Contiguous, ModelCache
 from jaxscale.infer.forward import everywhere, forward, logits_at, one_row_a_lane
-from jaxscale.infer.sampling import Choices, processed
+from jaxscale.infer.sampling import Choices, processed, seen_of
 from jaxscale.layout import constrain
 
 CACHE = Contiguous()
@@ -31,7 +31,7 @@ class Told(NamedTuple):
       behind: how many of `pending` there are; 0 where a lane has no text.
       proposals: how many tokens it shall propose.
       how: settings.
-      seen: which tokens are in the text, where somebody penalises them.
+      seen: a bit for each id, see `seen_bits`: whether it is in the text; 0 where nothing is penalised.
       top: whether somebody wants the likeliest tokens.
     """
 
@@ -40,7 +40,7 @@ class Told(NamedTuple):
     behind: Int[Array, " b"]
     proposals: Int[Array, " b"]
     how: Choices
-    seen: Bool[Array, "b v"] | None
+    seen: UInt8[Array, "b w"]
     top: Bool[Array, ""]
 
 
@@ -94,7 +94,7 @@ def rounds_of(target: nnx.GraphDef, draft: nnx.GraphDef, most: int) -> tuple[Rea
         logits = _whole(large, hidden, jnp.broadcast_to(jnp.arange(most + 1), (len(place), most + 1)))
         flat = lambda x: x.reshape(-1, vocab)  # noqa: E731
         how = Choices(*(jnp.repeat(x, most + 1) for x in told.how))
-        p = distribution(flat(logits), how, None if seen is None else flat(seen)).reshape(logits.shape)
+        p = distribution(flat(logits), how, flat(seen)).reshape(logits.shape)
         accepted, token = verify(p, q, proposed, told.proposals, told.how.seed, place)
         tokens = jnp.pad(proposed, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(most + 1) == accepted[:, None], token[:, None], tokens)
@@ -153,13 +153,13 @@ def distribution(logits: Float[Array, "n v"], how: Choices, seen: Bool[Array, "n
 
 def _propose(
     draft: Any, states: ModelCache, told: Told, most: int, vocab: int
-) -> tuple[Int[Array, "b m"], Float[Array, "b m v"], Bool[Array, "b n v"] | None, ModelCache]:
+) -> tuple[Int[Array, "b m"], Float[Array, "b m v"], Bool[Array, "b n v"], ModelCache]:
     """Proposals, what they were drawn from, and for each place (and one more) what was in the text before it."""
     place = told.kept + told.behind
     step = one_row_a_lane(told.kept, told.behind, 2)
     hidden, states = forward(draft, _ids(draft, told.pending), step, CACHE, states)
     logits = _known(_whole(draft, hidden, jnp.maximum(told.behind - 1, 0)[:, None])[:, 0], vocab)
-    tokens, of, seen = [], [], [told.seen]
+    tokens, of, seen = [], [], [seen_of(told.seen, vocab)]
     # Every proposal but the last is read, for the next one; there are a few, and each is a step of one token.
     for i in range(most):
         q = distribution(logits, told.how, seen[-1])
@@ -167,14 +167,12 @@ def _propose(
         token = jax.vmap(jax.random.categorical)(keys, jnp.log(q)).astype(jnp.int32)
         tokens.append(token)
         of.append(q)
-        if told.seen is not None:
-            seen.append(seen[-1].at[jnp.arange(len(token)), token].set(True))  # type: ignore[union-attr]
+        seen.append(seen[-1].at[jnp.arange(len(token)), token].set(True))
         if i + 1 < most:
             step = one_row_a_lane(place + i, (i + 1 < told.proposals).astype(jnp.int32), 1)
             hidden, states = forward(draft, _ids(draft, token[:, None]), step, CACHE, states)
             logits = _known(_whole(draft, hidden, jnp.zeros_like(token)[:, None])[:, 0], vocab)
-    in_text = None if told.seen is None else jnp.stack(seen, axis=1)  # type: ignore[arg-type]
-    return jnp.stack(tokens, axis=1), jnp.stack(of, axis=1), in_text, states
+    return jnp.stack(tokens, axis=1), jnp.stack(of, axis=1), jnp.stack(seen, axis=1), states
 
 
 def _whole(model: Any, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import describe_cache, generating
 from jaxscale.infer.engine import Event, Request, check_independent
 from jaxscale.infer.forward import everywhere
 from jaxscale.infer.loaded import Loaded, checked
-from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose
+from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose, seen_bits, seen_of
 from jaxscale.layout import Layout, constrain
 from jaxscale.nn import head_logits
 
@@ -110,14 +110,10 @@ class WholeTexts:
         if not texts:
             return events
         tokens, counts = np.zeros((self._rows, self._width), np.int32), np.ones(self._rows, np.int32)
-        settings = [Sampling()] * self._rows
+        settings, seen = [Sampling()] * self._rows, np.zeros((self._rows, -(-self.vocab // 8)), np.uint8)
         for row, t in enumerate(texts):
             tokens[row, : len(t.tokens)], counts[row], settings[row] = t.tokens, len(t.tokens), t.request.sampling
-        seen = None
-        if any(s.repetition_penalty != 1 for s in settings):
-            seen = np.zeros((self._rows, self.vocab), bool)
-            for row, t in enumerate(texts):
-                seen[row, t.tokens] = True
+            seen[row] = seen_bits(t.tokens, settings[row], self.vocab)
         with self._layout or contextlib.nullcontext():
             last = _last(self._graphdef, self._params, tokens, counts)
         with generating(self._layout) or contextlib.nullcontext():  # one column is not cut along the sequence
@@ -151,9 +147,10 @@ def _next(
     last: Float[Array, "b 1 e"],
     counts: Int[Array, " b"],
     how: Choices,
-    seen: Bool[Array, "b v"] | None,
+    seen: UInt8[Array, "b w"],
 ) -> tuple[Chosen, Any]:
     model = nnx.merge(graphdef, params)
     logits = constrain(head_logits(last, model.head_weight(), softcap=model.logit_softcap), "batch", None, None)[:, 0]
     own = jax.nn.log_softmax(logits, axis=-1)
-    return everywhere((choose(logits, how, counts, seen), lax.top_k(own, min(TOP, logits.shape[-1]))))
+    chosen = choose(logits, how, counts, seen_of(seen, logits.shape[-1]))
+    return everywhere((chosen, lax.top_k(own, min(TOP, logits.shape[-1]))))

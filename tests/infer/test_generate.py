@@ -17,6 +17,7 @@ from jaxscale.infer import Sampling, sample_text
 from jaxscale.infer.loaded import load_model
 from jaxscale.models.transformer_config import Learned
 from jaxscale.train import describe_model
+from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
 from tests.truth.runs import STEPS, Bigram, bigram
@@ -185,6 +186,8 @@ def test_a_model_that_keeps_nothing_is_asked_anew_for_every_token(finished_run, 
             assert token == top[0][0] == np.argmax(x)
             assert logprob == pytest.approx(x.max() - np.log(np.exp(x).sum()), abs=1e-4)
             last = token
+    with nothing_is_compiled():
+        run.generate(["a", "b"], max_tokens=6, ignore_end=True, repetition_penalty=1.5)
 
 
 def test_experts_drop_no_token_while_generating(finished_run, caplog):

@@ -22,6 +22,7 @@ from jaxscale.infer.speculative import Speculative
 from jaxscale.infer.speculative_round import distribution, verify
 from jaxscale.layout import shardings_of
 from jaxscale.train import describe_model
+from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
 
@@ -133,6 +134,31 @@ def test_a_cancelled_text_leaves_its_lane_to_the_next(large, small):
     ends = {e.id: e.finished for e in events if e.finished}
     assert (ends[0], ends[7], ends[6]) == ("cancelled", "cancelled", "length")
     assert [e.token for e in events if e.id == 6] == _plain(large, [7], 30)[0]
+
+
+def test_no_request_compiles_anything_after_the_first():
+    """Each way to ask for a text, alone and all together."""
+    models = [_loaded(dataclasses.replace(c, hidden=40)) for c in (LARGE, SMALL)]  # that no other test has compiled
+    engine = Speculative(*models, length=LENGTH, rows=4, draft_tokens=2)
+    ways: list[dict] = [
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.5},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 2**32 - 1},
+        {"logprobs": 20, "repetition_penalty": 0.5, "ignore_end": True},
+    ]
+
+    def run(requests):
+        for request in requests:
+            engine.submit(request)
+        while engine.busy:
+            engine.step()
+
+    run([Request((5, 6, 7), Sampling(max_tokens=4), -1)])
+    requests = [Request((5, 6, 7), Sampling(**{"max_tokens": 4} | way), n) for n, way in enumerate(ways)]
+    with nothing_is_compiled():
+        for group in (*([r] for r in requests), requests):
+            run(group)
+    assert engine.stats.tokens_out == 4 * 9
 
 
 # --- distribution -----------------------------------------------------------------------------------------------------

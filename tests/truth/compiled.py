@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 _seen: list[str] = []
 
@@ -16,6 +19,16 @@ def compilations() -> int:
     """
     _listen()
     return len(_seen)
+
+
+@contextlib.contextmanager
+def nothing_is_compiled() -> Iterator[None]:
+    """Fails if this process compiles a program within."""
+    before = compilations()
+    yield
+    assert compilations() == before
+    jax.jit(lambda x: x + before)(np.float32(1))
+    assert compilations() > before, "JAX no longer reports what is counted"
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine.packing import Told
 from jaxscale.infer.forward import everywhere, forward, hidden_at, logits_at
-from jaxscale.infer.sampling import Choices, choose
+from jaxscale.infer.sampling import Choices, choose, seen_of
 from jaxscale.layout import constrain
 from jaxscale.nn import Cache, head_logits
 
@@ -149,7 +149,7 @@ def next_tokens(model: Any, last: Float[Array, "b n e"], told: Told) -> tuple[Ar
     logits = constrain(head_logits(last, model.head_weight(), softcap=model.logit_softcap), "batch", None, None)
     b, n, vocab = logits.shape
     flat = lambda x: x.reshape(b * n, *x.shape[2:])  # noqa: E731
-    seen = jnp.unpackbits(flat(told.seen), axis=-1, count=vocab).astype(bool)
+    seen = seen_of(flat(told.seen), vocab)
     chosen = choose(flat(logits), Choices(*(flat(x) for x in told.choices)), flat(told.at), seen)
     k = min(TOP, vocab)
 

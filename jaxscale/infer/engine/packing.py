@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt8
 
 from jaxscale.infer.engine.request import Text
-from jaxscale.infer.sampling import Choices, Sampling
+from jaxscale.infer.sampling import Choices, Sampling, seen_bits
 from jaxscale.nn import Group, Packed
 
 QUERIES = 32
@@ -30,7 +30,7 @@ class Told(NamedTuple):
       ends: ids that end a text, -1 where there are fewer.
       on: texts that go on after such an id.
       top: whether somebody wants the likeliest tokens.
-      seen: a bit for each id, big end first: whether it is in the text already; 0 where nothing is penalised.
+      seen: a bit for each id, see `seen_bits`: whether it is in the text already; 0 where nothing is penalised.
     """
 
     tokens: Int[Array, "b s"]
@@ -205,10 +205,7 @@ def targets_of(
 def _seen(chosen: Sequence[tuple[Text, int, int]], lanes: int, places: int, vocab: int) -> Any:
     seen = np.zeros((lanes, places, -(-vocab // 8)), np.uint8)
     for text, lane, place in chosen:
-        if text.request.sampling.repetition_penalty != 1:
-            own = np.zeros(vocab, bool)
-            own[text.tokens] = True
-            seen[lane, place] = np.packbits(own)
+        seen[lane, place] = seen_bits(text.tokens, text.request.sampling, vocab)
     return seen
 
 

@@ -294,12 +294,12 @@ def _record(
 
 def hopper(target: Target) -> str | None:
     """Why a Hopper kernel cannot run on `target`, or `None`; what every `supported` of a `gpu.py` asks first."""
+    if target.kind and not any(name in target.kind for name in HOPPER):
+        return f"it is written for Hopper ({', '.join(HOPPER[:2])}), and this is {target.kind}"
     if JAX_VERSION < (0, 11):
         return f"kernels for GPUs need jax 0.11 or newer (Python 3.12), and this is jax {jax.__version__}"
     if not target.kind:
         return "no device is known to compile for; put a mesh of GPUs in scope (jax.set_mesh)"
-    if not any(name in target.kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER[:2])}), and this is {target.kind}"
     return None
 
 

@@ -51,7 +51,7 @@ _OPTIONS = (
     "cudnn_version",
     "return_residual",
 )
-"""Parameters of JAX's two rules; the first of the options stands behind all arrays, and jax 0.10 has no `score_mod`."""
+"""Parameters of JAX's two rules, of jax 0.10 to 0.12; the first of the options stands behind all arrays."""
 _AMPERE = re.compile(
     r"\b(A(2|10G?|16|30X?|40|100X?|800)|RTX (A\d+|[345]0[5-9]0|PRO)|Ada|L(2|4|20|40S?)|G?B(10|100|200|300))\b"
 )

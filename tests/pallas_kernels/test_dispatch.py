@@ -138,7 +138,7 @@ def test_several_devices_without_a_mesh_might_hold_pieces(monkeypatch):
 )
 def test_hopper_kernels_are_for_hopper(kind, says):
     why = dispatch.hopper(Target(kind, "cuda"))
-    if dispatch.JAX_VERSION < (0, 11):
+    if dispatch.JAX_VERSION < (0, 11) and "A100" not in kind:  # where no version of JAX would help
         says = "need jax 0.11"
     assert says in (why or "") and bool(why) == bool(says)
 

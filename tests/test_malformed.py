@@ -105,6 +105,38 @@ def test_a_manifest_that_makes_no_sense_is_damaged_though_its_digest_is_right(ru
         Run(run).checkpoints.manifest(0)
 
 
+@pytest.mark.parametrize("name", ["schema", "step", "run", "arrays", "digest", "leaves"])
+def test_a_manifest_that_lacks_a_fact_is_damaged_though_its_digest_is_right(run, name):
+    file = run / "checkpoints/0/manifest.json"
+    body = json.loads(file.read_text())["body"]
+    del body[name]
+    file.write_text(sealed(body))
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is missing|schema is None|is of step None"):
+        Run(run).checkpoints.manifest(0)
+
+
+@pytest.mark.parametrize("at", [("schema",), ("step",), ("leaves", "params/norm/scale", "files", "c.0")])
+def test_a_manifest_with_a_text_of_thousands_of_letters_is_a_short_sentence(run, at):
+    file = run / "checkpoints/0/manifest.json"
+    body = json.loads(file.read_text())["body"]
+    place = body
+    for name in at[:-1]:
+        place = place[name]
+    place[at[-1]] = "x" * 5000
+    file.write_text(sealed(body))
+    with pytest.raises(DamagedCheckpoint) as e:
+        raise DamagedCheckpoint(faults(run)[0])
+    assert len(str(e.value)) < 800
+
+
+def test_an_objective_of_thousands_of_letters_is_a_short_sentence(folders, tmp_path):
+    shutil.copytree(folders.root / "sweep", tmp_path / "sweep")
+    (tmp_path / "sweep/sweep.gin").write_text(f"sweep.objective = '{'x' * 5000}'\n")
+    with pytest.raises(RunError, match="has a finite x") as e:
+        Result(tmp_path / "sweep").best()
+    assert len(str(e.value)) < 800
+
+
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 

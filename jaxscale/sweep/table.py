@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
+from jaxscale.reading import clipped
 from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import BAD, RUNNING, WAITING, Record
 from jaxscale.sweep.journal import read_records
@@ -103,7 +104,7 @@ class Result:
         records = self.records()
         found = best_of(records)
         if found is None:
-            raise RunError(f"no trial of {self.path} has a finite {self.objective} yet")
+            raise RunError(f"no trial of {self.path} has a finite {clipped(self.objective)} yet")
         return rows_of(records, self.path)[records.index(found)]
 
     def run(self, row: dict[str, Any] | None = None) -> Run:

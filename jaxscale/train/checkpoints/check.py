@@ -19,8 +19,10 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
       ValueError: it does not; the message says what of it.
     """
     for name, kinds in _FACTS.items():
-        if not isinstance(manifest.get(name), kinds):
-            raise ValueError(f"{name} is {_short(manifest.get(name))}")
+        if name not in manifest:
+            raise ValueError(f"{name} is missing")
+        if not isinstance(manifest[name], kinds):
+            raise ValueError(f"{name} is {_short(manifest[name])}")
     if manifest["arrays"] not in ARRAYS:
         raise ValueError(f"arrays is {_short(manifest['arrays'])}, and is one of {', '.join(sorted(ARRAYS))}")
     chunked = manifest["arrays"] == "chunks"

@@ -54,14 +54,15 @@ def read_manifest(path: Path) -> Manifest:
         reading.check_depth(manifest)
         schema = manifest.get("schema")
         if not reading.is_whole(schema, 1):
-            raise ValueError(f"schema is {schema!r}")
+            raise ValueError(f"schema is {reading.clipped(repr(schema))}")
     except (OSError, ValueError, RecursionError) as e:
         raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
     if schema > SCHEMA:
         raise CheckpointError(f"{what} has schema {schema}, and this version reads up to {SCHEMA}; update jaxscale")
     manifest = migrated({**manifest, "step": int(path.name)} if old else manifest)
     if manifest.get("step") != int(path.name):
-        raise DamagedCheckpoint(f"{what} is of step {manifest.get('step')!r}: {file.relative_to(path.parent)} says so")
+        step = reading.clipped(repr(manifest.get("step")))
+        raise DamagedCheckpoint(f"{what} is of step {step}: {file.relative_to(path.parent)} says so")
     try:
         check_manifest(manifest)
     except ValueError as e:

@@ -119,12 +119,14 @@ class ChunkedArrays:
             raise DamagedCheckpoint(self._sentence(name, key, f"cannot be read: {e.strerror}")) from None
         digest, wanted = self._digest(data), self._leaves[name]["files"].get(key)
         if digest != wanted:
-            why = f"does not hold what was written: its {self._digest_name} is {digest} and was {wanted}"
+            was = reading.clipped(str(wanted))
+            why = f"does not hold what was written: its {self._digest_name} is {digest} and was {was}"
             raise DamagedCheckpoint(self._sentence(name, key, why))
         return data
 
     def _sentence(self, name: str, key: str, why: str) -> str:
-        return f"checkpoint {self._path.name} in {self._path.parent}: the file {key} of the array {name} {why}"
+        file, array = reading.clipped(key), reading.clipped(name)
+        return f"checkpoint {self._path.name} in {self._path.parent}: the file {file} of the array {array} {why}"
 
 
 class OrbaxArrays:

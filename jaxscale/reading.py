@@ -58,6 +58,24 @@ def open_file(path: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
+def leads_out(path: Path) -> bool:
+    """Whether a file is a link to a place outside of its folder."""
+    try:
+        return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
+    except (OSError, RuntimeError):  # a link to itself, which cannot be opened either
+        return False
+
+
+def check_own(path: Path) -> None:
+    """That a file of a folder is not a link to something else on this machine, such as somebody's passwords.
+
+    Raises:
+        OSError: it is.
+    """
+    if leads_out(path):
+        raise OSError(errno.EINVAL, "it is a link out of its folder; copy the file into it", str(path))
+
+
 def read_text(path: Path, errors: str = "strict") -> str:
     """The same, as UTF-8.
 

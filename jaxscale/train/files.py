@@ -57,21 +57,24 @@ def read_json(path: Path) -> dict[str, Any]:
     """What `write_json` wrote, or an earlier version without a seal.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: it cannot be read, or is without a seal and a link out of its folder.
       AlteredFile: it is not what was written.
     """
     data = reading.read_bytes(path)
     try:
-        return open_json(data)[0]
+        body, sealed = open_json(data)
     except DamagedFile as e:
         raise altered(path, e) from None
+    if not sealed:
+        reading.check_own(path)
+    return body
 
 
 def read_gin(path: Path) -> str:
     """What `write_gin` wrote, or an earlier version without a seal.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: it cannot be read, or is without a seal and a link out of its folder.
       AlteredFile: it is not what was written.
     """
     data = reading.read_bytes(path)
@@ -81,6 +84,8 @@ def read_gin(path: Path) -> str:
             raise DamagedFile("its seal is gone", text)
     except DamagedFile as e:
         raise altered(path, e) from None
+    if not sealed:
+        reading.check_own(path)
     return text
 
 
@@ -186,10 +191,13 @@ def _state(path: Path) -> State:
         return _state_of_lines(path, data)
     try:
         if path.suffix == ".json":
-            return State(path, open_json(data)[1])
-        text, sealed = open_text(data)
-        if not sealed and _is_sealed(path.parent / INFO):
-            raise DamagedFile("its seal is gone", text)
+            sealed = open_json(data)[1]
+        else:
+            text, sealed = open_text(data)
+            if not sealed and _is_sealed(path.parent / INFO):
+                raise DamagedFile("its seal is gone", text)
+        if not sealed:
+            reading.check_own(path)
         return State(path, sealed)
     except DamagedFile as e:
         whole = None
@@ -201,6 +209,8 @@ def _state(path: Path) -> State:
 def _state_of_lines(path: Path, data: bytes) -> State:
     lines = Lines()
     lines.feed(data)
+    if not lines.sealed:
+        reading.check_own(path)
     if not lines.damaged:
         return State(path, lines.sealed)
     kept = []

@@ -68,17 +68,18 @@ class Tail:
 
     Attributes:
       lines: those that are damaged; they are left out.
+      without_step: how many lines have no step that is a whole number; they are left out, too.
     """
 
     def __init__(self, path: Path):
-        self.path, self._at, self.lines = path, 0, Lines()
+        self.path, self._at, self.lines, self.without_step = path, 0, Lines(), 0
         self._rows: dict[int, dict[str, Any]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
         """As `read_metrics`; a line that is being written comes with the next call.
 
         Raises:
-          RunError: it is there, and cannot be read.
+          RunError: it is there, and cannot be read, or is without digests and a link out of its folder.
         """
         try:
             with reading.open_file(self.path) as f:
@@ -90,18 +91,34 @@ class Tail:
             raise RunError(f"{self.path} cannot be read: {e.strerror}") from None
         whole = new.rfind(b"\n") + 1
         self._at += whole
-        for row in [*self.lines.feed(new[:whole]), *self.lines.end(new[whole:])]:
-            try:
-                step = int(row["step"])
-            except (ValueError, KeyError, TypeError, OverflowError):
-                continue
-            if not reading.is_whole(step):
+        rows = [*self.lines.feed(new[:whole]), *self.lines.end(new[whole:])]
+        if not self.lines.sealed:
+            self._check_own()
+        for row in rows:
+            step = _step(row)
+            if step is None:
+                self.without_step += 1
                 continue
             if step in self._rows:  # resumed from before it: what was written since is another future
                 self._rows = {s: r for s, r in self._rows.items() if s < step}
             numbers = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in row.items()}
             self._rows[step] = {**numbers, "step": step}
         return [self._rows[step] for step in sorted(self._rows)]
+
+
+    def _check_own(self) -> None:
+        try:
+            reading.check_own(self.path)
+        except OSError as e:
+            raise RunError(f"{self.path} cannot be read: {e.strerror}") from None
+
+
+def _step(row: dict[str, Any]) -> int | None:
+    try:
+        step = int(row["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+    return step if reading.is_whole(step) else None
 
 
 class TensorBoard:

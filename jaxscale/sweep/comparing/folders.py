@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import glob
 import math
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -37,8 +38,13 @@ UNKNOWN = "unknown"
 
 _OF_A_RUN = ("run.json", "config.gin", "metrics.jsonl", "outcome.json")
 _OF_A_SWEEP = ("sweep.gin", "trials.jsonl")
-_OBJECTS = ("hardware", "layout", "data", "versions", "flags")
-"""Of `run.json`."""
+_TEXT, _NUMBER, _OBJECT = (str, "text"), (int | float, "number"), (dict, "object")
+_FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+    "run.json": dict.fromkeys(("status", "error", "started", "updated"), _TEXT) | {"parameters": _NUMBER}
+    | dict.fromkeys(("hardware", "layout", "data", "versions", "flags"), _OBJECT),
+    "outcome.json": {"state": _TEXT, "error": _TEXT, "seconds": _NUMBER},
+}  # fmt: skip
+"""What is read of a file, and what it has to be where it is there."""
 _NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "model_flops_per_second")
 
 
@@ -125,7 +131,7 @@ def read_run(path: Path, name: str | None = None) -> Ran:
     """A run's folder; what is missing or cannot be read is told in `problems`."""
     problems: list[str] = []
     info = _info(path / "run.json", problems)
-    outcome = _json(path / "outcome.json", problems) if (path / "outcome.json").exists() else {}
+    outcome = _fields(path / "outcome.json", problems) if os.path.lexists(path / "outcome.json") else {}
     error = outcome.get("error") or info.get("error")
     tail = Tail(path / "metrics.jsonl")
     try:
@@ -135,6 +141,9 @@ def read_run(path: Path, name: str | None = None) -> Ran:
         problems.append(str(e))
     if tail.lines.damaged:
         problems.append(str(altered_lines(tail.path, tail.lines)))
+    if tail.without_step:
+        problems.append(f"{tail.path.name}: {tail.without_step} lines have no step that is a whole number")
+    problems += _no_numbers(tail.path.name, rows)
     text = _gin(path / "config.gin", problems)
     state = outcome.get("state") or info.get("status") or UNKNOWN
     if info.get("status") == RUNNING:
@@ -145,10 +154,10 @@ def read_run(path: Path, name: str | None = None) -> Ran:
         state=str(state),
         error=None if error is None else str(error),
         bindings=read_bindings(text),
-        axes=_axes(path),
+        axes=_axes(path, problems),
         info=info,
         rows=rows,
-        samples=[line for line in _lines(path / "samples.jsonl") if isinstance(line.get("text"), str)],
+        samples=_samples(path / "samples.jsonl", problems),
         seconds=_seconds(info, outcome),
         problems=tuple(problems),
     )
@@ -253,46 +262,85 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
+def _fields(path: Path, problems: list[str]) -> dict[str, Any]:
+    """As `_json`, without the fields that are not what they have to be."""
+    info = _json(path, problems)
+    for name, (kind, word) in _FIELDS[path.name].items():
+        value = info.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            problems.append(f"{path.name}: {name} = {reading.clipped(repr(value), 60)} is no {word}")
+            del info[name]
+    return info
+
+
 def _info(path: Path, problems: list[str]) -> dict[str, Any]:
     """`run.json`, without the parts of it that are not what their name says."""
-    info = _json(path, problems)
-    for name in _OBJECTS:
-        if not isinstance(info.get(name, {}), dict | None):
-            problems.append(f"{path.name}: {name} is no object")
-            del info[name]
+    info = _fields(path, problems)
     if not isinstance((info.get("layout") or {}).get("mesh") or {}, dict):
         problems.append(f"{path.name}: layout.mesh is no object")
         del info["layout"]
     return info
 
 
+def _no_numbers(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each metric that is a number at some steps and something else at others."""
+    metrics = {key for row in rows for key, value in row.items() if _is_number(value)}
+    strange = {key: row["step"] for row in rows for key in metrics & row.keys() if not _is_number(row[key])}
+    return [f"{name}: {key} is no number at step {step}" for key, step in sorted(strange.items())]
+
+
 def _gin(path: Path, problems: list[str]) -> str:
     try:
-        return read_gin(path)
+        text = read_gin(path)
     except OSError as e:
         problems.append(f"{path.name}: {e.strerror}")
     except AlteredFile as e:
         problems.append(str(e))
+    else:
+        if not read_bindings(text):
+            problems.append(f"{path.name}: it has no binding")
+        return text
     return ""
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _samples(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    lines = _lines(path, problems)
+    samples = [line for line in lines if isinstance(line.get("text"), str)]
+    if len(samples) < len(lines):
+        problems.append(f"{path.name}: {len(lines) - len(samples)} lines have no text")
+    return samples
+
+
+def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects among the lines of a file that may not be there; torn and damaged ones left out."""
     lines = Lines()
     try:
-        return _plain([*lines.feed(reading.read_bytes(path)), *lines.end()])
-    except OSError:
+        found = _plain([*lines.feed(reading.read_bytes(path)), *lines.end()])
+        if not lines.sealed:
+            reading.check_own(path)
+    except FileNotFoundError:
         return []
+    except OSError as e:
+        problems.append(f"{path.name}: {e.strerror}")
+        return []
+    if lines.damaged:
+        problems.append(str(altered_lines(path, lines)))
+    return found
 
 
-def _axes(path: Path) -> dict[str, Any]:
-    """What the sweep around a run bound in it, by single binding."""
+def _axes(path: Path, problems: list[str]) -> dict[str, Any]:
+    """What the sweep around a run bound in it, by single binding; `problems` only where that cannot be known."""
     if not path.name.isdecimal():
         return {}
-    asked = [line for line in _lines(path.parent / "trials.jsonl") if line.get("id") == int(path.name)]
+    why: list[str] = []
+    asked = [line for line in _lines(path.parent / "trials.jsonl", why) if line.get("id") == int(path.name)]
     job = _json(path.parent / "jobs" / f"{path.name}.json", []).get("trial")
     asked += [job] if isinstance(job, dict) else []
-    bound: dict[str, Any] = next((one["bindings"] for one in asked if isinstance(one.get("bindings"), dict)), {})
+    bound = next((one["bindings"] for one in asked if isinstance(one.get("bindings"), dict)), None)
+    if bound is None:
+        known = any(os.path.lexists(path.parent / name) for name in _OF_A_SWEEP)
+        problems += why or [f"no line of {path.parent / 'trials.jsonl'} says what the sweep bound"] * known
+        return {}
     axes: dict[str, Any] = {}
     for name, text in bound.items():
         names = [part.strip() for part in name.split(",")]

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxscale.errors import LayoutError
 from jaxscale.hardware.chip import Chip, Link, chip, read_chip
+from jaxscale.layout.mesh import over_slices
 
 _NONE = Link("none", "switch", math.inf, 0.0, None)
 _NAME = re.compile(r"(.+?)(?::([\dx]+))?(?:\*(\d+))?")
@@ -66,8 +67,8 @@ class Topology:
             raise LayoutError(f"the mesh {dict(sizes)} has more devices than the {self.devices} of {self.name}")
         if self.slices > 1 and (crosses is None or sizes[crosses] % self.slices):
             raise LayoutError(
-                f"{self.name} has {self.slices} slices: name the mesh axis that crosses them, of a size "
-                "they divide, as Layout.across = 'data'"
+                f"{self.name} has {self.slices} slices, and no axis of the mesh is said to go over them; "
+                f"{over_slices(sizes, self.slices)}"
             )
         crossing = self.slices > 1 and crosses in axes
         inner = {a: s // self.slices if self.slices > 1 and a == crosses else s for a, s in sizes.items()}

@@ -168,9 +168,10 @@ def rebox(before: Boxes, after: Boxes, shape: Sequence[int], itemsize: int, size
         for d, axes in enumerate(boxes.split):
             pieces = math.prod(sizes[a] for a in axes)
             if shape[d] % pieces:
+                near = max(1, (2 * shape[d] + pieces) // (2 * pieces)) * pieces
                 raise LayoutError(
                     f"{boxes} cuts dimension {d} of {tuple(shape)} into {pieces} pieces, which does not divide; the "
-                    f"nearest size that does is {-(-shape[d] // pieces) * pieces}"
+                    f"nearest size that does is {near}"
                 )
     whole = math.prod(shape) * itemsize
     moves: list[Move] = []

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,21 +127,29 @@ def _split_if_needed(make: Callable[[bool], np.ndarray], what: str | None) -> np
 
 
 def _check_slices(spec: str, sizes: dict[str, int], slices: int, devices: int, across: str | None) -> None:
-    if across is None:
-        raise LayoutError(
-            f"the devices are in {slices} slices and mesh '{spec}' does not say which axis goes over them; name it, as "
-            "Layout.across = 'data'"
-        )
-    if sizes[across] % slices:
-        raise LayoutError(
-            f"mesh '{spec}': {across}={sizes[across]} goes over {slices} slices and does not divide into them; the "
-            f"nearest that does is {across}={max(1, round(sizes[across] / slices)) * slices}"
-        )
     if math.prod(sizes.values()) != devices:
         raise LayoutError(
             f"mesh '{spec}' has {math.prod(sizes.values())} devices and the {slices} slices have {devices}; a mesh over"
-            " several slices uses all of their devices"
+            f" several slices uses all of their devices, as with {across or 'data'}=-1"
         )
+    if across is None:
+        raise LayoutError(
+            f"the devices are in {slices} slices and mesh '{spec}' does not say which axis goes over them; "
+            f"{over_slices(sizes, slices)}"
+        )
+    if sizes[across] % slices:
+        raise LayoutError(
+            f"mesh '{spec}': {across}={sizes[across]} goes over {slices} slices and does not divide into them; "
+            f"{over_slices(sizes, slices)}"
+        )
+
+
+def over_slices(sizes: Mapping[str, int], slices: int) -> str:
+    """Words for which axis of a mesh can go over several TPU slices."""
+    axis = next((a for a, size in sizes.items() if size % slices == 0), None)
+    if axis is not None:
+        return f"name one that they divide, as Layout.across = '{axis}'"
+    return f"no axis is a multiple of {slices}; use the mesh 'data={slices},fsdp=-1' and Layout.across = 'data'"
 
 
 def simulate_devices(n: int) -> None:

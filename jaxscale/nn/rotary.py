@@ -224,10 +224,12 @@ class Rotary:
         """
         if head_dim % 2:
             raise ConfigError(f"rotary embedding needs an even head_dim, not {head_dim}; use {head_dim + 1}")
-        head_dim = int(head_dim * self.fraction)
+        whole, head_dim = head_dim, int(head_dim * self.fraction)
         if head_dim % 2 or not head_dim:
+            near = max(2, head_dim - 1)
             raise ConfigError(
-                f"Rotary.fraction = {self.fraction} turns {head_dim} of a head's dimensions; that has to be even"
+                f"Rotary.fraction = {self.fraction} turns {head_dim} of a head's {whole} dimensions, and only an even "
+                f"number can be turned; the nearest is {near}, Rotary.fraction = {_fraction(near, whole)}"
             )
         inv_freq = self.theta ** (-np.arange(head_dim // 2, dtype=np.float64) * 2 / head_dim)
         factor = 1.0
@@ -247,6 +249,12 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _fraction(part: int, whole: int) -> float:
+    """The fraction of a number that gives another, rounded down."""
+    found = part / whole
+    return found if int(whole * found) == part else math.nextafter(found, 1.0)
 
 
 def _check_positive(part: Any, *names: str) -> None:

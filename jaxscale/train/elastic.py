@@ -118,7 +118,9 @@ class Elastic:
 
     def __init__(self, config: TrainConfig):
         if config.layout is None or config.layout.sizes["data"] == 1:
-            raise ConfigError(f"going on with fewer devices needs a layout with a data axis, not {config.layout}")
+            raise ConfigError(
+                f"going on with fewer devices needs a layout with a data axis, as Layout('data=2'), not {config.layout}"
+            )
         if config.adapters is not None:
             raise ConfigError("Elastic moves no frozen parameters; leave out train.adapters, or use fit")
         self.config, self.prepared = config, prepare(config)

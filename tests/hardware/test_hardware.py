@@ -181,7 +181,7 @@ def test_slices_talk_over_the_data_centres_network():
     assert there.link(mesh, ("data",), "data") == (there.chip.links[1], 6.25e9)
     assert there.link(mesh, ("data", "fsdp"), "data") == (there.chip.links[0], 6e11)  # 512 network cards are faster
     assert topology("v5p:8x8x8*2").link(sizes(data=16, fsdp=64), ("data",), "data")[1] == 8 * 6.25e9
-    with raises_saying(LayoutError, "2 slices", "name the mesh axis"):
+    with raises_saying(LayoutError, "2 slices", "Layout.across = 'data'"):
         there.link(mesh, ("data",))
 
 

@@ -35,7 +35,7 @@ def test_one_axis_goes_over_slices_and_the_others_stay_within_one(mesh, across):
     "layout, words",
     [
         (js.Layout("data=2,fsdp=4"), ["2 slices", "does not say which axis", "Layout.across = 'data'"]),
-        (js.Layout("data=1,fsdp=8", across="data"), ["data=1", "2 slices", "nearest", "data=2"]),
+        (js.Layout("data=1,fsdp=8", across="data"), ["data=1", "2 slices", "Layout.across = 'fsdp'"]),
         (js.Layout("data=2,fsdp=2", across="data"), ["has 4 devices", "have 8", "all of their devices"]),
     ],
     ids=["unnamed", "indivisible", "smaller"],

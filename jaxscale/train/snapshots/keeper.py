@@ -24,6 +24,21 @@ from jaxscale.train.snapshots.shelf import GENERATIONS, Shelf
 from jaxscale.train.snapshots.table import Table
 
 
+def code_for(processes: int, parity: int) -> Code:
+    """How copies are spread over so many processes; alone there is nobody to give a copy to.
+
+    Raises:
+      ConfigError: there are more processes and copies than bytes have values.
+    """
+    if processes + parity > LARGEST:
+        most = LARGEST - processes
+        advice = f"use Snapshots.parity = {most}" if most >= 0 else "use Snapshots.every = 0, which takes none"
+        raise ConfigError(
+            f"Snapshots.parity = {parity} for {processes} processes: both together may be {LARGEST} at most; {advice}"
+        )
+    return Code(processes, min(parity, processes - 1))
+
+
 class Keeper:
     """One process's side.
 
@@ -40,11 +55,7 @@ class Keeper:
     def __init__(self, root: Path, parity: int, meeting: Meeting, process_of: Callable[[jax.Device], int]):
         self.root, self.meeting, self.process_of = root, meeting, process_of
         self.me = meeting.me
-        if meeting.count + parity > LARGEST:
-            raise ConfigError(
-                f"Snapshots.parity = {parity} for {meeting.count} processes: both together may be {LARGEST} at most"
-            )
-        self.code = Code(meeting.count, min(parity, meeting.count - 1))  # alone there is nobody to give a copy to
+        self.code = code_for(meeting.count, parity)
         self.shelf: Shelf | None = None
         self.peers = Peers(meeting, self._told)
         self._generation = 0

@@ -267,7 +267,7 @@ def _truth(name: str, direction: str, x: Any, g: Any, mask: Any) -> np.ndarray:
 
 _SCALARS = {"lr": 0.01, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "fix1": 0.5, "fix2": 0.2}
 _SCALARS |= {"momentum": 0.9}
-_FEATURES = {"matrix": ((128, 512), (2, 128)), "heads": ((128, 4, 128), (2, 1, 128)), "narrow": ((64, 64), (4, 64))}
+_FEATURES = {"matrix": ((128, 512), (1, 128)), "heads": ((128, 4, 128), (1, 1, 128)), "narrow": ((64, 64), (1, 64))}
 
 
 def _blockwise_works() -> Iterator[Work]:

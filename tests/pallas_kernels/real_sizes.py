@@ -226,7 +226,7 @@ def _blockwise(small: bool) -> Iterator[Work]:
     shape = (64, 4096) if small else (4096, 4096)
     parts = ("adamw: parameter", "adamw: state 0", "adamw: state 1")
     for dtype in ("bfloat16", "float32"):
-        make = functools.partial(update_program, ADAMW, shape, (2, 128), dtype)
+        make = functools.partial(update_program, ADAMW, shape, (1, 128), dtype)
         yield Work("blockwise", f"{math.prod(shape):,} parameters", dtype, parts, make, large=True)
 
 

@@ -16,7 +16,7 @@ from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import BAD, RUNNING, WAITING, Record
 from jaxscale.sweep.journal import read_records
 from jaxscale.sweep.outcomes import score
-from jaxscale.train.files import read_gin, write_text
+from jaxscale.train.files import read_gin, write_listed
 from jaxscale.train.run import Run
 
 FILE = "results.csv"
@@ -50,13 +50,13 @@ def rows_of(records: Sequence[Record], folder: Path) -> list[dict[str, Any]]:
 
 
 def write_results(folder: Path, records: Sequence[Record]) -> None:
-    """Writes `results.csv` whole or not at all."""
+    """Writes `results.csv` whole or not at all, and its digest to `digests.json`."""
     rows = rows_of(records, folder)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else [*FIRST, *LAST], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(folder / FILE, out.getvalue())
+    write_listed(folder, FILE, out.getvalue())
 
 
 class Result:

@@ -6,16 +6,20 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxscale import reading
 from jaxscale.errors import AlteredFile, DamagedFile, RunError
 from jaxscale.seals import Lines, open_json, open_text, seal_json, seal_line, seal_text
+from jaxscale.train import digests
 
 INFO, CONFIG = "run.json", "config.gin"
-FILES = (CONFIG, INFO, "metrics.jsonl", "samples.jsonl", "skipped.jsonl", "outcome.json", "sweep.gin", "trials.jsonl")
+FILES = (
+    CONFIG, INFO, "metrics.jsonl", "samples.jsonl", "skipped.jsonl", "outcome.json", "sweep.gin", "trials.jsonl",
+    digests.FILE,
+)  # fmt: skip
 """Of a run's or a sweep's folder, in the order in which they are checked."""
 
 ACCEPT = "--accept-edits"
@@ -51,6 +55,32 @@ def write_json(path: Path, body: dict[str, Any], indent: int | None = 2) -> None
 def write_gin(path: Path, text: str) -> None:
     """Writes sealed gin text whole or not at all; raises as `write_text`."""
     write_text(path, seal_text(text))
+
+
+def write_listed(folder: Path, name: str, text: str) -> None:
+    """Writes a file whole or not at all, and its digest to `digests.json`; raises as `write_text`.
+
+    Whenever this is interrupted, the file has one of the two digests that are listed: that of before, or its own.
+    """
+    try:
+        known = digests.listed(folder)
+    except AlteredFile:
+        known = {}
+    before = [found for found in _digests(folder, [name]).get(name, []) if found in known.get(name, [])]
+    new = digests.digest(text.encode())
+    if before == [new]:
+        return
+    write_json(folder / digests.FILE, digests.body_of({**known, name: [*before, new]}))
+    write_text(folder / name, text)
+
+
+def list_files(folder: Path, names: Iterable[str]) -> None:
+    """Writes the digests of files as they are now to `digests.json`; raises as `write_text`."""
+    write_json(folder / digests.FILE, digests.body_of(_digests(folder, names)))
+
+
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    return {name: [digests.digest(reading.read_bytes(folder / name))] for name in names if (folder / name).is_file()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -121,12 +151,14 @@ class State:
       sealed: whether it has digests; one of an earlier version has not.
       fault: a sentence where it is not what was written, else `None`.
       accepted: its bytes sealed anew as they are, where that is possible.
+      place: the file that these are written to, where its digest is in another one.
     """
 
     path: Path
     sealed: bool
     fault: str | None = None
     accepted: bytes | None = None
+    place: Path | None = None
 
 
 def states(folder: Path) -> Iterator[State]:
@@ -141,6 +173,7 @@ def states(folder: Path) -> Iterator[State]:
                 yield _state(path)
             except OSError as e:
                 yield State(path, True, f"{path} cannot be read: {e.strerror}; bring back a copy")
+    yield from _listed(folder)
     if any((folder / name).is_file() for name in ("sweep.gin", "trials.jsonl")):
         for run in sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()):
             yield from states(run)
@@ -161,13 +194,13 @@ def accept_edits(folder: str | Path) -> list[Path]:
     done = []
     found = [state for state in states(Path(folder)) if state.fault is not None]
     with contextlib.ExitStack() as stack:
-        for parent in dict.fromkeys(state.path.parent for state in found):
+        for parent in dict.fromkeys((state.place or state.path).parent for state in found):
             for lock in (".lock", ".sweep.lock"):
                 stack.enter_context(_alone(parent / lock))
         for state in found:
             if state.accepted is None:
                 raise AlteredFile(str(state.fault))
-            write_bytes(state.path, state.accepted)
+            write_bytes(state.place or state.path, state.accepted)
             done.append(state.path)
     return done
 
@@ -183,6 +216,17 @@ def _alone(lock: Path) -> Iterator[None]:
         except BlockingIOError:
             raise RunError(f"a process is at work in {lock.parent}; wait for it before you accept edits") from None
         yield
+
+
+def _listed(folder: Path) -> Iterator[State]:
+    """The files whose digests are in `digests.json`."""
+    try:
+        known, wrong = digests.listed(folder), digests.faults(folder)
+    except AlteredFile:  # which is a fault of that file
+        return
+    for name in known:
+        accepted = seal_json(digests.body_of(_digests(folder, known)), 2).encode() if name in wrong else None
+        yield State(folder / name, True, wrong.get(name), accepted, folder / digests.FILE)
 
 
 def _state(path: Path) -> State:

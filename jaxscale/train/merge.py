@@ -12,7 +12,6 @@ import jax
 
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import RunError
-from jaxscale.interop import copy_companions
 from jaxscale.layout import Layout
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import flatten
@@ -20,7 +19,7 @@ from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import new_folder
-from jaxscale.train.run import HF, Run, about, checkpoints_in, write_config
+from jaxscale.train.run import HF, Run, about, checkpoints_in, take_companions, write_config
 from jaxscale.train.state import describe_model
 
 STEP = 0
@@ -50,7 +49,7 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
     if main:
         path = new_folder(Path(out))
         if run.imported is not None:
-            copy_companions(run.path / HF, path / HF)
+            take_companions(run.path / HF, path)
             if isinstance(config.tokenizer, HFTokenizer):
                 file = str((path / HF / "tokenizer.json").absolute())
                 config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=file))

@@ -16,7 +16,7 @@ import jax
 
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
-from jaxscale.interop import Companions, Pretrained, copy_companions, local_folder, open_pretrained
+from jaxscale.interop import Companions, Pretrained, local_folder, open_pretrained
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.train.checkpoints import digest
 from jaxscale.train.checkpoints.journal import Journal
@@ -29,7 +29,7 @@ from jaxscale.train.config import TrainConfig
 from jaxscale.train.exporting import export_checkpoint
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
-from jaxscale.train.run import HF, Run, about, checkpoints_in, write_config
+from jaxscale.train.run import HF, Run, about, checkpoints_in, take_companions, write_config
 from jaxscale.train.state import describe_model
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
@@ -124,7 +124,7 @@ def write_run(
         if not (run.path / "run.json").is_file():
             _begin(run, {**facts, "mark": mark})
         if hf is not None:
-            copy_companions(hf, run.path / HF)
+            take_companions(hf, run.path)
         write_config(run.path, run.config, STEP)
         _write(run, arrays, infos, shardings)
         _finish(run, status)

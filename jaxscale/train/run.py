@@ -19,11 +19,13 @@ from jaxscale.data import HFTokenizer, Tokenizer
 from jaxscale.errors import AlteredFile, ConfigError, DataError, RunError, near
 from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.companions import GENERATION
+from jaxscale.interop.links import check_links
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import averaged, averages, state_infos
+from jaxscale.train import digests
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
-from jaxscale.train.files import CONFIG, INFO, read_gin, read_json, write_gin
+from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, write_gin
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
 from jaxscale.train.prepare import blueprint_of
@@ -92,8 +94,17 @@ class Run:
 
     @property
     def imported(self) -> Companions | None:
-        """What came with an imported checkpoint; `None` of a run of our own."""
-        return Companions(self.path / HF) if (self.path / HF).is_dir() else None
+        """What came with an imported checkpoint; `None` of a run of our own.
+
+        Raises:
+          AlteredFile: a file of it is not what was written.
+          CheckpointError: one is a link out of the folder.
+        """
+        if not (self.path / HF).is_dir():
+            return None
+        check_links(self.path / HF)
+        digests.check(self.path, [name for name in digests.listed(self.path) if name.startswith(f"{HF}/")])
+        return Companions(self.path / HF)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -132,7 +143,9 @@ class Run:
             Sampling(**found)
         except ConfigError as e:
             said = str(e).removeprefix("Sampling.")
-            raise DataError(f"{self.path / HF / GENERATION}: {said}; mend it there, or say it yourself") from None
+            raise DataError(
+                f"{self.path / HF / GENERATION}: {said}; mend it there, with --accept-edits, or pass it yourself"
+            ) from None
         return found
 
     def prompt_ids(self, prompt: str) -> Any:
@@ -250,7 +263,13 @@ def bring_companions(source: Run, to: Run) -> None:
     """Copies what came with an imported checkpoint (tokenizer, chat template) to a run made of it, of the same ids."""
     own = source.imported
     if own is not None and own.tokenizer.fingerprint == to.config.tokenizer.fingerprint:
-        copy_companions(source.path / HF, to.path / HF)
+        take_companions(source.path / HF, to.path)
+
+
+def take_companions(folder: Path, run: Path) -> None:
+    """Copies what travels with the weights into a run's folder, and writes its digests."""
+    names = copy_companions(folder, run / HF)
+    list_files(run, [f"{HF}/{name}" for name in names])
 
 
 def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:

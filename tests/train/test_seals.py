@@ -15,17 +15,19 @@ import pytest
 
 import jaxscale as js
 from jaxscale.cli import main
-from jaxscale.errors import AlteredFile, DamagedFile, RunError
+from jaxscale.errors import AlteredFile, CheckpointError, DamagedFile, RunError
+from jaxscale.plan.laws.table import read_rows
 from jaxscale.seals import Lines, open_json, open_text, seal_json, seal_line, seal_text, unmarked
 from jaxscale.sweep.base import DAMAGED, FINISHED, Trial
 from jaxscale.sweep.journal import Journal, read_records, run_folder
 from jaxscale.sweep.outcomes import Outcome
+from jaxscale.sweep.table import write_results
 from jaxscale.train import checkpoints_in, read_config
 from jaxscale.train.files import accept_edits, read_gin, read_json, states, write_json
 from jaxscale.train.folders import check_files, unfinished
 from jaxscale.train.guards.skips import Skips, read_skips
 from jaxscale.train.metrics import MetricsFile, read_metrics
-from jaxscale.train.run import write_config
+from jaxscale.train.run import take_companions, write_config
 from tests.truth.runs import bigram
 
 GIN = js.config.dumps("train", js.TrainConfig(prompt="é\u2028\x0b'", model=js.models.Transformer.Config()).values())
@@ -219,6 +221,100 @@ def test_edits_are_not_accepted_while_a_process_trains_in_the_folder(run):
 def test_accepting_needs_a_folder_and_one_process(run, capsys):
     assert main(["report", "--accept-edits"]) == 2
     assert "name one" in capsys.readouterr().err
+
+
+# --- files whose form leaves no place for a seal ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def imported(run, tmp_path):
+    """A run with what came with its weights."""
+    (tmp_path / "model").mkdir()
+    for name in ("tokenizer.json", "config.json", "generation_config.json"):
+        (tmp_path / "model" / name).write_text(json.dumps({"eos_token_id": 1, "temperature": 0.5}))
+    take_companions(tmp_path / "model", run)
+    return run
+
+
+def test_every_flipped_bit_of_what_came_with_the_weights_is_seen(imported):
+    path = imported / "hf" / "tokenizer.json"
+    assert js.Run(imported).imported is not None
+    for wrong in flips(path.read_bytes(), 40):
+        path.write_bytes(wrong)
+        with pytest.raises(AlteredFile, match="hf/tokenizer.json is not what was written: its SHA-256"):
+            _ = js.Run(imported).imported
+
+
+def test_an_edit_of_what_came_with_the_weights_is_named_and_taken_when_told_to(imported, capsys):
+    edit(imported / "hf/generation_config.json", "0.5", "0.7")
+    with pytest.raises(AlteredFile) as told:
+        js.Run(imported).choice()
+    assert main(["checkpoint", "verify", str(imported)]) == 1
+    assert "hf/generation_config.json is not what was written" in capsys.readouterr().out
+    assert main(re.search("jaxscale (checkpoint .*--accept-edits)", str(told.value))[1].split()) == 0
+    assert js.Run(imported).choice() == {"temperature": 0.7}
+    edit(imported / "hf/config.json", "0.5", "0.6")
+    with pytest.raises(AlteredFile, match="hf/config.json"):
+        _ = js.Run(imported).imported
+
+
+def test_a_file_that_came_with_the_weights_and_is_gone_is_named_and_one_that_is_added_is_taken(imported, capsys):
+    (imported / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    assert js.Run(imported).end_ids == (1,) and main(["checkpoint", "verify", str(imported)]) == 0
+    (imported / "hf" / "tokenizer.json").unlink()
+    assert main(["checkpoint", "verify", str(imported)]) == 1
+    assert "hf/tokenizer.json cannot be read: No such file" in capsys.readouterr().out
+
+
+def test_a_folder_of_an_earlier_version_has_no_list_and_is_read(imported):
+    (imported / "digests.json").unlink()
+    edit(imported / "hf/generation_config.json", "0.5", "0.7")
+    assert js.Run(imported).choice() == {"temperature": 0.7}
+
+
+def test_a_damaged_list_of_digests_is_named(imported, capsys):
+    edit(imported / "digests.json", "hf/config", "hf/confih")
+    with pytest.raises(AlteredFile, match=r"digests.json is not what was written"):
+        _ = js.Run(imported).imported
+    assert main(["checkpoint", "verify", str(imported)]) == 1
+    assert "digests.json is not what was written" in capsys.readouterr().out
+
+
+def test_a_link_out_of_what_came_with_the_weights_is_refused(imported, tmp_path):
+    (tmp_path / "secret").write_text("{}")
+    (imported / "hf" / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="vocab.json is a link out of its folder"):
+        _ = js.Run(imported).imported
+
+
+def test_a_damaged_table_of_a_sweep_is_not_fitted(sweep, capsys):
+    write_results(sweep, read_records(sweep, "loss"))
+    assert len(read_rows(sweep)) == 4
+    edit(sweep / "results.csv", "1.5", "1.6")
+    for source in (sweep, sweep / "results.csv"):
+        with pytest.raises(AlteredFile, match="results.csv is not what was written.*--accept-edits"):
+            read_rows(source)
+    assert main(["checkpoint", "verify", str(sweep)]) == 1
+    assert "results.csv is not what was written" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(sweep), "--accept-edits"]) == 0
+    assert read_rows(sweep)[0]["seconds"] == "1.6"
+
+
+def test_a_table_whose_writing_was_cut_short_is_the_one_of_before(sweep, monkeypatch):
+    records = read_records(sweep, "loss")
+    for count in (1, 2, 3):
+        write_results(sweep, records[:count])
+
+    def killed(path, text):
+        if path.name == "results.csv":
+            raise KeyboardInterrupt
+        path.write_text(text)
+
+    monkeypatch.setattr("jaxscale.train.files.write_text", killed)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            write_results(sweep, records)
+        assert len(read_rows(sweep)) == 3
 
 
 # --- files that grow --------------------------------------------------------------------------------------------------

@@ -77,11 +77,15 @@ def read_rows(source: str | Path, *, body: bool = False) -> Rows:
 
     Raises:
       ConfigError: there is no such file.
+      AlteredFile: a sweep's is not what was written.
     """
     path = Path(source)
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"there is no {file}; give a sweep's folder, or a CSV with a row per run")
+    from jaxscale.train.digests import check  # the same floor: only when asked
+
+    check(file.parent, [file.name])
     with file.open(newline="") as f:
         rows: Rows = list(csv.DictReader(f))
     return _with_body(rows, path) if body and path.is_dir() and rows and BODY not in rows[0] else rows

@@ -23,7 +23,7 @@ from jaxscale.sweep.journal import Journal, read_records, run_folder
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.table import write_results
 from jaxscale.train import checkpoints_in, read_config
-from jaxscale.train.files import accept_edits, read_gin, read_json, states, write_json
+from jaxscale.train.files import accept_edits, read_gin, read_json, states, write_gin, write_json
 from jaxscale.train.folders import check_files, unfinished
 from jaxscale.train.guards.skips import Skips, read_skips
 from jaxscale.train.metrics import MetricsFile, read_metrics
@@ -164,6 +164,26 @@ def test_an_added_line_and_a_replaced_file_are_edits(run):
     with pytest.raises(AlteredFile, match="its seal is gone"):
         read_config(run)
     assert accept_edits(run) == [run / "config.gin"] and read_config(run).steps == 5 and accept_edits(run) == []
+
+
+@pytest.mark.parametrize("argv", [["explain"], ["sample"], ["eval"], ["train", "--resume"]])
+def test_a_config_that_includes_a_file_of_this_machine_shows_nothing_of_it(run, tmp_path, capsys, argv):
+    (tmp_path / "secret").write_text("sesame open\n")
+    for include in (f"include '{tmp_path}/secret'\n", "include '../secret'\n"):
+        write_gin(run / "config.gin", read_gin(run / "config.gin") + include)
+        assert main([*argv, str(run)]) == 2
+        said = capsys.readouterr().err
+        assert "this config may not read other files" in said and "sesame" not in said, said
+
+
+def test_a_config_that_is_a_link_to_a_file_of_this_machine_shows_nothing_of_it(run, tmp_path, capsys):
+    (tmp_path / "secret").write_text("sesame open\n")
+    (run / "run.json").write_text(json.dumps(INFO))  # of an earlier version, which sealed nothing
+    (run / "config.gin").unlink()
+    (run / "config.gin").symlink_to(tmp_path / "secret")
+    assert main(["explain", str(run)]) == 2 and main(["checkpoint", "verify", str(run)]) == 1
+    said = "".join(capsys.readouterr())
+    assert said.count("it is a link out of its folder; copy the file into it") == 2 and "sesame" not in said
 
 
 def test_a_config_that_is_not_text_is_a_sentence(run):

@@ -76,7 +76,7 @@ def read_rows(source: str | Path, *, body: bool = False) -> Rows:
         have to be imported.
 
     Raises:
-      ConfigError: there is no such file.
+      ConfigError: there is no such file, or it is no CSV.
       AlteredFile: a sweep's is not what was written.
     """
     path = Path(source)
@@ -86,8 +86,11 @@ def read_rows(source: str | Path, *, body: bool = False) -> Rows:
     from jaxscale.train.digests import check  # the same floor: only when asked
 
     check(file.parent, [file.name])
-    with file.open(newline="") as f:
-        rows: Rows = list(csv.DictReader(f))
+    try:
+        with file.open(newline="", encoding="utf-8") as f:
+            rows: Rows = list(csv.DictReader(f))
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise ConfigError(f"{file} is no CSV that can be read: {e}") from None
     return _with_body(rows, path) if body and path.is_dir() and rows and BODY not in rows[0] else rows
 
 

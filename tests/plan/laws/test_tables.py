@@ -98,6 +98,13 @@ def test_a_table_that_is_not_there_is_named(tmp_path):
         read_table(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfea,b\n", b"a,b\n" + b"x" * 200_000 + b",1\n"])
+def test_a_table_that_is_no_csv_is_one_sentence(tmp_path, content):
+    (tmp_path / "results.csv").write_bytes(content)
+    with raises_saying(ConfigError, "results.csv is no CSV that can be read"):
+        read_table(tmp_path)
+
+
 def test_a_parameter_that_the_runs_do_not_determine_is_marked(capsys):
     facts = {"name": "grid", "runs": 9, "dropped": 0, "columns": {"parameters": "parameters"}, "freedom": None}
     samples = np.array([[2.0, 1.0, 1e-2, 0.3, 0.4], [2.0, 2.0, 1e5, -0.3, 0.5]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import math
 import subprocess
@@ -91,6 +92,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "jax": jax.__version__,
+        "libtpu": importlib.metadata.version("libtpu"),
         "rows": rows,
     }
     (HERE / "memory.json").write_text(json.dumps(found, indent=1) + "\n")

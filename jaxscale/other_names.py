@@ -25,7 +25,9 @@ seed: randomseed rngseed dataseed
 keep: keepcheckpoints savetotallimit maxtokeep keeplatestk
 adapters: lora peft
 guards: callbacks hooks
-loss: lossfn
+NextToken.loss: loss lossfn
+NextToken.z_loss: zloss zlossmultiplier zlossweight
+objective: task losstype
 segments: documentmask docmask resetpositionids
 train.seq_len: maxpositionembeddings
 train.model: model modelname

@@ -12,7 +12,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, RingAttention, dot_product_attention
 from jaxscale.optim import SGD, AdamW
 from jaxscale.signatures import check_call
-from jaxscale.train import TrainConfig
+from jaxscale.train import NextToken, TrainConfig
 
 KERNEL = "(q, k, v, *, causal, segment_ids, positions, window, softcap, scale)"
 
@@ -83,7 +83,7 @@ class Strange:
     [
         ("train.optimizer.make", lambda part: TrainConfig(optimizer=part)),
         ("train.schedule.make", lambda part: TrainConfig(schedule=part)),
-        ("train.loss.__call__", lambda part: TrainConfig(loss=part)),
+        ("NextToken.loss.__call__", lambda part: NextToken(loss=part)),
         ("MixtureOfExperts.router.__call__", lambda part: MixtureOfExperts(4, router=part)),
     ],
 )

@@ -24,6 +24,7 @@ import trace_summary
 from step_flops import document_lengths, model_flops, palm_flops
 
 from jaxscale.nn import POLICIES
+from jaxscale.train import NextToken
 
 TIMED_SECONDS = 20.0
 """What the timed steps of a case may take together; at least three are timed."""
@@ -98,7 +99,7 @@ def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any
         data=js.data.synthetic(model.vocab, documents=8 + 16 * rows * seq // document, length=document, heldout=0.01),
         layout=js.Layout("data=1"),
         optimizer=AdamW8bit(implementation=implementation),
-        loss=CutLoss(implementation=implementation),
+        objective=NextToken(loss=CutLoss(implementation=implementation)),
         segments=case.packed,
         batch_size=rows,
         seq_len=seq,

@@ -93,10 +93,10 @@ class Ours:
         )
         prepared = prepare(config)
         blueprint = prepared.blueprint
-        self.layout, self.loader, self.keys = config.layout, prepared.loader, prepared.keys
+        self.layout, self.loader, self.keys = config.layout, prepared.loader, tuple(prepared.batch)
         self.rates = [float(prepared.schedule(i)) for i in range(SCHEDULE)]
         self.parameters = model.param_count()
-        batch = dict.fromkeys(self.keys, prepared.batch)
+        batch = prepared.batch_shardings()
         self.step = jit_step(make_step(make_loss_and_grads(blueprint), blueprint.tx), blueprint, batch)
         with self.layout:
             self.state = blueprint.init(0)

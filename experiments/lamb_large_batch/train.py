@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 import jaxscale as js
 from jaxscale.optim import LAMB, LARS, SGD, AdamW, Optimizer, apply_gradients
+from jaxscale.train import NextToken
 from jaxscale.train.prepare import Prepared, prepare
 from jaxscale.train.state import make_params
-from jaxscale.train.step import weighted_sums
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "losses.json"
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[Optimizer, list[float]]] = {
 
 def data(prepared: Prepared) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Rows to train on and held-out ones, as a run of the gin file reads them."""
-    held = prepared.place(prepared.heldout["eval_loss"].__getitem__, 0)
+    held = prepared.place(prepared.heldout[""].__getitem__, 0)
     return prepared.place(prepared.loader, 0), {k: x[:HELDOUT] for k, x in held.items()}
 
 
@@ -53,7 +53,7 @@ def cell(
     parts = {k: x.reshape(steps, batch, *x.shape[1:]) for k, x in rows.items()}
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        nats, *_ = weighted_sums(blueprint.graphdef, params, batch, None)
+        nats = NextToken().terms(nnx.merge(blueprint.graphdef, params), batch)["nats"]
         return nats / jnp.sum(batch["weights"])
 
     def train(peak: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ import optax
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy, ReversibleRun, flash_attention
 from jaxscale.plan import compile_for
-from jaxscale.train import Blueprint, CutLoss, MaterialisedLoss, describe_model, make_loss_and_grads
+from jaxscale.train import Blueprint, CutLoss, MaterialisedLoss, NextToken, describe_model, make_loss_and_grads
 
 HERE = Path(__file__).parent
 BASE = TransformerConfig(depth=8, vocab=4096, width=128, heads=2, hidden=512, attention=flash_attention)
@@ -48,7 +48,7 @@ def temporaries(
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((1, seq), jnp.float32)}
-    f = make_loss_and_grads(Blueprint(graphdef, infos, optax.identity(), None, None), loss=loss)
+    f = make_loss_and_grads(Blueprint(graphdef, infos, optax.identity(), None, None), objective=NextToken(loss))
     key = jax.eval_shape(lambda: jax.random.key(0))
     args = (params, batch, key)
     made = jax.jit(f).lower(*args).compile() if chip is None else compile_for(f, chip, *args)

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jaxscale import config as gin_config
 from jaxscale.data import Loader
 from jaxscale.optim.base import Schedule
-from jaxscale.train import TrainConfig, make_loss_and_grads, make_step
+from jaxscale.train import NextToken, TrainConfig, make_loss_and_grads, make_step
 from jaxscale.train.prepare import Prepared, blueprint_of, prepare
-from jaxscale.train.step import weighted_sums
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "losses.csv"
@@ -51,7 +50,7 @@ def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
     batches = {seed: _batches(prepared, config, seed) for seed in SEEDS}
     of_run = _stacked([batches[seed] for _, seed in runs])
     heldout = jax.tree.map(
-        lambda *x: jnp.stack(x), *({k: b[k] for k in prepared.keys} for b in prepared.heldout["eval_loss"])
+        lambda *x: jnp.stack(x), *({k: b[k] for k in prepared.batch} for b in prepared.heldout[""])
     )
 
     def train(lr: jax.Array, seed: jax.Array, batches: Any) -> jax.Array:
@@ -60,7 +59,8 @@ def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
         state, _ = jax.lax.scan(step, blueprint.make(seed), batches)
 
         def sums(batch: Any) -> Any:
-            return weighted_sums(blueprint.graphdef, state.params, batch, None)[0], jnp.sum(batch["weights"])
+            terms = NextToken().terms(nnx.merge(blueprint.graphdef, state.params), batch)
+            return terms["nats"], jnp.sum(batch["weights"])
 
         nats, weights = jax.lax.map(sums, heldout)
         return jnp.sum(nats) / jnp.sum(weights)

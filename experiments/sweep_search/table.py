@@ -19,9 +19,8 @@ import optax
 
 from jaxscale.data import python_stdlib
 from jaxscale.models import TransformerConfig
-from jaxscale.train import TrainConfig
+from jaxscale.train import NextToken, TrainConfig
 from jaxscale.train.prepare import prepare
-from jaxscale.train.step import weighted_sums
 
 FILE = Path(__file__).resolve().parent / "results" / "curves.csv"
 GRID = {
@@ -52,11 +51,11 @@ def curves(settings: np.ndarray) -> np.ndarray:
     graphdef = prepared.blueprint.graphdef
     params = prepared.blueprint.make_params(0)
     train = [prepared.place(prepared.loader, i) for i in range(STEPS)]
-    heldout = [{k: jnp.asarray(b[k]) for k in prepared.keys} for b in prepared.heldout["eval_loss"]]
+    heldout = [{k: jnp.asarray(b[k]) for k in prepared.batch} for b in prepared.heldout[""]]
     stacked, test = (jax.tree.map(lambda *x: jnp.stack(x), *batches) for batches in (train, heldout))
 
     def loss(p: Any, batch: Any) -> jax.Array:
-        return weighted_sums(graphdef, p, batch, None)[0] / jnp.sum(batch["weights"])
+        return NextToken().terms(nnx.merge(graphdef, p), batch)["nats"] / jnp.sum(batch["weights"])
 
     def one(setting: jax.Array) -> jax.Array:
         lr, decay, beta2, warmup = setting

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxscale.data.batch import KEYS, Batch
+from jaxscale.data.batch import Batch
 from jaxscale.data.loader import Loader
 from jaxscale.errors import DataError
 
@@ -17,55 +17,51 @@ if TYPE_CHECKING:
 
 
 def to_devices(
-    batches: Loader | Callable[[int], Batch], step: int, sharding: jax.sharding.Sharding | None = None
+    batches: Loader | Callable[[int], Batch],
+    step: int,
+    shardings: Mapping[str, jax.sharding.Sharding | None] | jax.sharding.Sharding | None = None,
 ) -> dict[str, jax.Array]:
-    """The global batch of `step` as arrays of shape (B, S), laid out by `sharding`.
+    """The global batch of `step` as arrays of shape (B, ...), laid out by `shardings`.
 
     Args:
       batches: a `Loader`, of which each process reads only the rows its own devices hold, each range once;
         or a function from the step to the whole global batch (held-out batches are small enough for that).
       step: which batch.
-      sharding: of a (B, S) array, such as `NamedSharding(mesh, PartitionSpec("data", "context"))`; None puts
-        the whole batch on the default device.
+      shardings: by name, of the arrays that are wanted; one sharding is that of each array, such as
+        `NamedSharding(mesh, PartitionSpec("data", "context"))`, and None puts them on the default device, whole.
 
-    Raises DataError when the batch or the sequence does not divide over the sharding.
+    Raises DataError when an array does not divide over its sharding.
     """
     import jax
     import jax.numpy as jnp
 
+    read: Callable[[slice], Batch]
     if isinstance(batches, Loader):
-        loader = batches
-        shape = (loader.batch_size, loader.source.seq_len)
-
-        def read(rows: slice) -> Batch:
-            return loader.batch_at(step, rows)
+        shapes = {name: (batches.batch_size, *shape) for name, (shape, _) in batches.arrays.items()}
+        read = partial(batches.batch_at, step)
     else:
         whole = batches(step)
-        shape = whole["tokens"].shape
+        shapes = {name: array.shape for name, array in whole.items()}
+        read = lambda rows: {name: array[rows] for name, array in whole.items()}  # noqa: E731
+    wanted = shardings if isinstance(shardings, Mapping) else dict.fromkeys(shapes, shardings)
+    pieces: dict[tuple[int, int], Batch] = {}  # devices that differ only in columns share one read
 
-        def read(rows: slice) -> Batch:
-            return {key: array[rows] for key, array in whole.items()}
+    def piece(name: str, at: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = at[0].indices(shapes[name][0])
+        if (start, stop) not in pieces:
+            pieces[start, stop] = read(slice(start, stop))
+        return pieces[start, stop][name][:, *at[1:]]
 
-    if sharding is None:
-        batch = read(slice(0, shape[0]))
-        return {key: jnp.asarray(batch[key]) for key in KEYS}
-    try:
-        sharding.shard_shape(shape)
-    except ValueError as error:
-        raise DataError(
-            f"a batch of shape {shape} (batch_size, seq_len) does not divide over {sharding}; make each a multiple "
-            "of the devices along its dimension."
-        ) from error
+    def place(name: str, sharding: jax.sharding.Sharding | None) -> jax.Array:
+        if sharding is None:
+            return jnp.asarray(piece(name, (slice(None),)))
+        try:
+            sharding.shard_shape(shapes[name])
+        except ValueError as error:
+            raise DataError(
+                f"the batch's {name} of shape {shapes[name]} (batch_size first) does not divide over {sharding}; make "
+                "each a multiple of the devices along its dimension."
+            ) from error
+        return jax.make_array_from_callback(shapes[name], sharding, partial(piece, name))
 
-    ranges: dict[tuple[int, int], Batch] = {}  # devices that differ only in columns share one read
-
-    def piece(rows: slice) -> Batch:
-        start, stop, _ = rows.indices(shape[0])
-        if (start, stop) not in ranges:
-            ranges[start, stop] = read(slice(start, stop))
-        return ranges[start, stop]
-
-    def shard(key: str, at: tuple[slice, slice]) -> np.ndarray:
-        return piece(at[0])[key][:, at[1]]
-
-    return {key: jax.make_array_from_callback(shape, sharding, partial(shard, key)) for key in KEYS}
+    return {name: place(name, sharding) for name, sharding in wanted.items()}

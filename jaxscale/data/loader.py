@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from jaxscale.data.batch import Batch, Source, empty_batch
-from jaxscale.data.order import Order, Shuffle, order_of
+from jaxscale.data.batch import Batch, Source
+from jaxscale.data.order import Grouped, Order, Shuffle, order_of
 from jaxscale.errors import DataError
 
 
@@ -20,12 +21,15 @@ class Loader:
     Row r of step s is global row g = s * batch_size + r. Which row of the source that is depends on
     the seed and g alone, so any number of readers, each asking for its own rows, see one global batch.
 
-    Raises DataError for a batch size below 1 or a negative seed.
+    Where `group` rows of the source belong together (0 to group - 1, and so on), whole groups are shuffled.
+
+    Raises DataError for a batch size below 1, a negative seed, or groups that do not divide the batch.
     """
 
     source: Source
     batch_size: int
     seed: int = 0
+    group: int = 1
     _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -33,12 +37,23 @@ class Loader:
             raise DataError(f"batch_size={self.batch_size} holds no row; use 1 or more.")
         if not 0 <= self.seed < 2**64:
             raise DataError(f"seed={self.seed} is outside 0..2**64-1; use 0 or a positive integer.")
-        object.__setattr__(self, "_order", order_of(self.source))
+        if self.batch_size % self.group:
+            raise DataError(f"batch_size={self.batch_size} does not divide by {self.group} rows, which stay together.")
+        object.__setattr__(self, "_order", order_of(self.source, self.group))
+
+    @cached_property
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of one row's arrays by name; reads a row."""
+        return {name: (x.shape[1:], x.dtype) for name, x in self._rows(np.zeros(1, np.int64)).items()}
+
+    def _rows(self, ids: np.ndarray) -> Batch:
+        return weighted(self.source.rows(ids))
 
     @property
     def fingerprint(self) -> str:
         """Hex; equal means equal batches at equal steps."""
-        return hashlib.sha256(f"{self.source.fingerprint} {self.batch_size} {self.seed}".encode()).hexdigest()
+        groups = f" {self.group}" if self.group > 1 else ""
+        return hashlib.sha256(f"{self.source.fingerprint} {self.batch_size} {self.seed}{groups}".encode()).hexdigest()
 
     def ids_at(self, step: int) -> np.ndarray:
         """The source's row numbers that make up the batch of `step`: (batch_size,) int64."""
@@ -50,10 +65,19 @@ class Loader:
     def batch_at(self, step: int, rows: slice | None = None) -> Batch:
         """The batch of `step`, or only its rows `rows` (what one process needs; only those are read)."""
         ids = self.ids_at(step)
-        return self.source.rows(ids if rows is None else ids[rows])
+        return self._rows(ids if rows is None else ids[rows])
 
 
-def heldout_batches(source: Source, batch_size: int, count: int | None = None) -> Iterator[Batch]:
+def weighted(batch: Batch) -> Batch:
+    """The batch, with `weights` of ones, float32 (B,), where it has none."""
+    if "weights" in batch:
+        return batch
+    return {**batch, "weights": np.ones(len(next(iter(batch.values()))), np.float32)}
+
+
+def heldout_batches(
+    source: Source, batch_size: int, count: int | None = None, group: int = 1
+) -> Iterator[Batch]:
     """The first `count` batches (all when None or when there are fewer) of `source`, each row at most once.
 
     The order is fixed and shuffled, so that a small count is a sample of all documents. Every batch has
@@ -64,14 +88,18 @@ def heldout_batches(source: Source, batch_size: int, count: int | None = None) -
     if count is not None and count < 1:
         raise DataError(f"count={count} asks for no held-out batch; use 1 or more, or None for all.")
     total = len(source) if count is None else min(len(source), count * batch_size)
-    ids = Shuffle(len(source))(np.arange(total, dtype=np.int64), 0)
+    total -= total % group
+    ids = Grouped(Shuffle(len(source) // group), group)(np.arange(total, dtype=np.int64), 0)
     return (_filled(source, ids[i : i + batch_size], batch_size) for i in range(0, total, batch_size))
 
 
 def _filled(source: Source, ids: np.ndarray, batch_size: int) -> Batch:
-    batch = source.rows(ids)
-    missing = batch_size - len(ids)
-    if not missing:
+    return filled(weighted(source.rows(ids)), batch_size)
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """The batch with rows of zeros behind its own, `rows` in all."""
+    missing = rows - len(next(iter(batch.values())))
+    if missing <= 0:
         return batch
-    padding = empty_batch(missing, source.seq_len)
-    return {key: np.concatenate([batch[key], padding[key]]) for key in batch}
+    return {k: np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)]) for k, x in batch.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jaxscale.config import register
-from jaxscale.data.batch import KEYS, Batch, Corpus, Source, empty_batch
+from jaxscale.data.batch import Batch, Corpus, Source
 from jaxscale.data.order import derive, order_of, permutation
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
@@ -110,12 +110,11 @@ class MixtureSource:
     def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
         ids = np.asarray(ids)
         parts = np.searchsorted(self._first, ids, side="right") - 1
-        batch = empty_batch(len(ids), self.seq_len)
+        batch: Batch = {}
         for part in np.unique(parts):
             mine = parts == part
-            found = self.sources[part].rows(ids[mine] - self._first[part])
-            for key in KEYS:
-                batch[key][mine] = found[key]
+            for key, rows in self.sources[part].rows(ids[mine] - self._first[part]).items():
+                batch.setdefault(key, np.zeros((len(ids), *rows.shape[1:]), rows.dtype))[mine] = rows
         return batch
 
     def _place(self, rows: Int64[np.ndarray, " b"], seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jaxscale.data.batch import Ordered, Source
+from jaxscale.errors import DataError
 
 Order = Callable[[np.ndarray, int], np.ndarray]
 """(global rows int64 (b,), seed) -> ids int64 (b,)."""
@@ -49,6 +50,33 @@ class Shuffle:
         return found
 
 
-def order_of(source: Source) -> Order:
-    """The source's own order where it has one, otherwise a shuffle by epoch."""
-    return source.order if isinstance(source, Ordered) else Shuffle(len(source))
+class Grouped:
+    """An order of groups of `size` rows, which stay together; rows behind the last whole group are left out."""
+
+    def __init__(self, groups: Order, size: int):
+        self._groups, self._size = groups, size
+
+    def __call__(self, rows: Int64[np.ndarray, " b"], seed: int) -> Int64[np.ndarray, " b"]:
+        group, within = np.divmod(rows, self._size)
+        return self._groups(group, seed) * self._size + within
+
+
+def order_of(source: Source, group: int = 1) -> Order:
+    """The source's own order where it has one, otherwise a shuffle by epoch.
+
+    Args:
+      source: the rows.
+      group: how many rows, one after the other, belong together.
+
+    Raises:
+      DataError: a source whose own order takes single rows, or that has no whole group.
+    """
+    if isinstance(source, Ordered):
+        if group > 1:
+            raise DataError(
+                f"'{source.name}' orders its rows one by one, and {group} belong together; use one corpus"
+            )
+        return source.order
+    if len(source) < group:
+        raise DataError(f"'{source.name}' has {len(source)} rows, and {group} belong together; give more data")
+    return Grouped(Shuffle(len(source) // group), group) if group > 1 else Shuffle(len(source))

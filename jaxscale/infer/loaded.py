@@ -66,6 +66,7 @@ def load_model(
     """
     from jaxscale.train import describe_model
 
+    check_texts(run.config)
     live = run.state is not None and step is None
     if live and layout is None:
         layout = run.config.layout
@@ -81,6 +82,14 @@ def load_model(
         kept = run.__dict__["_loaded"] = None  # not both at once
         kept = run.__dict__["_loaded"] = (wanted, ready(run.params(step, layout=layout)))
     return Loaded(graphdef, kept[1], layout, wanted[0])
+
+
+def check_texts(config: TrainConfig) -> None:
+    """Raises `ConfigError` where the model is none of texts."""
+    if not hasattr(config.model, "vocab"):
+        raise ConfigError(
+            f"{type(config.model).__name__} is no language model, so it has no texts; call what Run.model() returns"
+        )
 
 
 def for_texts_of(model: Any, length: int | None) -> Any:
@@ -153,6 +162,7 @@ def text_ids(config: TrainConfig, text: str, ids: Int[np.ndarray, " n"] | None =
       ConfigError: the model does not know one of them.
       DataError: the text cannot be encoded.
     """
+    check_texts(config)
     if ids is None:
         ids = np.concatenate([[config.tokenizer.eos_id], config.tokenizer.encode(text)]).astype(np.int32)
     return checked(ids, config.model.vocab)

@@ -62,13 +62,14 @@ def named(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., ja
     return nnx.with_metadata(init, axes=axes)
 
 
-def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
+def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[nnx.GraphDef, Tree]:
     """Describes a module without making its arrays.
 
     Tied and shared parameters stay one leaf.
 
     Args:
       make: builds the module, for example `lambda: Model(rngs=nnx.Rngs(0))`.
+      unnamed: a module none of whose parameters has axis names is taken as it is, each dimension being `None`.
 
     Returns:
       the graph definition, and a nested dict of `TensorInfo`.
@@ -80,15 +81,17 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
     is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
     structure = jax.tree.structure(nnx.to_pure_dict(state))
     infos = []
-    for path, v in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
+    unnamed = unnamed and not any("axes" in v.get_metadata() for _, v in leaves)
+    for path, v in leaves:
         name = path_name(path)
         if not isinstance(v, nnx.Param):
             raise LayoutError(
                 f"{name} is a {type(v).__name__}, and a model here holds parameters (nnx.Param) only; "
-                "pass random keys and statistics in as arguments"
+                "pass random keys and statistics in as arguments (set the `rngs` that a module keeps to None in make)"
             )
         value = v.get_value()
-        axes = v.get_metadata().get("axes")
+        axes = (None,) * value.ndim if unnamed else v.get_metadata().get("axes")
         if axes is None:
             raise LayoutError(
                 f"parameter {name} of shape {tuple(value.shape)} has no axis names; wrap its initializer, as in "

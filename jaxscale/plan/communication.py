@@ -23,7 +23,7 @@ from jaxscale.plan.attention_moves import deals_out
 from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.moves import Mover
-from jaxscale.train import AutoLoss, CutLoss, TrainConfig, blueprint_of, replicas_of
+from jaxscale.train import TrainConfig, blueprint_of, replicas_of, token_loss
 
 Tree = Any
 _STAGES = "pipeline"
@@ -232,12 +232,9 @@ class _Step:
         for info in jax.tree.leaves(self.infos["norm"]):
             found += blocks.vector(info)
         stages = (_STAGES,) if self._cut_by_stages(self.infos["embed" if tied else "head"]["weight"]) else ()
-        loss = self.config.loss
-        if isinstance(loss, AutoLoss):
-            loss = loss.of(self.config.model.vocab)
         numbers = TensorInfo("a number a token", (blocks.rows, blocks.seq), jnp.dtype("float32"), ("batch", "seq"))
         every = mover.local_bytes(numbers)
-        if isinstance(loss, CutLoss):
+        if not token_loss(self.config).holds_logits:
             over = (*stages, *vocab)
             found += mover.send("all-gather", over, 3 * every * mover.devices(over), self._ends, "the loss's parts")
             return found + mover.summed(whole, over, self._ends, "the head's input, its cotangent summed")

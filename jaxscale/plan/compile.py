@@ -18,7 +18,7 @@ from jaxscale.optim.base import Schedule
 from jaxscale.train import (
     Blueprint,
     TrainConfig,
-    batch_sharding,
+    batch_shardings,
     blueprint_of,
     check,
     jit_step,
@@ -140,10 +140,9 @@ def _lowered(
     platform: str | None,
 ) -> Any:
     """The lowered step of a run on its own layout; `platform` is needed where that has no devices."""
-    sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
-    loss_and_grads = make_loss_and_grads(
-        blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss
-    )
+    inputs = config.objective.inputs(config)
+    sharding = None if config.layout is None else batch_shardings(config.layout, inputs, config.batch_size)
+    loss_and_grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
     step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule, guards), blueprint, sharding)
     with config.layout if config.layout is not None else contextlib.nullcontext():
         state: Any = blueprint.abstract_state()
@@ -157,12 +156,12 @@ def _lowered(
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of what a step is given, laid out as the run says."""
-    shape = (config.batch_size, config.seq_len)
-    keys = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if config.segments:
-        keys |= {"segment_ids": jnp.int32, "positions": jnp.int32}
-    sharding = batch_sharding(config.layout, *shape)
-    return {k: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for k, d in keys.items()}
+    inputs, rows = config.objective.inputs(config), config.batch_size
+    where = batch_shardings(config.layout, inputs, rows)
+    return {
+        name: jax.ShapeDtypeStruct((rows, *i.shape), jnp.dtype(i.dtype), sharding=where[name])
+        for name, i in inputs.items()
+    }
 
 
 def bytes_of(program: Any) -> int:

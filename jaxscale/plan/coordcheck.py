@@ -223,7 +223,7 @@ def _called(model: Any) -> str:
 def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]:
     """A seed and batches -> before each batch's step, sizes of all activations and of their changes; its loss."""
     blueprint, schedule = blueprint_of(config)
-    grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
+    grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
     step = make_step(grads, blueprint.tx, schedule)
 
     def run(seed: jax.Array, batches: dict[str, jax.Array]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jaxscale.layout import describe
 from jaxscale.plan.compile import lower_step
 from jaxscale.train import TrainConfig, blueprint_of, model_flops
 from jaxscale.train.prepare import check_ids
+from jaxscale.train.rates import parameter_count
 from jaxscale.train.report import human_bytes
 
 
@@ -26,7 +27,7 @@ class DryRun:
       parameters: of the model.
       rows, tokens: of a step's batch, over the whole machine.
       micro_batches: that a step makes of it.
-      flops: of a step's products, over the whole machine, as the model's formula has them.
+      flops: of a step's products, over the whole machine, as the model's formula has them; `None` without one.
       parameter_bytes, state_bytes: per device, of the parameters and of all that training keeps between steps.
       operations: lines of the lowered program.
       seconds: that tracing and lowering took.
@@ -38,7 +39,7 @@ class DryRun:
     rows: int
     tokens: int
     micro_batches: int
-    flops: int
+    flops: int | None
     parameter_bytes: int
     state_bytes: int
     operations: int
@@ -52,7 +53,9 @@ class DryRun:
             "layout": f"{self.layout}: {self.devices:,} device{'s' * (self.devices > 1)}",
             "model": f"{self.parameters:,} parameters",
             "batch": batch,
-            "step": f"{self.flops:.3g} FLOPs of products, over all devices",
+            "step": "FLOPs not known (the model config has no flops)"
+            if self.flops is None
+            else f"{self.flops:.3g} FLOPs of products, over all devices",
             "state": kept,
             "program": f"{self.operations:,} lines, traced and lowered in {self.seconds:.1f} s; not compiled",
         }
@@ -77,7 +80,7 @@ def dry_run(config: TrainConfig) -> DryRun:
     return DryRun(
         layout=str(layout) if layout else "no layout",
         devices=layout.devices if layout else 1,
-        parameters=config.model.param_count(),
+        parameters=parameter_count(config),
         rows=config.batch_size,
         tokens=config.batch_size * config.seq_len,
         micro_batches=config.accumulate,

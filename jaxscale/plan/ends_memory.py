@@ -13,7 +13,7 @@ from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import Weight, copied_bytes, local_bytes
-from jaxscale.train import AutoLoss, MaterialisedLoss
+from jaxscale.train import Loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +80,13 @@ class Ends:
 
     @classmethod
     def of(
-        cls, model: Any, tables: list[TensorInfo], layout: Layout, loss: Any, rows: int, seq: int, sums: Sums
+        cls, model: Any, tables: list[TensorInfo], layout: Layout, loss: Loss, rows: int, seq: int, sums: Sums
     ) -> Ends:
         """Of a model whose tables over the vocabulary are `tables`, for so many rows."""
         weights = [Weight.of(i, layout, model.dtype) for i in tables]
         shape = (rows, seq, model.vocab)
         logits = TensorInfo("logits", shape, jnp.dtype("float32"), ("batch", "seq", "vocab"))
         stream = TensorInfo("hidden", (rows, seq, model.sizes.width), jnp.dtype(model.dtype), ("batch", "seq", "embed"))
-        chosen = loss.of(model.vocab) if isinstance(loss, AutoLoss) else loss
         return cls(
             weights[0],
             weights[-1],
@@ -95,7 +94,7 @@ class Ends:
             copied_bytes(tables[0], layout, model.dtype),
             local_bytes(stream, layout),
             local_bytes(dataclasses.replace(stream, axes=("batch", "residual_seq", "embed")), layout),
-            local_bytes(logits, layout) if isinstance(chosen, MaterialisedLoss) else 0,
+            local_bytes(logits, layout) if loss.holds_logits else 0,
             jnp.dtype(model.dtype).itemsize,
             layout.split("batch") * layout.split("seq") > 1,
             sums,

@@ -155,7 +155,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
         tuple(describe(blueprint.infos, layout, "grads")),
         state,
         sum(r.bytes_per_device for r in state),
-        config.loss.describe(config.model.vocab),
+        config.objective.describe(config),
         _called(getattr(config.model, "attention", None)),
         tuple(dict.fromkeys(str(c) for c in kernels.values())),
         flops,
@@ -227,7 +227,7 @@ def _local(info: TensorInfo, layout: Layout | None) -> tuple[int, ...]:
 def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
     if not is_pipelined(blueprint):
         return ()
-    return pipelined(blueprint.of_model(), config.loss, config.z_loss).notes(config.micro_batch)
+    return pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)
 
 
 def _called(kernel: Any) -> str:

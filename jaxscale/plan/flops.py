@@ -140,7 +140,7 @@ def traced_step(config: TrainConfig) -> Flops:
     layout = config.layout
     blueprint, schedule = blueprint_of(config)
     with layout if layout is not None else contextlib.nullcontext():
-        grads = make_loss_and_grads(blueprint, z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
+        grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
         step = make_step(grads, blueprint.tx, schedule)
         return count(
             step,

@@ -27,7 +27,7 @@ from jaxscale.plan.layer_memory import (
     single_layers,
 )
 from jaxscale.plan.pipeline_memory import walk_pipeline
-from jaxscale.train import Blueprint, TrainConfig, blueprint_of, model_flops
+from jaxscale.train import Blueprint, TrainConfig, blueprint_of, model_flops, token_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums:
     policy = MemoryPolicy.of(model.memory)
     rows, seq = config.micro_batch, config.seq_len
     tables = [i for i in infos if "vocab" in i.axes]
-    ends = Ends.of(model, tables, layout, config.loss, rows, seq, sums)
+    ends = Ends.of(model, tables, layout, token_loss(config), rows, seq, sums)
     layer = LayerBytes.of(model, _last_block(whole), layout, rows, seq)
     if adapts:
         ends, layer = ends.frozen(), layer.frozen()

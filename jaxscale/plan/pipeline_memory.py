@@ -22,19 +22,19 @@ from jaxscale.plan.layer_memory import (
     local_bytes,
     single_layers,
 )
-from jaxscale.train import Blueprint, TrainConfig, pipelined
+from jaxscale.train import Blueprint, TrainConfig, pipelined, token_loss
 
 
 def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
     """As `walk_layers`, of the executor of `jaxscale.parallel.pipeline`: one tick, with every phase in it."""
     model: Any = config.model
-    pipeline = pipelined(blueprint, config.loss, config.z_loss, config.accumulate)
+    pipeline = pipelined(blueprint, config.objective, config.accumulate)
     table = pipeline.table(config.micro_batch)
     rows, slots = config.micro_batch // table.microbatches, lower(table).size
     infos = jax.tree.leaves(blueprint.infos)
     tables = [i for i in infos if "vocab" in i.axes]
     inside = _of_replicas(layout, pipeline.replicas)
-    ends = Ends.of(model, tables, inside, config.loss, rows, config.seq_len, sums)
+    ends = Ends.of(model, tables, inside, token_loss(config), rows, config.seq_len, sums)
     runs = list(blueprint.infos["runs"].values())
     layer = LayerBytes.of(model, jax.tree.leaves(list(runs[-1]["blocks"].values())[-1]), layout, rows, config.seq_len)
     policy = MemoryPolicy.of(model.memory)

@@ -16,6 +16,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
+from jaxscale.plan.by_compiling import compiled_plan, unknown
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
@@ -174,6 +175,13 @@ def plan_for(
     why = why_not_compiled(there)
     if compile == "always" and why is not None:
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
+    if (what := unknown(config)) is not None:
+        began = time.perf_counter()
+        memory, work, size = compiled_plan(config, there, what, "as was asked" if compile == "never" else why)
+        step = step_time(work, there)
+        made = Compiled(size, step, time.perf_counter() - began)
+        notes = (f"{what}: all of this is read off the compiled step", *_notes(config, there))
+        return with_budget(Plan(config, there, memory, work, step, made, "compiled", None, notes), tokens, price, watts)
     memory = estimate(config, there)
     work = work_of(config, _layout(config), memory, as_compiled(predict(config, there), there))
     compiled, how = None, "analytic, as was asked"
@@ -202,7 +210,8 @@ def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
     layout = dataclasses.replace(config.layout.specification, mesh=mesh)
     for rows, name in ((config.batch_size, "a batch"), (config.micro_batch, "a micro-batch")):
-        layout.spec(("batch", "seq"), (rows, config.seq_len), kind="activations", name=name)
+        for array, i in config.objective.inputs(config).items():
+            layout.spec(("batch", *i.axes), (rows, *i.shape), kind="activations", name=f"{name}'s {array}")
     return dataclasses.replace(config, layout=layout)
 
 

@@ -18,7 +18,7 @@ from jaxscale.optim import AdamW, AdamW8bit, OnHost
 from jaxscale.plan.communication import sized
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import text_of
-from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, TrainConfig
+from jaxscale.train import CutLoss, NextToken, TrainConfig, token_loss
 from jaxscale.train.report import human_bytes
 
 SHOWN, LARGEST = 16, 10
@@ -116,9 +116,9 @@ def _attention(config: TrainConfig, there: Topology) -> Changes:
 
 
 def _loss(config: TrainConfig, there: Topology) -> Changes:
-    loss = config.loss.of(config.model.vocab) if isinstance(config.loss, AutoLoss) else config.loss
-    if isinstance(loss, MaterialisedLoss):
-        yield "no logits held: train.loss = @CutLoss()", dataclasses.replace(config, loss=CutLoss())
+    if isinstance(config.objective, NextToken) and token_loss(config).holds_logits:
+        objective = dataclasses.replace(config.objective, loss=CutLoss())
+        yield "no logits held: NextToken.loss = @CutLoss()", dataclasses.replace(config, objective=objective)
 
 
 def _accumulation(config: TrainConfig, there: Topology) -> Changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.sweep.axes import split
@@ -41,7 +42,7 @@ def planned(prepared: Prepared) -> list[Planned]:
         config, _ = prepared.base.bind(trial.bindings)
         steps = min(trial.until or config.steps, config.steps)
         tokens = steps * config.batch_size * config.seq_len
-        out.append(Planned(trial, steps, tokens, float(steps * model_flops(config))))
+        out.append(Planned(trial, steps, tokens, float(steps * (model_flops(config) or math.nan))))
     return out
 
 

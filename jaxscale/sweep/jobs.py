@@ -20,6 +20,7 @@ from jaxscale.train import TrainConfig, fit, model_flops
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import read_json, write_json
 from jaxscale.train.metrics import read_metrics
+from jaxscale.train.rates import examples, parameter_count
 
 
 def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
@@ -66,8 +67,9 @@ def config_of(job: Job) -> TrainConfig:
 
 def sizes(config: TrainConfig, steps: int) -> dict[str, float]:
     """What so many steps of a run come to: tokens, parameters and FLOPs."""
-    tokens, flops = config.batch_size * config.seq_len, model_flops(config)
-    return {"tokens": steps * tokens, "parameters": config.model.param_count(), "flops": steps * flops}
+    (unit, count), flops = examples(config), model_flops(config)
+    found = {unit: steps * count, "parameters": parameter_count(config)}
+    return found if flops is None else {**found, "flops": steps * flops}
 
 
 def sentence(error: BaseException) -> str:

@@ -4,11 +4,15 @@
     js.testing.compare_optimizer(MyOptimizer(), [js.Layout("fsdp=8")])
     js.testing.compare_op(my_kernel, plain, x, w)
 
-Each returns an `Agreement`: a table of errors as shares of what is allowed, and `check()`, which raises in a test.
+    js.testing.check_objective(config, batch)
+
+All but the last return an `Agreement`: a table of errors as shares of what is allowed, and `check()`, which raises in a
+test.
 """
 
 from jaxscale.testing.compare import Agreement, Difference, assert_leaves_agree, differences
 from jaxscale.testing.layouts import assert_layouts_agree, compare_layouts, random_batch
+from jaxscale.testing.objectives import check_objective
 from jaxscale.testing.ops import compare_op
 from jaxscale.testing.optimizers import compare_optimizer
 from jaxscale.testing.params import random_params
@@ -18,6 +22,7 @@ __all__ = [
     "Difference",
     "assert_layouts_agree",
     "assert_leaves_agree",
+    "check_objective",
     "compare_layouts",
     "compare_op",
     "compare_optimizer",

@@ -19,6 +19,7 @@ from jaxscale.models import ModelConfig
 from jaxscale.testing.compare import TOLERANCE, Agreement, differences, global_norm
 from jaxscale.testing.params import random_params
 from jaxscale.train.config import TrainConfig
+from jaxscale.train.objective import NextToken, Objective
 from jaxscale.train.prepare import blueprint_of
 from jaxscale.train.state import Blueprint, TrainState
 from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
@@ -31,6 +32,7 @@ SEED = 0
 LEARNING_RATE = 0.5
 CLIP = 0.5
 """Below the gradient norm of any fresh model, so that clipping always acts."""
+NEXT_TOKEN = NextToken()
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 """Compiler options that leave partitioning alone and skip LLVM's work: nearly half of a small program's compiling."""
@@ -60,7 +62,7 @@ def compare_layouts(
     *,
     batch: Batch | None = None,
     accumulate: int = 1,
-    z_loss: float = 0.0,
+    objective: Objective = NEXT_TOKEN,
     steps: int = 2,
     make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
     tolerance: float = TOLERANCE,
@@ -76,13 +78,13 @@ def compare_layouts(
       model: what to train.
       layouts: where; simulated devices do.
       batch: (B, S) arrays by the keys of `jaxscale.data.Batch`, seen at every step; by default a `random_batch`.
-      accumulate, z_loss: as for `make_loss_and_grads`.
+      accumulate, objective: as for `make_loss_and_grads`.
       steps: how many.
       make_loss_and_grads: of the laid-out training; the truth uses the default.
       tolerance: of every comparison; anything but the default needs a reason beside it.
     """
     batch = random_batch(model.vocab) if batch is None else batch
-    want = _reference(model, _Frozen(batch), accumulate, z_loss, steps)  # type: ignore[arg-type]  # models are frozen
+    want = _reference(model, _Frozen(batch), accumulate, objective, steps)  # type: ignore[arg-type]  # models are frozen
     assert want.gradient_norms.min() > CLIP, f"{want.gradient_norms}: clipping at {CLIP} would not be tested"
     near = functools.partial(differences, tolerance=tolerance)
     rows = {}
@@ -92,7 +94,7 @@ def compare_layouts(
             layout,
             batch=batch,
             accumulate=accumulate,
-            z_loss=z_loss,
+            objective=objective,
             steps=steps,
             make_loss_and_grads=make_loss_and_grads,
         )
@@ -121,14 +123,14 @@ def train(
     *,
     batch: Batch,
     accumulate: int = 1,
-    z_loss: float = 0.0,
+    objective: Objective = NEXT_TOKEN,
     steps: int = 2,
     make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
 ) -> Trace:
     """Trains as `compare_layouts` does, on one layout or none."""
     setup = build(model, layout, remembering_sgd(), clip_norm=CLIP)
     with in_force(layout):
-        loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, z_loss=z_loss)
+        loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, objective=objective)
         sharding = batch_sharding(layout, *batch["tokens"].shape)
         step: Any = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, sharding)
         on_devices = batch if layout is None else {k: lay(x, sharding) for k, x in batch.items()}
@@ -265,5 +267,5 @@ class _Frozen:
 
 
 @functools.cache
-def _reference(model: ModelConfig, batch: _Frozen, accumulate: int, z_loss: float, steps: int) -> Trace:
-    return train(model, None, batch=batch.batch, accumulate=accumulate, z_loss=z_loss, steps=steps)
+def _reference(model: ModelConfig, batch: _Frozen, accumulate: int, objective: Objective, steps: int) -> Trace:
+    return train(model, None, batch=batch.batch, accumulate=accumulate, objective=objective, steps=steps)

@@ -4,7 +4,8 @@ from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.fit import fit
 from jaxscale.train.lora import LoRA
-from jaxscale.train.loss import AutoLoss, CutLoss, MaterialisedLoss
+from jaxscale.train.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
+from jaxscale.train.objective import Input, NextToken, Objective, token_loss
 from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.train.prepare import blueprint_of, check, prepare, settled
 from jaxscale.train.rates import model_flops
@@ -12,7 +13,7 @@ from jaxscale.train.run import Run, checkpoints_in, read_config
 from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.start import FromRun
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
-from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+from jaxscale.train.step import batch_sharding, batch_shardings, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.watchdog import Watchdog
 
 __all__ = [
@@ -21,14 +22,19 @@ __all__ = [
     "Checkpoints",
     "CutLoss",
     "FromRun",
+    "Input",
     "LoRA",
+    "Loss",
     "MaterialisedLoss",
+    "NextToken",
+    "Objective",
     "Run",
     "Snapshots",
     "TrainConfig",
     "TrainState",
     "Watchdog",
     "batch_sharding",
+    "batch_shardings",
     "blueprint_of",
     "check",
     "checkpoints_in",
@@ -45,4 +51,5 @@ __all__ = [
     "read_config",
     "replicas_of",
     "settled",
+    "token_loss",
 ]

@@ -19,7 +19,7 @@ from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
 from jaxscale.train.guards import FiniteGuard, Guard
 from jaxscale.train.lora import LoRA
-from jaxscale.train.loss import AutoLoss, Loss
+from jaxscale.train.objective import NextToken, Objective, check_additive
 from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.start import FromRun
 from jaxscale.train.watchdog import Watchdog
@@ -48,8 +48,8 @@ class TrainConfig:
       schedule: learning rate over time, such as `WarmupCosine()`; `lr` is its peak.
       clip_norm: gradients are scaled down to this global norm, float32; `None` leaves them.
       accumulate: micro-batches a step; changes memory, not the gradient.
-      loss: how each token's is made: `AutoLoss()`, `CutLoss()` (holds no logits) or `MaterialisedLoss()`.
-      z_loss: weight of the squared log-partition, 1e-4 in PaLM.
+      objective: what is trained for: `NextToken()`, whose `loss` and `z_loss` say how each token's loss is made, or an
+        `Objective` of your own.
       balance_rate: what a step moves the biases of balanced routers by (see `jaxscale.nn.SigmoidRouter`).
       packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole where they fit, padded).
       segments: attention stays within a document, and positions start anew in each; else a row is one text.
@@ -86,8 +86,7 @@ class TrainConfig:
     schedule: LRSchedule = WarmupCosine()
     clip_norm: float | None = 1.0
     accumulate: int = 1
-    loss: Loss = AutoLoss()
-    z_loss: float = 0.0
+    objective: Objective = NextToken()
     balance_rate: float = 1e-3
     packing: str = "stream"
     segments: bool = True
@@ -119,7 +118,7 @@ class TrainConfig:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and name not in ("z_loss", "balance_rate") and not whole:
+            if value is not None and name != "balance_rate" and not whole:
                 raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
             if value is not None and not least <= value < math.inf:
                 finite = " and finite" if value == math.inf else ""
@@ -132,6 +131,17 @@ class TrainConfig:
             raise ConfigError(f"train.seed = {self.seed}: must be below 2**32, since keys keep 32 bits of it")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"train.clip_norm = {self.clip_norm}: must be above 0, or None for no clipping")
+        self.objective.check(self)
+        if self.accumulate > 1:
+            parts = f"train.accumulate = {self.accumulate} takes it in parts"
+            check_additive(self.objective, parts, "set train.accumulate = 1")
+        together = self.objective.group
+        if self.batch_size % together:
+            nearest = max(1, round(self.batch_size / together)) * together
+            raise ConfigError(
+                f"{type(self.objective).__name__} takes {together} rows together, which does not divide "
+                f"train.batch_size = {self.batch_size}; the nearest that does is {nearest}"
+            )
         if self.batch_size % self.accumulate:
             fit = max(d for d in range(1, self.accumulate + 1) if self.batch_size % d == 0)
             raise ConfigError(
@@ -181,7 +191,7 @@ def _called(value: object) -> str:
 
 # What each part is asked to do, and what it is called; a class without its brackets is the usual slip.
 _PARTS = {
-    "model": (("make", "param_count", "flops"), "a model such as Transformer()"),
+    "model": (("make",), "a model such as Transformer(), or any frozen dataclass whose make(rngs) gives an nnx.Module"),
     "data": (("source",), "a corpus such as python_stdlib(), or text_files() with text_files.glob = 'data/*.txt'"),
     "tokenizer": (
         ("encode", "decode"),
@@ -191,14 +201,17 @@ _PARTS = {
     "schedule": (("make",), "a schedule such as WarmupCosine()"),
     "snapshots": (("of",), "snapshots such as Snapshots()"),
     "watchdog": (("watching",), "a watchdog such as Watchdog(stuck=60)"),
-    "loss": (("describe",), "a loss such as AutoLoss() or CutLoss()"),
+    "objective": (
+        ("inputs", "weights", "terms", "value", "metrics"),
+        "an objective such as NextToken(), or a subclass of jaxscale.train.Objective",
+    ),
 }
 
 # How training calls a part: the method, what it passes by place, and what by name.
 _CALLED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": ("make", ("learning_rate", "infos"), ()),
     "schedule": ("make", ("peak", "steps"), ()),
-    "loss": ("__call__", ("hidden", "weight", "targets"), ("softcap",)),
+    "objective": ("terms", ("model", "batch"), ("key",)),
 }
 
 _LEAST = {
@@ -207,7 +220,6 @@ _LEAST = {
     "seq_len": 2,
     "seed": 0,
     "accumulate": 1,
-    "z_loss": 0,
     "balance_rate": 0,
     "eval_every": 0,
     "eval_batches": 0,

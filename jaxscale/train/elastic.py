@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxscale.data import to_devices
-from jaxscale.data.batch import Batch, empty_batch
+from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.layout import Layout
 from jaxscale.train.checkpoints.chunks import region_of
@@ -28,7 +28,7 @@ from jaxscale.train.checkpoints.manifest import flatten
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.prepare import blueprint_of, prepare
 from jaxscale.train.snapshots.table import assemble
-from jaxscale.train.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+from jaxscale.train.step import batch_shardings, jit_step, make_loss_and_grads, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,9 @@ class Elastic:
             )
         if config.adapters is not None:
             raise ConfigError("Elastic moves no frozen parameters; leave out train.adapters, or use fit")
+        if config.objective.group > 1 or not config.objective.additive:
+            name = type(config.objective).__name__
+            raise ConfigError(f"Elastic deals single rows to devices, and {name} takes rows together; use fit")
         self.config, self.prepared = config, prepare(config)
         self.alive = list(config.layout.device_mesh.devices.flat)
         self._at_once = 0
@@ -132,11 +135,11 @@ class Elastic:
 
     def step(self) -> dict[str, float]:
         """Takes the next step; its metrics."""
-        loader, sharding = self.prepared.loader, self._batch
-        filled = lambda step: _filled(loader.batch_at(step), self.deal.rows)  # noqa: E731
+        loader = self.prepared.loader
+        whole = lambda step: filled(loader.batch_at(step), self.deal.rows)  # noqa: E731
         with self.layout:
-            batch = to_devices(filled, int(self.state.step), sharding)
-            self.state, metrics = self._step(self.state, {k: batch[k] for k in self.prepared.keys})
+            batch = to_devices(whole, int(self.state.step), self._batch)
+            self.state, metrics = self._step(self.state, batch)
         return {name: float(value) for name, value in metrics.items()}
 
     def lose(self, lost: Collection[jax.Device]) -> None:
@@ -161,10 +164,10 @@ class Elastic:
         self._at_once = self._at_once or config.batch_size // (config.accumulate * shards)
         self.deal = deal(config.batch_size, shards, self._at_once)
         self.blueprint, schedule = blueprint_of(dataclasses.replace(config, layout=layout))
-        self._batch = batch_sharding(layout, self.deal.rows, config.seq_len)
-        how = {"z_loss": config.z_loss, "accumulate": self.deal.micro_batches, "loss": config.loss}
-        step = make_step(make_loss_and_grads(self.blueprint, **how), self.blueprint.tx, schedule, config.guards)  # type: ignore[arg-type]
-        self._step = jit_step(step, self.blueprint, dict.fromkeys(self.prepared.keys, self._batch))
+        self._batch = batch_shardings(layout, config.objective.inputs(config), self.deal.rows)
+        grads = make_loss_and_grads(self.blueprint, objective=config.objective, accumulate=self.deal.micro_batches)
+        step = make_step(grads, self.blueprint.tx, schedule, config.guards)
+        self._step = jit_step(step, self.blueprint, self._batch)
 
 
 def _batch_shards(layout: Layout, seq_len: int) -> int:
@@ -172,11 +175,3 @@ def _batch_shards(layout: Layout, seq_len: int) -> int:
     many = math.prod(layout.sizes.values())
     sharding = layout.sharding(("batch", "seq"), (many, seq_len), kind="activations", name="the batch")
     return many // sharding.shard_shape((many, seq_len))[0]
-
-
-def _filled(batch: Batch, rows: int) -> Batch:
-    missing = rows - len(batch["tokens"])
-    if not missing:
-        return batch
-    nothing = empty_batch(missing, batch["tokens"].shape[1])
-    return {key: np.concatenate([batch[key], nothing[key]]) for key in batch}

@@ -95,6 +95,8 @@ def check_profile(profile: tuple[int, int] | None, config: TrainConfig) -> None:
 def _settings(config: TrainConfig | None, settings: dict[str, Any]) -> TrainConfig:
     fields = {f.name for f in dataclasses.fields(TrainConfig)}
     for key in settings:
+        if key in ("loss", "z_loss"):
+            raise ConfigError(f"fit has no setting '{key}', which is the objective's: objective=NextToken({key}=...)")
         if key not in fields:
             raise ConfigError(f"fit has no setting '{key}'{near(key, fields)}")
         if key in ("lr", "schedule") and isinstance(settings.get("optimizer"), optax.GradientTransformation):

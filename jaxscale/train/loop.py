@@ -20,7 +20,7 @@ from jaxscale.train.config import TrainConfig
 from jaxscale.train.guards import RollBack, Skips, Watched
 from jaxscale.train.guards.skips import SKIPS
 from jaxscale.train.prepare import Prepared
-from jaxscale.train.rates import model_flops, peak_flops
+from jaxscale.train.rates import examples, model_flops, peak_flops
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import Run
@@ -60,6 +60,7 @@ class Loop:
         self.step = prepared.step_of(config)
         self.evaluate = prepared.eval_of(config)
         self.flops = model_flops(config)
+        self.unit, self.examples = examples(config)
         devices = 1 if config.layout is None else config.layout.devices
         peak = peak_flops(jax.devices()[0])
         self.peak = None if peak is None else peak * devices
@@ -191,7 +192,8 @@ class Loop:
                     self.returns = 0
                 if evaluate and step == now:
                     self.watchdog.phase(now, "evaluation")
-                    row |= {metric: self._eval(state, batches) for metric, batches in self.prepared.heldout.items()}
+                    for corpus, batches in self.prepared.heldout.items():
+                        row |= self._eval(state, corpus, batches)
                 self._write(row, files)
             if save:
                 self.watchdog.phase(now, "save", disk=True)
@@ -239,8 +241,9 @@ class Loop:
         row: dict[str, Any] = {"step": step, **numbers}
         if step in self.skips.passed:
             row["skipped"] = "passed over"
-        row["tokens_per_second"] = self.config.batch_size * self.config.seq_len / seconds
-        row["model_flops_per_second"] = self.flops / seconds
+        row[f"{self.unit}_per_second"] = self.examples / seconds
+        if self.flops is not None:
+            row["model_flops_per_second"] = self.flops / seconds
         row["host_seconds"] = max(seconds - (now - waiting), 0.0)  # not spent waiting for devices
         return row
 
@@ -249,19 +252,22 @@ class Loop:
         for file in files:
             file.write(row)
         left = self.spent / self.timed * (self.last - row["step"]) if self.timed else None  # of the first: not known
-        share = None if self.peak is None else row["model_flops_per_second"] / self.peak
+        share = None if self.peak is None or self.flops is None else row["model_flops_per_second"] / self.peak
         self.reporter.step(row, self.last, left, share)
 
-    def _eval(self, state: TrainState, batches: list[Batch]) -> float:
-        loss = tokens = 0.0
+    def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
+        """What the objective reports of held-out batches: `eval_loss`, of a further corpus `eval_loss/NAME`."""
         params = averaged(state.opt_state, state.params)
+        totals: Any = None
         for i in range(len(batches)):
-            batch = self.prepared.place(batches.__getitem__, i)
-            part, weight = self.evaluate(params, batch)
-            loss, tokens = loss + float(part), tokens + float(weight)
-        if tokens == 0:
-            raise RunError("the held-out batches have no weighted token; raise train.eval_batches or the held-out part")
-        return loss / tokens
+            part = jax.device_get(self.evaluate(params, self.prepared.place(batches.__getitem__, i)))
+            part = jax.tree.map(np.float64, part)
+            totals = part if totals is None else jax.tree.map(np.add, totals, part)
+        if not any(np.any(b.get("weights", 1)) for b in batches):
+            raise RunError("the held-out batches have no weighted row; raise train.eval_batches or the held-out part")
+        objective = self.config.objective
+        found = objective.metrics(totals)
+        return {f"eval_{name}{corpus}": float(found[name]) for name in objective.evaluated}
 
     def _place(self, step: int) -> dict[str, jax.Array]:
         return self.prepared.place(self.prepared.loader, step)

@@ -22,7 +22,11 @@ class Loss(Protocol):
     One that works inside a `shard_map` which cuts the vocabulary (`jaxscale.parallel.ends`), as a pipeline's does, says
     `of_cut_vocabulary = True`. It takes `vocab` as well, the vocabulary's size: where devices do not divide it, the
     weight has rows of zeros behind it there, which are no words. Elsewhere the weight's rows are the vocabulary.
+
+    `holds_logits` tells the planner whether the B x S x V logits are kept for the backward pass.
     """
+
+    holds_logits: ClassVar[bool] = True
 
     def __call__(
         self,
@@ -46,6 +50,7 @@ class MaterialisedLoss:
     """Holds the B x S x V logits, float32, and their gradient: three matrix products, and the memory."""
 
     of_cut_vocabulary: ClassVar[bool] = True
+    holds_logits: ClassVar[bool] = True
 
     def __call__(
         self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
@@ -66,6 +71,7 @@ class CutLoss:
     """
 
     of_cut_vocabulary: ClassVar[bool] = True
+    holds_logits: ClassVar[bool] = False
     filter: float | None = None
     implementation: str | None = None
 

@@ -19,11 +19,11 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Table, TensorInfo, constrain, fill, path_name, simulate, unfill
 from jaxscale.layout.schedules import forward_only
 from jaxscale.models.base import arrange, order_of
-from jaxscale.nn import Linear, Part, Stats, auxiliary_loss
-from jaxscale.nn import metrics as layer_metrics
+from jaxscale.nn import Linear, Part, Stats
 from jaxscale.nn.stats import total as sum_of
 from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
 from jaxscale.train.loss import Loss
+from jaxscale.train.objective import Objective, Totals, check_additive
 from jaxscale.train.state import Blueprint
 
 Tree = Any
@@ -35,17 +35,26 @@ def is_pipelined(blueprint: Blueprint) -> bool:
     return blueprint.layout is not None and blueprint.layout.stages > 1
 
 
-def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int = 1) -> Pipelined:
+def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -> Pipelined:
     """The pipeline that a blueprint's layout describes.
 
     Args:
-      blueprint, loss, z_loss, accumulate: as for `make_loss_and_grads`.
+      blueprint, objective, accumulate: as for `make_loss_and_grads`.
 
     Raises:
       LayoutError: more stages than layers, or layers that cannot be dealt out.
-      ConfigError: a model that cannot be taken apart, or a loss that cannot be made on a cut vocabulary.
+      ConfigError: a model that cannot be taken apart, an objective that no last stage can make, or a loss that cannot
+        be made on a cut vocabulary.
     """
     assert blueprint.layout is not None
+    without = "use a mesh without pipeline"
+    check_additive(objective, f"pipeline={blueprint.layout.stages} takes it in micro-batches", without)
+    if not hasattr(objective, "of_hidden"):
+        raise ConfigError(
+            f"{type(objective).__name__} does not say what the last pipeline stage makes of the last layer's output "
+            f"('of_hidden', see NextToken); {without}"
+        )
+    loss = objective.loss
     model = type(nnx.merge(blueprint.graphdef, blueprint.infos))
     parts = {m: hasattr(model, m) for m in ("begin", "context", "layers", "finish")}
     for part, there in {**parts, "runs": "runs" in blueprint.infos}.items():
@@ -69,7 +78,7 @@ def pipelined(blueprint: Blueprint, loss: Loss, z_loss: float, accumulate: int =
             f"do not hold its layers in order and in equal parts, and no dimension of that divides by "
             f"{blueprint.layout.stages} stages; use {_ways_to_divide(runs, blueprint.layout)}"
         )
-    return Pipelined(blueprint, loss, z_loss, accumulate, blueprint.layout, stages)
+    return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages)
 
 
 def _groups(runs: Sequence[Tree]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -146,17 +155,16 @@ def _check_vocabulary(loss: Loss, infos: Tree, layout: Layout) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipelined:
-    """A model and a loss over pipeline stages.
+    """A model and an objective over pipeline stages.
 
     Args:
-      blueprint, loss, z_loss, accumulate: as of `make_loss_and_grads`.
+      blueprint, objective, accumulate: as of `make_loss_and_grads`.
       layout: the blueprint's.
       stages: which layers each stage holds.
     """
 
     blueprint: Blueprint
-    loss: Loss
-    z_loss: float
+    objective: Any
     accumulate: int
     layout: Layout
     stages: Stages
@@ -167,8 +175,15 @@ class Pipelined:
         Raises:
           LayoutError: the batch does not divide, or the table does not fit.
         """
-        stages, schedule = self.layout.stages, self.layout.schedule
-        return schedule.table(stages, schedule.microbatches_of(stages, rows, self.layout.split("batch")))
+        return self.layout.schedule.table(self.layout.stages, self.microbatches(rows))
+
+    def microbatches(self, rows: int) -> int:
+        """How many micro-batches a batch of so many rows is cut into.
+
+        Raises:
+          LayoutError: it does not divide.
+        """
+        return self.layout.schedule.microbatches_of(self.layout.stages, rows, self.layout.split("batch"))
 
     @functools.cached_property
     def replicas(self) -> tuple[str, ...]:
@@ -219,23 +234,22 @@ class Pipelined:
             )
         return tuple(notes)
 
-    def gradients(self, params: Tree, batch: Batch, key: jax.Array, total: jax.Array) -> tuple[Tree, Any]:
-        """(float32 gradients of the mean loss, metrics), as a `grad` of the plain loss gives."""
-        sums, grads = self._execute(self.table(batch["tokens"].shape[0]), params, batch, key, total)
+    def gradients(self, params: Tree, batch: Batch, key: jax.Array, weights: Totals) -> tuple[Tree, Totals]:
+        """(float32 gradients of the objective's value, its terms), as a `grad` of the plain value gives."""
+        terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights)
         assert grads is not None
         runs = {
             name: jax.tree.map(lambda g, i, n=n: self.stages.collect(n, g, i.axes), grads.chunks[name], infos)
             for n, (name, infos) in enumerate(self._runs)
         }
         ends = jax.tree.map(lambda g, i: unfill(g, i.shape, *i.axes), grads.ends, self._ends)
-        nats, _, stats = sums
-        of_layers = {k: v / self.accumulate for k, v in layer_metrics(stats).items()}
-        return {**ends, "runs": runs}, {"loss": nats / total, **of_layers}
+        return {**ends, "runs": runs}, terms
 
-    def sums(self, params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """As `jaxscale.train.step.weighted_sums` without dropout: the forward phases alone, stage by stage."""
-        table = forward_only(self.table(batch["tokens"].shape[0]))
-        return self._execute(table, params, batch, None, jnp.ones((), jnp.float32))[0][:2]
+    def sums(self, params: Tree, batch: Batch) -> Totals:
+        """The objective's terms without dropout: the forward phases alone, stage by stage."""
+        rows = len(batch["rows"])
+        weights = self.objective.weights(batch, self.microbatches(rows))
+        return self._execute(forward_only(self.table(rows)), params, batch, None, weights)[0]
 
     @property
     def _runs(self) -> list[tuple[Any, Tree]]:
@@ -245,7 +259,7 @@ class Pipelined:
     def _ends(self) -> Tree:
         return {name: i for name, i in self.blueprint.infos.items() if name != "runs"}
 
-    def _execute(self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, total: jax.Array) -> Any:
+    def _execute(self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, weights: Totals) -> Any:
         end_infos = self._ends
         ends = jax.tree.map(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
         chunks = {
@@ -267,11 +281,9 @@ class Pipelined:
             tokens = batch["tokens"]
             known = (tokens >= -vocab) & (tokens < vocab)
             batch = {**batch, "tokens": jnp.where(known, tokens % vocab, filled)}
-        model = self._stageable(
-            params["runs"], axes(infos), axes(end_infos), order, reported, table.microbatches, of_loss
-        )
-        micro = {name: split_rows(a, table.microbatches) for name, a in batch.items()}
-        shared = {"total": total} | ({} if key is None else {"key": key})
+        model = self._stageable(params["runs"], axes(infos), axes(end_infos), order, reported, of_loss)
+        micro = split_rows(self.blueprint, batch, table.microbatches, self.objective.group)
+        shared = {"weights_of_batch": weights} | ({} if key is None else {"key": key})
         specs = jax.tree.map(lambda i: self._end_spec(i.axes), end_infos)
         return execute(
             table, model, chunks, ends, micro, shared, end_specs=specs, replicas=self.replicas, apart=self._apart
@@ -288,10 +300,9 @@ class Pipelined:
         return PartitionSpec(*("pipeline" if cut and a == "vocab" else None for a in axes))
 
     def _stageable(
-        self, runs: Tree, axes: Tree, end_axes: Tree, order: Any, reported: Stats, microbatches: int, of_loss: Tree
+        self, runs: Tree, axes: Tree, end_axes: Tree, order: Any, reported: Stats, of_loss: Tree
     ) -> Stageable:
-        graphdef, loss, z_loss, stages = self.blueprint.graphdef, self.loss, self.z_loss, self.stages
-        accumulate = self.accumulate
+        graphdef, objective, stages = self.blueprint.graphdef, self.objective, self.stages
 
         def whole(ends: Tree, chunks: Tree) -> Any:
             return nnx.merge(graphdef, {**ends, "runs": chunks})
@@ -312,13 +323,8 @@ class Pipelined:
 
         def end(ends: Tree, x: Tree, micro: Tree) -> tuple[jax.Array, Tree]:
             (x, stats), model = x, whole(ends, structure)
-            hidden = model.finish(x)
-            with jax.named_scope("loss"):
-                nats, z = loss(hidden, model.head_weight(), micro["targets"], softcap=model.logit_softcap, **of_loss)
-                nats, z = jnp.sum(nats * micro["weights"]), jnp.sum(z * micro["weights"])
-            # what layers add is a mean over a micro-batch's tokens
-            added = auxiliary_loss(stats) / (microbatches * accumulate)
-            return (nats + z_loss * z) / micro["total"] + added, (nats, z, stats)
+            terms = objective.of_hidden(model, model.finish(x), stats, micro, **of_loss)
+            return objective.value(terms | micro["weights_of_batch"]), terms
 
         nothing = jax.tree.map(lambda i: jnp.zeros((0,), i.dtype), self._ends)
         parts = [
@@ -335,8 +341,19 @@ def kernels_of(graphdef: nnx.GraphDef, infos: Tree) -> Tree:
     return jax.tree.map(lambda i: i.path in linear, infos)
 
 
-def split_rows(x: jax.Array, parts: int) -> jax.Array:
-    """(B, ...) -> (parts, B / parts, ...), each part spread over all devices, so that no row moves."""
-    b, *rest = x.shape
-    names = ("batch", "seq")[: x.ndim]
-    return constrain(jnp.swapaxes(x.reshape(b // parts, parts, *rest), 0, 1), None, *names)
+def split_rows(blueprint: Blueprint, batch: Batch, parts: int, group: int = 1) -> Batch:
+    """(B, ...) -> (parts, B / parts, ...) of every array, each part spread over all devices, so that no row moves.
+
+    Args:
+      blueprint: names the arrays' dimensions.
+      batch: arrays by name.
+      parts: how many.
+      group: rows that stay together, one after the other.
+    """
+
+    def split(name: str, x: jax.Array) -> jax.Array:
+        b, *rest = x.shape
+        x = jnp.swapaxes(x.reshape(b // (parts * group), parts, group, *rest), 0, 1).reshape(parts, b // parts, *rest)
+        return constrain(x, None, "batch", *blueprint.axes_of(name, len(rest)))
+
+    return {name: split(name, x) for name, x in batch.items()}

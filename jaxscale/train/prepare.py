@@ -19,19 +19,19 @@ import optax
 from flax import nnx
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
-from jaxscale.errors import ConfigError, DataError, LayoutError
-from jaxscale.layout import Layout, filled_notes, shardings_of
+from jaxscale.errors import ConfigError, DataError, LayoutError, near
+from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.effects import without_effect
 from jaxscale.train.pipeline import pipelined
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
-from jaxscale.train.step import batch_sharding, jit_step, make_eval, make_loss_and_grads, make_step
+from jaxscale.train.step import batch_shardings, jit_step, make_eval, make_loss_and_grads, make_step, numbered
 
 log = logging.getLogger("jaxscale")
 
 EVAL_LOSS = "eval_loss"
-"""The metric of held-out documents; of a further corpus it is followed by a stroke and its name."""
+"""The metric of held-out rows; of a further corpus it is followed by a slash and its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +42,27 @@ class Prepared:
       blueprint: model, optimizer and layout.
       schedule: step -> learning rate, or `None` when the optimizer brings its own.
       loader: training batches by step.
-      heldout: held-out batches, on the host, by metric: `eval_loss`, and `eval_loss/NAME` of further corpora.
-      batch: sharding of a batch, or `None`.
-      keys: the entries of a batch that the model is given.
+      heldout: held-out batches, on the host: "" is the run's own corpus, and "/NAME" a further one.
+      batch: the sharding, or `None`, of each array of a batch that the objective takes.
     """
 
     blueprint: Blueprint
     schedule: Callable[[Any], Any] | None
     loader: Loader
     heldout: dict[str, list[Batch]]
-    batch: Any
-    keys: tuple[str, ...]
+    batch: dict[str, Any]
 
     def place(self, batches: Loader | Callable[[int], Batch], step: int) -> dict[str, jax.Array]:
         """The batch of a step (from 0), or a held-out one, on its devices."""
-        batch = to_devices(batches, step, self.batch)
-        return {k: batch[k] for k in self.keys}
+        return to_devices(batches, step, self.batch)
 
     def batch_shardings(self) -> Any:
         """As `jit_step` wants them."""
-        return None if self.batch is None else dict.fromkeys(self.keys, self.batch)
+        return None if self.blueprint.layout is None else self.batch
 
     def plain_step(self, config: TrainConfig) -> Callable[[TrainState, Any], Any]:
         """The training step, a pure function of state and batch."""
-        more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
-        grads = make_loss_and_grads(self.blueprint, **more)
+        grads = make_loss_and_grads(self.blueprint, objective=config.objective, accumulate=config.accumulate)
         return make_step(grads, self.blueprint.tx, self.schedule, config.guards)
 
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
@@ -75,7 +71,7 @@ class Prepared:
 
     def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted evaluation of a batch (see `make_eval`)."""
-        return self._with_frozen(make_eval(self.blueprint, self.batch_shardings(), config.loss))
+        return self._with_frozen(make_eval(self.blueprint, self.batch_shardings(), config.objective))
 
     @functools.cached_property
     def frozen(self) -> Any:
@@ -98,6 +94,8 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
       ConfigError: naming what does not fit.
     """
     graphdef, infos = describe_model(config.model)
+    if not any(axis for i in jax.tree.leaves(infos) for axis in i.axes):
+        infos = _inferred(config, graphdef, infos)
     schedule: Callable[[Any], Any] | None = None
     widening = getattr(config.model, "widening", None)
     make: Callable[..., Any] = functools.partial(make_params, config.model)
@@ -130,8 +128,47 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
         tx = chain(_clip(config.clip_norm), tx)
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
-    more: Any = dict(start=config.start, adaptation=adaptation)
+    more: Any = dict(start=config.start, adaptation=adaptation, inputs=config.objective.inputs(config))
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
+
+
+def _inferred(config: TrainConfig, graphdef: nnx.GraphDef, infos: Any) -> Any:
+    """Axis names for a model none of whose parameters has any, read off its objective; needed on a layout only."""
+    layout = config.layout
+    if layout is None or layout.devices == 1:
+        return infos
+    shape = lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype)  # noqa: E731
+
+    def value(params: Any, batch: Any) -> Any:
+        return _totals(config, nnx.merge(graphdef, params), batch)[0]
+
+    named = infer_names(value, jax.tree.map(shape, infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
+    _notes_of_names(type(config.model).__name__, named.notes)
+    return named.infos
+
+
+@functools.lru_cache(64)
+def _notes_of_names(model: str, notes: tuple[str, ...]) -> None:
+    """Said once."""
+    log.warning("%s names no axis of its parameters: the names in the table below were read off the program", model)
+    for note in notes:
+        log.warning("%s", note)
+
+
+def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a micro-batch."""
+    rows = config.micro_batch
+    return {
+        name: jax.ShapeDtypeStruct((rows, *i.shape), np.dtype(i.dtype))
+        for name, i in config.objective.inputs(config).items()
+    }
+
+
+def _totals(config: TrainConfig, model: Any, batch: Any) -> tuple[Any, Any]:
+    """The value and the metrics of an objective on one batch."""
+    objective, batch = config.objective, numbered(batch)
+    totals = objective.terms(model, batch) | objective.weights(batch, 1)
+    return objective.value(totals), objective.metrics(totals)
 
 
 def settled(config: TrainConfig) -> TrainConfig:
@@ -176,7 +213,8 @@ def prepare(config: TrainConfig) -> Prepared:
                 f"device; give a mesh of all {jax.device_count()} devices, or start fewer processes"
             )
     blueprint, schedule = check(config)
-    sharding = batch_sharding(config.layout, config.batch_size, config.seq_len)
+    inputs = config.objective.inputs(config)
+    shardings = batch_shardings(config.layout, inputs, config.batch_size)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
         from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
@@ -184,20 +222,38 @@ def prepare(config: TrainConfig) -> Prepared:
         text_ids(config, config.prompt)  # not after hours of training
     heldout: dict[str, list[Batch]] = {}
     if config.eval_batches:
-        further = {f"{EVAL_LOSS}/{name}": corpus for name, corpus in config.evaluate_on.items()}
-        for metric, corpus in {EVAL_LOSS: config.data, **further}.items():
+        further = {f"/{name}": corpus for name, corpus in config.evaluate_on.items()}
+        for name, corpus in {"": config.data, **further}.items():
             rows = _open(corpus, "heldout", config)
-            heldout[metric] = list(heldout_batches(rows, config.batch_size, config.eval_batches))
-    keys: tuple[str, ...] = ("tokens", "targets", "weights")
-    if config.segments:
-        keys = (*keys, "segment_ids", "positions")
-    return Prepared(blueprint, schedule, Loader(source, config.batch_size, config.seed), heldout, sharding, keys)
+            heldout[name] = list(
+                heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group)
+            )
+    loader = Loader(source, config.batch_size, config.seed, config.objective.group)
+    _check_arrays(loader, config)
+    return Prepared(blueprint, schedule, loader, heldout, shardings)
+
+
+def _check_arrays(loader: Loader, config: TrainConfig) -> None:
+    """That the data has the arrays that the objective takes."""
+    objective = type(config.objective).__name__
+    for name, wanted in config.objective.inputs(config).items():
+        if name not in loader.arrays:
+            raise DataError(
+                f"{objective} takes an array '{name}' and the corpus '{loader.source.name}' has "
+                f"none{near(name, loader.arrays)}; its rows have {', '.join(loader.arrays)}"
+            )
+        shape, dtype = loader.arrays[name]
+        if (tuple(wanted.shape), np.dtype(wanted.dtype)) != (shape, dtype):
+            raise DataError(
+                f"{objective} takes '{name}' of shape {tuple(wanted.shape)} {wanted.dtype} a row, "
+                f"and the corpus '{loader.source.name}' gives {shape} {dtype}"
+            )
 
 
 def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
     """One split of a corpus, whose ids the model has; the same on every process."""
     source = corpus.source(config.tokenizer, seq_len=config.seq_len, split=split, packing=config.packing)
-    _check_vocab(source.name, source.vocab_size, config)
+    _check_vocab(source.name, getattr(source, "vocab_size", 0), config)
     _check_same_everywhere(source)
     return source
 
@@ -220,7 +276,7 @@ def check_ids(config: TrainConfig) -> None:
 
 
 def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
-    if ids > config.model.vocab:
+    if ids > getattr(config.model, "vocab", ids):
         raise ConfigError(
             f"the corpus '{name}' has {ids} token ids and the model {config.model.vocab}; set the model's vocab to "
             f"{ids} or a multiple above it"
@@ -281,7 +337,7 @@ def _check_idle(layout: Layout) -> None:
 
 def _check_rows(config: TrainConfig, layout: Layout) -> None:
     """That devices divide the rows of a batch, and of each part of it that is accumulated."""
-    pieces, parts = layout.split("batch"), config.accumulate
+    pieces, parts = layout.split("batch") * config.objective.group, config.accumulate
     if config.micro_batch % pieces:
         of = f" in each of {parts} parts (train.accumulate)" if parts > 1 else ""
         raise LayoutError(
@@ -292,6 +348,8 @@ def _check_rows(config: TrainConfig, layout: Layout) -> None:
 
 def _check_length(config: TrainConfig, layout: Layout, blueprint: Blueprint) -> None:
     """That devices divide a sequence, wherever they cut it."""
+    if all("seq" not in i.axes for i in config.objective.inputs(config).values()):
+        return
     cut = ["seq", "residual_seq"]
     if any("experts" in i.axes for i in jax.tree.leaves(blueprint.of_model().infos)):
         cut.append("expert_seq")
@@ -318,7 +376,7 @@ def _check_pipeline(blueprint: Blueprint, config: TrainConfig) -> None:
     """That the stages have layers, the schedule a batch it divides; says what padding they need."""
     if config.layout is None or config.layout.stages == 1:
         return
-    found = pipelined(blueprint.of_model(), config.loss, config.z_loss)
+    found = pipelined(blueprint.of_model(), config.objective)
     if blueprint.adaptation is not None:
         log.warning(
             "over pipeline stages gradients of the frozen kernels are made, and those of the adapters from them: it is "
@@ -345,16 +403,22 @@ def _check_same_everywhere(source: Source) -> None:
 
 
 def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
-    """Traces the model and its loss, so that what they have to say about these shapes is said now."""
+    """Traces the model and the objective, so that what they have to say about these shapes is said now."""
+    objective = config.objective
 
-    def losses(params: Any, frozen: Any, tokens: Any) -> Any:
-        model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
-        return config.loss(model.hidden(tokens), model.head_weight(), tokens, softcap=model.logit_softcap)
+    def totals(params: Any, frozen: Any, batch: Any) -> Any:
+        return _totals(config, nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), batch)
 
-    tokens = jax.ShapeDtypeStruct((config.micro_batch, config.seq_len), jnp.int32)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        frozen = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), blueprint.frozen)
-        jax.eval_shape(losses, blueprint.abstract_state().params, frozen, tokens)
+        frozen = jax.tree.map(shape, blueprint.frozen)
+        value, metrics = jax.eval_shape(totals, blueprint.abstract_state().params, frozen, abstract_inputs(config))
+    for name, x in {"its value": value, **{f"the metric '{k}'": v for k, v in metrics.items()}}.items():
+        if x.shape != ():
+            raise ConfigError(f"{type(objective).__name__}: {name} has the shape {x.shape}; give a scalar")
+    for name in objective.evaluated:
+        if name not in metrics:
+            raise ConfigError(f"{type(objective).__name__} evaluates '{name}', and reports {', '.join(metrics)}")
 
 
 def _clip(norm: float) -> optax.GradientTransformation:

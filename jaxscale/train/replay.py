@@ -139,9 +139,9 @@ def _recorded(run: Run, step: int, skips: list[dict[str, Any]]) -> dict[str, flo
 def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array) -> Origin | None:
     config = dataclasses.replace(config, layout=None)
     blueprint, _ = blueprint_of(config)
-    more: Any = dict(z_loss=config.z_loss, accumulate=config.accumulate, loss=config.loss)
     frozen = [] if blueprint.adaptation is None else [blueprint.read_frozen()]
-    return first_nonfinite(make_loss_and_grads(blueprint, **more), params, batch, key, *frozen)
+    grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
+    return first_nonfinite(grads, params, batch, key, *frozen)
 
 
 def _on_host(tree: Any) -> Any:

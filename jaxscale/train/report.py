@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxscale.layout import TensorRow, describe
 
 if TYPE_CHECKING:
@@ -59,13 +61,14 @@ class Reporter:
             self.say(f"starts from step {config.start.step} of {config.start.path}")
         if blueprint.adaptation is not None:
             self.say(blueprint.adaptation.describe())
+        of = f" of {config.seq_len} tokens" if "tokens" in prepared.batch else ""
         since = f", from step {first}" if first else ""
         self.say(
-            f"{config.model.param_count() / 1e6:.2f}M parameters · {config.data.name}, "
-            f"{len(prepared.loader.source):,} rows of {config.seq_len} tokens · {config.batch_size} rows a step · "
+            f"{sum(i.size for i in jax.tree.leaves(blueprint.of_model().infos)) / 1e6:.2f}M parameters · "
+            f"{config.data.name}, {len(prepared.loader.source):,} rows{of} · {config.batch_size} rows a step · "
             f"{config.steps} steps{since} · run folder {folder}"
         )
-        self.say(f"loss: {config.loss.describe(config.model.vocab)}")
+        self.say(f"objective: {config.objective.describe(config)}")
 
     def start(self, steps: int, done: int) -> None:
         """Begins the bar; `done` steps were taken before. Only the first time is the step compiled."""
@@ -93,14 +96,18 @@ class Reporter:
 
     def step(self, row: dict[str, Any], steps: int, seconds_left: float | None, peak_share: float | None) -> None:
         """One step's numbers, and how long the others take, where that is known."""
-        numbers = (
-            f"loss {row['loss']:.3f} · {_short(row['tokens_per_second'])} tokens/s · "
-            f"{_short(row['model_flops_per_second'])}FLOP/s"
-        )
+        unit = "tokens" if "tokens_per_second" in row else "rows"
+        numbers = f"loss {row['loss']:.3f} · {_short(row[f'{unit}_per_second'])} {unit}/s"
+        if "model_flops_per_second" in row:
+            numbers += f" · {_short(row['model_flops_per_second'])}FLOP/s"
         if peak_share is not None:
             numbers += f" ({peak_share:.0%} of bf16 peak)"
         if "eval_loss" in row:
-            self._above(f"step {row['step']}: held-out loss {row['eval_loss']:.3f} nats per token")
+            others = [k for k in row if k.startswith("eval_") and k.partition("/")[0] != "eval_loss"]
+            more = [f"{k.removeprefix('eval_')} {row[k]:.3f}" for k in others]
+            nats = " nats per token" if unit == "tokens" else ""
+            loss = f"held-out loss {row['eval_loss']:.3f}{nats}"
+            self._above(f"step {row['step']}: {', '.join([loss, *more])}")
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif time.perf_counter() - self._last_line > 10 or row["step"] == steps:

@@ -7,12 +7,14 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxscale import config as gin_config
 from jaxscale.data import HFTokenizer, Tokenizer
@@ -29,7 +31,8 @@ from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, 
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
 from jaxscale.train.prepare import blueprint_of
-from jaxscale.train.state import TrainState
+from jaxscale.train.rates import parameter_count
+from jaxscale.train.state import TrainState, describe_model
 from jaxscale.version import __version__
 
 HF = "hf"
@@ -205,6 +208,11 @@ class Run:
 
         return jax.jit(merge, out_shardings=placed)(self.trained(step, layout), frozen)
 
+    def model(self, step: int | None = None) -> Any:
+        """The module with the parameters of a checkpoint, to be called as it is; arguments and errors as `params`."""
+        graphdef, _ = describe_model(self.config.model)
+        return nnx.merge(graphdef, self.params(step))
+
     def trained(self, step: int | None = None, layout: Layout | None = None) -> Any:
         """The parameters that were trained: the model's, or its adapters; arguments as `params`."""
         if self.state is not None and step is None:
@@ -316,7 +324,11 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
         )
     with gin_config.isolated():
         try:
-            gin_config.load([file], bindings, allow_imports=False)
+            if _OLD_LOSS.search(text):  # before objectives
+                text = _OLD_LOSS.sub(r"NextToken.\1 =", text) + "\ntrain.objective = @NextToken()\n"
+                gin_config.load([], [text, *bindings], allow_imports=False)
+            else:
+                gin_config.load([file], bindings, allow_imports=False)
         except ConfigError as e:
             if "registered" not in str(e):
                 raise
@@ -333,6 +345,9 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
             hint = f"; the run's own name for it is {' or '.join(same)}" if same else near(unread[0], known)
             raise ConfigError(f"nothing in {file} reads the binding {unread[0]}{hint}")
     return config  # type: ignore[return-value]
+
+
+_OLD_LOSS = re.compile(r"^train\.(loss|z_loss) =", re.MULTILINE)
 
 
 def _imports(path: Path) -> str:
@@ -384,6 +399,6 @@ def about(config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
         "imports": gin_config.own_modules(gin_config.dumps("train", config.values())),
         "seed": config.seed,
         "data": {"corpus": config.data.name, "fingerprint": data_fingerprint},
-        "parameters": config.model.param_count(),
-        "loss": config.loss.describe(config.model.vocab),
+        "parameters": parameter_count(config),
+        "loss": config.objective.describe(config),
     }

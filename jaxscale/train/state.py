@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxscale.models import ModelConfig
 from jaxscale.optim import state_shardings
 from jaxscale.train.guards import Guard, memory_of, with_memory
 from jaxscale.train.lora import Adaptation
+from jaxscale.train.objective import Input
 from jaxscale.train.start import FromRun
 
 Tree = Any
@@ -54,6 +56,7 @@ class Blueprint:
       guards: those of the run.
       start: the run whose parameters are the first ones, or are adapted.
       adaptation: adapters, which are trained in place of the model's own parameters.
+      inputs: the arrays of a batch (see `Objective.inputs`); by default every dimension but the rows is a sequence's.
     """
 
     graphdef: nnx.GraphDef
@@ -64,6 +67,13 @@ class Blueprint:
     guards: tuple[Guard, ...] = ()
     start: FromRun | None = None
     adaptation: Adaptation | None = None
+    inputs: Mapping[str, Input] | None = None
+
+    def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
+        """Logical axes of an array of a batch, without the rows."""
+        if self.inputs is None or name not in self.inputs:
+            return ("seq",) * dimensions
+        return self.inputs[name].axes
 
     @property
     def frozen(self) -> Tree:
@@ -151,6 +161,7 @@ def make_params(model: ModelConfig, seed: int) -> Tree:
 def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
     """The model's structure and a `TensorInfo` per parameter; makes no array.
 
+    Where none of the parameters has axis names, each of their dimensions is `None` (see `jaxscale.layout.infer_names`).
     Of the last few models it is remembered: planning asks for one on a thousand layouts.
     """
     try:
@@ -161,7 +172,7 @@ def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
 
 
 def _describe(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
-    return abstract(lambda: model.make(nnx.Rngs(params=0)))
+    return abstract(lambda: model.make(nnx.Rngs(params=0)), unnamed=True)
 
 
 _remembered = functools.lru_cache(16)(_describe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,9 @@ import optax
 from flax import nnx
 
 from jaxscale.layout import Layout, constrain, shardings_of
-from jaxscale.models.base import arrange, order_of
-from jaxscale.nn import Stats, auxiliary_loss
-from jaxscale.nn import metrics as layer_metrics
 from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.train.guards import Guard, judge
-from jaxscale.train.loss import AutoLoss, Loss
+from jaxscale.train.objective import Input, NextToken, Objective, Totals, check_additive
 from jaxscale.train.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.train.state import Blueprint, TrainState
 
@@ -25,88 +22,78 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 LossAndGrads = Callable[..., tuple[Metrics, Tree]]
 """`f(params, batch, key)`, and with adapters the frozen parameters behind; see `make_loss_and_grads`."""
-_LOSS = AutoLoss()
+_NEXT_TOKEN = NextToken()
 _NONE: Tree = {}
 
 
 def make_loss_and_grads(
-    blueprint: Blueprint, *, z_loss: float = 0.0, accumulate: int = 1, loss: Loss = _LOSS
+    blueprint: Blueprint, *, objective: Objective = _NEXT_TOKEN, accumulate: int = 1
 ) -> LossAndGrads:
-    """The default `loss_and_grads`: differentiates the model, in micro-batches if asked.
+    """The default `loss_and_grads`: differentiates the objective, in micro-batches if asked.
 
-    The loss is the mean over the weighted tokens of the *global* batch, so that accumulation changes memory and not
-    the gradient. What layers add to it (experts' balance, see `jaxscale.nn.stats`) is of each micro-batch, averaged.
+    The weights of the objective are those of the *global* batch, so that accumulation changes memory and not the
+    gradient.
 
     Args:
       blueprint: model and layout.
-      z_loss: weight of the squared log-partition.
+      objective: what is made small.
       accumulate: number of micro-batches; divides the batch.
-      loss: of each token.
 
     Returns:
-      `f(params, batch, key, frozen={}) -> ({"loss": nats per token, ...}, grads)`, gradients laid out by the rules for
-      them; the other metrics are the layers', and `frozen` the parameters that adapters are on. On a layout with
-      pipeline stages, it is its schedule that gives each micro-batch's gradients.
+      `f(params, batch, key, frozen={}) -> (the objective's metrics, grads)`, gradients laid out by the rules for
+      them; `frozen` are the parameters that adapters are on. On a layout with pipeline stages, it is its schedule that
+      gives each micro-batch's gradients.
 
     Raises:
-      LayoutError, ConfigError: see `pipelined`.
+      LayoutError, ConfigError: see `pipelined`; an objective that is not a sum over micro-batches.
     """
-    stages = pipelined(blueprint.of_model(), loss, z_loss, accumulate) if is_pipelined(blueprint) else None
+    if accumulate > 1:
+        check_additive(objective, f"accumulate = {accumulate} takes it in parts", "set it to 1")
+    stages = pipelined(blueprint.of_model(), objective, accumulate) if is_pipelined(blueprint) else None
 
-    def loss_of(
-        params: Tree, batch: Batch, key: jax.Array, total: jax.Array, frozen: Tree
-    ) -> tuple[jax.Array, Metrics]:
-        nats, z, stats = weighted_sums(blueprint.graphdef, blueprint.model_params(params, frozen), batch, key, loss)
-        # what layers add is a mean over the tokens they were given, a micro-batch at a time
-        whole = (nats + z_loss * z) / total + auxiliary_loss(stats) / accumulate
-        return whole, {"loss": nats / total, **{k: v / accumulate for k, v in layer_metrics(stats).items()}}
+    def value(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[jax.Array, Totals]:
+        model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
+        terms = objective.terms(model, batch, key=key)
+        return objective.value(terms | weights), terms
 
     def lay_out(grads: Tree) -> Tree:
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
 
-    def of_stages(params: Tree, batch: Batch, key: jax.Array, total: jax.Array, frozen: Tree) -> Any:
+    def of_stages(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[Tree, Totals]:
         assert stages is not None
         if blueprint.adaptation is None:
-            return stages.gradients(params, batch, key, total)
+            return stages.gradients(params, batch, key, weights)
         # A stage knows kernels and no adapters: the sum's gradient is made, and from it theirs.
         whole, back = jax.vjp(lambda p: blueprint.adaptation.merged(p, frozen), params)  # type: ignore[union-attr]
-        grads, metrics = stages.gradients(whole, batch, key, total)
-        return back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))[0], metrics
+        grads, terms = stages.gradients(whole, batch, key, weights)
+        return back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))[0], terms
 
     def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree = _NONE) -> tuple[Metrics, Tree]:
-        total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        batch = {**batch, "rows": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
-        grad = jax.grad(loss_of, has_aux=True) if stages is None else of_stages
+        batch = numbered(batch)
+        rows = len(batch["rows"])
+        parts = accumulate if stages is None else accumulate * stages.microbatches(rows // accumulate)
+        weights = objective.weights(batch, parts)
+        grad = jax.grad(value, has_aux=True) if stages is None else of_stages
         like_params = lambda grads: jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # noqa: E731
         if accumulate == 1:
-            grads, metrics = grad(params, batch, key, total, frozen)
-            return metrics, lay_out(like_params(grads))
+            grads, terms = grad(params, batch, key, weights, frozen)
+            return objective.metrics(terms | weights), lay_out(like_params(grads))
 
-        def micro(carry: Tree, part: Batch) -> tuple[Tree, Metrics]:
-            grads, metrics = grad(params, part, key, total, frozen)
-            return lay_out(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, grads)), metrics
+        def micro(carry: Tree, part: Batch) -> tuple[Tree, Totals]:
+            grads, terms = grad(params, part, key, weights, frozen)
+            return lay_out(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, grads)), terms
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-        grads, metrics = jax.lax.scan(micro, zeros, {k: split_rows(v, accumulate) for k, v in batch.items()})
-        return jax.tree.map(jnp.sum, metrics), like_params(grads)
+        grads, terms = jax.lax.scan(micro, zeros, split_rows(blueprint, batch, accumulate, objective.group))
+        return objective.metrics(jax.tree.map(jnp.sum, terms) | weights), like_params(grads)
 
     return loss_and_grads
 
 
-def weighted_sums(
-    graphdef: nnx.GraphDef, params: Tree, batch: Batch, key: jax.Array | None, loss: Loss = _LOSS
-) -> tuple[jax.Array, jax.Array, Stats]:
-    """Cross-entropy and squared log-partition summed over a batch's weighted tokens, float32; what layers report."""
-    model = nnx.merge(graphdef, params)
-    order = order_of(model, batch["tokens"].shape[1])
-    if order is not None:  # nothing has to go back to where it was, since all of it is summed
-        batch = arrange(batch, order)
-    forward: Any = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
-    told: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
-    hidden, stats = forward(batch["tokens"], key=key, **told, **({} if order is None else {"arranged": True}))
-    with jax.named_scope("loss"):
-        nats, z = loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)
-        return jnp.sum(nats * batch["weights"]), jnp.sum(z * batch["weights"]), stats
+def numbered(batch: Batch) -> Batch:
+    """The batch with `rows`, int32 (B,): each row's number."""
+    rows = next(iter(batch.values())).shape[0]
+    return {**batch, "rows": jnp.arange(rows, dtype=jnp.int32)}
 
 
 def make_step(
@@ -153,9 +140,23 @@ def batch_sharding(layout: Layout | None, batch_size: int, seq_len: int) -> Any:
     Raises:
       LayoutError: the batch does not divide.
     """
+    return batch_shardings(layout, {"batch": Input((seq_len,), "int32", ("seq",))}, batch_size)["batch"]
+
+
+def batch_shardings(layout: Layout | None, inputs: Mapping[str, Input], batch_size: int) -> dict[str, Any]:
+    """Where each array of a batch lives; `None` without a layout.
+
+    Raises:
+      LayoutError: the batch does not divide.
+    """
     if layout is None:
-        return None
-    return layout.sharding(("batch", "seq"), (batch_size, seq_len), kind="activations", name="the batch")
+        return dict.fromkeys(inputs)
+
+    def sharding(name: str, i: Input) -> Any:
+        what = f"the batch's {name}"
+        return layout.sharding(("batch", *i.axes), (batch_size, *i.shape), kind="activations", name=what)
+
+    return {name: sharding(name, i) for name, i in inputs.items()}
 
 
 def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
@@ -173,20 +174,21 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
     return jax.jit(step, donate_argnums=0, in_shardings=given, out_shardings=(state, blueprint.layout.replicated))
 
 
-def make_eval(blueprint: Blueprint, batch: Any, loss: Loss = _LOSS) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Jitted `(params, batch, *frozen) -> (summed cross-entropy, summed weights)`, without dropout.
+def make_eval(blueprint: Blueprint, batch: Any, objective: Objective = _NEXT_TOKEN) -> Callable[..., Totals]:
+    """Jitted `(params, batch, *frozen) -> the objective's terms and weights`, which add up over batches; no dropout.
 
     On a layout with pipeline stages the forward phases of its schedule run alone: no stage holds another's layers.
     """
-    stages = pipelined(blueprint.of_model(), loss, 0.0) if is_pipelined(blueprint) else None
+    stages = pipelined(blueprint.of_model(), objective) if is_pipelined(blueprint) else None
 
-    def evaluate(params: Tree, batch: Batch, frozen: Tree = _NONE) -> tuple[jax.Array, jax.Array]:
+    def evaluate(params: Tree, batch: Batch, frozen: Tree = _NONE) -> Totals:
         if blueprint.adaptation is not None:
             join = blueprint.adaptation.over if stages is None else blueprint.adaptation.merged
             params = join(params, frozen)
-        plain = lambda: weighted_sums(blueprint.graphdef, params, batch, None, loss)  # noqa: E731
-        nats, *_ = plain() if stages is None else stages.sums(params, batch)
-        return nats, jnp.sum(batch["weights"])
+        batch = numbered(batch)
+        if stages is not None:
+            return stages.sums(params, batch) | objective.weights(batch, stages.microbatches(len(batch["rows"])))
+        return objective.terms(nnx.merge(blueprint.graphdef, params), batch) | objective.weights(batch, 1)
 
     if blueprint.layout is None:
         return jax.jit(evaluate)

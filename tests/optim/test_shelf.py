@@ -368,11 +368,12 @@ def test_schedule_free_runs_are_evaluated_saved_and_sampled_at_the_average(tmp_p
     assert_leaves_agree(run.params(), want, gradient_norm=0.0)
     assert_leaves_agree(js.train.Run(tmp_path / "run", run.config).params(), want, gradient_norm=0.0, what="saved")
     prepared = prepare(run.config)
-    rows = prepared.heldout["eval_loss"]
+    rows = prepared.heldout[""]
     with run.config.layout:
         evaluate = make_eval(prepared.blueprint, prepared.batch_shardings())
         at = lambda params: [evaluate(params, prepared.place(rows.__getitem__, i)) for i in range(len(rows))]  # noqa: E731
-        mean = lambda found: sum(float(nats) for nats, _ in found) / sum(float(w) for _, w in found)  # noqa: E731
+        total = lambda found, name: sum(float(totals[name]) for totals in found)  # noqa: E731
+        mean = lambda found: total(found, "nats") / total(found, "tokens")  # noqa: E731
         seen = run.metrics()[-1]["eval_loss"]
         assert seen == mean(at(run.params())) != mean(at(run.state.params))
 

@@ -36,6 +36,7 @@ from jaxscale.nn import (
     UlyssesAttention,
     flash_attention,
 )
+from jaxscale.train import NextToken
 from tests.truth.compare import FLOOR, global_norm
 from tests.truth.layouts import Trace, random_batch, train
 
@@ -107,7 +108,7 @@ class Row:
         """(on the layout, on one device)."""
         lengths = (7, 2, 4) if self.packed else None
         batch = random_batch(self.vocab, rows=ROWS, seq=SEQ, **({} if lengths is None else {"lengths": lengths}))
-        given = dict(batch=batch, z_loss=1e-3, steps=STEPS)
+        given = dict(batch=batch, objective=NextToken(z_loss=1e-3), steps=STEPS)
         got = train(self.model, self.layout, accumulate=self.accumulate, **given)
         # experts balance their load over a micro-batch, so one device must have the same ones
         plain = dataclasses.replace(self.model, attention=flash_attention)

@@ -84,7 +84,8 @@ def test_the_state_counts_its_moments(optimizer, moments):
 
 def test_the_loss_and_the_attention_that_run_are_named():
     assert explained().loss.startswith("cross-entropy of materialised logits (a vocabulary of 256 is below")
-    assert explained(loss=js.train.CutLoss()).loss.startswith("cut cross-entropy, no logits held")
+    cut = js.train.NextToken(js.train.CutLoss())
+    assert explained(objective=cut).loss.startswith("cut cross-entropy, no logits held")
     assert explained().attention == "dot_product_attention"
     tiles = functools.partial(js.nn.flash_attention, implementation="xla")
     for kernel, name in ((js.nn.flash_attention, "flash_attention"), (tiles, "flash_attention(implementation='xla')")):

@@ -9,6 +9,7 @@ import pytest
 from jaxscale.layout import PRESETS, Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GroupLimit, MixtureOfExperts, MultiHeadLatent, QKNorm, SigmoidRouter
+from jaxscale.train import NextToken
 from tests.truth.layouts import assert_layouts_agree, random_batch
 
 SEQ = 16
@@ -33,7 +34,7 @@ EVERYTHING = dict(
     ),
     batch=random_batch(64, rows=32, seq=SEQ, lengths=(7, 2, 4)),
     accumulate=4,
-    z_loss=1e-2,
+    objective=NextToken(z_loss=1e-2),
 )
 
 LAYOUTS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, read_config
+from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, NextToken, read_config
 from jaxscale.train.step import make_loss_and_grads
 from pallas_kernels import chosen, forget
 from tests.truth.errors import raises_saying
@@ -22,7 +21,13 @@ from tests.truth.runs import bigram, losses
 SEQ, VOCAB = 16, 64
 MODEL = TransformerConfig(depth=1, vocab=VOCAB, width=32, heads=2, hidden=64, tied=True, logit_softcap=5.0)
 BATCH = random_batch(VOCAB, rows=16, seq=SEQ, lengths=(7, 2, 4))
-cut = functools.partial(make_loss_and_grads, loss=CutLoss())
+
+
+def cut(blueprint, *, objective, **how):
+    """The laid-out training holds no logits; the truth holds them."""
+    return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=CutLoss()), **how)
+
+
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,7 @@ def test_training_without_logits_gives_the_numbers_of_training_with_them(tied, l
         [layout],
         batch=BATCH,
         accumulate=2,
-        z_loss=1e-2,
+        objective=NextToken(z_loss=1e-2),
         steps=3,
         make_loss_and_grads=cut,
     )
@@ -52,9 +57,10 @@ def test_a_large_vocabulary_is_cut_by_itself():
 
 def test_a_run_without_logits_takes_the_same_steps_and_says_which_loss_ran(tmp_path):
     forget()
-    kept = js.fit(**bigram(loss=MaterialisedLoss(), eval_batches=1), run=tmp_path / "kept", quiet=True)
+    kept = js.fit(**bigram(objective=NextToken(MaterialisedLoss()), eval_batches=1), run=tmp_path / "kept", quiet=True)
     assert not chosen("linear_cross_entropy")
-    made = js.fit(**bigram(loss=AutoLoss(cut_from=32), eval_batches=1), run=tmp_path / "made", quiet=True)
+    cut = NextToken(AutoLoss(cut_from=32))
+    made = js.fit(**bigram(objective=cut, eval_batches=1), run=tmp_path / "made", quiet=True)
     assert {c.implementation for c in chosen("linear_cross_entropy")} == {"xla"}
     np.testing.assert_allclose(losses(made), losses(kept), rtol=1e-6)
     assert made.metrics()[-1]["eval_loss"] == pytest.approx(kept.metrics()[-1]["eval_loss"], rel=1e-6)
@@ -65,12 +71,12 @@ def test_a_run_without_logits_takes_the_same_steps_and_says_which_loss_ran(tmp_p
 
 def test_what_a_loss_cannot_do_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="no implementation 'xlaa'.*did you mean 'xla'"):
-        js.fit(**bigram(loss=CutLoss(implementation="xlaa")), run=tmp_path / "run", quiet=True)
+        js.fit(**bigram(objective=NextToken(CutLoss(implementation="xlaa"))), run=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
 
 def test_values_out_of_range_are_refused():
     with raises_saying(ConfigError, "AutoLoss.cut_from = 0", "at least 1"):
         AutoLoss(0)
-    with raises_saying(ConfigError, "train.loss must be", "AutoLoss()", "not 'cut'"):
-        js.TrainConfig(loss="cut")
+    with raises_saying(ConfigError, "NextToken.loss must be", "AutoLoss()", "not 'cut'"):
+        NextToken(loss="cut")

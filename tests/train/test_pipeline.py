@@ -18,6 +18,7 @@ from jaxscale.train import (
     AutoLoss,
     CutLoss,
     MaterialisedLoss,
+    NextToken,
     TrainConfig,
     blueprint_of,
     describe_model,
@@ -42,7 +43,7 @@ EVERYTHING = dict(
     ),
     batch=random_batch(64, rows=16, seq=16, lengths=(7, 2, 4)),
     accumulate=2,
-    z_loss=1e-2,
+    objective=NextToken(z_loss=1e-2),
 )
 
 
@@ -99,11 +100,11 @@ def test_layers_that_report_give_the_same_numbers_with_weight_gradients_apart():
 
 
 def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
-    def cut(blueprint, **options):
-        return make_loss_and_grads(blueprint, loss=CutLoss(), **options)
+    def cut(blueprint, *, objective, **options):
+        return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=CutLoss()), **options)
 
     layouts = [Layout("pipeline=2,tensor=2,data=2")]
-    assert_layouts_agree(MODEL, layouts, batch=BATCH, make_loss_and_grads=cut, z_loss=1e-2)
+    assert_layouts_agree(MODEL, layouts, batch=BATCH, make_loss_and_grads=cut, objective=NextToken(z_loss=1e-2))
 
 
 def test_the_loss_is_chosen_by_the_whole_vocabulary_and_not_by_a_stages_part():
@@ -111,7 +112,7 @@ def test_the_loss_is_chosen_by_the_whole_vocabulary_and_not_by_a_stages_part():
     programs = []
     for loss in (AutoLoss(cut_from=64), CutLoss()):
         setup = build(MODEL, Layout("pipeline=2"), remembering_sgd())
-        gradients = make_loss_and_grads(setup.blueprint, loss=loss)
+        gradients = make_loss_and_grads(setup.blueprint, objective=NextToken(loss))
         with Layout("pipeline=2"):
             programs.append(str(jax.make_jaxpr(gradients)(setup.state.params, BATCH, setup.state.rng)))
     assert programs[0] == programs[1]
@@ -173,6 +174,9 @@ class Own(MaterialisedLoss):
     of_cut_vocabulary = False
 
 
+TWO = Layout("pipeline=2")
+
+
 class Whole(MaterialisedLoss):
     def __call__(self, hidden, weight, targets, *, softcap):
         return super().__call__(hidden, weight, targets, softcap=softcap)
@@ -189,10 +193,10 @@ class Whole(MaterialisedLoss):
         ),
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="1f1b:3")), ["3 micro-batches", "8 rows", "is 2"]),
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="gpipe:8"), accumulate=2), ["4 rows", "is 4"]),
-        (ConfigError, dict(layout=Layout("pipeline=2"), loss=Own()), ["Own", "of_cut_vocabulary", "CutLoss()"]),
+        (ConfigError, dict(layout=TWO, objective=NextToken(Own())), ["Own", "of_cut_vocabulary", "CutLoss()"]),
         (
             ConfigError,
-            dict(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, vocab=257), loss=Whole()),
+            dict(layout=TWO, model=dataclasses.replace(MODEL, vocab=257), objective=NextToken(Whole())),
             ["Whole", "takes no 'vocab'", "embed/weight's vocab of 257", "CutLoss()", "or a vocab of 258"],
         ),
         (

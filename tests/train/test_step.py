@@ -22,6 +22,7 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, MixtureOfExperts, RingAttention, head_logits
+from jaxscale.train import NextToken
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_sharding, jit_step, make_eval, make_loss_and_grads, make_step
 from tests.truth import numpy_transformer as truth
@@ -60,7 +61,7 @@ def _grads(**options):
 
 
 def test_accumulation_equals_one_large_batch():
-    once, parted = _grads(z_loss=0.01), _grads(z_loss=0.01, accumulate=4)
+    once, parted = _grads(objective=NextToken(z_loss=0.01)), _grads(objective=NextToken(z_loss=0.01), accumulate=4)
     assert_leaves_agree(parted[0], once[0])
     assert_leaves_agree(parted[1], once[1])
 
@@ -88,7 +89,7 @@ def test_accumulated_gradients_have_the_parameters_type():
 def test_the_loss_is_nats_per_weighted_token_and_leaves_the_z_loss_out():
     params = random_params(_blueprint().infos)
     assert_leaves_agree(_grads()[0], truth.mean_loss(MODEL, params, PACKED))
-    assert_leaves_agree(_grads(z_loss=0.01)[0], truth.mean_loss(MODEL, params, PACKED))
+    assert_leaves_agree(_grads(objective=NextToken(z_loss=0.01))[0], truth.mean_loss(MODEL, params, PACKED))
 
 
 def test_the_z_loss_adds_the_gradient_of_the_mean_squared_log_partition():
@@ -103,7 +104,7 @@ def test_the_z_loss_adds_the_gradient_of_the_mean_squared_log_partition():
     params = jax.tree.map(jnp.asarray, random_params(blueprint.infos))
     penalty = jax.jit(jax.grad(mean_square))(params)
     want = jax.tree.map(lambda g, p: g + 0.01 * p, _grads()[1], to_numpy(penalty))
-    assert_leaves_agree(_grads(z_loss=0.01)[1], want)
+    assert_leaves_agree(_grads(objective=NextToken(z_loss=0.01))[1], want)
     assert global_norm(penalty) * 0.01 > 1e-2 * global_norm(want), "too small to be seen"
 
 
@@ -126,9 +127,9 @@ def test_dropout_changes_with_the_step_and_only_while_training():
     assert len(set(losses)) == 3
     again, metrics = step(dataclasses.replace(state, step=jnp.zeros([], jnp.int32)), PACKED)
     assert float(metrics["loss"]) == losses[0]
-    loss, weight = make_eval(setup.blueprint, None)(again.params, PACKED)
-    assert_leaves_agree(loss / weight, truth.mean_loss(model, to_numpy(again.params), PACKED))
-    assert float(weight) == PACKED["weights"].sum()
+    totals = make_eval(setup.blueprint, None)(again.params, PACKED)
+    assert_leaves_agree(totals["nats"] / totals["tokens"], truth.mean_loss(model, to_numpy(again.params), PACKED))
+    assert float(totals["tokens"]) == PACKED["weights"].sum()
 
 
 def test_the_gradient_norm_is_reported_before_clipping():

@@ -9,6 +9,7 @@ import pytest
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, DataError, LayoutError
+from jaxscale.train import NextToken
 from tests.truth.errors import raises_saying
 
 
@@ -24,7 +25,6 @@ def test_the_defaults_are_valid():
         ("seq_len", 1, 2),
         ("seed", -1, 0),
         ("accumulate", 0, 1),
-        ("z_loss", -1e-4, 0),
         ("eval_every", -1, 0),
         ("eval_batches", -1, 0),
         ("checkpoint_every", -1, 0),
@@ -103,7 +103,13 @@ def test_every_setting_has_a_value_by_name():
     assert js.TrainConfig(**config.values()) == config
 
 
-@pytest.mark.parametrize("name", ["lr", "z_loss", "balance_rate"])
+@pytest.mark.parametrize("weight", [-1e-4, float("inf"), float("nan")])
+def test_a_weight_of_the_squared_log_partition_that_is_no_weight_is_refused(weight):
+    with pytest.raises(ConfigError, match=rf"NextToken.z_loss = {weight}: must be at least 0 and finite"):
+        NextToken(z_loss=weight)
+
+
+@pytest.mark.parametrize("name", ["lr", "balance_rate"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_rate_that_is_no_number_is_refused_before_a_step(name, value):
     with pytest.raises(ConfigError, match=rf"train.{name} = {value}: must be "):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxscale.parallel import sharded_lookup
 from jaxscale.plan import estimate, explain
 from jaxscale.plan.communication import predict
 from jaxscale.testing.params import random_params
-from jaxscale.train import CutLoss, MaterialisedLoss, TrainConfig, blueprint_of, check, describe_model
+from jaxscale.train import CutLoss, MaterialisedLoss, NextToken, TrainConfig, blueprint_of, check, describe_model
 from jaxscale.train.step import make_loss_and_grads
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
@@ -42,8 +41,12 @@ BATCH = random_batch(V, lengths=(7, 2, 4))
     ids=str,
 )
 def test_training_gives_the_same_numbers_on_every_layout(layout, loss):
-    make = functools.partial(make_loss_and_grads, loss=loss)
-    assert_layouts_agree(MODEL, [layout], batch=BATCH, z_loss=1e-2, make_loss_and_grads=make)
+    def make(blueprint, *, objective, **how):
+        return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=loss), **how)
+
+    assert_layouts_agree(
+        MODEL, [layout], batch=BATCH, objective=NextToken(z_loss=1e-2), make_loss_and_grads=make
+    )
 
 
 @pytest.mark.parametrize("layout", [Layout("tensor=4"), Layout("fsdp=2,tensor=2,pipeline=2")], ids=str)

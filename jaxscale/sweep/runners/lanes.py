@@ -33,7 +33,11 @@ log = logging.getLogger("jaxscale")
 
 Tree = Any
 
-LOOKED_UP: Mapping[str, tuple[str, ...]] = {"": ("clip_norm", "z_loss"), "optimizer": ("weight_decay",)}
+LOOKED_UP: Mapping[str, tuple[str, ...]] = {
+    "": ("clip_norm",),
+    "objective": ("z_loss",),
+    "optimizer": ("weight_decay",),
+}
 """Numbers that may differ between lanes besides the seed, the learning rate and its schedule, by the part they are of.
 Where they do, they are constants of the program no longer, and looked up by the number of the lane."""
 

@@ -1,0 +1,70 @@
+"""That an objective keeps its promises: terms of parts of a batch add up, and its value is linear in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxscale.testing.params import random_params
+from jaxscale.train.config import TrainConfig
+from jaxscale.train.prepare import blueprint_of
+from jaxscale.train.step import numbered
+
+Batch = dict[str, np.ndarray]
+
+
+def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-5) -> None:
+    """Checks `config.objective` on `config.model` with random parameters, in this process and without a mesh.
+
+    Args:
+      config: the settings of a run.
+      batch: a batch as the run's data gives it, by the names of `Objective.inputs`; an even number of groups of rows.
+      tolerance: relative, of sums in another order.
+
+    Raises:
+      AssertionError: saying which promise is broken.
+    """
+    objective = config.objective
+    blueprint, _ = blueprint_of(config)
+    params = jax.tree.map(jnp.asarray, random_params(blueprint.infos))
+    inputs = objective.inputs(config)
+    assert set(inputs) <= set(batch), f"the batch has no {sorted(set(inputs) - set(batch))}"
+    rows = len(next(iter(batch.values())))
+    half = rows // 2
+    assert rows == 2 * half and half % objective.group == 0, f"{rows} rows make no two halves of whole groups"
+
+    def terms(part: Any) -> Any:
+        return objective.terms(nnx.merge(blueprint.graphdef, params), part)
+
+    numbered_batch = numbered({name: jnp.asarray(batch[name]) for name in inputs})
+    halves = [{k: x[at] for k, x in numbered_batch.items()} for at in (slice(0, half), slice(half, rows))]
+    whole, first, second = jax.jit(lambda: [terms(part) for part in (numbered_batch, *halves)])()
+    weights = objective.weights(numbered_batch, 1)
+    both = set(whole) & set(weights)
+    assert not both, f"terms and weights both have {sorted(both)}"
+    close = lambda a, b: np.allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(np.abs(b))))  # noqa: E731
+    value = objective.value(whole | weights)
+    kind = (value.shape, value.dtype)
+    assert kind == ((), jnp.float32), f"the value is {value.dtype}{value.shape}, not a float32 scalar"
+    for name in objective.evaluated:
+        assert name in objective.metrics(whole | weights), f"metrics have no '{name}', which is to be evaluated"
+    if not objective.additive:
+        return
+    summed = jax.tree.map(jnp.add, first, second)
+    for path, a in jax.tree_util.tree_leaves_with_path(summed):
+        b = dict(jax.tree_util.tree_leaves_with_path(whole))[path]
+        assert close(a, b), f"the terms{jax.tree_util.keystr(path)} of two halves sum to {a}, and of the whole are {b}"
+    parts = objective.weights(numbered_batch, 2)
+    apart = float(objective.value(first | parts)) + float(objective.value(second | parts))
+    together = float(objective.value(summed | parts))
+    assert close(apart, together), f"the value is not linear in the terms: {apart} apart, {together} together"
+    if "weights" in inputs:
+        nothing = terms({**numbered_batch, "weights": jnp.zeros_like(numbered_batch["weights"])})
+        empty = objective.weights({**numbered_batch, "weights": jnp.zeros_like(numbered_batch["weights"])}, 1)
+        filled = float(objective.value(jax.tree.map(jnp.add, whole, nothing) | weights))
+        assert close(filled, float(value)), f"rows of weight 0 change the value from {float(value)} to {filled}"
+        assert all(float(empty[k]) == 0 for k in empty if k != "parts"), "rows of weight 0 have weights"

@@ -1,0 +1,126 @@
+"""A module, an objective and a data source from outside the package train as our own do."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale as js
+from experiments.bring_your_own.digits import Classify, Digits
+from experiments.bring_your_own.vit import FromLinen, ViT
+from jaxscale.errors import ConfigError, DataError
+from jaxscale.models import TransformerConfig
+from jaxscale.testing import check_objective
+from jaxscale.train import NextToken, blueprint_of
+from tests.truth.errors import raises_saying
+
+pytest.importorskip("sklearn")
+LAYOUT = js.Layout("data=2,fsdp=2,tensor=2")
+SETTINGS = dict(data=Digits(), objective=Classify(), steps=2, batch_size=32, eval_batches=2, quiet=True)
+
+
+def numbers(run):
+    return [[row[k] for k in ("loss", "grad_norm", "accuracy")] for row in run.metrics()], run.metrics()[-1]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Two steps of the named transformer on eight devices."""
+    return js.fit(model=ViT(depth=1), layout=LAYOUT, run=tmp_path_factory.mktemp("runs") / "run", **SETTINGS)
+
+
+def test_a_plain_module_trains_to_the_numbers_of_one_device(sharded, tmp_path):
+    one = js.fit(model=ViT(depth=1), layout=None, run=tmp_path / "run", **SETTINGS)
+    (found, last), (want, alone) = numbers(sharded), numbers(one)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    for metric in ("eval_loss", "eval_accuracy"):
+        np.testing.assert_allclose(last[metric], alone[metric], rtol=1e-5)
+    assert "rows_per_second" in last and "tokens_per_second" not in last and "model_flops_per_second" not in last
+
+
+def test_it_is_called_as_a_module_and_goes_on_on_another_mesh(sharded):
+    model, images = sharded.model(), Digits().source(None, split="heldout").images[:64]
+    labels = Digits().source(None, split="heldout").labels[:64]
+    log = jax.nn.log_softmax(model(images))
+    assert np.isfinite(-log[np.arange(64), labels].mean())
+    config = dataclasses.replace(sharded.config, steps=3, layout=js.Layout("fsdp=4"))
+    more = js.fit(config, run=sharded.path, resume=True, quiet=True)
+    assert [row["step"] for row in more.metrics()] == [1, 2, 3]
+
+
+def test_names_are_inferred_for_a_module_that_has_none():
+    named = {i.path: i.axes for i in jax.tree.leaves(blueprint_of(_config(ViT(depth=1)))[0].infos)}
+    for path, axes in _axes(ViT(depth=1, axes=False)).items():
+        if "kernel" in path and path.split("/")[-2] in ("up", "down"):
+            assert axes == named[path]
+    linen = _axes(FromLinen())
+    assert {linen["Dense_1/kernel"], linen["Dense_2/kernel"]} == {("embed", "mlp"), ("mlp", "embed")}
+
+
+def test_a_linen_module_trains_to_the_numbers_of_one_device(tmp_path):
+    runs = [
+        js.fit(model=FromLinen(width=16), layout=layout, run=tmp_path / name, **SETTINGS)
+        for name, layout in {"one": None, "eight": LAYOUT}.items()
+    ]
+    np.testing.assert_allclose(numbers(runs[1])[0], numbers(runs[0])[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", ["digits", "text"])
+def test_objectives_keep_their_promises(config):
+    if config == "digits":
+        config = js.TrainConfig(model=ViT(depth=1, width=16), data=Digits(), objective=Classify(), layout=None)
+        batch = {**Digits().source(None, split="train").rows(np.arange(8)), "weights": np.ones(8, np.float32)}
+    else:
+        model = TransformerConfig(vocab=11, depth=1, width=8, heads=2)
+        config = js.TrainConfig(model=model, layout=None, seq_len=16, objective=NextToken(z_loss=0.1), batch_size=8)
+        batch = js.testing.random_batch(11, lengths=(7, 5))
+    check_objective(config, batch)
+
+
+class Squared(Classify):
+    """The square of a mean is not linear in the sum."""
+
+    def value(self, totals):
+        return super().value(totals) ** 2
+
+
+def test_an_objective_that_breaks_a_promise_is_named():
+    config = js.TrainConfig(model=ViT(depth=1, width=16), data=Digits(), objective=Squared(), layout=None)
+    batch = {**Digits().source(None, split="train").rows(np.arange(8)), "weights": np.ones(8, np.float32)}
+    with pytest.raises(AssertionError, match="not linear in the terms"):
+        check_objective(config, batch)
+
+
+class AllAtOnce(Classify):
+    additive = False
+
+
+@pytest.mark.parametrize(
+    "kind,settings,words",
+    [
+        (ConfigError, dict(objective=NextToken()), ["NextToken trains language models", "ViT has no 'vocab'"]),
+        (DataError, dict(model=TransformerConfig(depth=1), objective=NextToken()), ["'tokens'", "'digits' has none"]),
+        (ConfigError, dict(layout=js.Layout("pipeline=2")), ["Classify", "of_hidden", "mesh without pipeline"]),
+        (ConfigError, dict(objective=AllAtOnce(), accumulate=2), ["AllAtOnce", "all rows of a batch at once"]),
+        (ConfigError, dict(objective=Classify), ["train.objective must be an objective", "the class Classify"]),
+        (ConfigError, dict(loss=None), ["fit has no setting 'loss'", "objective=NextToken(loss=...)"]),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_what_does_not_fit_is_said_before_anything_is_compiled(kind, settings, words, tmp_path):
+    with raises_saying(kind, *words):
+        js.fit(**{**SETTINGS, "model": ViT(), "layout": None, **settings}, run=tmp_path / "run")
+
+
+def test_a_model_that_is_none_of_texts_has_none(sharded):
+    with raises_saying(ConfigError, "ViT is no language model", "Run.model()"):
+        sharded.sample("def ")
+
+
+def _config(model):
+    return js.TrainConfig(model=model, layout=LAYOUT.abstract(), data=Digits(), objective=Classify(), batch_size=32)
+
+
+def _axes(model):
+    return {i.path: i.axes for i in jax.tree.leaves(blueprint_of(_config(model))[0].infos)}

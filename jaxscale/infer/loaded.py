@@ -90,6 +90,11 @@ def check_texts(config: TrainConfig) -> None:
         raise ConfigError(
             f"{type(config.model).__name__} is no language model, so it has no texts; call what Run.model() returns"
         )
+    if not getattr(config.model, "causal", True):
+        raise ConfigError(
+            "the model's attention is Bidirectional, so no token is foreseen from those before it; call what "
+            "Run.model() returns"
+        )
 
 
 def for_texts_of(model: Any, length: int | None) -> Any:

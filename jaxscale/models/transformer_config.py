@@ -242,6 +242,11 @@ class TransformerConfig:
             self.mlp if after(i) > 0 and after(i) % self.mlp_every == 0 else self.dense_mlp for i in range(self.depth)
         ]
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees those before it and no other."""
+        return getattr(self.attention, "causal", True)
+
     def layer_windows(self) -> list[int | None]:
         """The window of every layer."""
         return [self.windows[i % len(self.windows)] for i in range(self.depth)]
@@ -284,7 +289,8 @@ class TransformerConfig:
         pairs = 0
         for window in self.layer_windows():
             w = min(window or seq, seq)
-            pairs += w * (w + 1) // 2 + (seq - w) * w
+            seen = w * (w + 1) // 2 + (seq - w) * w
+            pairs += seen if self.causal else 2 * seen - seq  # as many behind a token as before it, and itself
         per_head = 2 * batch * pairs * z.heads
         tokens = 2 * batch * seq * self.depth
         through = [(_hidden(m, z.hidden), _gated(m), _scores(m)) for m in self.layer_mlps()]

@@ -1,6 +1,6 @@
 """Flax layers whose parameters and activations carry logical axis names."""
 
-from jaxscale.nn.attention import Attention, AttentionKernel, attention_mask, dot_product_attention
+from jaxscale.nn.attention import Attention, AttentionKernel, Bidirectional, attention_mask, dot_product_attention
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
 from jaxscale.nn.block import Block
 from jaxscale.nn.cache import Cache, Group, Kept, LayerCache, Packed, RunCache
@@ -36,6 +36,7 @@ __all__ = [
     "Attention",
     "AttentionKernel",
     "AttentionLayer",
+    "Bidirectional",
     "Block",
     "Cache",
     "Context",

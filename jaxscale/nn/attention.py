@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,27 @@ def attention_mask(
     if segment_ids is not None:
         mask = both(mask, segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     return mask
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Bidirectional:
+    """Attention without a causal mask, for encoders (BERT, Devlin et al. 2019): every token sees its whole document.
+
+    Args:
+      kernel: the attention kernel that scores and mixes.
+    """
+
+    kernel: AttentionKernel = dot_product_attention
+    causal: ClassVar[bool] = False
+
+    def __call__(self, q: Array, k: Array, v: Array, *, causal: bool = True, **options: Any) -> Array:
+        return self.kernel(q, k, v, causal=False, **options)
+
+    def __getattr__(self, name: str) -> Any:  # the order and the unit of a sequence, which are the kernel's
+        if name.startswith("_") or name == "kernel":
+            raise AttributeError(name)
+        return getattr(self.kernel, name)
 
 
 class Attention(nnx.Module):

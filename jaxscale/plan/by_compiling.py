@@ -21,6 +21,8 @@ def unknown(config: TrainConfig) -> str | None:
     for part, kind in ((config.objective, NextToken), (config.model, TransformerConfig)):
         if not isinstance(part, kind):
             return f"no formula knows the arithmetic and memory of {type(part).__name__}"
+    if not config.model.causal:  # type: ignore[attr-defined]
+        return "no formula knows the arithmetic and memory of Bidirectional"
     return None
 
 

@@ -24,6 +24,7 @@ from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.moves import Mover
 from jaxscale.train import TrainConfig, blueprint_of, replicas_of, token_loss
+from jaxscale.train.loss import holds_logits
 
 Tree = Any
 _STAGES = "pipeline"
@@ -234,7 +235,7 @@ class _Step:
         stages = (_STAGES,) if self._cut_by_stages(self.infos["embed" if tied else "head"]["weight"]) else ()
         numbers = TensorInfo("a number a token", (blocks.rows, blocks.seq), jnp.dtype("float32"), ("batch", "seq"))
         every = mover.local_bytes(numbers)
-        if not token_loss(self.config).holds_logits:
+        if not holds_logits(token_loss(self.config)):
             over = (*stages, *vocab)
             found += mover.send("all-gather", over, 3 * every * mover.devices(over), self._ends, "the loss's parts")
             return found + mover.summed(whole, over, self._ends, "the head's input, its cotangent summed")

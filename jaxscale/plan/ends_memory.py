@@ -14,6 +14,7 @@ from jaxscale.nn import MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import Weight, copied_bytes, local_bytes
 from jaxscale.train import Loss
+from jaxscale.train.loss import holds_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Ends:
             copied_bytes(tables[0], layout, model.dtype),
             local_bytes(stream, layout),
             local_bytes(dataclasses.replace(stream, axes=("batch", "residual_seq", "embed")), layout),
-            local_bytes(logits, layout) if loss.holds_logits else 0,
+            local_bytes(logits, layout) if holds_logits(loss) else 0,
             jnp.dtype(model.dtype).itemsize,
             layout.split("batch") * layout.split("seq") > 1,
             sums,

@@ -110,7 +110,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         _extra_flops(
             policy, model.products(config.batch_size, config.seq_len), "lse" if per_layer.tensors["lse"] else None
         )
-        / model_flops(config),
+        / (model_flops(config) or 1),
         heap.at_peak,
     )
 

@@ -19,6 +19,7 @@ from jaxscale.plan.communication import sized
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import text_of
 from jaxscale.train import CutLoss, NextToken, TrainConfig, token_loss
+from jaxscale.train.loss import holds_logits
 from jaxscale.train.report import human_bytes
 
 SHOWN, LARGEST = 16, 10
@@ -116,7 +117,7 @@ def _attention(config: TrainConfig, there: Topology) -> Changes:
 
 
 def _loss(config: TrainConfig, there: Topology) -> Changes:
-    if isinstance(config.objective, NextToken) and token_loss(config).holds_logits:
+    if isinstance(config.objective, NextToken) and holds_logits(token_loss(config)):
         objective = dataclasses.replace(config.objective, loss=CutLoss())
         yield "no logits held: NextToken.loss = @CutLoss()", dataclasses.replace(config, objective=objective)
 

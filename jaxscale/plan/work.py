@@ -25,6 +25,7 @@ from jaxscale.plan.collectives import Collective
 from jaxscale.plan.memory import Estimate, _extra_flops
 from jaxscale.plan.roofline import Op, Work
 from jaxscale.train import TrainConfig, describe_model, replicas_of, token_loss
+from jaxscale.train.loss import holds_logits
 
 FLOAT32 = 4
 """Bytes of an element of logits, scores and gradients."""
@@ -146,7 +147,7 @@ class _Place:
             name: _extra_flops(policy, {other: int(other == name) for other in names}, None if dense else "lse")
             for name in names
         }
-        counts["logits"] = int(not token_loss(config).holds_logits)  # a cut loss makes them once more
+        counts["logits"] = int(not holds_logits(token_loss(config)))  # a cut loss makes them once more
         counts["scores"] += not dense  # flash attention's backward pass makes its scores again (Dao et al. 2022)
         if layout.stages == 1:
             return cls(layout, counts, config.accumulate, 1.0, 0.0)

@@ -68,7 +68,7 @@ def config_of(job: Job) -> TrainConfig:
 def sizes(config: TrainConfig, steps: int) -> dict[str, float]:
     """What so many steps of a run come to: tokens, parameters and FLOPs."""
     (unit, count), flops = examples(config), model_flops(config)
-    found = {unit: steps * count, "parameters": parameter_count(config)}
+    found: dict[str, float] = {unit: steps * count, "parameters": parameter_count(config)}
     return found if flops is None else {**found, "flops": steps * flops}
 
 

@@ -34,13 +34,14 @@ class Journal:
     Args:
       folder: of the sweep.
       objective: the metric of the records' curves.
+      shared: other folders have the sweep's other trials, so that numbers may be missing here.
 
     Raises:
       RunError: another process has it, or it cannot be written to.
     """
 
-    def __init__(self, folder: Path, objective: str):
-        self.folder, self.objective = folder, objective
+    def __init__(self, folder: Path, objective: str, *, shared: bool = False):
+        self.folder, self.objective, self.shared = folder, objective, shared
         try:
             (folder / JOBS).mkdir(exist_ok=True)
             self._lock = (folder / ".sweep.lock").open("w")
@@ -65,7 +66,7 @@ class Journal:
           AlteredFile: an edit by hand has to be accepted first, or a damaged line is nowhere else.
         """
         trials, _, lines = _read_trials(self.folder)
-        lost = [id for id in range(max(trials, default=-1)) if id not in trials]
+        lost = [id for id in range(max(trials, default=-1)) if id not in trials and not self.shared]
         lost = [id for id in lost if _trial_in_job(run_folder(self.folder, id)) is None]
         if lost or any(row is not None for row in lines.damaged.values()):
             if lines.damaged:

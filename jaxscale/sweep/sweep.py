@@ -153,7 +153,7 @@ class Prepared:
         storage = self.storage()
         shared = None if storage is None else storage.connect(self.text)
         path = open_folder(None if folder is None else Path(folder), self.text, name)
-        journal = Journal(path, self.sweep.objective)
+        journal = Journal(path, self.sweep.objective, shared=shared is not None)
         ledger = journal if shared is None else shared.ledger(journal, self.space)
         live = Live(path, self.sweep, self.space, self.steps, fresh=not journal.records(), quiet=quiet)
         results = _Results(path, live.show)

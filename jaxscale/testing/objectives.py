@@ -63,8 +63,8 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     together = float(objective.value(summed | parts))
     assert close(apart, together), f"the value is not linear in the terms: {apart} apart, {together} together"
     if "weights" in inputs:
-        nothing = terms({**numbered_batch, "weights": jnp.zeros_like(numbered_batch["weights"])})
-        empty = objective.weights({**numbered_batch, "weights": jnp.zeros_like(numbered_batch["weights"])}, 1)
-        filled = float(objective.value(jax.tree.map(jnp.add, whole, nothing) | weights))
-        assert close(filled, float(value)), f"rows of weight 0 change the value from {float(value)} to {filled}"
-        assert all(float(empty[k]) == 0 for k in empty if k != "parts"), "rows of weight 0 have weights"
+        zeros = {k: x if k == "rows" else jnp.zeros_like(x) for k, x in numbered_batch.items()}
+        filled = float(objective.value(jax.tree.map(jnp.add, whole, jax.jit(terms)(zeros)) | weights))
+        assert close(filled, float(value)), f"rows of zeros, which fill up, change the value {float(value)} to {filled}"
+        empty = objective.weights(zeros, 1)
+        assert all(float(empty[k]) == 0 for k in empty if k != "parts"), "rows of zeros, which fill up, have weights"

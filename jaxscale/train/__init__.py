@@ -5,6 +5,7 @@ from jaxscale.train.config import TrainConfig
 from jaxscale.train.fit import fit
 from jaxscale.train.lora import LoRA
 from jaxscale.train.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
+from jaxscale.train.masked_token import MaskedToken
 from jaxscale.train.objective import Input, NextToken, Objective, token_loss
 from jaxscale.train.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.train.prepare import blueprint_of, check, prepare, settled
@@ -25,6 +26,7 @@ __all__ = [
     "Input",
     "LoRA",
     "Loss",
+    "MaskedToken",
     "MaterialisedLoss",
     "NextToken",
     "Objective",

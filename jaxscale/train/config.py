@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -108,6 +109,8 @@ class TrainConfig:
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
             if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
                 raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value, methods)}")
+            if name == "model" and not _takes_keys(value.make):
+                raise ConfigError(f"train.model must be {what}, not {_called(value)}")
             if name in _CALLED and not plain:
                 check_method(f"train.{name}", value, *_CALLED[name])
         if not isinstance(self.layout, Layout | None):
@@ -183,6 +186,12 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Every setting by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def _takes_keys(make: Any) -> bool:
+    """Whether a function is called with random keys and nothing else, as a model config's `make` is."""
+    needed = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    return len([p for p in needed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]) == 1
 
 
 def _called(value: object) -> str:

@@ -23,10 +23,8 @@ class Loss(Protocol):
     `of_cut_vocabulary = True`. It takes `vocab` as well, the vocabulary's size: where devices do not divide it, the
     weight has rows of zeros behind it there, which are no words. Elsewhere the weight's rows are the vocabulary.
 
-    `holds_logits` tells the planner whether the B x S x V logits are kept for the backward pass.
+    One that does not keep the B x S x V logits for its backward pass says `holds_logits = False`, for the planner.
     """
-
-    holds_logits: ClassVar[bool] = True
 
     def __call__(
         self,
@@ -121,6 +119,11 @@ class AutoLoss:
     def describe(self, vocab: int) -> str:
         side = "below" if vocab < self.cut_from else "not below"
         return f"{self.of(vocab).describe(vocab)} (a vocabulary of {vocab:,} is {side} {self.cut_from:,})"
+
+
+def holds_logits(loss: Loss) -> bool:
+    """Whether a loss keeps the B x S x V logits for its backward pass."""
+    return getattr(loss, "holds_logits", True)
 
 
 def token_losses(

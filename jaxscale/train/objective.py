@@ -58,18 +58,21 @@ class Objective:
       group: how many rows, one after the other, belong together (2 for preference pairs). They stay in one
         micro-batch, on one device.
       additive: whether `value` is linear in the terms.
+      staged: whether `of_hidden` makes the terms from what the last pipeline stage has (see `NextToken`).
       evaluated: which of the `metrics` an evaluation reports, as `eval_NAME`.
     """
 
     group: ClassVar[int] = 1
     additive: ClassVar[bool] = True
+    staged: ClassVar[bool] = False
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
         """The arrays of a batch by name.
 
-        A batch also has `rows`, int32 (B,): each row's number in the global batch. One called `weights` is 0 in rows
-        that only fill up the last batch of an evaluation; a source that has none is given one of ones, float32 (B,).
+        A batch also has `rows`, int32 (B,): each row's number in the global batch. Rows that only fill up the last
+        batch of an evaluation are zeros in every array, an array `weights` among them; where a source has none of that
+        name, the loader adds one of ones, float32 (B,).
         """
         raise NotImplementedError
 
@@ -126,6 +129,7 @@ class NextToken(Objective):
       ConfigError: a loss that is none, or a negative weight.
     """
 
+    staged: ClassVar[bool] = True
     loss: Loss = AutoLoss()
     z_loss: float = 0.0
 

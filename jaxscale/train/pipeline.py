@@ -49,12 +49,12 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
     assert blueprint.layout is not None
     without = "use a mesh without pipeline"
     check_additive(objective, f"pipeline={blueprint.layout.stages} takes it in micro-batches", without)
-    if not hasattr(objective, "of_hidden"):
+    if not objective.staged:
         raise ConfigError(
-            f"{type(objective).__name__} does not say what the last pipeline stage makes of the last layer's output "
+            f"{type(objective).__name__} cannot be made by the last pipeline stage alone, from the last layer's output "
             f"('of_hidden', see NextToken); {without}"
         )
-    loss = objective.loss
+    loss = objective.loss  # type: ignore[attr-defined]
     model = type(nnx.merge(blueprint.graphdef, blueprint.infos))
     parts = {m: hasattr(model, m) for m in ("begin", "context", "layers", "finish")}
     for part, there in {**parts, "runs": "runs" in blueprint.infos}.items():

@@ -101,7 +101,7 @@ class AllAtOnce(Classify):
     [
         (ConfigError, dict(objective=NextToken()), ["NextToken trains language models", "ViT has no 'vocab'"]),
         (DataError, dict(model=TransformerConfig(depth=1), objective=NextToken()), ["'tokens'", "'digits' has none"]),
-        (ConfigError, dict(layout=js.Layout("pipeline=2")), ["Classify", "of_hidden", "mesh without pipeline"]),
+        (ConfigError, dict(layout=js.Layout("pipeline=2")), ["Classify", "last pipeline stage alone"]),
         (ConfigError, dict(objective=AllAtOnce(), accumulate=2), ["AllAtOnce", "all rows of a batch at once"]),
         (ConfigError, dict(objective=Classify), ["train.objective must be an objective", "the class Classify"]),
         (ConfigError, dict(loss=None), ["fit has no setting 'loss'", "objective=NextToken(loss=...)"]),

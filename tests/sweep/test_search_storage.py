@@ -160,6 +160,17 @@ def test_what_failed_on_one_machine_is_tried_again_by_whoever_is_asked_to(machin
     assert b.records()[0].state == FAILED, "once more is once"
 
 
+def test_a_folder_that_lacks_the_trials_of_another_machine_is_opened_again(machines, tmp_path):
+    a, b = machines
+    a.claim(FIRST)
+    for id, ledger in ((1, b), (2, a)):
+        ledger.claim(dataclasses.replace(FIRST, id=id))
+    folder, url = a.journal.folder, a.shared.url
+    a.close()
+    with contextlib.closing(open_ledger(url, folder)) as again:
+        assert [record.trial.id for record in again.records()] == [0, 1, 2]
+
+
 def test_two_processes_share_a_sweep_and_one_killed_loses_nothing(tmp_path, url):
     command = [sys.executable, "-m", "tests.truth.pulling", url, str(tmp_path / "a"), "0.4"]
     measured = tmp_path / "a" / "001" / "metrics.jsonl"

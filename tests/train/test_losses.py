@@ -66,7 +66,7 @@ def test_a_run_without_logits_takes_the_same_steps_and_says_which_loss_ran(tmp_p
     assert made.metrics()[-1]["eval_loss"] == pytest.approx(kept.metrics()[-1]["eval_loss"], rel=1e-6)
     assert made.info["loss"] == "cut cross-entropy, no logits held (a vocabulary of 32 is not below 32)"
     assert kept.info["loss"] == "cross-entropy of materialised logits"
-    assert read_config(tmp_path / "made").loss == AutoLoss(cut_from=32)
+    assert read_config(tmp_path / "made").objective.loss == AutoLoss(cut_from=32)
 
 
 def test_what_a_loss_cannot_do_is_said_before_anything_is_written(tmp_path):

@@ -129,6 +129,7 @@ def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
         with layout:
             compiled = make_eval(setup.blueprint, None).lower(setup.state.params, batch).compile()
             found.append(compiled(setup.state.params, batch))
+    assert [totals.pop("parts") for totals in found] == [1, 4]
     assert_leaves_agree(found[1], found[0])
     smallest = min(i.size for i in jax.tree.leaves(setup.blueprint.infos["runs"]) if len(i.shape) > 2)
     shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", compiled.as_text())
@@ -159,7 +160,7 @@ def test_how_often_gradients_are_summed_is_reported():
     experts = dataclasses.replace(MODEL, mlp=MixtureOfExperts(experts=4))
     for model in (experts, MODEL):
         blueprint, _ = blueprint_of(TrainConfig(model=model, layout=Layout("pipeline=2,data=2")))
-        notes = pipelined(blueprint, MaterialisedLoss(), 0.0).notes(8)
+        notes = pipelined(blueprint, NextToken(MaterialisedLoss())).notes(8)
         assert sum("summed over data for every micro-batch" in n for n in notes) == (model is experts)
         assert sum("summed once, after the last micro-batch" in n for n in notes) == (model is MODEL)
 

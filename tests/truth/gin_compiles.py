@@ -23,6 +23,7 @@ import jax
 
 from jaxscale.layout import simulate_devices
 from jaxscale.plan.compile import compile_step
+from jaxscale.train.rates import parameter_count
 from jaxscale.train.report import human_bytes
 from tests.truth import golden
 
@@ -52,7 +53,7 @@ def compiled(file: Path) -> dict[str, Any]:
     memory = program.memory_analysis()
     return {
         "devices": f"{devices:,}",
-        "parameters": f"{run.model.param_count():,}",
+        "parameters": f"{parameter_count(run):,}",
         "arguments a device": human_bytes(memory.argument_size_in_bytes),
         "temporaries a device": human_bytes(memory.temp_size_in_bytes),
         "collectives": str(sum(bool(_COLLECTIVE.search(line)) for line in program.as_text().splitlines())),

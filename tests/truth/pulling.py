@@ -87,7 +87,7 @@ def open_ledger(url: str, folder: Path, patience: float = PATIENCE) -> SharedLed
     """Of a machine with this folder."""
     shared = Storage(url, patience).connect("sweep.of = 'waiting'\n")
     folder.mkdir(exist_ok=True)
-    return shared.ledger(Journal(folder, "eval_loss"), SPACE)
+    return shared.ledger(Journal(folder, "eval_loss", shared=True), SPACE)
 
 
 def pull(url: str, folder: Path, seconds: float = 0.05) -> list[Record]:

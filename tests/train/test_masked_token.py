@@ -1,0 +1,78 @@
+"""Encoders: attention in both directions and masked tokens, on layouts as on one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxscale as js
+from jaxscale.errors import ConfigError
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import Bidirectional, RingAttention, dot_product_attention
+from jaxscale.testing import assert_layouts_agree, check_objective, random_batch, random_params
+from jaxscale.train import MaskedToken, TrainConfig, describe_model
+from tests.truth.errors import raises_saying
+
+MODEL = TransformerConfig(vocab=32, depth=1, width=16, heads=2, attention=Bidirectional())
+BATCH = random_batch(32, lengths=(9, 5))
+
+
+def test_attention_sees_the_whole_document_and_nothing_else():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 1, 4)).astype(np.float32)
+    segments = jnp.asarray([[1, 1, 1, 1, 2, 2]])
+    found = Bidirectional()(q, k, v, causal=True, segment_ids=segments)
+    for at in (slice(0, 4), slice(4, 6)):
+        scores = np.einsum("shd,thd->hst", q[0, at], k[0, at]) / 2
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        np.testing.assert_allclose(found[0, at], np.einsum("hst,thd->shd", weights, v[0, at]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout,model",
+    [
+        (js.Layout("data=2,fsdp=2,tensor=2"), MODEL),
+        (js.Layout("context=4"), dataclasses.replace(MODEL, attention=Bidirectional(RingAttention()))),
+    ],
+    ids=str,
+)
+def test_training_gives_the_same_numbers_on_every_layout(layout, model):
+    assert_layouts_agree(model, [layout], batch=BATCH, objective=MaskedToken(rate=0.4), accumulate=2)
+
+
+def test_the_promises_of_an_objective_are_kept():
+    check_objective(TrainConfig(model=MODEL, layout=None, seq_len=16, objective=MaskedToken(), batch_size=8), BATCH)
+
+
+def test_the_loss_is_of_masked_tokens_alone_and_of_what_the_model_makes_of_the_others():
+    objective, (graphdef, infos) = MaskedToken(rate=0.5, mask=31), describe_model(MODEL)
+    model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, random_params(infos)))
+    batch = {**BATCH, "rows": np.arange(8)}
+    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), row), 0.5, (16,))  # noqa: E731
+    drawn = np.stack([draw(row) for row in range(8)])
+    tokens = np.where(drawn, 31, BATCH["tokens"])
+    logits = model(tokens, positions=BATCH["positions"], segment_ids=BATCH["segment_ids"])
+    each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), BATCH["tokens"][..., None], -1)[..., 0]
+    terms = objective.terms(model, batch)
+    np.testing.assert_allclose(terms["nats"], (each * drawn * (BATCH["segment_ids"] > 0)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(objective.weights(batch, 1)["tokens"], 0.5 * (BATCH["segment_ids"] > 0).sum())
+
+
+def test_what_does_not_fit_is_said():
+    with raises_saying(ConfigError, "tokens see those behind them", "@Bidirectional()"):
+        TrainConfig(model=dataclasses.replace(MODEL, attention=dot_product_attention), objective=MaskedToken())
+    with raises_saying(ConfigError, "MaskedToken.mask = 32", "32 ids"):
+        TrainConfig(model=MODEL, objective=MaskedToken(mask=32))
+    with raises_saying(ConfigError, "MaskedToken.rate = 1.5"):
+        MaskedToken(rate=1.5)
+    config = TrainConfig(model=MODEL, objective=MaskedToken(), layout=js.Layout("pipeline=2").abstract(), batch_size=8)
+    with raises_saying(ConfigError, "MaskedToken", "last pipeline stage alone", "mesh without pipeline"):
+        js.train.check(config)
+
+
+def test_a_pair_of_tokens_that_see_each_other_is_counted_twice():
+    """Two tokens have three causal pairs, four without a mask."""
+    causal = dataclasses.replace(MODEL, attention=dot_product_attention)
+    assert MODEL.products(1, 2)["scores"] * 3 == causal.products(1, 2)["scores"] * 4

@@ -101,7 +101,10 @@ class Objective:
         raise NotImplementedError
 
     def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
-        """What a step reports, of terms and weights of all the batch (of an evaluation: of all its batches)."""
+        """What a step reports, of terms and weights of all the batch (of an evaluation: of all its batches).
+
+        "loss" has to be among them: it is what guards, sweeps and reports look at.
+        """
         return {"loss": self.value(totals)}
 
     def check(self, config: TrainConfig) -> None:

@@ -30,10 +30,6 @@ from jaxscale.train.step import batch_shardings, jit_step, make_eval, make_loss_
 
 log = logging.getLogger("jaxscale")
 
-EVAL_LOSS = "eval_loss"
-"""The metric of held-out rows; of a further corpus it is followed by a slash and its name."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A run that is ready to start.
@@ -416,9 +412,10 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     for name, x in {"its value": value, **{f"the metric '{k}'": v for k, v in metrics.items()}}.items():
         if x.shape != ():
             raise ConfigError(f"{type(objective).__name__}: {name} has the shape {x.shape}; give a scalar")
-    for name in objective.evaluated:
+    for name in ("loss", *objective.evaluated):
         if name not in metrics:
-            raise ConfigError(f"{type(objective).__name__} evaluates '{name}', and reports {', '.join(metrics)}")
+            known = ", ".join(metrics)
+            raise ConfigError(f"{type(objective).__name__} has no metric '{name}', which is needed; it has {known}")
 
 
 def _clip(norm: float) -> optax.GradientTransformation:

@@ -106,7 +106,7 @@ class AllAtOnce(Classify):
         (ConfigError, dict(objective=Classify), ["train.objective must be an objective", "the class Classify"]),
         (ConfigError, dict(loss=None), ["fit has no setting 'loss'", "objective=NextToken(loss=...)"]),
     ],
-    ids=lambda x: str(x)[:40],
+    ids=["text objective", "text model", "stages", "in parts", "a class", "an old setting"],
 )
 def test_what_does_not_fit_is_said_before_anything_is_compiled(kind, settings, words, tmp_path):
     with raises_saying(kind, *words):

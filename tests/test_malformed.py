@@ -381,6 +381,14 @@ def test_an_end_that_is_half_a_character_is_one_sentence(folders):
         HFTokenizer(str(folders.model), eos="\ud800").eos_id  # noqa: B018
 
 
+def test_an_end_of_thousands_of_letters_is_a_short_sentence(folders):
+    from jaxscale.data import HFTokenizer
+
+    with pytest.raises(DataError, match="x ... x+'; name one with eos=; known: </s>, <s>, <unk>") as e:
+        HFTokenizer(str(folders.model), eos="x" * 5000).eos_id  # noqa: B018
+    assert len(str(e.value)) < 600
+
+
 def test_a_dtype_of_thousands_of_letters_is_a_short_sentence(tmp_path):
     header = json.dumps({"a": {"dtype": "x" * 5000, "shape": [1], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))

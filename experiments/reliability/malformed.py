@@ -335,7 +335,7 @@ def run_worker(args: argparse.Namespace, name: str, one: dict[str, Any], share: 
             one["done"] = told["done"]
             one["ends"] = dict(Counter(one["ends"]) + Counter(told["ends"]))
             one["bad"] += told["bad"]
-            one["seconds"] = round(one["seconds"] + told["seconds"], 1)
+            one["seconds"] = round(one["seconds"] + told["seconds"], 3)
         if worker.wait() != 0:
             one["ends"] = dict(Counter(one["ends"]) + Counter(["CRASH"]))
             one["bad"].append([one["done"], "CRASH", f"exit code {worker.returncode}", ""])

@@ -192,9 +192,11 @@ class HFTokenizer:
                 found = self._tokenizer.token_to_id(name)
             if found is not None:
                 return found
-        wanted = f"'{self.eos}'" if self.eos is not None else "end-of-text token that is known by name"
-        special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
-        raise DataError(f"{self._file} has no {wanted}; name one with eos={near(self.eos or '', special)}")
+        named = None if self.eos is None else reading.clipped(self.eos)
+        wanted = "end-of-text token that is known by name" if named is None else f"'{named}'"
+        special = [reading.clipped(t.content) for t in self._tokenizer.get_added_tokens_decoder().values()]
+        others = reading.clipped(near(named or "", special), 600)
+        raise DataError(f"{self._file} has no {wanted}; name one with eos={others}")
 
     @cached_property
     def special(self) -> tuple[str, ...]:

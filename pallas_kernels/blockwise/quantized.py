@@ -93,7 +93,7 @@ def quantize_blockwise(
       KernelError: a format that there is not, a tile that does not divide x, a block size that is no power of two, both
         a key and `moment`.
     """
-    code = codec(format, signed)
+    codec(format, signed)  # raises for a format that does not exist
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise KernelError(f"quantize_blockwise takes floats, and x is {x.dtype}; cast it to float32 first")
     if key is not None and moment:
@@ -104,12 +104,27 @@ def quantize_blockwise(
     flat = None if tile else block_size
     if tile:
         check_tile(tuple(x.shape), tile, "x")
+    return _quantize(x, key, tile, flat, format, bool(signed), bool(moment))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6), inline=True)
+def _quantize(
+    x: jax.Array,
+    key: jax.Array | None,
+    tile: tuple[int, ...],
+    flat: int | None,
+    format: str,
+    signed: bool,
+    moment: bool,
+) -> Quantized:
+    """One program where it is called outside of any; within another it is inlined."""
+    code = codec(format, signed)
     blocks = blocks_of(x.astype(jnp.float32), tile, flat)
     scales = absmax_of(blocks, tile, flat)
     units = scaled(blocks, _expand(scales, tile, flat))
     encode = code.encode_moment if moment else code.encode
     codes = encode(units) if key is None else encode_stochastic(code, units, key)
-    return Quantized(unblock(codes, x.shape), _squeeze(scales, tile, flat), tile, format, bool(signed), flat)
+    return Quantized(unblock(codes, x.shape), _squeeze(scales, tile, flat), tile, format, signed, flat)
 
 
 def dequantize_blockwise(q: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -119,6 +134,11 @@ def dequantize_blockwise(q: Quantized, dtype: jax.typing.DTypeLike = jnp.float32
       KernelError: codes, scales and tile do not fit each other.
     """
     check_quantized(q, "q")
+    return _dequantize(q, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _dequantize(q: Quantized, dtype: jnp.dtype) -> jax.Array:
     blocks = blocks_of(q.codes, q.tile, q.flat)
     values = codec(q.format, q.signed).decode(blocks) * _expand(q.scales, q.tile, q.flat)
     return unblock(values, q.codes.shape).astype(dtype)

@@ -60,13 +60,21 @@ def _tables(how, layout):
     return jnp.broadcast_to(jnp.asarray(dealt, jnp.int32), (2, per))
 
 
-@pytest.mark.parametrize("how", CACHES)
-@pytest.mark.parametrize("where", LAYOUTS)
+def _combinations(layouts, *repeated):
+    """Every cache on every layout; the repeated ones by `make test-all` alone."""
+    marks = lambda pair: pytest.mark.long if pair in repeated else ()  # noqa: E731
+    return [pytest.param(how, where, marks=marks((how, where))) for where in layouts for how in CACHES]
+
+
+@pytest.mark.parametrize(("how", "where"), _combinations(LAYOUTS, ("contiguous", "mixed"), ("paged", "tensor=4")))
 def test_chunks_and_single_tokens_give_the_whole_texts_logits(how, where):
     np.testing.assert_allclose(_in_chunks(CONFIG, how, where), _whole(CONFIG, TOKENS), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("how", "where"), [("contiguous", "none"), ("contiguous", "tensor=4"), ("paged", "mixed")])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [pytest.param("contiguous", "none", marks=pytest.mark.long), ("contiguous", "tensor=4"), ("paged", "mixed")],
+)
 def test_latents_that_are_kept_give_the_logits_of_the_keys_and_values_they_stand_for(how, where):
     """The absorbed form of multi-head latent attention against the plain one."""
     np.testing.assert_allclose(_in_chunks(LATENT, how, where), _whole(LATENT, TOKENS), atol=2e-5, rtol=1e-4)
@@ -103,8 +111,7 @@ def _in_chunks(config, how, where):
     return out
 
 
-@pytest.mark.parametrize("how", CACHES)
-@pytest.mark.parametrize("where", ["none", "mixed"])
+@pytest.mark.parametrize(("how", "where"), _combinations(["none", "mixed"], ("paged", "none"), ("contiguous", "mixed")))
 def test_tokens_of_many_texts_share_a_lane(how, where):
     """Two lanes of three rows: a chunk of one text beside single tokens of the others, in any order of columns."""
     layout, how = generating(LAYOUTS[where]), CACHES[how]

@@ -51,6 +51,12 @@ def _next(config: TransformerConfig):
     return one
 
 
+@functools.cache
+def _logprobs():
+    """Every place's log-probabilities from a pass over a whole text."""
+    return jax.jit(lambda ids: jax.nn.log_softmax(nnx.merge(*_model(None))(ids), axis=-1))
+
+
 def alone(requests, config=CONFIG, batch=50):
     """Every request's tokens, their log-probabilities and everybody's, from passes over whole texts without a cache."""
     out = {}
@@ -151,7 +157,7 @@ def test_two_hundred_texts_under_page_shortage_get_what_they_get_alone():
 @pytest.mark.parametrize(
     ("mesh", "how", "vocab"),
     [
-        ("tensor=2", Contiguous(), VOCAB),
+        pytest.param("tensor=2", Contiguous(), VOCAB, marks=pytest.mark.long),
         ("data=2,tensor=2,context=2", Paged(page=4, pages=12), VOCAB),
         ("tensor=2,pipeline=2", Paged(page=4, pages=12), 61),  # which devices do not divide
     ],
@@ -231,12 +237,11 @@ def test_shared_pages_save_work_and_change_nothing():
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [
-        (None, Paged(page=4, pages=14)),
-        (None, Contiguous()),
-        ("data=2,tensor=2,context=2", Paged(page=4, pages=12)),
-        ("tensor=2,pipeline=2", Paged(page=4, pages=12)),
+        pytest.param(None, Paged(page=4, pages=14), id="paged"),
+        pytest.param(None, Contiguous(), id="contiguous"),
+        pytest.param("data=2,tensor=2,context=2", Paged(page=4, pages=12), id="three axes", marks=pytest.mark.long),
+        pytest.param("tensor=2,pipeline=2", Paged(page=4, pages=12), id="pipeline"),
     ],
-    ids=["paged", "contiguous", "three axes", "pipeline"],
 )
 def test_the_tokens_of_a_scored_prompt_get_what_a_whole_pass_gives_them(mesh, how):
     requests = list(trace(24 if mesh is None else 12, seed=5, logprobs=2))
@@ -244,13 +249,12 @@ def test_the_tokens_of_a_scored_prompt_get_what_a_whole_pass_gives_them(mesh, ho
     there = engine(mesh, how, budget=20)
     events, truth = run(there, asked), alone(requests)
     agree({k: ([e.token for e in v], [e.logprob for e in v]) for k, v in events.items()}, truth)
-    whole = jax.jit(lambda ids: jax.nn.log_softmax(nnx.merge(*_model(None))(ids), axis=-1))
     for r in asked:
         first, *others = events[r.id]
         assert not any(e.prompt for e in others)
         count = len(r.prompt) - 1 if r.scored else 0
         assert len(first.prompt) == count
-        want = np.asarray(whole(np.pad(r.prompt, (0, LENGTH - len(r.prompt)))[None]))[0]
+        want = np.asarray(_logprobs()(np.pad(r.prompt, (0, LENGTH - len(r.prompt)))[None]))[0]
         for score, everybody, token in zip(first.prompt, want, r.prompt[1:], strict=False):
             np.testing.assert_allclose(score.logprob, everybody[token], atol=2e-4)
             likeliest = np.argsort(-everybody)[:2]

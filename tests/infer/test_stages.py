@@ -64,7 +64,7 @@ def _said(config, layout, how):
     return out, states
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("pipeline", marks=pytest.mark.long), *list(CASES)[1:]])
 def test_stages_say_what_one_device_says(case):
     config, mesh, how = CASES[case]
     said, _ = _said(config, generating(Layout(mesh)), how)

@@ -105,6 +105,7 @@ def test_simulating_no_device_is_refused():
         simulate_devices(0)
 
 
+@pytest.mark.once
 def test_devices_are_simulated_before_jax_starts_and_refused_after():
     script = """
 import jax

@@ -46,7 +46,11 @@ def _truth(name):
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [(None, "packed"), (Layout("data=2,tensor=2"), "packed"), (Layout("data=2,tensor=2"), "whole rows")],
+    [
+        (None, "packed"),
+        (Layout("data=2,tensor=2"), "packed"),
+        pytest.param(Layout("data=2,tensor=2"), "whole rows", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_a_transformer_trains_to_the_same_numbers(layout, name):

@@ -296,7 +296,7 @@ def update_program(rule: Rule, shape: Any, tile: Any, dtype: str, seed: int | No
         lambda how: lambda p, g, s: update_blockwise(rule, _scalars(rule), p, g, s, implementation=how),
         (p, g, states),
         parts,
-        lambda: parts(_plain_update(rule, p, g, states)),
+        lambda: parts(jax.jit(functools.partial(_plain_update, rule))(p, g, states)),
         lambda: tuple(_true_update(rule, p, g, states, i) for i in every),
     )
 
@@ -438,7 +438,7 @@ def _decode_program(feature: str, dtype: str, seed: int | None) -> Program:
         lambda how: lambda a: decode_attention(*a, **options, implementation=how),
         (arrays,),
         finite,
-        lambda: finite(cases.plain(arrays, options)),
+        lambda: finite(jax.jit(lambda a: cases.plain(a, options))(arrays)),
         lambda: finite(cases.truth(arrays, options)),
     )
 

@@ -1,4 +1,7 @@
-"""Twelve rows of the table of layouts, others after every change; `python -m tests.parallel.table` runs them all."""
+"""Twelve rows of the table of layouts, others after every change, half of them by `make test-all` alone.
+
+`python -m tests.parallel.table` runs the whole table.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import jaxscale
 from tests.parallel.table import DIMENSIONS, disagreement, table
 
 ROWS = [row for row in table() if row.layout.devices == 8]
+SHORT = 6
+"""Rows that `make test` trains."""
 
 
 def chosen(count):
@@ -21,10 +26,11 @@ def chosen(count):
     for path in sorted(pathlib.Path(jaxscale.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     order = np.random.default_rng(int.from_bytes(digest.digest()[:4], "big")).permutation(len(ROWS))
-    return [ROWS[i] for i in order[:count]]
+    marks = lambda place: () if place < SHORT else pytest.mark.long  # noqa: E731
+    return [pytest.param(ROWS[i], marks=marks(place), id=ROWS[i].name) for place, i in enumerate(order[:count])]
 
 
-@pytest.mark.parametrize("row", chosen(12), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", chosen(12))
 def test_a_layout_trains_to_the_numbers_of_one_device(row):
     got, want = row.run()
     assert max(disagreement(got, want).values()) <= 1

@@ -150,6 +150,7 @@ def test_explain_names_the_storage_that_fits_as_training_does(text):
             ask(config)
 
 
+@pytest.mark.long
 def test_moments_of_bfloat16_parameters_convert_both_ways(text, tmp_path):
     model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64, param_dtype="bfloat16")
     settings = dict(model=model, layout=None, eval_batches=0)

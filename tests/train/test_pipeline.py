@@ -62,8 +62,11 @@ def test_every_schedule_gives_the_same_numbers(schedule):
     [
         Layout("pipeline=4", pipeline="interleaved:4:1"),
         Layout("data=2,pipeline=2,tensor=2", pipeline="lockstep-zb"),
-        Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"),
-        Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
+        pytest.param(Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"), marks=pytest.mark.long),
+        pytest.param(
+            Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
+            marks=pytest.mark.long,
+        ),
         Layout("pipeline=2,context=2", pipeline="gpipe"),
         Layout("pipeline=4,data=2", "zero2"),
     ],
@@ -73,7 +76,7 @@ def test_training_with_everything_on_gives_the_same_numbers(layout):
     assert_layouts_agree(layouts=[layout], **EVERYTHING)
 
 
-@pytest.mark.parametrize("pipeline", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("pipeline", [pytest.param("gpipe", marks=pytest.mark.long), "zb-h1"])
 def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipeline):
     # Two groups of two, and one of one left over, on two stages: padding on both.
     model = dataclasses.replace(MODEL, depth=5, windows=(5, None))

@@ -34,10 +34,10 @@ def _agree(rule, shape, tile, implementation, *dtypes, races=False, format="dyna
 @pytest.mark.parametrize(
     "shape, tile",
     [
-        ((8, 256), (2, 128)),
+        pytest.param((8, 256), (2, 128), marks=pytest.mark.long),
         ((104, 128), (2, 128)),  # the last block of rows is short
-        ((2, 32, 256), (1, 2, 128)),
-        ((12, 3, 128), (2, 1, 128)),
+        pytest.param((2, 32, 256), (1, 2, 128), marks=pytest.mark.long),
+        pytest.param((12, 3, 128), (2, 1, 128), marks=pytest.mark.long),
         ((12, 3, 128), (1, 1, 128)),
         ((2, 4, 2, 256), (1, 2, 1, 128)),
         ((32, 128), (8, 128)),

@@ -14,7 +14,7 @@ from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels.decode_attention import decode_attention, xla
 from pallas_kernels.dispatch import KernelError
 from tests.pallas_kernels.decode_attention.cases import CASES, make, plain, truth
-from tests.pallas_kernels.flash_attention.cases import name_of
+from tests.pallas_kernels.flash_attention.cases import parameters
 
 finite = lambda lse: np.where(np.isneginf(lse), 0, lse)  # noqa: E731
 
@@ -23,21 +23,21 @@ def check(arrays, options, **how):
     """As exact as a plain implementation, and -inf where that is."""
     run = jax.jit(lambda a, p, t: decode_attention(*a, **options | {"positions": p, "tables": t}, **how))
     got = run(arrays, options["positions"], options["tables"])
-    want, simple = truth(arrays, options), plain(arrays, options)
+    want, simple = truth(arrays, options), jax.jit(lambda a: plain(a, options))(arrays)
     assert all(x.dtype == jnp.float32 for x in got)
     np.testing.assert_array_equal(np.isneginf(got[1]), np.isneginf(want[1]))
     for a, b, c in zip(got, want, simple, strict=True):
         assert error_of(finite(a), finite(b)) <= allowed(error_of(finite(c), finite(b)), a.dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypatch):
     if CASES.index(case) % 2:
         monkeypatch.setattr(xla, "CHUNK_BYTES", 1)  # 32 keys at a time, the least
     check(*make(case), implementation="xla")
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_a_maximum_that_is_given_changes_nothing(case, monkeypatch):
     monkeypatch.setattr(xla.lax, "cond", lambda near, given, anew: given())  # without the way out
     check(*make(case), implementation="xla", maximum=1.5)

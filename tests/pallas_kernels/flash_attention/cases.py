@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
@@ -57,6 +58,17 @@ def covering(features: dict[str, tuple[Any, ...]] = FEATURES) -> list[dict[str, 
 
 def _pairs(row: dict[str, int], names: list[str], only: str | None = None) -> list[tuple[str, int, str, int]]:
     return [(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2) if only in (None, a, b)]
+
+
+def parameters(cases: list[dict[str, Any]]) -> list[Any]:
+    """A test's parameters: pairs of values are for one Python, so a case without a value of its own is `once`."""
+    out: list[Any] = []
+    met: set[tuple[str, Any]] = set()
+    for case in cases:
+        new = set(case.items()) - met
+        met |= new
+        out.append(pytest.param(case, marks=() if new else pytest.mark.once, id=name_of(case)))
+    return out
 
 
 def name_of(case: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from tests.pallas_kernels.flash_attention.cases import (
     covering,
     make,
     name_of,
+    parameters,
     plain,
     seen_at_once,
     seen_by_loops,
@@ -70,7 +71,7 @@ def check(case, implementation="xla", units=1.0):
         assert_as_exact_as(x, y, want, name, dtype=q.dtype, units=units)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_values_and_gradients_are_as_exact_as_plain_ones(case):
     check(case)
 

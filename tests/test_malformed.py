@@ -148,7 +148,7 @@ def test_a_config_that_is_nested_without_need_is_one_short_sentence(text):
 
 
 @pytest.mark.parametrize(
-    "name", ["train.optimizer", "train.loss", "train.data", "Transformer.dtype", "Transformer.memory"]
+    "name", ["train.optimizer", "train.objective", "train.data", "Transformer.dtype", "Transformer.memory"]
 )
 def test_a_setting_of_thousands_of_letters_is_shortened_in_the_error(name):
     bindings = ["train.model = @Transformer()", f"{name} = '{'x' * 5000}'"]

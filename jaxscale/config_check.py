@@ -35,7 +35,8 @@ def check(bindings: Mapping[Key, Binding]) -> None:
         for macro in filter(None, map(macro_of, references(value))):
             if macro not in macros:
                 raise ConfigError(f"{where}: the macro '%{macro}' is not defined{near(macro, macros)}")
-    for key, (value, where) in bindings.items():
+    for key, (value, whole) in bindings.items():
+        where = clipped(whole)
         _, selector, name = key
         if selector == MACRO:
             continue

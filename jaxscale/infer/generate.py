@@ -239,7 +239,7 @@ def pieces(
                 if text.completion is None:
                     engine.cancel(names[i])
             if type(engine) is Engine and run.state is None:  # of a run that may be trained on, nothing is kept
-                run.__dict__["_engine"] = (found.params, (found.graphdef, found.layout, engine.cache), engine)
+                run.session.keep_engine(found, engine)
         if isinstance(engine, StreamingEngine):
             _say_resident(engine)
 
@@ -326,13 +326,13 @@ def _say_resident(engine: StreamingEngine) -> None:
 
 def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, length: int) -> Generator:
     """One that is there from the last time, with what it knows of prompts, or a new one."""
-    kept = run.__dict__.pop("_engine", None)  # while it is used it is nobody else's: others' tokens would be lost
+
+    def suits(engine: Engine) -> bool:
+        return engine.cache == cache and engine.pages.rows >= rows and engine.length >= need
+
+    kept = run.session.take_engine(found, suits)
     if kept is not None:
-        params, same, engine = kept
-        there = params is found.params and same == (found.graphdef, found.layout, cache)
-        if there and engine.pages.rows >= rows and engine.length >= need:
-            return engine
-    kept = None  # not two caches at once
+        return kept
     common: dict[str, Any] = dict(layout=found.layout, rows=rows, length=length, end_ids=run.end_ids)
     why = keeps_nothing(found)
     if why is not None:

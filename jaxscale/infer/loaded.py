@@ -50,7 +50,7 @@ def load_model(
     generation: bool = False,
     length: int | None = None,
 ) -> Loaded:
-    """A run's model on a layout; what was read from disk last is kept with the run.
+    """A run's model on a layout; what was read from disk last is kept (`Run.session`).
 
     Args:
       run: the run.
@@ -76,12 +76,9 @@ def load_model(
     if live:
         assert run.state is not None
         return Loaded(graphdef, ready(run.params(layout=layout)), layout, int(run.state.step))
-    wanted = (run.last_step() if step is None else step, layout, generation)
-    kept = run.__dict__.get("_loaded")
-    if kept is None or kept[0] != wanted:
-        kept = run.__dict__["_loaded"] = None  # not both at once
-        kept = run.__dict__["_loaded"] = (wanted, ready(run.params(step, layout=layout)))
-    return Loaded(graphdef, kept[1], layout, wanted[0])
+    number = run.last_step() if step is None else step
+    params = run.session.params(number, layout, generation, lambda: ready(run.params(step, layout=layout)))
+    return Loaded(graphdef, params, layout, number)
 
 
 def check_texts(config: TrainConfig) -> None:

@@ -240,6 +240,13 @@ class Run:
             raise RunError(f"{self.path} has no finished checkpoint yet; train it to one first")
         return steps[-1]
 
+    @functools.cached_property
+    def session(self) -> Any:
+        """What is kept of this run between calls of `generate`; see `jaxscale.infer.session.Session`."""
+        from jaxscale.infer.session import Session  # the same floor: only when asked
+
+        return Session(self)
+
     def sample(
         self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
     ) -> str:

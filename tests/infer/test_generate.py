@@ -120,12 +120,12 @@ def test_a_stop_string_ends_a_text_before_it(run):
 
 def test_a_stored_runs_model_and_engine_are_kept(stored):
     first = stored.generate("def ", max_tokens=8)
-    engine, loaded = stored.__dict__["_engine"][-1], stored.__dict__["_loaded"]
+    engine, loaded = stored.session._engine[-1], stored.session._model
     for piece in stored.stream("def ", max_tokens=8):
         assert piece and engine.busy
         break
     assert stored.generate(["def ", "x"], max_tokens=8, rows=1)[0].ids == first.ids
-    assert stored.__dict__["_engine"][-1] is engine and stored.__dict__["_loaded"] is loaded
+    assert stored.session._engine[-1] is engine and stored.session._model is loaded
     assert engine.stats.running == 0 and engine.stats.pages_used == 0
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from jaxscale.data import Loader
 from jaxscale.errors import JaxscaleError
 from jaxscale.layout import HOST
 from jaxscale.optim.base import Schedule
@@ -68,7 +67,7 @@ class Lanes:
         first = self._first
         blueprint, schedule = blueprint_of(config)
         blueprint = _LaneBlueprint(**_fields(blueprint), lanes=self, lane=lane)
-        loader = Loader(first.loader.source, config.batch_size, config.seed)
+        loader = dataclasses.replace(first.loader, batch_size=config.batch_size, seed=config.seed)
         own = dataclasses.replace(first, blueprint=blueprint, schedule=schedule, loader=loader)
         return _LanePrepared(**_fields(own), lanes=self, lane=lane)
 
@@ -174,7 +173,8 @@ class _Programs:
             return stack, _unstack(metrics, count)
 
         def evaluate(params: tuple[Tree, ...], batches: tuple[Tree, ...]) -> tuple[Tree, ...]:
-            sums = jax.vmap(first.eval_of(configs[0]))(_stack(params), _stack(batches))
+            one = lambda lane, *given: first.eval_of(_looked_up(configs, lane))(*given)  # noqa: E731
+            sums = jax.vmap(one)(jnp.arange(count), _stack(params), _stack(batches))
             return _unstack(sums, count)
 
         inits = lambda: jax.vmap(init)(jnp.arange(count), jnp.asarray(seeds))  # noqa: E731

@@ -11,6 +11,7 @@ from experiments.bring_your_own.digits import Classify, Digits
 from experiments.bring_your_own.vit import FromLinen, ViT
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.models import TransformerConfig
+from jaxscale.plan import plan_for
 from jaxscale.testing import check_objective
 from jaxscale.train import NextToken, blueprint_of
 from tests.truth.errors import raises_saying
@@ -124,3 +125,16 @@ def _config(model):
 
 def _axes(model):
     return {i.path: i.axes for i in jax.tree.leaves(blueprint_of(_config(model))[0].infos)}
+
+
+def test_without_a_compiler_its_plan_is_refused_in_a_sentence():
+    with raises_saying(ConfigError, "no formula knows", "Classify", "has to be compiled for v5e:2x4"):
+        plan_for(_config(ViT(depth=1)), "v5e:2x4", compile="never")
+
+
+@pytest.mark.tpu_aot
+def test_its_plan_is_read_off_the_compiled_step():
+    plan = plan_for(_config(ViT(depth=1)), "v5e:2x4")
+    assert plan.compiled is not None and plan.bytes == plan.compiled.bytes and plan.fits
+    assert {axis for t in plan.step.traffic for axis in t.axes} == {"data", "fsdp", "tensor"}
+    assert any("Classify" in note and "compiled step" in note for note in plan.notes)

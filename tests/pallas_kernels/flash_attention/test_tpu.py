@@ -18,7 +18,12 @@ from tests.pallas_kernels.flash_attention.test_values import check
 
 CASES = covering(
     {n: FEATURES[n] for n in ("causal", "segments", "positions", "window", "softcap", "kind")}
-    | {"dtype": ("float32", "bfloat16"), "lengths": ((33, 33), (17, 40)), "widths": ((8, 24),), "heads": ((4, 2),)}
+    | {
+        "dtype": ("float32", "bfloat16"),
+        "lengths": ((33, 33), (17, 40)),
+        "widths": ((8, 24),),
+        "heads": ((2, 1), (4, 2)),
+    }
 )
 UNITS = {"float32": 4.0, "bfloat16": 1.0}
 """The largest scores are about 8 here: half a unit in the last place of one is 4 units of the weight made from it."""

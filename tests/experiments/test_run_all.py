@@ -93,6 +93,7 @@ def test_what_was_found_is_on_disk_when_the_time_is_over(run_all, tmp_path):
     assert verdicts(run_all, on_disk) == {"first": "met", "hang": "no time left"}
 
 
+@pytest.mark.long
 def test_a_folder_with_results_is_gone_on_with_or_left_alone(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
     with pytest.raises(SystemExit, match="is of a run on NVIDIA H200: --resume goes on with it"):

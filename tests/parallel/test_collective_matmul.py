@@ -60,7 +60,7 @@ MODEL = TransformerConfig(
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(LAYOUTS[0], marks=pytest.mark.long), LAYOUTS[1]], ids=str)
 def test_a_model_with_overlapped_layers_trains_to_the_same_numbers(layout):
     assert_layouts_agree(MODEL, [layout], batch=random_batch(64, seq=16))
 

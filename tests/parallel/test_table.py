@@ -1,4 +1,4 @@
-"""Twelve rows of the table of layouts, others after every change, half of them by `make test-all` alone.
+"""Twelve rows of the table of layouts, others after every change, most of them by `make test-all` alone.
 
 `python -m tests.parallel.table` runs the whole table.
 """
@@ -16,7 +16,7 @@ import jaxscale
 from tests.parallel.table import DIMENSIONS, disagreement, table
 
 ROWS = [row for row in table() if row.layout.devices == 8]
-SHORT = 6
+SHORT = 4
 """Rows that `make test` trains."""
 
 

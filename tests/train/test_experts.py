@@ -30,7 +30,7 @@ Small = functools.partial(TransformerConfig, vocab=64, width=32, heads=4, kv_hea
 MODEL = Small(depth=2, mlp=EXPERTS, dense_mlp=GELU, dense_layers=1, memory="full")
 ONE = Small(depth=1, mlp=EXPERTS)
 LAYOUTS = [
-    Layout("expert=4"),
+    pytest.param(Layout("expert=4"), marks=pytest.mark.long),
     Layout("expert=2,data=2,tensor=2", sequence_sharded=True),
     Layout("expert=2,context=2,fsdp=2"),
     Layout("data=2,tensor=4", "folded", sequence_sharded=True),

@@ -60,7 +60,7 @@ def test_every_schedule_gives_the_same_numbers(schedule):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout("pipeline=4", pipeline="interleaved:4:1"),
+        pytest.param(Layout("pipeline=4", pipeline="interleaved:4:1"), marks=pytest.mark.long),
         Layout("data=2,pipeline=2,tensor=2", pipeline="lockstep-zb"),
         pytest.param(Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"), marks=pytest.mark.long),
         pytest.param(

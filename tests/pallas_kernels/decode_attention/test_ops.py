@@ -14,7 +14,7 @@ from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels.decode_attention import decode_attention, xla
 from pallas_kernels.dispatch import KernelError
 from tests.pallas_kernels.decode_attention.cases import CASES, make, plain, truth
-from tests.pallas_kernels.flash_attention.cases import parameters
+from tests.pallas_kernels.flash_attention.cases import name_of, parameters
 
 finite = lambda lse: np.where(np.isneginf(lse), 0, lse)  # noqa: E731
 
@@ -37,7 +37,9 @@ def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypat
     check(*make(case), implementation="xla")
 
 
-@pytest.mark.parametrize("case", parameters(CASES))
+@pytest.mark.parametrize(
+    "case", [*parameters(CASES[:2]), *(pytest.param(c, marks=pytest.mark.once, id=name_of(c)) for c in CASES[2:])]
+)
 def test_a_maximum_that_is_given_changes_nothing(case, monkeypatch):
     monkeypatch.setattr(xla.lax, "cond", lambda near, given, anew: given())  # without the way out
     check(*make(case), implementation="xla", maximum=1.5)

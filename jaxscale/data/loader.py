@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,7 +44,7 @@ class Loader:
     @cached_property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of one row's arrays by name; reads a row."""
-        return {name: (x.shape[1:], x.dtype) for name, x in self._rows(np.zeros(1, np.int64)).items()}
+        return arrays_of(self.source)
 
     def _rows(self, ids: np.ndarray) -> Batch:
         return weighted(self.source.rows(ids))
@@ -66,6 +66,25 @@ class Loader:
         """The batch of `step`, or only its rows `rows` (what one process needs; only those are read)."""
         ids = self.ids_at(step)
         return self._rows(ids if rows is None else ids[rows])
+
+
+def arrays_of(source: Source) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of one row's arrays by name, `weights` among them; reads the first row, twice.
+
+    Raises:
+      DataError: what the source gives is no dict of arrays, or an array has not a row for each number.
+    """
+    batch = source.rows(np.zeros(2, np.int64))
+    if not isinstance(batch, Mapping):
+        raise DataError(f"rows of '{source.name}' gives a {type(batch).__name__}; give a dict of arrays by name")
+    for name, x in batch.items():
+        if not hasattr(x, "shape"):
+            raise DataError(f"rows of '{source.name}' gives a {type(x).__name__} for '{name}'; give a NumPy array")
+        if tuple(x.shape[:1]) != (2,):
+            raise DataError(
+                f"rows of '{source.name}' gives '{name}' of shape {tuple(x.shape)} for 2 row numbers; give 2 rows"
+            )
+    return {name: (tuple(x.shape[1:]), x.dtype) for name, x in weighted(batch).items()}
 
 
 def weighted(batch: Batch) -> Batch:

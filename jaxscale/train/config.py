@@ -20,7 +20,8 @@ from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
 from jaxscale.train.guards import FiniteGuard, Guard
 from jaxscale.train.lora import LoRA
-from jaxscale.train.objective import NextToken, Objective, check_additive
+from jaxscale.train.objective import NextToken, Objective
+from jaxscale.train.objective_checks import check_objective_of
 from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.start import FromRun
 from jaxscale.train.watchdog import Watchdog
@@ -134,17 +135,7 @@ class TrainConfig:
             raise ConfigError(f"train.seed = {self.seed}: must be below 2**32, since keys keep 32 bits of it")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"train.clip_norm = {self.clip_norm}: must be above 0, or None for no clipping")
-        self.objective.check(self)
-        if self.accumulate > 1:
-            parts = f"train.accumulate = {self.accumulate} takes it in parts"
-            check_additive(self.objective, parts, "set train.accumulate = 1")
-        together = self.objective.group
-        if self.batch_size % together:
-            nearest = max(1, round(self.batch_size / together)) * together
-            raise ConfigError(
-                f"{type(self.objective).__name__} takes {together} rows together, which does not divide "
-                f"train.batch_size = {self.batch_size}; the nearest that does is {nearest}"
-            )
+        check_objective_of(self)
         if self.batch_size % self.accumulate:
             fit = max(d for d in range(1, self.accumulate + 1) if self.batch_size % d == 0)
             raise ConfigError(

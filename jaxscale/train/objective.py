@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Array]
 Totals = dict[str, Any]
-"""A tree of float32 scalars that add up over rows."""
+"""A tree of float32 scalars, or arrays (counts by class), that add up over rows."""
 
 
 class Input(NamedTuple):
@@ -103,7 +103,8 @@ class Objective:
     def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
         """What a step reports, of terms and weights of all the batch (of an evaluation: of all its batches).
 
-        "loss" has to be among them: it is what guards, sweeps and reports look at.
+        "loss" has to be among them: it is what guards, sweeps and reports look at. What training writes itself (`step`,
+        `time`, `lr`, `grad_norm`, `eval_...`) is not.
         """
         return {"loss": self.value(totals)}
 

@@ -19,11 +19,13 @@ import optax
 from flax import nnx
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
+from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.train.config import TrainConfig
 from jaxscale.train.effects import without_effect
+from jaxscale.train.objective_checks import check_linear, check_numbers, together
 from jaxscale.train.pipeline import pipelined
 from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.train.step import batch_shardings, jit_step, make_eval, make_loss_and_grads, make_step, numbered
@@ -136,7 +138,7 @@ def _inferred(config: TrainConfig, graphdef: nnx.GraphDef, infos: Any) -> Any:
     shape = lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype)  # noqa: E731
 
     def value(params: Any, batch: Any) -> Any:
-        return _totals(config, nnx.merge(graphdef, params), batch)[0]
+        return _value(config, nnx.merge(graphdef, params), batch)
 
     named = infer_names(value, jax.tree.map(shape, infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
     _notes_of_names(type(config.model).__name__, named.notes)
@@ -160,11 +162,13 @@ def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _totals(config: TrainConfig, model: Any, batch: Any) -> tuple[Any, Any]:
-    """The value and the metrics of an objective on one batch."""
+def _value(config: TrainConfig, model: Any, batch: Any) -> Any:
+    """The value of an objective on one batch."""
     objective, batch = config.objective, numbered(batch)
-    totals = objective.terms(model, batch) | objective.weights(batch, 1)
-    return objective.value(totals), objective.metrics(totals)
+    totals = together(objective, objective.terms(model, batch), objective.weights(batch, 1))
+    value = objective.value(totals)
+    check_numbers(objective, value, objective.metrics(totals))
+    return value
 
 
 def settled(config: TrainConfig) -> TrainConfig:
@@ -225,32 +229,38 @@ def prepare(config: TrainConfig) -> Prepared:
                 heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group)
             )
     loader = Loader(source, config.batch_size, config.seed, config.objective.group)
-    _check_arrays(loader, config)
     return Prepared(blueprint, schedule, loader, heldout, shardings)
 
 
-def _check_arrays(loader: Loader, config: TrainConfig) -> None:
+def _check_arrays(source: Source, config: TrainConfig) -> None:
     """That the data has the arrays that the objective takes."""
-    objective = type(config.objective).__name__
+    objective, arrays = type(config.objective).__name__, arrays_of(source)
     for name, wanted in config.objective.inputs(config).items():
-        if name not in loader.arrays:
+        if name not in arrays:
             raise DataError(
-                f"{objective} takes an array '{name}' and the corpus '{loader.source.name}' has "
-                f"none{near(name, loader.arrays)}; its rows have {', '.join(loader.arrays)}"
+                f"{objective} takes an array '{name}' and the corpus '{source.name}' has "
+                f"none{near(name, arrays)}; its rows have {', '.join(arrays)}"
             )
-        shape, dtype = loader.arrays[name]
+        shape, dtype = arrays[name]
         if (tuple(wanted.shape), np.dtype(wanted.dtype)) != (shape, dtype):
             raise DataError(
                 f"{objective} takes '{name}' of shape {tuple(wanted.shape)} {wanted.dtype} a row, "
-                f"and the corpus '{loader.source.name}' gives {shape} {dtype}"
+                f"and the corpus '{source.name}' gives {shape} {dtype}"
             )
 
 
 def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
     """One split of a corpus, whose ids the model has; the same on every process."""
     source = corpus.source(config.tokenizer, seq_len=config.seq_len, split=split, packing=config.packing)
+    texts = [part for part in ("name", "fingerprint") if not isinstance(getattr(source, part, None), str)]
+    lacks = [*texts, *(part for part in ("rows", "__len__") if not callable(getattr(source, part, None)))]
+    if lacks:
+        kind = "text" if texts else "method"
+        raise DataError(f"{type(source).__name__} gives rows to train on and has no {kind} '{lacks[0]}'; add it")
     _check_vocab(source.name, getattr(source, "vocab_size", 0), config)
     _check_same_everywhere(source)
+    if len(source):
+        _check_arrays(source, config)
     return source
 
 
@@ -403,19 +413,19 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     objective = config.objective
 
     def totals(params: Any, frozen: Any, batch: Any) -> Any:
-        return _totals(config, nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), batch)
+        model, batch = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), numbered(batch)
+        terms, weights = objective.terms(model, batch), objective.weights(batch, config.accumulate)
+        sums = together(objective, terms, weights)
+        check_numbers(objective, objective.value(sums), objective.metrics(sums))
+        return terms, weights
 
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     with config.layout if config.layout is not None else contextlib.nullcontext():
         frozen = jax.tree.map(shape, blueprint.frozen)
-        value, metrics = jax.eval_shape(totals, blueprint.abstract_state().params, frozen, abstract_inputs(config))
-    for name, x in {"its value": value, **{f"the metric '{k}'": v for k, v in metrics.items()}}.items():
-        if x.shape != ():
-            raise ConfigError(f"{type(objective).__name__}: {name} has the shape {x.shape}; give a scalar")
-    for name in ("loss", *objective.evaluated):
-        if name not in metrics:
-            known = ", ".join(metrics)
-            raise ConfigError(f"{type(objective).__name__} has no metric '{name}', which is needed; it has {known}")
+        terms, weights = jax.eval_shape(totals, blueprint.abstract_state().params, frozen, abstract_inputs(config))
+    if config.accumulate > 1:
+        parts = f"train.accumulate = {config.accumulate} takes the batch in parts"
+        check_linear(objective, terms, weights, parts, "set train.accumulate = 1")
 
 
 def _clip(norm: float) -> optax.GradientTransformation:

@@ -85,7 +85,7 @@ def make_loss_and_grads(
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
         grads, terms = jax.lax.scan(micro, zeros, split_rows(blueprint, batch, accumulate, objective.group))
-        return objective.metrics(jax.tree.map(jnp.sum, terms) | weights), like_params(grads)
+        return objective.metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), terms) | weights), like_params(grads)
 
     return loss_and_grads
 

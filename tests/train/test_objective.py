@@ -6,12 +6,16 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.errors import ConfigError, DataError
 from jaxscale.sweep.runners.lanes import Lanes
 from jaxscale.train import Input, Objective
-from jaxscale.train.prepare import prepare
+from jaxscale.train.prepare import blueprint_of, prepare
+from jaxscale.train.step import make_loss_and_grads
+from tests.truth.errors import raises_saying
 
 
 class Rows:
@@ -84,3 +88,108 @@ def test_a_vmapped_run_reads_the_rows_that_it_reads_alone():
     alone, lane = (p.loader for p in (prepare(config), Lanes([config], turns=None)._prepare(0, config)))
     np.testing.assert_array_equal(lane.ids_at(5), alone.ids_at(5))
     np.testing.assert_array_equal(np.diff(alone.ids_at(5))[::2], 1)  # pairs stay together
+
+
+def changed(**methods):
+    """`Pairs` with other methods or attributes."""
+    return dataclasses.dataclass(frozen=True)(type("Own", (Pairs,), methods))()
+
+
+def with_input(**inputs):
+    return changed(inputs=lambda self, config: {**Pairs.inputs(self, config), **inputs})
+
+
+def with_metric(**metrics):
+    return changed(metrics=lambda self, totals: {**Pairs.metrics(self, totals), **metrics})
+
+
+WRONG = {
+    "a tuple": (with_input(y=(5,)), {}, ["Own.inputs['y'] is (5,)", "Input((5,), 'float32', (None,))"]),
+    "rows": (with_input(rows=Input((), "int32", ())), {}, ["'rows' are the numbers of its rows"]),
+    "axes": (with_input(y=Input((), "float32", (None,))), {}, ["Own.inputs['y']", "1 axes", "as ()"]),
+    "dtype": (with_input(y=Input((), "float31", ())), {}, ["'float31', which NumPy does not know"]),
+    "64 bits": (with_input(y=Input((), "float64", ())), {}, ["JAX holds as float32; take float32"]),
+    "no arrays": (changed(inputs=lambda self, config: {}), {}, ["Own.inputs gives {}"]),
+    "group": (changed(group=0), {}, ["Own.group = 0: must be at least 1"]),
+    "groups of parts": (Pairs(), dict(batch_size=12, accumulate=4), ["each of 4 parts", "nearest that does is 16"]),
+    "shared": (
+        changed(weights=lambda self, batch, parts: {"count": 1.0, "squares": 1.0}), {}, ["both have 'squares'"],
+    ),
+    "no terms": (changed(terms=lambda self, model, batch, *, key=None: None), {}, ["Own.terms gives None"]),
+    "bfloat16": (
+        changed(value=lambda self, totals: Pairs.value(self, totals).astype("bfloat16")), {},
+        ["its value is bfloat16; give float32"],
+    ),
+    "whole": (changed(value=lambda self, totals: jnp.int32(0)), {}, ["its value is int32; give float32"]),
+    "vector": (with_metric(each=jnp.ones(3)), {}, ["the metric 'each' has the shape (3,)"]),
+    "no number": (with_metric(each=None), {}, ["the metric 'each' is None"]),
+    "step": (with_metric(step=jnp.ones(())), {}, ["metric 'step', which training writes itself"]),
+    "a root": (
+        changed(value=lambda self, totals: jnp.sqrt(Pairs.value(self, totals))), dict(accumulate=2),
+        ["Own.value is not linear", "train.accumulate = 2", "set train.accumulate = 1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("objective,settings,words", WRONG.values(), ids=WRONG)
+def test_a_wrong_objective_is_said_before_anything_is_compiled(objective, settings, words):
+    with raises_saying(ConfigError, *words):
+        prepare(config_of(objective, **settings))
+
+
+@pytest.mark.parametrize("remedy", [dict(batch_size=16, accumulate=4), dict(batch_size=12, accumulate=2)])
+def test_groups_that_divide_the_parts_are_taken(remedy):
+    prepare(config_of(**remedy))
+
+
+def source(**parts):
+    """A source with other parts; `None` is one that it lacks."""
+    out = type("Source", (Rows,), {k: v for k, v in parts.items() if k != "fingerprint"})()
+    vars(out).update({k: v for k, v in parts.items() if k == "fingerprint"})
+    return out
+
+
+BAD_DATA = {
+    "fingerprint": (source(fingerprint=None), ["Source gives rows", "no text 'fingerprint'"]),
+    "len": (source(__len__=None), ["no method '__len__'"]),
+    "a list": (source(rows=lambda self, ids: [1]), ["gives a list; give a dict"]),
+    "lists": (source(rows=lambda self, ids: {"y": [1.0, 2.0]}), ["gives a list for 'y'; give a NumPy array"]),
+    "one row": (source(rows=lambda self, ids: {"y": np.ones(1)}), ["'y' of shape (1,) for 2 row numbers"]),
+}
+
+
+@pytest.mark.parametrize("rows,words", BAD_DATA.values(), ids=BAD_DATA)
+def test_wrong_data_is_said(rows, words):
+    with raises_saying(DataError, *words):
+        prepare(config_of(data=Points(rows)))
+
+
+def test_a_further_corpus_without_the_arrays_is_said_before_training():
+    other = source(rows=lambda self, ids: {"x": self.y[ids]})
+    with raises_saying(DataError, "'a point'", "its rows have x"):
+        prepare(config_of(evaluate_on={"far": Points(other)}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Pairs):
+    """Terms that are no scalars: squared errors by the number of the row."""
+
+    def terms(self, model, batch, *, key=None):
+        found = super().terms(model, batch)
+        return {**found, "by_row": jnp.zeros(8).at[batch["rows"]].add(batch["weights"])}
+
+    def metrics(self, totals):
+        return {"loss": self.value(totals), "most": jnp.max(totals["by_row"])}
+
+
+def test_parts_of_uneven_and_of_no_weight_add_up_to_the_batch():
+    config = config_of(Counted())
+    blueprint, _ = blueprint_of(config)
+    batch = {**prepare(config).loader.batch_at(0), "weights": np.asarray([3, 3, 0.5, 0.5, 0, 0, 0, 0], np.float32)}
+    batch = {name: jnp.asarray(batch[name]) for name in config.objective.inputs(config)}
+    params, key = blueprint.make(0).params, jax.random.key(0)
+    steps = [make_loss_and_grads(blueprint, objective=config.objective, accumulate=n) for n in (1, 2, 4)]
+    whole, *parted = jax.jit(lambda: [step(params, batch, key) for step in steps])()
+    for found in parted:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, whole)
+    assert float(whole[0]["most"]) == 3

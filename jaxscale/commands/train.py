@@ -102,6 +102,8 @@ def _window(text: str | None) -> tuple[int, int] | None:
 def _next_steps(run: Run, config: TrainConfig) -> str:
     import jax
 
+    from jaxscale.infer.loaded import no_texts
+
     program = os.path.relpath(sys.argv[0])
     name = "jaxscale" if shutil.which("jaxscale") else f"python {program}" if program.endswith(".py") else program
     devices = jax.device_count()
@@ -110,11 +112,12 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     stopped = run.info.get("status") == "stopped"
     own = imports_of(run)
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
+    look = f"report {run.path}" if no_texts(config) else f'sample {run.path} --prompt "class "{own}'
     picture = "loss.png, " if (run.path / "loss.png").exists() else ""
     return (
         f"the run is in {run.path}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
         f"next, try:\n"
-        f'  {name} sample {run.path} --prompt "class "{own}\n'
+        f"  {name} {look}\n"
         f"  {name} train --resume {run.path}{more}{simulated}{own}\n"
         f'  {name} explain {run.path} --mesh "{mesh}"{own}'
     )

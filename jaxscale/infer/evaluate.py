@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 
 from jaxscale.data.packing import Documents
 from jaxscale.errors import DataError
-from jaxscale.infer.loaded import checked, load_model, say_length, scored_ids
+from jaxscale.infer.loaded import check_texts, checked, load_model, say_length, scored_ids
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 
@@ -114,9 +114,10 @@ def perplexity(
 
     Raises:
       DataError: the texts cannot be read, or hold no token.
-      ConfigError: a setting out of range.
+      ConfigError: a setting out of range, or a model that is none of texts.
       CheckpointError, RunError: the run has no checkpoint.
     """
+    check_texts(run.config)
     length = run.config.seq_len if length is None else length
     stride = length if stride is None else stride
     say_length(run, length)

@@ -83,15 +83,17 @@ def load_model(
 
 def check_texts(config: TrainConfig) -> None:
     """Raises `ConfigError` where the model is none of texts."""
+    if why := no_texts(config):
+        raise ConfigError(f"{why}; call what Run.model() returns")
+
+
+def no_texts(config: TrainConfig) -> str | None:
+    """Why a run's model continues no text, or `None` where it does."""
     if not hasattr(config.model, "vocab"):
-        raise ConfigError(
-            f"{type(config.model).__name__} is no language model, so it has no texts; call what Run.model() returns"
-        )
+        return f"{type(config.model).__name__} is no language model, so it has no texts"
     if not getattr(config.model, "causal", True):
-        raise ConfigError(
-            "the model's attention is Bidirectional, so no token is foreseen from those before it; call what "
-            "Run.model() returns"
-        )
+        return "the model's attention is Bidirectional, so no token is foreseen from those before it"
+    return None
 
 
 def for_texts_of(model: Any, length: int | None) -> Any:

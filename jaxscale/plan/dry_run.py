@@ -13,7 +13,7 @@ from jaxscale.layout import describe
 from jaxscale.plan.compile import lower_step
 from jaxscale.train import TrainConfig, blueprint_of, model_flops
 from jaxscale.train.prepare import check_ids
-from jaxscale.train.rates import parameter_count
+from jaxscale.train.rates import examples, parameter_count
 from jaxscale.train.report import human_bytes
 
 
@@ -25,7 +25,7 @@ class DryRun:
       layout: mesh and rules, in words.
       devices: of the mesh.
       parameters: of the model.
-      rows, tokens: of a step's batch, over the whole machine.
+      rows, tokens: of a step's batch, over the whole machine; `None` tokens of an objective that takes none.
       micro_batches: that a step makes of it.
       flops: of a step's products, over the whole machine, as the model's formula has them; `None` without one.
       parameter_bytes, state_bytes: per device, of the parameters and of all that training keeps between steps.
@@ -37,7 +37,7 @@ class DryRun:
     devices: int
     parameters: int
     rows: int
-    tokens: int
+    tokens: int | None
     micro_batches: int
     flops: int | None
     parameter_bytes: int
@@ -46,7 +46,7 @@ class DryRun:
     seconds: float
 
     def __str__(self) -> str:
-        batch = f"{self.rows:,} rows, {self.tokens:,} tokens"
+        batch = f"{self.rows:,} rows" + ("" if self.tokens is None else f", {self.tokens:,} tokens")
         batch += f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         kept = f"{human_bytes(self.state_bytes)} a device, {human_bytes(self.parameter_bytes)} of it parameters"
         rows = {
@@ -72,7 +72,7 @@ def dry_run(config: TrainConfig) -> DryRun:
       LayoutError, ConfigError, DataError: naming what does not fit.
     """
     check_ids(config)
-    start = time.perf_counter()
+    start, (unit, count) = time.perf_counter(), examples(config)
     lowered = lower_step(config)
     seconds = time.perf_counter() - start
     layout = config.layout if config.layout is None else config.layout.abstract()
@@ -82,7 +82,7 @@ def dry_run(config: TrainConfig) -> DryRun:
         devices=layout.devices if layout else 1,
         parameters=parameter_count(config),
         rows=config.batch_size,
-        tokens=config.batch_size * config.seq_len,
+        tokens=count if unit == "tokens" else None,
         micro_batches=config.accumulate,
         flops=model_flops(config),
         parameter_bytes=sum(

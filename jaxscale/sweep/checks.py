@@ -15,6 +15,7 @@ from jaxscale.sweep.configs import Base
 from jaxscale.sweep.search.stopping import Never
 from jaxscale.train import TrainConfig
 from jaxscale.train.prepare import check as check_run
+from jaxscale.train.rates import examples
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep
@@ -25,7 +26,7 @@ MOST = 128
 SHAPES = 16
 """So many runs that differ in more than learning rate and seed are laid out and traced, a fifth of a second each."""
 
-METRICS = ("loss", "eval_loss", "grad_norm", "tokens_per_second", "model_flops_per_second", "host_seconds")
+METRICS = ("loss", "eval_loss", "grad_norm", "model_flops_per_second", "host_seconds")
 
 
 def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
@@ -69,10 +70,12 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
 
 
 def _check_objective(objective: str, config: TrainConfig) -> None:
-    known = (*METRICS, *(f"eval_loss/{name}" for name in config.evaluate_on))
+    evaluated, corpora = config.objective.evaluated, ("", *(f"/{name}" for name in config.evaluate_on))
+    further = [f"eval_{name}{corpus}" for corpus in corpora for name in evaluated]
+    known = tuple(dict.fromkeys((*METRICS, f"{examples(config)[0]}_per_second", *evaluated, *further)))
     if objective not in known:
         raise ConfigError(f"sweep.objective = {objective!r} is no metric of a run{near(objective, known)}")
-    if objective.startswith("eval_loss") and not config.eval_batches:
+    if objective.startswith("eval_") and not config.eval_batches:
         raise ConfigError(
             f"sweep.objective = {objective!r}, and train.eval_batches = 0 never evaluates; raise it, or minimise 'loss'"
         )
@@ -81,7 +84,7 @@ def _check_objective(objective: str, config: TrainConfig) -> None:
 def _check_stopping(sweep: Sweep, config: TrainConfig) -> None:
     """What ends runs early has to see them before their end."""
     field = next((f for f in ("stopper", "pruner") if getattr(sweep.search, f, None) not in (Never(), None)), None)
-    if field and sweep.objective.startswith("eval_loss") and not 0 < config.eval_every < config.steps:
+    if field and sweep.objective.startswith("eval_") and not 0 < config.eval_every < config.steps:
         raise ConfigError(
             f"{type(sweep.search).__name__}.{field} would see no curve: train.eval_every = {config.eval_every} of "
             f"{config.steps} steps measures {sweep.objective} at the end only; set it to {max(config.steps // 10, 1)}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import Record, Trial
 from jaxscale.sweep.outcomes import plain
 from jaxscale.train import model_flops
+from jaxscale.train.rates import examples
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Prepared
@@ -22,13 +23,16 @@ class Planned(NamedTuple):
 
     Args:
       trial: it.
-      steps, tokens, flops: of the whole of it, or up to its `until`.
+      steps: of the whole of it, or up to its `until`.
+      unit, examples: what those steps go through, "tokens" or "rows", and how many.
+      flops: of those steps; `None` where the model has no formula for them.
     """
 
     trial: Trial
     steps: int
-    tokens: int
-    flops: float
+    unit: str
+    examples: int
+    flops: int | None
 
 
 def planned(prepared: Prepared) -> list[Planned]:
@@ -41,8 +45,8 @@ def planned(prepared: Prepared) -> list[Planned]:
         records.append(Record(trial))
         config, _ = prepared.base.bind(trial.bindings)
         steps = min(trial.until or config.steps, config.steps)
-        tokens = steps * config.batch_size * config.seq_len
-        out.append(Planned(trial, steps, tokens, float(steps * (model_flops(config) or math.nan))))
+        (unit, count), flops = examples(config), model_flops(config)
+        out.append(Planned(trial, steps, unit, steps * count, None if flops is None else steps * flops))
     return out
 
 
@@ -55,16 +59,23 @@ def table_of(prepared: Prepared) -> Any:
     title = f"{type(sweep.search).__name__}, minimising {sweep.objective}, on {type(sweep.runner).__name__}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     names = list(dict.fromkeys(name for p in found for name in split(p.trial.bindings)))
-    for name in ("", *names, "steps", "tokens", "FLOPs"):
+    units = dict.fromkeys(p.unit for p in found)
+    for name in ("", *names, "steps", " or ".join(units), "FLOPs"):
         table.add_column(name, justify="left" if not name else "right")
     for p in found:
         values = split(p.trial.bindings)
         cells = (plain(values[name]) for name in names)
-        table.add_row(f"{p.trial.id:03}", *cells, f"{p.steps:,}", f"{p.tokens:,}", f"{p.flops:.3g}")
+        table.add_row(f"{p.trial.id:03}", *cells, f"{p.steps:,}", f"{p.examples:,}", _flops([p]))
     table.add_section()
-    sums = f"{sum(p.steps for p in found):,}", f"{sum(p.tokens for p in found):,}", f"{sum(p.flops for p in found):.3g}"
+    sums = f"{sum(p.steps for p in found):,}", f"{sum(p.examples for p in found):,}", _flops(found)
     table.add_row(f"{len(found)} runs", *("" for _ in names), *sums)
     total = sweep.search.total(prepared.space)
     if any(p.trial.until for p in found) or total is not None and len(found) < min(total, sweep.runs or total):
         table.caption, table.caption_justify = "what comes after these depends on what they come to", "left"
     return table
+
+
+def _flops(trials: Sequence[Planned]) -> str:
+    """What trials come to together; a dash where that is not known of each."""
+    known = [p.flops for p in trials if p.flops is not None]
+    return f"{float(sum(known)):.3g}" if len(known) == len(trials) else "-"

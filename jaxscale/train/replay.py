@@ -91,7 +91,7 @@ def replay(run: Run, step: int) -> Replayed:
       RunError: there is no such step.
       JaxscaleError: the run's settings or data cannot be had again.
     """
-    config = dataclasses.replace(run.config, eval_batches=0, prompt=None)
+    config = dataclasses.replace(run.config, eval_batches=0, eval_every=0, evaluate_on={}, prompt=None)
     if not 1 <= step <= config.steps:
         raise RunError(f"{run.path} has no step {step}; its steps go from 1 to {config.steps}")
     prepared = prepare(config)

@@ -63,8 +63,10 @@ class Reporter:
             self.say(blueprint.adaptation.describe())
         of = f" of {config.seq_len} tokens" if "tokens" in prepared.batch else ""
         since = f", from step {first}" if first else ""
+        count = sum(i.size for i in jax.tree.leaves(blueprint.of_model().infos))
+        size = f"{count:,}" if count < 1e4 else f"{count / 1e6:.2f}M"
         self.say(
-            f"{sum(i.size for i in jax.tree.leaves(blueprint.of_model().infos)) / 1e6:.2f}M parameters · "
+            f"{size} parameters · "
             f"{config.data.name}, {len(prepared.loader.source):,} rows{of} · {config.batch_size} rows a step · "
             f"{config.steps} steps{since} · run folder {folder}"
         )
@@ -103,7 +105,7 @@ class Reporter:
         if peak_share is not None:
             numbers += f" ({peak_share:.0%} of bf16 peak)"
         if "eval_loss" in row:
-            others = [k for k in row if k.startswith("eval_") and k.partition("/")[0] != "eval_loss"]
+            others = [k for k in row if k.startswith("eval_") and k != "eval_loss"]
             more = [f"{k.removeprefix('eval_')} {row[k]:.3f}" for k in others]
             nats = " nats per token" if unit == "tokens" else ""
             loss = f"held-out loss {row['eval_loss']:.3f}{nats}"

@@ -10,7 +10,10 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.cli import main
 from jaxscale.errors import ConfigError, DataError
+from jaxscale.plan.dry_run import dry_run
+from jaxscale.sweep.checks import _check_objective
 from jaxscale.sweep.runners.lanes import Lanes
 from jaxscale.train import Input, Objective
 from jaxscale.train.prepare import blueprint_of, prepare
@@ -38,13 +41,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """A corpus of `Rows`, or of another source."""
+    """A corpus of `Rows`, or of another source, which no text holds."""
 
-    rows: object = dataclasses.field(default_factory=Rows)
+    rows: object = None
     name = "points"
 
     def source(self, tokenizer, **_):
-        return self.rows
+        return Rows() if self.rows is None else self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,3 +196,53 @@ def test_parts_of_uneven_and_of_no_weight_add_up_to_the_batch():
     for found in parted:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, whole)
     assert float(whole[0]["most"]) == 3
+
+
+RUN = """
+import tests.train.test_objective
+train.model = @Line()
+train.data = @Points()
+train.objective = @Pairs()
+train.layout = None
+train.steps = 1
+train.batch_size = 8
+train.evaluate_on = {"far": @Points()}
+"""
+
+
+@pytest.fixture
+def registered():
+    for part in (Line, Points, Pairs):
+        js.config.register(part)
+
+
+def test_what_a_run_prints_fits_a_run_without_texts(own_folder, capsys, registered):
+    (own_folder / "own.gin").write_text(RUN)
+    assert main(["train", "own.gin", "--run", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "6 parameters" in said and "loss/far" in said and " sample " not in said
+    advice = next(line.split() for line in said.splitlines() if line.startswith("  ") and " report " in line)
+    assert main(advice[advice.index("report") :]) == 0
+    imported = ["--import", "tests.train.test_objective"]
+    for command in (["serve", "run"], ["eval", "run"], ["sample", "run"]):
+        assert main([*command, *imported]) == 2
+        assert "Line is no language model, so it has no texts" in capsys.readouterr().err
+    assert main(["replay", "run", "--step", "1", *imported]) == 0
+    assert "no effect" not in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_rows(own_folder, capsys, registered):
+    assert "8 rows in 2 micro-batches" in str(dry_run(config_of(accumulate=2)))
+    (own_folder / "own.gin").write_text(RUN + 'sweep.axes = {"train.lr": [0.1, 0.2]}')
+    assert main(["sweep", "own.gin", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "rows" in said and "tokens" not in said and "nan" not in said
+
+
+def test_a_sweep_minimises_what_an_evaluation_reports():
+    own = changed(evaluated=("loss", "squares"))
+    config = config_of(own, evaluate_on={"far": Points()})
+    for name in ("eval_squares", "eval_loss/far", "eval_squares/far", "rows_per_second"):
+        _check_objective(name, config)
+    with raises_saying(ConfigError, "did you mean 'eval_squares'"):
+        _check_objective("eval_square", config)

@@ -13,7 +13,7 @@ from jaxscale.data.chat import ChatTemplate
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
-from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_length
+from jaxscale.infer.loaded import check_texts, load_model, prompt_ids, say_length, trained_length
 from jaxscale.infer.serve.asked import Served
 from jaxscale.layout import Layout
 
@@ -35,8 +35,10 @@ def served_by(run: Run, name: str | None = None, length: int | None = None, *, c
       choice: a request that says nothing of temperature, cuts or penalty gets those that the checkpoint came with.
 
     Raises:
+      ConfigError: the model is none of texts.
       DataError: it came without a tokenizer, or its generation config has a number out of its range.
     """
+    check_texts(run.config)
     tokenizer: Any = run.tokenizer
     if length is None:
         length = trained_length(run)

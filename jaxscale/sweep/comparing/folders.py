@@ -45,7 +45,7 @@ _FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     "outcome.json": {"state": _TEXT, "error": _TEXT, "seconds": _NUMBER},
 }  # fmt: skip
 """What is read of a file, and what it has to be where it is there."""
-_NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "model_flops_per_second")
+_NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "rows_per_second", "model_flops_per_second")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +100,18 @@ class Ran:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Rows of a batch times tokens of a row."""
+        """Rows of a batch times tokens of a row; `None` of a run whose rows are none of tokens."""
+        if self.median("rows_per_second"):
+            return None
         sizes = [self.bindings.get(name) for name in ("train.batch_size", "train.seq_len")]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
 
     @property
     def step_seconds(self) -> float | None:
         """The median time of a step."""
+        if per_row := self.median("rows_per_second"):
+            rows = self.bindings.get("train.batch_size")
+            return rows / per_row if isinstance(rows, int) else None
         rate = self.median("tokens_per_second")
         return self.tokens_per_step / rate if rate and self.tokens_per_step else None
 

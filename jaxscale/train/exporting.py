@@ -106,6 +106,11 @@ def said_by(run: Run, family: str | None, dtype: str | None) -> tuple[Family, Tr
     model = run.config.model
     if not isinstance(model, TransformerConfig):
         raise CheckpointError(f"{run.path} is of a {type(model).__name__}, and only a Transformer can be exported")
+    if not model.causal:
+        raise CheckpointError(
+            f"{run.path} has attention in both directions (Bidirectional), and every family of models to export to "
+            "reads from left to right; call what Run.model() returns"
+        )
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"dtype = '{dtype}' is not one to export{near(dtype, PRECISIONS)}")
     theirs = {} if run.imported is None else run.imported.config

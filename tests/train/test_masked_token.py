@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
-from jaxscale.errors import ConfigError
+from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Bidirectional, RingAttention, dot_product_attention
 from jaxscale.testing import assert_layouts_agree, check_objective, random_batch, random_params
 from jaxscale.train import MaskedToken, TrainConfig, describe_model
+from jaxscale.train.exporting import said_by
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(vocab=32, depth=1, width=16, heads=2, attention=Bidirectional())
@@ -76,3 +77,9 @@ def test_a_pair_of_tokens_that_see_each_other_is_counted_twice():
     """Two tokens have three causal pairs, four without a mask."""
     causal = dataclasses.replace(MODEL, attention=dot_product_attention)
     assert MODEL.products(1, 2)["scores"] * 3 == causal.products(1, 2)["scores"] * 4
+
+
+def test_an_encoder_is_not_exported_as_a_model_that_reads_from_left_to_right(tmp_path):
+    run = js.Run(tmp_path, TrainConfig(model=MODEL, layout=None, objective=MaskedToken()))
+    with raises_saying(CheckpointError, "Bidirectional", "Run.model()"):
+        said_by(run, None, None)

@@ -128,7 +128,7 @@ def train(
     make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
 ) -> Trace:
     """Trains as `compare_layouts` does, on one layout or none."""
-    setup = build(model, layout, remembering_sgd(), clip_norm=CLIP)
+    setup = build(model, layout, remembering_sgd(), clip_norm=CLIP, objective=objective)
     with in_force(layout):
         loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, objective=objective)
         sharding = batch_sharding(layout, *batch["tokens"].shape)
@@ -154,14 +154,19 @@ class Setup(NamedTuple):
 
 
 def build(
-    model: ModelConfig, layout: Layout | None, tx: optax.GradientTransformation, *, clip_norm: float | None = None
+    model: ModelConfig,
+    layout: Layout | None,
+    tx: optax.GradientTransformation,
+    *,
+    clip_norm: float | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> Setup:
     """A blueprint as training makes it, and a first state on its layout.
 
     The parameters are `random_params`, whose biases are not zero nor scales one, and which take no compiling; that
     the model's own initial values are the same on every layout is a test of its own (tests/train/test_step.py).
     """
-    config = TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm, guards=())
+    config = TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm, guards=(), objective=objective)
     blueprint, _ = blueprint_of(config)
     params = jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=SEED))
     state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(SEED))

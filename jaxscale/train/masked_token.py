@@ -34,6 +34,7 @@ class MaskedToken(NextToken):
     """
 
     staged: ClassVar[bool] = False  # the first pipeline stage would have to draw the masks
+    both_ways: ClassVar[bool] = True
     rate: float = 0.15
     mask: int = -1
 

@@ -134,6 +134,8 @@ class NextToken(Objective):
     """
 
     staged: ClassVar[bool] = True
+    both_ways: ClassVar[bool] = False
+    """Whether tokens may see those behind them."""
     loss: Loss = AutoLoss()
     z_loss: float = 0.0
 
@@ -184,6 +186,11 @@ class NextToken(Objective):
             raise ConfigError(
                 f"NextToken trains language models, and {type(config.model).__name__} has no '{missing[0]}'; set "
                 "train.objective to one that fits it (see jaxscale.train.Objective)"
+            )
+        if not self.both_ways and not getattr(config.model, "causal", True):
+            raise ConfigError(
+                f"{type(self).__name__} needs a model whose tokens see none behind them, and this one's attention is "
+                "Bidirectional, so it would read the answers; set train.objective = @MaskedToken()"
             )
 
     def describe(self, config: TrainConfig) -> str:

@@ -83,3 +83,8 @@ def test_an_encoder_is_not_exported_as_a_model_that_reads_from_left_to_right(tmp
     run = js.Run(tmp_path, TrainConfig(model=MODEL, layout=None, objective=MaskedToken()))
     with raises_saying(CheckpointError, "Bidirectional", "Run.model()"):
         said_by(run, None, None)
+
+
+def test_the_next_token_is_not_asked_of_a_model_that_sees_it():
+    with raises_saying(ConfigError, "NextToken", "read the answers", "train.objective = @MaskedToken()"):
+        TrainConfig(model=MODEL, layout=None)

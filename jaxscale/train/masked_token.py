@@ -64,7 +64,7 @@ class MaskedToken(NextToken):
                 "MaskedToken needs a model whose tokens see those behind them; set Transformer.attention = "
                 "@Bidirectional()"
             )
-        if not -1 <= self.mask < config.model.vocab:
+        if not isinstance(self.mask, int) or not -1 <= self.mask < config.model.vocab:
             raise ConfigError(f"MaskedToken.mask = {self.mask} is none of the model's {config.model.vocab} ids")
 
     def describe(self, config: TrainConfig) -> str:

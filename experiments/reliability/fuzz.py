@@ -30,7 +30,11 @@ from jaxscale.train import TrainConfig, check
 from pallas_kernels.errors import KernelError
 
 HERE = Path(__file__).parent
-FILES = sorted(f for f in HERE.parent.glob("**/*.gin") if "\nLayout.mesh = " in f.read_text())
+FILES = sorted(
+    file
+    for file, text in ((f, f.read_text()) for f in HERE.parent.glob("**/*.gin"))
+    if "\nLayout.mesh = " in text and "\ntrain.objective = " not in text
+)
 LINE = re.compile(r"^([\w/]+)\.(\w+) = (.+)$")
 
 

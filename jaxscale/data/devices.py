@@ -35,14 +35,20 @@ def to_devices(
     import jax
     import jax.numpy as jnp
 
-    read: Callable[[slice], Batch]
     if isinstance(batches, Loader):
         shapes = {name: (batches.batch_size, *shape) for name, (shape, _) in batches.arrays.items()}
-        read = partial(batches.batch_at, step)
+        loader = batches
+
+        def read(rows: slice) -> Batch:
+            return loader.batch_at(step, rows)
+
     else:
         whole = batches(step)
         shapes = {name: array.shape for name, array in whole.items()}
-        read = lambda rows: {name: array[rows] for name, array in whole.items()}  # noqa: E731
+
+        def read(rows: slice) -> Batch:
+            return {name: array[rows] for name, array in whole.items()}
+
     wanted = shardings if isinstance(shardings, Mapping) else dict.fromkeys(shapes, shardings)
     pieces: dict[tuple[int, int], Batch] = {}  # devices that differ only in columns share one read
 

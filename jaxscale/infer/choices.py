@@ -160,11 +160,9 @@ def multiple_choice(
             differs = np.flatnonzero(alone[:n] != whole[:n])
             texts.append(whole)
             first.append(int(differs[0] if len(differs) else n) - 1)
-    from jaxscale.train import token_loss  # the same floor: only when asked
-
     loaded = load_model(run, layout, step)
     found = log_probabilities(
-        loaded, texts, first=first, length=length, rows=rows, loss=token_loss(run.config), apart=run.config.segments
+        loaded, texts, first=first, length=length, rows=rows, loss=run.config.token_loss, apart=run.config.segments
     )
     sums = iter([math.fsum(x.tolist()) for x in found])
     by_question = [[next(sums) for _ in q.choices] for q in questions]

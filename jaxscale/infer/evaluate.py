@@ -125,8 +125,6 @@ def perplexity(
     tokens = sum(d.tokens for d in documents)
     if not tokens:
         raise DataError("there is no text to evaluate on; give files that are not empty")
-    from jaxscale.train import token_loss  # the same floor: only when asked
-
     loaded = load_model(run, layout, step)
     found = log_probabilities(
         loaded,
@@ -134,7 +132,7 @@ def perplexity(
         length=length,
         stride=stride,
         rows=rows,
-        loss=token_loss(run.config),
+        loss=run.config.token_loss,
         apart=run.config.segments,
     )
     counted = (x if d.counts is None else x[d.counts] for x, d in zip(found, documents, strict=True))

@@ -40,7 +40,7 @@ def compiled_plan(config: TrainConfig, there: Topology, why: str, why_not: str |
       OutOfMemory: it does not fit.
     """
     if why_not is not None:
-        raise ConfigError(f"{why}, so that its step has to be compiled for {there.name}: {why_not}")
+        raise ConfigError(f"{why}, so its step has to be compiled for {there.name}, and cannot be: {why_not}")
     layout = config.layout
     assert layout is not None
     with out_of_memory_said(config, there.name):
@@ -50,11 +50,11 @@ def compiled_plan(config: TrainConfig, there: Topology, why: str, why_not: str |
     memory = Estimate(state, 0, 0, 0, rest.size, 0, 0.0, (rest,))
     counted = of_step(config, there.devices, kind=there.chip.kinds[0] if there.chip.kinds else None)
     cost = program.cost_analysis()
-    moved = float((cost[0] if isinstance(cost, list) else cost).get("bytes accessed", 0.0))
+    moved = float((cost[0] if isinstance(cost, list) else cost)["bytes accessed"])
     ops = (
         Op("products", "matmul", counted.matmul / layout.devices, 0.0, "bfloat16"),
         Op("everything that is read and written", "memory", 0.0, moved, "bfloat16"),
     )
-    found = tuple(collectives(program, layout.sizes, layout.across))
+    sent = tuple(collectives(program, layout.sizes, layout.across))
     flops = model_flops(config) or counted.matmul
-    return memory, Work(ops, found, layout.sizes, flops, examples(config)[1], crosses=layout.across), size
+    return memory, Work(ops, sent, layout.sizes, flops, examples(config)[1], crosses=layout.across), size

@@ -99,6 +99,8 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
     heap, kept, copies, host = walk(config, blueprint, layout, Sums.of(model, there, layout))
+    flops = model_flops(config)
+    assert flops is not None  # a model with `products` has `flops`
     per_layer = LayerBytes.of(model, _last_block(blueprint.of_model()), layout, config.micro_batch, config.seq_len)
     return Estimate(
         state + batch,
@@ -110,7 +112,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         _extra_flops(
             policy, model.products(config.batch_size, config.seq_len), "lse" if per_layer.tensors["lse"] else None
         )
-        / (model_flops(config) or 1),
+        / flops,
         heap.at_peak,
     )
 

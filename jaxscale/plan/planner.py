@@ -177,7 +177,7 @@ def plan_for(
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
     if (what := unknown(config)) is not None:
         began = time.perf_counter()
-        memory, work, size = compiled_plan(config, there, what, "as was asked" if compile == "never" else why)
+        memory, work, size = compiled_plan(config, there, what, _FORBIDDEN if compile == "never" else why)
         step = step_time(work, there)
         made = Compiled(size, step, time.perf_counter() - began)
         notes = (f"{what}: all of this is read off the compiled step", *_notes(config, there))
@@ -189,6 +189,9 @@ def plan_for(
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, _notes(config, there))
     return with_budget(plan, tokens, price, watts)
+
+
+_FORBIDDEN = "compile='never' (--analytic) forbids it; leave that out"
 
 
 def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:

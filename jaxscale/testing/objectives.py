@@ -46,7 +46,10 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     weights = objective.weights(numbered_batch, 1)
     both = set(whole) & set(weights)
     assert not both, f"terms and weights both have {sorted(both)}"
-    close = lambda a, b: np.allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(np.max(np.abs(b)))))  # noqa: E731
+
+    def close(a: Any, b: Any) -> bool:
+        return np.allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(np.max(np.abs(b)))))
+
     value = objective.value(whole | weights)
     kind = (value.shape, value.dtype)
     assert kind == ((), jnp.float32), f"the value is {value.dtype}{value.shape}, not a float32 scalar"

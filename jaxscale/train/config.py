@@ -20,7 +20,8 @@ from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
 from jaxscale.train.guards import FiniteGuard, Guard
 from jaxscale.train.lora import LoRA
-from jaxscale.train.objective import NextToken, Objective
+from jaxscale.train.loss import Loss
+from jaxscale.train.objective import NextToken, Objective, token_loss
 from jaxscale.train.objective_checks import check_objective_of
 from jaxscale.train.snapshots import Snapshots
 from jaxscale.train.start import FromRun
@@ -173,6 +174,11 @@ class TrainConfig:
     def micro_batch(self) -> int:
         """Rows of a micro-batch."""
         return self.batch_size // self.accumulate
+
+    @property
+    def token_loss(self) -> Loss:
+        """How the objective makes the loss of each token; see `jaxscale.train.objective.token_loss`."""
+        return token_loss(self)
 
     def values(self) -> dict[str, Any]:
         """Every setting by name."""

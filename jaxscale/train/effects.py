@@ -132,10 +132,10 @@ def _without_kernel(c: TrainConfig, blueprint: Blueprint) -> Iterator[str]:
     if not platforms or not _fit(tiles, c):
         return
     names = [n for n in ("block_size", "width") if getattr(storage, n) != getattr(usual, n)]
-    given, instead = (" and ".join(f"EightBit.{n} = {getattr(s, n)}" for n in names) for s in (storage, usual))
+    setting, instead = (" and ".join(f"EightBit.{n} = {getattr(s, n)}" for n in names) for s in (storage, usual))
     yield (
-        f"{given}: no kernel for {' or '.join(sorted(platforms))} takes blocks of that size, so XLA updates the 8-bit "
-        f"states there, in several passes over memory; the nearest that have a kernel are those of {instead}"
+        f"{setting}: no kernel for {' or '.join(sorted(platforms))} takes blocks of that size, so XLA updates the "
+        f"8-bit states there, in several passes over memory; the nearest that have a kernel are those of {instead}"
     )
 
 

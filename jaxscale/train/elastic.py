@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxscale.data import to_devices
+from jaxscale.data.batch import Batch
 from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.layout import Layout
@@ -136,9 +137,12 @@ class Elastic:
     def step(self) -> dict[str, float]:
         """Takes the next step; its metrics."""
         loader = self.prepared.loader
-        whole = lambda step: filled(loader.batch_at(step), self.deal.rows)  # noqa: E731
+
+        def dealt(step: int) -> Batch:
+            return filled(loader.batch_at(step), self.deal.rows)
+
         with self.layout:
-            batch = to_devices(whole, int(self.state.step), self._batch)
+            batch = to_devices(dealt, int(self.state.step), self._batch)
             self.state, metrics = self._step(self.state, batch)
         return {name: float(value) for name, value in metrics.items()}
 

@@ -266,8 +266,8 @@ class Loop:
         if not any(np.any(b.get("weights", 1)) for b in batches):
             raise RunError("the held-out batches have no weighted row; raise train.eval_batches or the held-out part")
         objective = self.config.objective
-        found = objective.metrics(totals)
-        return {f"eval_{name}{corpus}": float(found[name]) for name in objective.evaluated}
+        metrics = objective.metrics(totals)
+        return {f"eval_{name}{corpus}": float(metrics[name]) for name in objective.evaluated}
 
     def _place(self, step: int) -> dict[str, jax.Array]:
         return self.prepared.place(self.prepared.loader, step)

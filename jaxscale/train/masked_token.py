@@ -50,8 +50,11 @@ class MaskedToken(NextToken):
     def terms(self, model: Any, batch: Batch, *, key: Array | None = None) -> Totals:
         masks = jax.random.key(0) if key is None else jax.random.fold_in(key, _STREAM)
         width = batch["tokens"].shape[1:]
-        draw = lambda row: jax.random.bernoulli(jax.random.fold_in(masks, row), self.rate, width)  # noqa: E731
-        drawn = jax.vmap(draw)(batch["rows"])
+
+        def masked(row: Array) -> Array:
+            return jax.random.bernoulli(jax.random.fold_in(masks, row), self.rate, width)
+
+        drawn = jax.vmap(masked)(batch["rows"])
         mask = self.mask % model.head_weight().shape[0]
         tokens = jnp.where(drawn, mask, batch["tokens"])
         chosen = {"targets": batch["tokens"], "weights": _counted(batch) * drawn}

@@ -58,7 +58,8 @@ class Objective:
       group: how many rows, one after the other, belong together (2 for preference pairs). They stay in one
         micro-batch, on one device.
       additive: whether `value` is linear in the terms.
-      staged: whether `of_hidden` makes the terms from what the last pipeline stage has (see `NextToken`).
+      staged: whether the last pipeline stage can make the terms; then there are `of_hidden` and `loss`, as `NextToken`
+        has them.
       evaluated: which of the `metrics` an evaluation reports, as `eval_NAME`.
     """
 
@@ -170,8 +171,8 @@ class NextToken(Objective):
         """`terms`, of the final hidden states and what the layers reported: all that the last pipeline stage has."""
         with jax.named_scope("loss"):
             nats, z = self.loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap, **vocab)
-            weigh = lambda x: jnp.sum(x * batch["weights"])  # noqa: E731
-            return {"nats": weigh(nats), "z": weigh(z), "stats": stats}
+            weights = batch["weights"]
+            return {"nats": jnp.sum(nats * weights), "z": jnp.sum(z * weights), "stats": stats}
 
     def value(self, totals: Totals) -> Float[Array, ""]:
         tokens = jnp.maximum(totals["tokens"], 1.0)

@@ -122,7 +122,10 @@ def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, r
     if type(objective).value is NextToken.value:
         return
     rng = np.random.default_rng(0)
-    draw = lambda shapes: jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 2, x.shape)).astype(x.dtype), shapes)  # noqa: E731
+
+    def draw(shapes: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 2, x.shape)).astype(x.dtype), shapes)
+
     fixed = draw(weights)
     grad = jax.jit(jax.grad(lambda t: objective.value({**t, **fixed}), allow_int=True))
     a, b = (jax.tree.leaves(grad(draw(terms))) for _ in range(2))

@@ -135,20 +135,23 @@ def _inferred(config: TrainConfig, graphdef: nnx.GraphDef, infos: Any) -> Any:
     layout = config.layout
     if layout is None or layout.devices == 1:
         return infos
-    shape = lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype)  # noqa: E731
-
     def value(params: Any, batch: Any) -> Any:
         return _value(config, nnx.merge(graphdef, params), batch)
 
-    named = infer_names(value, jax.tree.map(shape, infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
+    named = infer_names(value, _shapes(infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
     _notes_of_names(type(config.model).__name__, named.notes)
     return named.infos
+
+
+def _shapes(tree: Any) -> Any:
+    """Shapes and dtypes alone."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 @functools.lru_cache(64)
 def _notes_of_names(model: str, notes: tuple[str, ...]) -> None:
     """Said once."""
-    log.warning("%s names no axis of its parameters: the names in the table below were read off the program", model)
+    log.warning("%s names no axis of its parameters, so the names were inferred from its program (infer_names)", model)
     for note in notes:
         log.warning("%s", note)
 
@@ -419,9 +422,8 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
         check_numbers(objective, objective.value(sums), objective.metrics(sums))
         return terms, weights
 
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        frozen = jax.tree.map(shape, blueprint.frozen)
+        frozen = _shapes(blueprint.frozen)
         terms, weights = jax.eval_shape(totals, blueprint.abstract_state().params, frozen, abstract_inputs(config))
     if config.accumulate > 1:
         parts = f"train.accumulate = {config.accumulate} takes the batch in parts"

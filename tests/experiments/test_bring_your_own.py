@@ -128,7 +128,7 @@ def _axes(model):
 
 
 def test_without_a_compiler_its_plan_is_refused_in_a_sentence():
-    with raises_saying(ConfigError, "no formula knows", "Classify", "has to be compiled for v5e:2x4"):
+    with raises_saying(ConfigError, "no formula knows", "Classify", "has to be compiled for v5e:2x4", "--analytic"):
         plan_for(_config(ViT(depth=1)), "v5e:2x4", compile="never")
 
 

@@ -172,9 +172,11 @@ class _Programs:
             stack, metrics = jax.vmap(step)(jnp.arange(count), stack, _stack(batches))
             return stack, _unstack(metrics, count)
 
+        def evaluated(lane: jax.Array, params: Tree, batch: Tree) -> Tree:
+            return first.eval_of(_looked_up(configs, lane))(params, batch)
+
         def evaluate(params: tuple[Tree, ...], batches: tuple[Tree, ...]) -> tuple[Tree, ...]:
-            one = lambda lane, *given: first.eval_of(_looked_up(configs, lane))(*given)  # noqa: E731
-            sums = jax.vmap(one)(jnp.arange(count), _stack(params), _stack(batches))
+            sums = jax.vmap(evaluated)(jnp.arange(count), _stack(params), _stack(batches))
             return _unstack(sums, count)
 
         inits = lambda: jax.vmap(init)(jnp.arange(count), jnp.asarray(seeds))  # noqa: E731

@@ -51,7 +51,7 @@ class Shuffle:
 
 
 class Grouped:
-    """An order of groups of `size` rows, which stay together; rows behind the last whole group are left out."""
+    """Orders whole groups of `size` neighbouring rows; rows after the last whole group are not used."""
 
     def __init__(self, groups: Order, size: int):
         self._groups, self._size = groups, size

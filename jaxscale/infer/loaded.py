@@ -82,7 +82,7 @@ def load_model(
 
 
 def check_texts(config: TrainConfig) -> None:
-    """Raises `ConfigError` where the model is none of texts."""
+    """Raises `ConfigError` where the model is no causal language model."""
     if why := no_texts(config):
         raise ConfigError(f"{why}; call what Run.model() returns")
 

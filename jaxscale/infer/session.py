@@ -1,4 +1,4 @@
-"""What is kept of a run between calls of `generate`: its model where it runs, and an engine with its cache of keys."""
+"""A run's model on its devices and a batching engine with its KV cache, reused by the next call of `generate`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Tree = Any
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """The model of a run as it was read last, and the engine that last generated with it; one of each at a time.
+    """The parameters that a run read last, and the engine that last generated with them; one of each at a time.
 
-    A layout counts with its devices, so that asking for the same one on other devices reads the model anew.
+    Layouts are compared with their devices: the same mesh on other devices reads the parameters again.
 
     Args:
-      run: of which it is (`Run.session`).
+      run: the run (`Run.session`).
     """
 
     run: Run
@@ -31,12 +31,13 @@ class Session:
     _engine: tuple[Loaded, Engine] | None = None
 
     def params(self, step: int, layout: Layout | None, generation: bool, read: Callable[[], Tree]) -> Tree:
-        """A checkpoint's parameters on a layout, read unless they are the last that were.
+        """A checkpoint's parameters on a layout; reuses those of the last call where the arguments are the same.
 
         Args:
-          step, layout: of which checkpoint, and where.
-          generation: laid out for steps of few tokens.
-          read: gives them.
+          step: the checkpoint's.
+          layout: the devices; `None` is one device.
+          generation: whether they are laid out for decoding.
+          read: reads them.
         """
         wanted = (step, layout, generation)
         if self._model is None or self._model[0] != wanted:
@@ -45,9 +46,9 @@ class Session:
         return self._model[1]
 
     def take_engine(self, found: Loaded, suits: Callable[[Engine], bool]) -> Engine | None:
-        """The engine that was kept, if it has this model and suits; while it is used it is nobody else's.
+        """Hands out the stored engine if it has this model and `suits` accepts it, else `None`.
 
-        Others' tokens would be lost otherwise: two generators may be open at once.
+        The session forgets it until `keep_engine`: two generators may be open at once, and each needs its own.
         """
         kept, self._engine = self._engine, None
         if kept is None:
@@ -57,5 +58,5 @@ class Session:
         return engine if same and suits(engine) else None
 
     def keep_engine(self, found: Loaded, engine: Engine) -> None:
-        """Keeps an engine for the next call."""
+        """Stores an engine for the next call."""
         self._engine = found, engine

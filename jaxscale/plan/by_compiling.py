@@ -1,4 +1,4 @@
-"""A plan of a run whose layers or objective no formula knows: the step is compiled for the hardware, and read."""
+"""Plans a run whose model or objective the formulas do not cover, from the step compiled for the hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxscale.train.rates import examples, model_flops
 
 
 def unknown(config: TrainConfig) -> str | None:
-    """Why a run cannot be planned by formulas, or `None` where it can."""
+    """Which part of a run the formulas do not cover, as a sentence; `None` where they cover it."""
     for part, kind in ((config.objective, NextToken), (config.model, TransformerConfig)):
         if not isinstance(part, kind):
             return f"no formula knows the arithmetic and memory of {type(part).__name__}"
@@ -27,7 +27,7 @@ def unknown(config: TrainConfig) -> str | None:
 
 
 def compiled_plan(config: TrainConfig, there: Topology, why: str, why_not: str | None) -> tuple[Estimate, Work, int]:
-    """Memory and work of a step, read off the compiled program, and its bytes on a device.
+    """Memory and work of a step from its compiled program, and its bytes on a device.
 
     Args:
       config: the run's settings, every size of its mesh known.

@@ -1,4 +1,4 @@
-"""The objective of encoders: tokens that were replaced by a mask are told from all the others."""
+"""The objective of encoders: predict masked tokens from all the other tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MaskedToken(NextToken):
 
 
 def _counted(batch: Batch) -> Array:
-    """1 for each token that is no padding."""
+    """1 for each token that is not padding."""
     segments = batch.get("segment_ids")
     return (batch["weights"] if segments is None else segments > 0).astype(jnp.float32)
 

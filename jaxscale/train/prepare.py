@@ -131,7 +131,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
 
 
 def _inferred(config: TrainConfig, graphdef: nnx.GraphDef, infos: Any) -> Any:
-    """Axis names for a model none of whose parameters has any, read off its objective; needed on a layout only."""
+    """Infers axis names for a model that names none, from its traced objective; without a layout none are needed."""
     layout = config.layout
     if layout is None or layout.devices == 1:
         return infos
@@ -150,7 +150,7 @@ def _shapes(tree: Any) -> Any:
 
 @functools.lru_cache(64)
 def _notes_of_names(model: str, notes: tuple[str, ...]) -> None:
-    """Said once."""
+    """Warns once for each model."""
     log.warning("%s names no axis of its parameters, so the names were inferred from its program (infer_names)", model)
     for note in notes:
         log.warning("%s", note)

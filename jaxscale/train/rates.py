@@ -43,7 +43,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def examples(config: TrainConfig) -> tuple[str, int]:
-    """What a step goes through, as its rate is called, and how many: tokens, or rows where a batch has none."""
+    """The unit of a step's rate, and how many a step has: tokens, or rows where a batch has no tokens."""
     if "tokens" in config.objective.inputs(config):
         return "tokens", config.batch_size * config.seq_len
     return "rows", config.batch_size

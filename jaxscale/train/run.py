@@ -242,7 +242,7 @@ class Run:
 
     @functools.cached_property
     def session(self) -> Any:
-        """What is kept of this run between calls of `generate`; see `jaxscale.infer.session.Session`."""
+        """The model and the engine that `generate` reuses; see `jaxscale.infer.session.Session`."""
         from jaxscale.infer.session import Session  # the same floor: only when asked
 
         return Session(self)

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     )
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
+    from jaxscale.step import TrainConfig
     from jaxscale.sweep.comparing import curves, runs
-    from jaxscale.train import Run, TrainConfig
+    from jaxscale.train import Run
     from jaxscale.train.fit import fit
     from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 

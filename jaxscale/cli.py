@@ -163,7 +163,7 @@ def _option(word: str, known: list[str]) -> str:
         return near(name, known)
     from jaxscale.config import registered
     from jaxscale.layout.axes import MESH_AXES
-    from jaxscale.train import TrainConfig
+    from jaxscale.step import TrainConfig
 
     if "." in bare and bare.partition(".")[0] in registered():
         return f"; did you mean '--gin.{bare}={value}'?"

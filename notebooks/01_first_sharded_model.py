@@ -35,7 +35,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.layout import abstract, describe, shardings_of
-from jaxscale.train.report import tensor_table
+from jaxscale.layout.tensors import tensor_table
 
 jax.devices()
 

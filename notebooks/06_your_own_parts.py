@@ -35,11 +35,11 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
 from jaxscale.layout import PRESETS, STACKED, current, describe
+from jaxscale.layout.tensors import tensor_table
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Linear
 from jaxscale.parallel import sharded_op
 from jaxscale.train import describe_model
-from jaxscale.train.report import tensor_table
 from pallas_kernels.dispatch import Implementation, dispatch, interpreted
 
 plt.rcParams["figure.dpi"] = 75

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.plan.laws import BODY, StepLaw, read_rows, read_table, write_rows
+from jaxscale.train.run import read_config
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -23,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """Fits, and writes."""
     if len(sys.argv) > 1:
-        write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
+        write_rows(read_rows(sys.argv[1], body=read_config), RESULTS / "runs.csv")
     table = read_table(RESULTS / "runs.csv")
     found: dict[str, Any] = {}
     for counted in (BODY, "parameters"):

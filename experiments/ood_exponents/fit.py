@@ -14,6 +14,7 @@ from pathlib import Path
 
 import experiments.ood_exponents.series  # noqa: F401  (which the runs' configs name)
 from jaxscale.plan.laws import BODY, OutOfDistribution, read_rows, read_table, write_rows
+from jaxscale.train.run import read_config
 
 RESULTS = Path(__file__).parent / "results"
 TASKS = {"decoder": "next_value", "encoder": "masked_horizon"}
@@ -23,7 +24,7 @@ def main() -> None:
     """Fits, and writes."""
     RESULTS.mkdir(exist_ok=True)
     if len(sys.argv) > 1:
-        write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
+        write_rows(read_rows(sys.argv[1], body=read_config), RESULTS / "runs.csv")
     rows = read_rows(RESULTS / "runs.csv")
     found = {}
     for name, task in TASKS.items():

@@ -27,7 +27,7 @@ import jaxscale as js
 from experiments.reliability import lives
 from experiments.reliability.processes import at_step, changed, together
 from jaxscale.train import loop
-from jaxscale.train.guards.skips import read_skips
+from jaxscale.train.skips import read_skips
 
 HERE = Path(__file__).parent
 STEPS, SAVED = 24, 16
@@ -62,7 +62,7 @@ def life(seed: int, root: Path) -> None:
     """One process: trains with the faults, and writes what it saw."""
     number = jax.process_index()
     random = np.random.default_rng(seed)
-    prepare: Any = importlib.import_module("jaxscale.train.prepare")  # the package's own `prepare` is its function
+    prepare: Any = importlib.import_module("jaxscale.step.prepare")  # the package's own `prepare` is its function
     sound, take = prepare.make_loss_and_grads, loop.Loop._take
     seen: dict[str, Any] = {}
     fold = lambda step: jax.random.fold_in(jax.random.key(seed), step - 1)  # noqa: E731

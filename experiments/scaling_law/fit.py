@@ -26,6 +26,7 @@ from jaxscale.plan.laws import (
     read_table,
     write_rows,
 )
+from jaxscale.train.run import read_config
 
 RESULTS = Path(__file__).parent / "results"
 JUDGED = (("parameters", 1), ("tokens", 1), ("flops", 5))
@@ -60,7 +61,7 @@ def fitted(law: Any, table: Any) -> dict[str, Any]:
 def main() -> None:
     """Fits, and writes."""
     if len(sys.argv) > 1:
-        write_rows(read_rows(sys.argv[1], body=True), RESULTS / "runs.csv")
+        write_rows(read_rows(sys.argv[1], body=read_config), RESULTS / "runs.csv")
     table = read_table(RESULTS / "runs.csv")
     found: dict[str, Any] = {}
     for counted in ("parameters", BODY):

@@ -19,8 +19,8 @@ import optax
 
 from jaxscale.data import python_stdlib
 from jaxscale.models import TransformerConfig
+from jaxscale.step.prepare import prepare
 from jaxscale.train import NextToken, TrainConfig
-from jaxscale.train.prepare import prepare
 
 FILE = Path(__file__).resolve().parent / "results" / "curves.csv"
 GRID = {

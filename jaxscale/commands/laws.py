@@ -73,10 +73,11 @@ def run_fit(args: argparse.Namespace, bindings: list[str]) -> int:
     """`laws fit`."""
     no_bindings(args, bindings)
     from jaxscale.plan.laws import held_out, read_table
+    from jaxscale.train.run import read_config
 
     laws = _laws(args)
     loss = next((law.loss for law in laws if hasattr(law, "loss")), "eval_loss")
-    table = read_table(args.table, loss=loss, body=args.body)
+    table = read_table(args.table, loss=loss, body=read_config if args.body else None)
     if args.samples < 0:
         raise ConfigError(f"--samples {args.samples}: use 0 for no intervals, or a number such as 200")
     out = None if args.out is None else Path(args.out)
@@ -199,6 +200,6 @@ def _show(fits: list[Any], judged: list[HeldOut], table: Table, out: Path | None
 def _console() -> Any:
     from rich.console import Console
 
-    from jaxscale.train.report import WIDTH
+    from jaxscale.units import WIDTH
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

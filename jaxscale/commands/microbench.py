@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from rich.console import Console
 
     from jaxscale.plan.microbench import microbench
-    from jaxscale.train.report import WIDTH
+    from jaxscale.units import WIDTH
 
     found = microbench(quick=args.quick, cpu_time=args.cpu_time, say=lambda what: print(what, file=sys.stderr))
     if args.json:

@@ -144,7 +144,7 @@ def show(found: Any, as_json: bool) -> None:
     """Prints what a command found."""
     from rich.console import Console
 
-    from jaxscale.train.report import WIDTH
+    from jaxscale.units import WIDTH
 
     if as_json:
         print(json.dumps(found.to_json(), indent=2))

@@ -15,7 +15,8 @@ from jaxscale.other_names import same
 
 if TYPE_CHECKING:
     from jaxscale.layout import Layout
-    from jaxscale.train import Run, TrainConfig
+    from jaxscale.step import TrainConfig
+    from jaxscale.train import Run
 
 TEXT = argparse.RawDescriptionHelpFormatter
 
@@ -112,7 +113,8 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
     """The settings in a gin file, or a run's own `config.gin`, with what the command line changes."""
     from jaxscale import config as gin_config
     from jaxscale.layout import Layout, parse_mesh
-    from jaxscale.train import read_config, settled
+    from jaxscale.step import settled
+    from jaxscale.train import read_config
 
     if own is not None:
         settings = read_config(own.parent, bindings)
@@ -146,7 +148,7 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
 def _to_be_read(name: str) -> str:
     """What has a binding that nothing reads be read: a setting's full name, or a part that the config leaves out."""
     from jaxscale.config import registered
-    from jaxscale.train import TrainConfig
+    from jaxscale.step import TrainConfig
 
     fields = dataclasses.fields(TrainConfig)
     if "." not in name:

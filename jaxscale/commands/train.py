@@ -14,7 +14,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.interrupts import STOPS
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run, TrainConfig
+    from jaxscale.step import TrainConfig
+    from jaxscale.train import Run
 
 
 def add(commands: Any) -> None:
@@ -102,7 +103,7 @@ def _window(text: str | None) -> tuple[int, int] | None:
 def _next_steps(run: Run, config: TrainConfig) -> str:
     import jax
 
-    from jaxscale.infer.loaded import no_texts
+    from jaxscale.step.texts import no_texts
 
     program = os.path.relpath(sys.argv[0])
     name = "jaxscale" if shutil.which("jaxscale") else f"python {program}" if program.endswith(".py") else program

@@ -14,9 +14,10 @@ from jaxtyping import Bool, Int
 
 from jaxscale.data.packing import Documents
 from jaxscale.errors import DataError
-from jaxscale.infer.loaded import check_texts, checked, load_model, say_length, scored_ids
+from jaxscale.infer.loaded import load_model, say_length, scored_ids
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
+from jaxscale.step.texts import check_texts, checked
 
 if TYPE_CHECKING:
     from jaxscale.train import Run

@@ -70,7 +70,7 @@ def log_probabilities(
       loaded: the model.
       texts: ids, the first of which is given: what opens a text.
       length: how many tokens the model sees at once.
-      loss: makes each token's (`jaxscale.train.loss`), with its logits held or without.
+      loss: makes each token's (`jaxscale.step.loss`), with its logits held or without.
       first: the first target of each that counts, 0 by default.
       stride: of windows, `length` by default (see `windows`).
       rows: of a batch; rounded up to what the layout divides.
@@ -100,7 +100,7 @@ class _Batch:
     """Rows that are scored at once, always of one shape."""
 
     def __init__(self, loaded: Loaded, length: int, loss: Any, rows: int, apart: bool):
-        from jaxscale.train.step import batch_sharding
+        from jaxscale.step.step import batch_sharding
 
         split = 1 if loaded.layout is None else loaded.layout.split("batch")
         self.rows = -(-rows // split) * split

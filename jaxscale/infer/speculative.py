@@ -18,9 +18,10 @@ from flax import nnx
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import generating, init_cache
 from jaxscale.infer.engine import Event, Request, check_independent
-from jaxscale.infer.loaded import Loaded, checked
+from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.sampling import Choices, Sampling, seen_bits
 from jaxscale.infer.speculative_round import CACHE, Judged, Told, rounds_of
+from jaxscale.step.texts import checked
 
 _CHUNK = 64
 

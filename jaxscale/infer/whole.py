@@ -19,10 +19,11 @@ from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import describe_cache, generating
 from jaxscale.infer.engine import Event, Request, check_independent
 from jaxscale.infer.forward import everywhere
-from jaxscale.infer.loaded import Loaded, checked
+from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose, seen_bits, seen_of
 from jaxscale.layout import Layout, constrain
 from jaxscale.nn import head_logits
+from jaxscale.step.texts import checked
 
 TOP = 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxscale.layout.axes import check_axis
 from jaxscale.layout.boxing import Boxes
 from jaxscale.layout.layout import Layout
 from jaxscale.layout.rules import Kind
+from jaxscale.units import human_bytes
 
 Tree = Any
 """Nested dicts (of arrays, `TensorInfo`s or shardings), keyed by attribute names and list indices."""
@@ -179,3 +180,27 @@ def filled_notes(infos: Tree, layout: Layout | None) -> tuple[str, ...]:
                 f"(a {axis} of {used.shape[at]:,} would save this)"
             )
     return tuple(notes)
+
+
+
+def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
+    """A rich table of tensors: name, shape, logical axes, spec, bytes per device.
+
+    With `why`, the signature in place of the spec, and the rules that fired.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    where = "split S, broadcast B" if why else "spec"
+    for name in ("tensor", "shape", "logical axes", where, "per device", *(["because"] if why else [])):
+        right, whole = name == "per device", name == "tensor"  # a name that is cut cannot be searched for
+        table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    for r in rows:
+        spec = " ".join("·".join(p) if isinstance(p, tuple) else str(p or "-") for p in r.spec)
+        spec = r.boxes if why else spec
+        cells = (r.path, "×".join(map(str, r.shape)), " ".join(str(a or "-") for a in r.axes), spec)
+        table.add_row(*cells, human_bytes(r.bytes_per_device), *([r.rules] if why else []))
+    table.add_section()
+    table.add_row(f"{len(rows)} tensors", "", "", "", human_bytes(sum(r.bytes_per_device for r in rows)))
+    return table

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxscale.plan.scopes import scopes_of
-from jaxscale.train.trace import open_call, parts_of_scan
+from jaxscale.step.trace import open_call, parts_of_scan
 
 Keep = Callable[[tuple[int, ...]], bool]
 Found = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxscale import config as gin_config
 from jaxscale.errors import ConfigError
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 
 def as_gin(config: TrainConfig, about: str = "") -> str:

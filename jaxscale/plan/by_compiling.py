@@ -12,8 +12,8 @@ from jaxscale.plan.heap import Buffer
 from jaxscale.plan.memory import Estimate
 from jaxscale.plan.remedies import out_of_memory_said
 from jaxscale.plan.roofline import Op, Work
-from jaxscale.train import NextToken, TrainConfig
-from jaxscale.train.rates import examples, model_flops
+from jaxscale.step import NextToken, TrainConfig
+from jaxscale.step.rates import examples, model_flops
 
 
 def unknown(config: TrainConfig) -> str | None:

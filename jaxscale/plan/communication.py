@@ -23,8 +23,8 @@ from jaxscale.plan.attention_moves import deals_out
 from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.moves import Mover
-from jaxscale.train import TrainConfig, blueprint_of, replicas_of, token_loss
-from jaxscale.train.loss import holds_logits
+from jaxscale.step import TrainConfig, blueprint_of, replicas_of, token_loss
+from jaxscale.step.loss import holds_logits
 
 Tree = Any
 _STAGES = "pipeline"

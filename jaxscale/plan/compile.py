@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.optim.base import Schedule
-from jaxscale.train import (
+from jaxscale.step import (
     Blueprint,
     TrainConfig,
     batch_shardings,
@@ -25,7 +25,7 @@ from jaxscale.train import (
     make_loss_and_grads,
     make_step,
 )
-from jaxscale.train.guards import Guard
+from jaxscale.step.guards import Guard
 from pallas_kernels.aot import compile_lowered, devices_of
 from pallas_kernels.dispatch import KernelError
 

@@ -26,10 +26,10 @@ from jaxscale.nn import head_logits
 from jaxscale.optim import Constant
 from jaxscale.plan.activations import recorded
 from jaxscale.plan.search import Tell
-from jaxscale.train import TrainConfig, blueprint_of, make_loss_and_grads, make_step
-from jaxscale.train.prepare import prepare
-from jaxscale.train.state import TrainState
-from jaxscale.train.trace import quickly
+from jaxscale.step import TrainConfig, blueprint_of, make_loss_and_grads, make_step
+from jaxscale.step.prepare import prepare
+from jaxscale.step.state import TrainState
+from jaxscale.step.trace import quickly
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

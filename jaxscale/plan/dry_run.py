@@ -11,10 +11,10 @@ import jax
 
 from jaxscale.layout import describe
 from jaxscale.plan.compile import lower_step
-from jaxscale.train import TrainConfig, blueprint_of, model_flops
-from jaxscale.train.prepare import check_ids
-from jaxscale.train.rates import examples, parameter_count
-from jaxscale.train.report import human_bytes
+from jaxscale.step import TrainConfig, blueprint_of, model_flops
+from jaxscale.step.prepare import check_ids
+from jaxscale.step.rates import examples, parameter_count
+from jaxscale.units import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)

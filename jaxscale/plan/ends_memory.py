@@ -13,8 +13,8 @@ from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import Weight, copied_bytes, local_bytes
-from jaxscale.train import Loss
-from jaxscale.train.loss import holds_logits
+from jaxscale.step import Loss
+from jaxscale.step.loss import holds_logits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,13 @@ from jaxscale.plan.remedies import out_of_memory_said
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import Traffic, traffic
-from jaxscale.train import Blueprint, Run, TrainConfig, blueprint_of, is_pipelined, pipelined
+from jaxscale.step import Blueprint, TrainConfig, blueprint_of, is_pipelined, pipelined
 from pallas_kernels.dispatch import choosing
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
+    from jaxscale.run import Run
 
 
 @dataclasses.dataclass(frozen=True)

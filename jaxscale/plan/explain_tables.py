@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.layout import TensorRow
+from jaxscale.layout.tensors import tensor_table
 from jaxscale.plan.flops import flops_table
 from jaxscale.plan.plan_tables import table_of
 from jaxscale.plan.program_memory import ProgramMemory
 from jaxscale.plan.remedies import estimate_table
 from jaxscale.plan.traffic import Traffic
-from jaxscale.train.report import human_bytes, tensor_table
+from jaxscale.units import human_bytes
 
 if TYPE_CHECKING:
     from jaxscale.plan.explain import Compiled, Explanation

@@ -15,7 +15,7 @@ from jaxscale.layout import Layout
 from jaxscale.plan.compile import abstract_batch
 from jaxscale.plan.flop_walk import FlopRow, operations
 from jaxscale.plan.scopes import PASSES
-from jaxscale.train import TrainConfig, blueprint_of, make_loss_and_grads, make_step
+from jaxscale.step import TrainConfig, blueprint_of, make_loss_and_grads, make_step
 from pallas_kernels.dispatch import device
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.layout.rules import Kind
 from jaxscale.nn import GatherAttention, MemoryPolicy
 from jaxscale.plan.heap import Buffer, Heap
-from jaxscale.train import Blueprint, TrainConfig
+from jaxscale.step import Blueprint, TrainConfig
 
 _FEED = ("mlp_up", "mlp_hidden")
 _DEAR = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}

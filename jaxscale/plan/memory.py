@@ -27,7 +27,7 @@ from jaxscale.plan.layer_memory import (
     single_layers,
 )
 from jaxscale.plan.pipeline_memory import walk_pipeline
-from jaxscale.train import Blueprint, TrainConfig, blueprint_of, model_flops, token_loss
+from jaxscale.step import Blueprint, TrainConfig, blueprint_of, model_flops, token_loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jaxscale.plan.layer_memory import (
     local_bytes,
     single_layers,
 )
-from jaxscale.train import Blueprint, TrainConfig, pipelined, token_loss
+from jaxscale.step import Blueprint, TrainConfig, pipelined, token_loss
 
 
 def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.plan.roofline import StepTime
-from jaxscale.train.report import human_bytes
+from jaxscale.units import human_bytes
 
 if TYPE_CHECKING:
     from jaxscale.plan.planner import Plan

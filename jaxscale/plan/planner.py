@@ -25,7 +25,7 @@ from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 from pallas_kernels.aot import why_no_gpu, why_no_tpu
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from jaxscale.nn import POLICIES, MemoryPolicy
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.memory import Estimate, estimate, model_of
 from jaxscale.plan.shown import Shown
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -167,7 +167,7 @@ def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from jaxscale.train.report import human_bytes
+    from jaxscale.units import human_bytes
 
     title = f"memory policies on {topology}, {human_bytes(budget)} per device"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -18,9 +18,9 @@ from jaxscale.optim import AdamW, AdamW8bit, OnHost
 from jaxscale.plan.communication import sized
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import text_of
-from jaxscale.train import CutLoss, NextToken, TrainConfig, token_loss
-from jaxscale.train.loss import holds_logits
-from jaxscale.train.report import human_bytes
+from jaxscale.step import CutLoss, NextToken, TrainConfig, token_loss
+from jaxscale.step.loss import holds_logits
+from jaxscale.units import human_bytes
 
 SHOWN, LARGEST = 16, 10
 """So many remedies are listed, and buffers."""

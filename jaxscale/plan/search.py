@@ -28,8 +28,8 @@ from jaxscale.plan.shown import Shown
 from jaxscale.plan.space import Candidate, Space, candidates
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
-from jaxscale.train import TrainConfig
-from jaxscale.train.report import human_bytes
+from jaxscale.step import TrainConfig
+from jaxscale.units import human_bytes
 from pallas_kernels.errors import KernelError
 
 if TYPE_CHECKING:

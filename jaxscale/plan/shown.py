@@ -33,7 +33,7 @@ def text_of(table: Any) -> str:
 def _recorded(what: Any) -> Console:
     from rich.console import Console
 
-    from jaxscale.train.report import WIDTH
+    from jaxscale.units import WIDTH
 
     # into a string even in a notebook, where it would print on the way
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)

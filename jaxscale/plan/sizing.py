@@ -23,7 +23,7 @@ from jaxscale.plan.collectives import Collective
 from jaxscale.plan.communication import sized
 from jaxscale.plan.gemm import GemmModel, model_of, padded_flops
 from jaxscale.plan.work import products
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -13,7 +13,7 @@ from jaxscale.layout.axes import MESH_AXES
 from jaxscale.nn import POLICIES, MixtureOfExperts, dot_product_attention
 from jaxscale.optim import check_state, state_infos
 from jaxscale.plan.memory import held_bytes
-from jaxscale.train import TrainConfig, blueprint_of
+from jaxscale.step import TrainConfig, blueprint_of
 
 
 @dataclasses.dataclass(frozen=True)

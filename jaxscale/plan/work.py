@@ -24,8 +24,8 @@ from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.memory import Estimate, _extra_flops
 from jaxscale.plan.roofline import Op, Work
-from jaxscale.train import TrainConfig, describe_model, replicas_of, token_loss
-from jaxscale.train.loss import holds_logits
+from jaxscale.step import TrainConfig, describe_model, replicas_of, token_loss
+from jaxscale.step.loss import holds_logits
 
 FLOAT32 = 4
 """Bytes of an element of logits, scores and gradients."""

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import ConfigError, near
+from jaxscale.step import TrainConfig
+from jaxscale.step.prepare import check as check_run
+from jaxscale.step.rates import examples
 from jaxscale.sweep.axes import names_of
 from jaxscale.sweep.base import Axis
 from jaxscale.sweep.configs import Base
 from jaxscale.sweep.search.stopping import Never
-from jaxscale.train import TrainConfig
-from jaxscale.train.prepare import check as check_run
-from jaxscale.train.rates import examples
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from jaxscale import config as gin_config
 from jaxscale.errors import ConfigError, near
+from jaxscale.step import TrainConfig
 from jaxscale.sweep.axes import split
-from jaxscale.train import TrainConfig
 
 _LOADING = threading.RLock()
 """The loaded config is the process's, and several trials may start in its threads."""

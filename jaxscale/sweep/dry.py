@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxscale.step import model_flops
+from jaxscale.step.rates import examples
 from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import Record, Trial
 from jaxscale.sweep.outcomes import plain
-from jaxscale.train import model_flops
-from jaxscale.train.rates import examples
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Prepared

@@ -13,7 +13,8 @@ from jaxscale.sweep.base import BAD, DAMAGED, FAILED, FINISHED, PAUSED, RUNNING,
 from jaxscale.sweep.coordinator import wanted
 from jaxscale.sweep.outcomes import plain, score
 from jaxscale.sweep.table import FILE, best_of
-from jaxscale.train.report import Reporter, clock
+from jaxscale.train.report import Reporter
+from jaxscale.units import clock
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep

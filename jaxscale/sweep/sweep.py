@@ -12,6 +12,7 @@ from typing import Any, cast
 from jaxscale import config as gin_config
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, RunError
+from jaxscale.step import TrainConfig
 from jaxscale.sweep.axes import space_of
 from jaxscale.sweep.base import RUNNING, Record, Runner, Search
 from jaxscale.sweep.checks import check
@@ -23,7 +24,6 @@ from jaxscale.sweep.runners import Here
 from jaxscale.sweep.search import Grid
 from jaxscale.sweep.storage import Storage
 from jaxscale.sweep.table import Result, write_results
-from jaxscale.train import TrainConfig
 from jaxscale.train.files import read_gin, write_gin
 from jaxscale.train.folders import new_folder
 from jaxscale.train.signals import stop_signals

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.prepare import blueprint_of
+from jaxscale.step.step import numbered
 from jaxscale.testing.params import random_params
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.prepare import blueprint_of
-from jaxscale.train.step import numbered
 
 Batch = dict[str, np.ndarray]
 

@@ -13,10 +13,10 @@ import numpy as np
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import Optimizer, apply_gradients, state_shardings
+from jaxscale.step import describe_model
 from jaxscale.testing.compare import Agreement, differences
 from jaxscale.testing.layouts import QUICKLY, in_force, to_numpy
 from jaxscale.testing.params import random_params
-from jaxscale.train import describe_model
 
 Tree = Any
 SMALL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, hidden=64)

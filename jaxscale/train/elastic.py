@@ -24,12 +24,12 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.layout import Layout
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.prepare import blueprint_of, prepare
+from jaxscale.step.step import batch_shardings, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.checkpoints.chunks import region_of
 from jaxscale.train.checkpoints.manifest import flatten
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.prepare import blueprint_of, prepare
 from jaxscale.train.snapshots.table import assemble
-from jaxscale.train.step import batch_shardings, jit_step, make_loss_and_grads, make_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,12 @@ import numpy as np
 from jaxscale.errors import RunError
 from jaxscale.interop.maps import Bound
 from jaxscale.interop.peft import Pair, adapter_config, check_names, modules_of, write_adapters
+from jaxscale.step.prepare import blueprint_of
+from jaxscale.step.start import Start
 from jaxscale.train.checkpoints import flatten
 from jaxscale.train.exporting import said_by
-from jaxscale.train.prepare import blueprint_of
 from jaxscale.train.pretrained import STEP
 from jaxscale.train.run import Run
-from jaxscale.train.start import FromRun
 
 log = logging.getLogger("jaxscale")
 
@@ -103,7 +103,7 @@ def _family(run: Run) -> str | None:
     return None
 
 
-def _base(start: FromRun | None, say: Callable[[str], None]) -> tuple[str | None, str | None]:
+def _base(start: Start | None, say: Callable[[str], None]) -> tuple[str | None, str | None]:
     """Where a run's model came from, and of a name on the Hub its commit; nothing where it was trained here."""
     assert start is not None  # see `TrainConfig`
     try:

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale import reading
+from jaxscale import digests, reading
 from jaxscale.errors import AlteredFile, DamagedFile, RunError
 from jaxscale.seals import Lines, open_json, open_text, seal_json, seal_line, seal_text
-from jaxscale.train import digests
 
 INFO, CONFIG = "run.json", "config.gin"
 FILES = (

@@ -12,13 +12,14 @@ import jax
 import optax
 
 from jaxscale.errors import ConfigError, near
-from jaxscale.train.config import TrainConfig
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.prepare import Prepared, prepare, settled
 from jaxscale.train.folders import choose_folder
 from jaxscale.train.loop import Loop
-from jaxscale.train.prepare import Prepared, prepare, settled
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import Run, read_config
 from jaxscale.train.signals import stop_signals
+from jaxscale.train.watchdog import preparing
 
 
 def fit(
@@ -66,7 +67,7 @@ def fit(
     if until is not None and not 1 <= until <= config.steps:
         raise ConfigError(f"until = {until}: steps count from 1 to {config.steps} here")
     reporter = Reporter(quiet or jax.process_index() != 0)
-    with config.watchdog.preparing():
+    with preparing(config.watchdog):
         prepared = prepare(config)
         if config.start is not None and (resume is not True or config.adapters is not None):
             config.start.check(prepared.blueprint.of_model().infos)

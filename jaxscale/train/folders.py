@@ -11,9 +11,9 @@ import jax
 
 from jaxscale import config as gin_config
 from jaxscale.errors import AlteredFile, JaxscaleError, RunError
+from jaxscale.step.config import TrainConfig
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
-from jaxscale.train.config import TrainConfig
 from jaxscale.train.files import CONFIG, INFO, read_gin, read_json
 
 

@@ -15,17 +15,19 @@ from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interrupts import STOPS
 from jaxscale.optim import averaged
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.guards import RollBack, Watched
+from jaxscale.step.prepare import Prepared
+from jaxscale.step.rates import examples, model_flops, peak_flops
+from jaxscale.step.state import TrainState
 from jaxscale.train import agree
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.guards import RollBack, Skips, Watched
-from jaxscale.train.guards.skips import SKIPS
-from jaxscale.train.prepare import Prepared
-from jaxscale.train.rates import examples, model_flops, peak_flops
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import Run
 from jaxscale.train.saved import Saved
-from jaxscale.train.state import TrainState
+from jaxscale.train.skips import SKIPS, Skips
+from jaxscale.train.snapshots import taker
+from jaxscale.train.watchdog import watching
 
 RETURNS = 3
 """How often a run goes back without a step beyond the one at which it turned, before it gives up."""
@@ -69,13 +71,13 @@ class Loop:
 
     def train(self, resuming: bool) -> None:
         """Runs it; the folder tells the story even when this raises, or another process ends."""
-        with self.config.watchdog.watching(self.run.path, self.checkpoints.steps, self._ended) as self.watchdog:
+        with watching(self.config.watchdog, self.run.path, self.checkpoints.steps, self._ended) as self.watchdog:
             self._train(resuming)
 
     def _train(self, resuming: bool) -> None:
         config, reporter = self.config, self.reporter
         self.watchdog.phase(0, "first state", disk=True)
-        self.snapshots = config.snapshots.of(self.run.path)
+        self.snapshots = taker(config.snapshots, self.run.path)
         state = self.saved.first(self.snapshots, resuming)
         _ = self.prepared.frozen  # read now, and not within the first step
         first = int(state.step)

@@ -18,6 +18,8 @@ from jaxscale import config as gin_config
 from jaxscale.errors import RunError
 from jaxscale.interop import Companions, Pretrained, local_folder, open_pretrained
 from jaxscale.layout import Layout, shardings_of
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.state import describe_model
 from jaxscale.train.checkpoints import digest
 from jaxscale.train.checkpoints.journal import Journal
 from jaxscale.train.checkpoints.lazily import unread
@@ -25,12 +27,10 @@ from jaxscale.train.checkpoints.manifest import leaves_of
 from jaxscale.train.checkpoints.migrate import SCHEMA
 from jaxscale.train.checkpoints.read import Arrays, place
 from jaxscale.train.checkpoints.write import Save
-from jaxscale.train.config import TrainConfig
 from jaxscale.train.exporting import export_checkpoint
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
 from jaxscale.train.run import HF, Run, about, checkpoints_in, take_companions, write_config
-from jaxscale.train.state import describe_model
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.errors import DataError, RunError
+from jaxscale.step.prepare import Prepared
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
-from jaxscale.train.prepare import Prepared
 from jaxscale.train.run import HF, Run, about, bring_companions, write_config
 
 

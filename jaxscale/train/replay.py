@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxscale.errors import RunError
 from jaxscale.layout import path_name
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.guards.skips import SKIPS, read_skips
-from jaxscale.train.prepare import Prepared, blueprint_of, prepare
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.prepare import Prepared, blueprint_of, prepare
+from jaxscale.step.state import TrainState
+from jaxscale.step.step import make_loss_and_grads
+from jaxscale.step.trace import Origin, first_nonfinite
 from jaxscale.train.run import Run
-from jaxscale.train.state import TrainState
-from jaxscale.train.step import make_loss_and_grads
-from jaxscale.train.trace import Origin, first_nonfinite
+from jaxscale.train.skips import SKIPS, read_skips
 
 NUMBERS = ("loss", "grad_norm")
 

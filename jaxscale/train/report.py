@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxscale.layout import TensorRow, describe
+from jaxscale.layout.tensors import tensor_table
+from jaxscale.units import WIDTH, clock
 
 if TYPE_CHECKING:
-    from jaxscale.train.config import TrainConfig
-    from jaxscale.train.prepare import Prepared
-
-WIDTH = 132
-
+    from jaxscale.step.config import TrainConfig
+    from jaxscale.step.prepare import Prepared
 
 class Reporter:
     """Prints to the terminal or notebook through rich; quiet on all processes but the first.
@@ -128,45 +127,8 @@ class Reporter:
             self._progress = None
 
 
-def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
-    """A rich table of tensors: name, shape, logical axes, spec, bytes per device.
-
-    With `why`, the signature in place of the spec, and the rules that fired.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    where = "split S, broadcast B" if why else "spec"
-    for name in ("tensor", "shape", "logical axes", where, "per device", *(["because"] if why else [])):
-        right, whole = name == "per device", name == "tensor"  # a name that is cut cannot be searched for
-        table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
-    for r in rows:
-        spec = " ".join("·".join(p) if isinstance(p, tuple) else str(p or "-") for p in r.spec)
-        spec = r.boxes if why else spec
-        cells = (r.path, "×".join(map(str, r.shape)), " ".join(str(a or "-") for a in r.axes), spec)
-        table.add_row(*cells, human_bytes(r.bytes_per_device), *([r.rules] if why else []))
-    table.add_section()
-    table.add_row(f"{len(rows)} tensors", "", "", "", human_bytes(sum(r.bytes_per_device for r in rows)))
-    return table
-
-
 def _short(x: float) -> str:
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(x) >= size:
             return f"{x / size:.3g} {letter}"
     return f"{x:.0f} "
-
-
-def human_bytes(n: int) -> str:
-    """`n` bytes in the largest unit that leaves a number above 1."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n} B"
-
-
-def clock(seconds: float) -> str:
-    """`4:05`, or `1:04:05`."""
-    minutes, s = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"

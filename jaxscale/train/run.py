@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 
 from jaxscale import config as gin_config
+from jaxscale import digests
 from jaxscale.data import HFTokenizer, Tokenizer
 from jaxscale.errors import AlteredFile, ConfigError, DataError, RunError, near
 from jaxscale.interop import Companions, copy_companions
@@ -24,15 +25,14 @@ from jaxscale.interop.companions import GENERATION
 from jaxscale.interop.links import check_links
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import averaged, averages, state_infos
-from jaxscale.train import digests
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.prepare import blueprint_of
+from jaxscale.step.rates import parameter_count
+from jaxscale.step.state import TrainState, describe_model
 from jaxscale.train.checkpoints import Checkpoints
-from jaxscale.train.config import TrainConfig
 from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, write_gin
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
-from jaxscale.train.prepare import blueprint_of
-from jaxscale.train.rates import parameter_count
-from jaxscale.train.state import TrainState, describe_model
 from jaxscale.version import __version__
 
 HF = "hf"
@@ -158,7 +158,7 @@ class Run:
           ConfigError: the model does not know one of them.
           DataError: the text cannot be encoded.
         """
-        from jaxscale.infer.loaded import text_ids
+        from jaxscale.step.texts import text_ids
 
         imported = self.imported
         return text_ids(self.config, prompt, None if imported is None else imported.prompt_ids(prompt))

@@ -14,8 +14,8 @@ from flax import nnx
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import local_folder, open_pretrained
 from jaxscale.layout import Layout
+from jaxscale.step.state import describe_model
 from jaxscale.train.pretrained import read_pretrained
-from jaxscale.train.state import describe_model
 
 WITHIN = 1e-3
 """Of the largest logit: what float32 leaves of a deep model's logits, and far below what a wrong map makes of them."""

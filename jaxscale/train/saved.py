@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.errors import CheckpointError, RunError
+from jaxscale.step.prepare import Prepared
+from jaxscale.step.state import TrainState
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
-from jaxscale.train.prepare import Prepared
 from jaxscale.train.run import Run
-from jaxscale.train.snapshots.settings import Taker
-from jaxscale.train.state import TrainState
+from jaxscale.train.snapshots.taker import Taker
 
 
 class Saved:

@@ -77,7 +77,7 @@ class FromRun:
           RunError: there is no such run.
           CheckpointError: listing those that are missing, extra or of another shape.
         """
-        from jaxscale.train.state import describe_model
+        from jaxscale.step.state import describe_model
 
         theirs = _by_name(describe_model(self.run.config.model)[1])
         ours = _by_name(infos)

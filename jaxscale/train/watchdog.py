@@ -21,12 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.config import register
-from jaxscale.errors import LOST, MISTAKE, ConfigError, JaxscaleError
+from jaxscale.errors import LOST, MISTAKE, JaxscaleError
+from jaxscale.step.watchdog import BEAT, Watchdog
 from jaxscale.train.listener import Coordinator, Listener, connect, lines, listen_address, machine, new_token
-
-BEAT = 1.0
-"""Seconds between two signs of life."""
 
 FEW = 64
 """Up to as many processes are told of each phase of process 0 as it begins; more hear of it once a second."""
@@ -38,65 +35,43 @@ _ARRIVE = 5.0
 """Seconds in which all processes may name their machines; after them, they count as being on several."""
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class Watchdog:
-    """When a process counts as lost. Only runs of several processes are watched.
+@contextlib.contextmanager
+def watching(
+    settings: Watchdog, run: Path, steps: Callable[[], list[int]], ended: Callable[[], None]
+) -> Iterator[Watch]:
+    """Watches while inside; where several processes run, an error raised inside ends all of them.
 
     Args:
-      silent: seconds without a sign of life, of a process that was killed without a trace, stopped, or cut off.
-      stuck: seconds in one phase of a step without getting on, or 20 times what the phase ever took if that is more.
-      disk: the same for a phase that waits for a disk, where a minute may be nothing out of order.
-      first: the same for a phase that was not yet finished twice: it compiles. All that comes before the first step has
-        to be done within as long.
-
-    Raises:
-      ConfigError: a time that is not above two signs of life.
+      settings: when a process counts as lost.
+      run: the run's folder; what is found goes into its `failures.jsonl`, too.
+      steps: of the checkpoints there are.
+      ended: called in process 0 before it ends because of a failure.
     """
+    if jax.process_count() == 1:
+        yield Watch()
+        return
+    watch = _Member(settings, run, steps, ended)
+    try:
+        yield watch
+    except BaseException as e:
+        watch.failed(e)
+        raise
+    watch.leave()
 
-    silent: float = 8.0
-    stuck: float = 10.0
-    disk: float = 600.0
-    first: float = 1800.0
 
-    def __post_init__(self) -> None:
-        for name in ("silent", "stuck", "disk", "first"):
-            if not getattr(self, name) > 2 * BEAT:
-                raise ConfigError(f"Watchdog.{name} = {getattr(self, name)}: must be above {2 * BEAT:g} seconds")
-
-    @contextlib.contextmanager
-    def watching(self, run: Path, steps: Callable[[], list[int]], ended: Callable[[], None]) -> Iterator[Watch]:
-        """Watches while inside; where several processes run, an error raised inside ends all of them.
-
-        Args:
-          run: the run's folder; what is found goes into its `failures.jsonl`, too.
-          steps: of the checkpoints there are.
-          ended: called in process 0 before it ends because of a failure.
-        """
-        if jax.process_count() == 1:
-            yield Watch()
-            return
-        watch = _Member(self, run, steps, ended)
-        try:
-            yield watch
-        except BaseException as e:
-            watch.failed(e)
-            raise
-        watch.leave()
-
-    @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Ends this process if what is inside, which may wait for other processes, takes longer than `first`."""
-        if jax.process_count() == 1:
-            yield
-            return
-        timer = threading.Timer(self.first, _too_long, (self.first,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+@contextlib.contextmanager
+def preparing(settings: Watchdog) -> Iterator[None]:
+    """Ends this process if what is inside, which may wait for other processes, takes longer than `first`."""
+    if jax.process_count() == 1:
+        yield
+        return
+    timer = threading.Timer(settings.first, _too_long, (settings.first,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Watch:

@@ -18,7 +18,7 @@ from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Group, LongRopeScaling, MultiHeadLatent, Packed, Rotary, YarnScaling
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
 

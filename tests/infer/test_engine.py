@@ -19,7 +19,7 @@ from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.compiled import nothing_is_compiled
 from tests.truth.params import random_params
 

@@ -17,7 +17,7 @@ from jaxscale.infer.stages import on_stages, turns
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.params import random_params
 
 LANES, LENGTH = 4, 12

@@ -11,8 +11,8 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.interop import open_pretrained
+from jaxscale.step.state import describe_model
 from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
-from jaxscale.train.state import describe_model
 from tests.truth import foreign
 
 torch = pytest.importorskip("torch")

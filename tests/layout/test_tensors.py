@@ -12,7 +12,7 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout, TensorInfo, abstract, describe, named, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Embedding, Linear
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force

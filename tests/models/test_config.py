@@ -29,7 +29,7 @@ from jaxscale.models import (
     sheared_llama_1_3b,
 )
 from jaxscale.nn import GELU, GeGLU, GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRouter
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
 
 SMALL = dict(vocab=61, width=32, heads=4, head_dim=8, hidden=48)

@@ -29,8 +29,8 @@ from jaxscale.nn import (
     UnitOffsetRMSNorm,
     YarnScaling,
 )
-from jaxscale.train.loss import token_losses
-from jaxscale.train.state import describe_model
+from jaxscale.step.loss import token_losses
+from jaxscale.step.state import describe_model
 from tests.truth import numpy_transformer as truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import random_batch

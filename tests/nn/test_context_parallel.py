@@ -26,7 +26,7 @@ from jaxscale.nn import (
     flash_attention,
 )
 from jaxscale.parallel.context import zigzag
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY, assert_layouts_agree, in_force, random_batch

@@ -16,7 +16,7 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout, Rules
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import dot_product_attention, flash_attention
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from pallas_kernels import chosen, forget
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import xla

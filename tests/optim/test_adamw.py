@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
 from jaxscale.models import TransformerConfig
 from jaxscale.optim import FusedTransformation, apply_gradients
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 

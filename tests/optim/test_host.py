@@ -32,9 +32,9 @@ from jaxscale.optim import (
     apply_gradients,
     on_host,
 )
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.prepare import blueprint_of
-from jaxscale.train.state import TrainState
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.prepare import blueprint_of
+from jaxscale.step.state import TrainState
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY

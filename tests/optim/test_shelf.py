@@ -23,9 +23,9 @@ from jaxscale.models import Learned, TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.optim import state_infos, state_shardings, view_of
 from jaxscale.optim.layers import dealt, returned
-from jaxscale.train.prepare import prepare
-from jaxscale.train.state import describe_model
-from jaxscale.train.step import make_eval
+from jaxscale.step.prepare import prepare
+from jaxscale.step.state import describe_model
+from jaxscale.step.step import make_eval
 from tests.truth.compare import TOLERANCE, assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY

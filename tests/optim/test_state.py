@@ -12,7 +12,7 @@ from jaxscale import optim
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.optim import state_shardings
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 
 CONFIG = TransformerConfig(depth=2, vocab=64, width=32, heads=4, hidden=64)
 ZERO1 = Layout("data=2,fsdp=4", "zero1")

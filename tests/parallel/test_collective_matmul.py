@@ -15,7 +15,7 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.plan.collectives import collectives
-from jaxscale.train.state import describe_model
+from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch, train

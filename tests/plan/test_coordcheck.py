@@ -17,8 +17,8 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU
 from jaxscale.plan.activations import recorded
 from jaxscale.plan.coordcheck import CoordCheck, Coordinate, _slope, _steepest, coordcheck
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.state import describe_model
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params

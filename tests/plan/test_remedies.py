@@ -93,7 +93,7 @@ def test_a_run_that_does_not_fit_this_machine_says_so(tmp_path, monkeypatch, sai
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory {said}")
 
-    monkeypatch.setattr(sys.modules["jaxscale.train.prepare"], "jit_step", lambda *_: refuse)
+    monkeypatch.setattr(sys.modules["jaxscale.step.prepare"], "jit_step", lambda *_: refuse)
     with pytest.raises(OutOfMemory) as raised:
         js.fit(js.TrainConfig(**bigram()), run=tmp_path / "run", quiet=True)
     assert "one allocation of 16 GiB failed" in str(raised.value)

@@ -20,12 +20,13 @@ from jaxscale.layout.mesh import _check_slices, parse_mesh, resolve_sizes
 from jaxscale.models import TransformerConfig
 from jaxscale.nn.rotary import Llama3Scaling, LongRopeScaling, Rotary
 from jaxscale.optim import MuP
+from jaxscale.step import Snapshots
+from jaxscale.step.lora import LoRA
+from jaxscale.step.prepare import blueprint_of
 from jaxscale.train import TrainConfig, elastic
 from jaxscale.train.elastic import Elastic, recut
-from jaxscale.train.lora import LoRA
-from jaxscale.train.prepare import blueprint_of
+from jaxscale.train.snapshots import taker
 from jaxscale.train.snapshots.keeper import code_for
-from jaxscale.train.snapshots.settings import Snapshots
 from jaxscale.train.snapshots.shelf import Shelf
 from tests.truth.errors import raises_saying
 
@@ -209,7 +210,7 @@ SNAPSHOTS = {
     "too many processes": (
         lambda: code_for(300, 0),
         ("use Snapshots.every = 0",),
-        [lambda: Snapshots(every=0).of("run").newest()],
+        [lambda: taker(Snapshots(every=0), "run").newest()],
     ),
 }
 

@@ -11,8 +11,8 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
+from jaxscale.step.step import make_loss_and_grads
 from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, NextToken, read_config
-from jaxscale.train.step import make_loss_and_grads
 from pallas_kernels import chosen, forget
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch

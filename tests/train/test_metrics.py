@@ -10,8 +10,8 @@ import pytest
 
 import jaxscale as js
 from jaxscale.errors import RunError
+from jaxscale.step.rates import peak_flops
 from jaxscale.train.metrics import MetricsFile, read_metrics, tensorboard_or_none
-from jaxscale.train.rates import peak_flops
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, bigram
 

@@ -10,9 +10,9 @@ import pytest
 import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import RunError
+from jaxscale.step.trace import first_nonfinite
 from jaxscale.train.loop import Loop
 from jaxscale.train.replay import replay
-from jaxscale.train.trace import first_nonfinite
 from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram
 

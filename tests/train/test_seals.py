@@ -25,9 +25,9 @@ from jaxscale.sweep.table import write_results
 from jaxscale.train import checkpoints_in, read_config
 from jaxscale.train.files import accept_edits, read_gin, read_json, states, write_gin, write_json
 from jaxscale.train.folders import check_files, unfinished
-from jaxscale.train.guards.skips import Skips, read_skips
 from jaxscale.train.metrics import MetricsFile, read_metrics
 from jaxscale.train.run import take_companions, write_config
+from jaxscale.train.skips import Skips, read_skips
 from tests.truth.runs import bigram
 
 GIN = js.config.dumps("train", js.TrainConfig(prompt="é\u2028\x0b'", model=js.models.Transformer.Config()).values())

@@ -16,7 +16,8 @@ import pytest
 
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.layout import make_mesh
-from jaxscale.train.snapshots import Code, Keeper, Snapshots, load, newest
+from jaxscale.step import Snapshots
+from jaxscale.train.snapshots import Code, Keeper, load, newest
 
 COUNT = 4
 """Machines, of two of the eight devices each."""

@@ -23,8 +23,8 @@ import jax
 
 from jaxscale.layout import simulate_devices
 from jaxscale.plan.compile import compile_step
-from jaxscale.train.rates import parameter_count
-from jaxscale.train.report import human_bytes
+from jaxscale.step.rates import parameter_count
+from jaxscale.units import human_bytes
 from tests.truth import golden
 
 TABLE = golden.ROOT / "tests" / "golden" / "COMPILED.md"

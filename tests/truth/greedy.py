@@ -16,8 +16,8 @@ from jaxscale.infer.cache import Contiguous, generating, init_cache
 from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
 from jaxscale.interop import Pretrained
 from jaxscale.layout import Layout
+from jaxscale.step.state import describe_model
 from jaxscale.train.pretrained import read_pretrained
-from jaxscale.train.state import describe_model
 
 
 class Found(NamedTuple):

@@ -13,9 +13,10 @@ from jaxscale.data.chat import ChatTemplate
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
-from jaxscale.infer.loaded import check_texts, load_model, prompt_ids, say_length, trained_length
+from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_length
 from jaxscale.infer.serve.asked import Served
 from jaxscale.layout import Layout
+from jaxscale.step.texts import check_texts
 
 if TYPE_CHECKING:
     from jaxscale.train import Run

@@ -42,8 +42,8 @@ def stream_model(
       CheckpointError, RunError: there is none.
     """
     from jaxscale.optim import averages, state_infos
-    from jaxscale.train import describe_model
-    from jaxscale.train.prepare import blueprint_of
+    from jaxscale.step import describe_model
+    from jaxscale.step.prepare import blueprint_of
 
     if source not in FROM:
         raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxscale import digests
 from jaxscale.errors import ConfigError, near
 
 RESULTS = "results.csv"
@@ -65,15 +66,16 @@ class Table:
 
 
 Rows = list[Mapping[str, Any]]
+ReadConfig = Callable[[Path], Any]
 
 
-def read_rows(source: str | Path, *, body: bool = False) -> Rows:
+def read_rows(source: str | Path, *, body: ReadConfig | None = None) -> Rows:
     """The rows of a sweep's folder or of a CSV, as they are.
 
     Args:
       source: the folder or file.
-      body: with the column `parameters_without_embeddings`, counted from the models of a sweep's runs, whose own parts
-        have to be imported.
+      body: reads the settings of a run from its folder (`jaxscale.run.read_config`); with it there is a column
+        `parameters_without_embeddings`, counted from the models of a sweep's runs, whose own parts have to be imported.
 
     Raises:
       ConfigError: there is no such file, or it is no CSV.
@@ -83,15 +85,13 @@ def read_rows(source: str | Path, *, body: bool = False) -> Rows:
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"there is no {file}; give a sweep's folder, or a CSV with a row per run")
-    from jaxscale.train.digests import check  # the same floor: only when asked
-
-    check(file.parent, [file.name])
+    digests.check(file.parent, [file.name])
     try:
         with file.open(newline="", encoding="utf-8") as f:
             rows: Rows = list(csv.DictReader(f))
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(f"{file} is no CSV that can be read: {e}") from None
-    return _with_body(rows, path) if body and path.is_dir() and rows and BODY not in rows[0] else rows
+    return _with_body(rows, path, body) if body and path.is_dir() and rows and BODY not in rows[0] else rows
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
@@ -105,7 +105,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
 
 
 def read_table(
-    source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss", body: bool = False
+    source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss", body: ReadConfig | None = None
 ) -> Table:
     """Reads runs for a law.
 
@@ -143,10 +143,8 @@ def _number(value: Any) -> float:
         return float("nan")
 
 
-def _with_body(rows: Rows, folder: Path) -> Rows:
+def _with_body(rows: Rows, folder: Path, read_config: ReadConfig) -> Rows:
     """Rows with the parameters that their runs' models have beside the vocabulary's, where the run is there to ask."""
-    from jaxscale.train import read_config  # the same floor: only when asked
-
     found: dict[Any, int] = {}
     out: Rows = []
     for row in rows:

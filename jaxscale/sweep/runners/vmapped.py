@@ -13,12 +13,12 @@ from jaxscale import config as gin_config
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, JaxscaleError
 from jaxscale.optim import Constant
+from jaxscale.step import TrainConfig
 from jaxscale.sweep.base import Job
 from jaxscale.sweep.jobs import config_of, run_job
 from jaxscale.sweep.runners.lanes import LOOKED_UP, Lanes
 from jaxscale.sweep.runners.threads import Threads
 from jaxscale.sweep.runners.turns import Turns
-from jaxscale.train import TrainConfig
 
 log = logging.getLogger("jaxscale")
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import is_quantized
-from jaxscale.train.state import TrainState
+from jaxscale.step.state import TrainState
 from pallas_kernels.blockwise import Quantized
 
 

@@ -17,6 +17,8 @@ from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import convert_state, raise_zeros
+from jaxscale.step.guards import memory_saved
+from jaxscale.step.state import TrainState
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import digest, places
 from jaxscale.train.checkpoints.chunks import HostArray, to_host
@@ -25,8 +27,6 @@ from jaxscale.train.checkpoints.migrate import SCHEMA
 from jaxscale.train.checkpoints.precision import as_saved, has_lost_moments
 from jaxscale.train.checkpoints.read import Arrays, open_arrays, place
 from jaxscale.train.checkpoints.write import Save
-from jaxscale.train.guards import memory_saved
-from jaxscale.train.state import TrainState
 
 log = logging.getLogger("jaxscale")
 

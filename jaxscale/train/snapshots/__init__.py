@@ -8,7 +8,7 @@ from jaxscale.train.snapshots.erasure import Code
 from jaxscale.train.snapshots.keeper import Keeper
 from jaxscale.train.snapshots.peers import JaxMeeting, Meeting, Peers
 from jaxscale.train.snapshots.restore import load, newest
-from jaxscale.train.snapshots.settings import Snapshots
 from jaxscale.train.snapshots.table import Table
+from jaxscale.train.snapshots.taker import Taker, taker
 
-__all__ = ["Code", "JaxMeeting", "Keeper", "Meeting", "Peers", "Snapshots", "Table", "load", "newest"]
+__all__ = ["Code", "JaxMeeting", "Keeper", "Meeting", "Peers", "Table", "Taker", "load", "newest", "taker"]

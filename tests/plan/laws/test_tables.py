@@ -19,7 +19,7 @@ from jaxscale.plan.laws import (
     read_table,
     write_rows,
 )
-from jaxscale.train.run import write_config
+from jaxscale.train.run import read_config, write_config
 from tests.truth import planted
 from tests.truth.errors import raises_saying
 from tests.truth.runs import transformer, write_text
@@ -90,7 +90,7 @@ def test_parameters_without_the_vocabularys_are_counted_from_a_sweeps_runs(tmp_p
     write_config(run, config, 0)
     write_rows([{"state": "finished", "eval_loss": 1.0, "run": "000"}], tmp_path / "results.csv")
     vocabulary = 2 * config.model.vocab * config.model.width  # an embedding, and a head that is not tied to it
-    assert read_table(tmp_path, body=True)[BODY].tolist() == [config.model.param_count() - vocabulary]
+    assert read_table(tmp_path, body=read_config)[BODY].tolist() == [config.model.param_count() - vocabulary]
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path):

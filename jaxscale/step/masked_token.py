@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.objective import Batch, NextToken, Totals
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.objective import Batch, NextToken, Totals
 
 
 @register

@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.train.guards.base import Metrics, StepGuard
+from jaxscale.step.guards.base import Metrics, StepGuard
 
 if TYPE_CHECKING:
-    from jaxscale.train.config import TrainConfig
-    from jaxscale.train.state import TrainState
+    from jaxscale.step.config import TrainConfig
+    from jaxscale.step.state import TrainState
 
 Tree = Any
 METRICS = ("loss", "grad_norm")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from jaxscale.hardware import chip_of
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.state import describe_model
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.state import describe_model
 
 _WITHOUT_WEIGHTS = ("scores", "attn_out")
 """Products of a model's `products` whose two operands are both activations."""

@@ -1,6 +1,6 @@
 """What looks after a run: a guard is a value in `TrainConfig.guards`, a file each."""
 
-from jaxscale.train.guards.base import (
+from jaxscale.step.guards.base import (
     Guard,
     RollBack,
     StepGuard,
@@ -11,18 +11,16 @@ from jaxscale.train.guards.base import (
     memory_saved,
     with_memory,
 )
-from jaxscale.train.guards.fingerprint import FingerprintGuard
-from jaxscale.train.guards.finite import FiniteGuard, all_finite
-from jaxscale.train.guards.skips import Skips
-from jaxscale.train.guards.spikes import SpikeGuard
-from jaxscale.train.guards.stragglers import StragglerGuard
+from jaxscale.step.guards.fingerprint import FingerprintGuard
+from jaxscale.step.guards.finite import FiniteGuard, all_finite
+from jaxscale.step.guards.spikes import SpikeGuard
+from jaxscale.step.guards.stragglers import StragglerGuard
 
 __all__ = [
     "FingerprintGuard",
     "FiniteGuard",
     "Guard",
     "RollBack",
-    "Skips",
     "SpikeGuard",
     "StepGuard",
     "StragglerGuard",

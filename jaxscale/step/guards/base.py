@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxscale.errors import ConfigError, JaxscaleError
 from jaxscale.parallel.anywhere import anywhere
-from jaxscale.train.guards.skips import Skips
 
 if TYPE_CHECKING:
     from jaxscale.data import Loader
     from jaxscale.layout import Layout
-    from jaxscale.train.config import TrainConfig
-    from jaxscale.train.state import TrainState
+    from jaxscale.step.config import TrainConfig
+    from jaxscale.step.state import TrainState
 
 Tree = Any
 Metrics = dict[str, jax.Array]
@@ -37,6 +38,15 @@ class RollBack(JaxscaleError, RuntimeError):
         self.steps = tuple(steps)
 
 
+class SkipRecord(Protocol):
+    """Where refused steps are written down (`jaxscale.train.skips.Skips`)."""
+
+    path: Path
+
+    def refused(self, step: int, guard: str, numbers: dict[str, Any], rows: np.ndarray) -> None:
+        """Records a step that a guard refused, and which rows of the source its batch was."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Watched:
     """What a guard may know of the run that it looks after.
@@ -50,7 +60,7 @@ class Watched:
 
     layout: Layout | None
     loader: Loader
-    skips: Skips
+    skips: SkipRecord
     say: Callable[[str], None]
     warn: Callable[[str], None]
 

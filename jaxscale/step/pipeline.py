@@ -22,9 +22,9 @@ from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Linear, Part, Stats
 from jaxscale.nn.stats import total as sum_of
 from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
-from jaxscale.train.loss import Loss
-from jaxscale.train.objective import Objective, Totals, check_additive
-from jaxscale.train.state import Blueprint
+from jaxscale.step.loss import Loss
+from jaxscale.step.objective import Objective, Totals, check_additive
+from jaxscale.step.state import Blueprint
 
 Tree = Any
 Batch = dict[str, jax.Array]

@@ -1,66 +1,29 @@
-"""How often snapshots are taken, and how many processes may be lost; what the training loop calls."""
+"""Taking snapshots by their settings: what the training loop calls."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxscale.config import register
-from jaxscale.errors import CheckpointError, ConfigError
+from jaxscale.errors import CheckpointError
+from jaxscale.step.snapshots import Snapshots
+from jaxscale.step.state import TrainState
 from jaxscale.train.checkpoints.manifest import flatten
 from jaxscale.train.snapshots.keeper import Keeper
 from jaxscale.train.snapshots.peers import JaxMeeting, Meeting
 from jaxscale.train.snapshots.restore import load, newest
-from jaxscale.train.state import TrainState
 
 
 def _process_of(device: jax.Device) -> int:
     return device.process_index
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class Snapshots:
-    """Snapshots of the state in host memory; in gin `train.snapshots = @Snapshots()` and `Snapshots.every = 10`.
-
-    A process keeps its part of the state twice, and parities of others' parts: for `n` processes, twice its part times
-    1 + parity / (n - parity). They outlast it, in files in memory, until the run is finished.
-
-    Args:
-      every: steps between snapshots; 0 takes none.
-      parity: how many processes (machines, where each has its own) may be lost with all that they held.
-      folder: where files are memory.
-
-    Raises:
-      ConfigError: a number below 0, or `folder` is not there.
-    """
-
-    every: int = 1
-    parity: int = 1
-    folder: str = "/dev/shm"
-
-    def __post_init__(self) -> None:
-        for name in ("every", "parity"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"Snapshots.{name} = {value!r}: must be a whole number of at least 0")
-        if self.every and not Path(self.folder).is_dir():
-            raise ConfigError(f"Snapshots.folder = {self.folder!r} is not there; name a folder that is in memory")
-
-    def of(self, run: Path) -> Taker:
-        """What takes them for a run."""
-        return Taking(self, run) if self.every else Taker()
-
-    def root(self, run: Path) -> Path:
-        """A run's folder in this machine's memory."""
-        name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
-        return Path(self.folder) / f"jaxscale-{os.getuid()}" / name
+def taker(settings: Snapshots, run: Path) -> Taker:
+    """What takes the snapshots of a run in this folder."""
+    return Taking(settings, run) if settings.every else Taker()
 
 
 class Taker:

@@ -16,11 +16,11 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.layout.tensors import path_name
-from jaxscale.train.guards.base import Guard, RollBack, Watch, Watched
+from jaxscale.step.guards.base import Guard, RollBack, Watch, Watched
 
 if TYPE_CHECKING:
-    from jaxscale.train.config import TrainConfig
-    from jaxscale.train.state import TrainState
+    from jaxscale.step.config import TrainConfig
+    from jaxscale.step.state import TrainState
 
 Tree = Any
 

@@ -12,10 +12,10 @@ from flax import nnx
 
 from jaxscale.layout import Layout, constrain, shardings_of
 from jaxscale.optim import apply_gradients, gradient_norm
-from jaxscale.train.guards import Guard, judge
-from jaxscale.train.objective import Input, NextToken, Objective, Totals, check_additive
-from jaxscale.train.pipeline import is_pipelined, pipelined, split_rows
-from jaxscale.train.state import Blueprint, TrainState
+from jaxscale.step.guards import Guard, judge
+from jaxscale.step.objective import Input, NextToken, Objective, Totals, check_additive
+from jaxscale.step.pipeline import is_pipelined, pipelined, split_rows
+from jaxscale.step.state import Blueprint, TrainState
 
 Tree = Any
 Batch = dict[str, jax.Array]

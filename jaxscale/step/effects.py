@@ -18,8 +18,8 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
 from jaxscale.optim.storage import check_fits
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.state import Blueprint
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.state import Blueprint
 from pallas_kernels.blockwise import without_kernel
 
 Found = Iterator[tuple[str, Any, str]]

@@ -23,12 +23,13 @@ from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
 from jaxscale.optim import balanced, chain, state_infos, without_biases
-from jaxscale.train.config import TrainConfig
-from jaxscale.train.effects import without_effect
-from jaxscale.train.objective_checks import check_linear, check_numbers, together
-from jaxscale.train.pipeline import pipelined
-from jaxscale.train.state import Blueprint, TrainState, describe_model, make_params
-from jaxscale.train.step import batch_shardings, jit_step, make_eval, make_loss_and_grads, make_step, numbered
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.effects import without_effect
+from jaxscale.step.objective_checks import check_linear, check_numbers, together
+from jaxscale.step.pipeline import pipelined
+from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
+from jaxscale.step.step import batch_shardings, jit_step, make_eval, make_loss_and_grads, make_step, numbered
+from jaxscale.step.texts import text_ids
 
 log = logging.getLogger("jaxscale")
 
@@ -220,8 +221,6 @@ def prepare(config: TrainConfig) -> Prepared:
     shardings = batch_shardings(config.layout, inputs, config.batch_size)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
-        from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
-
         text_ids(config, config.prompt)  # not after hours of training
     heldout: dict[str, list[Batch]] = {}
     if config.eval_batches:
@@ -279,8 +278,6 @@ def check_ids(config: TrainConfig) -> None:
         if count is not None:
             _check_vocab(corpus.name, count, config)
     if config.prompt is not None:
-        from jaxscale.infer.loaded import text_ids  # the same floor: only when asked
-
         text_ids(config, config.prompt)
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.errors import ConfigError
-from jaxscale.train.objective import Input, NextToken, Objective, check_additive
+from jaxscale.step.objective import Input, NextToken, Objective, check_additive
 
 if TYPE_CHECKING:
-    from jaxscale.train.config import TrainConfig
+    from jaxscale.step.config import TrainConfig
 
 RESERVED = ("step", "time", "grad_norm", "lr", "skipped", "host_seconds")
 """Metrics that training itself writes, as it does those that begin with `eval_` or end with `_per_second`."""

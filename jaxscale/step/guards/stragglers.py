@@ -15,11 +15,11 @@ from jaxtyping import Float
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.train.guards.base import Guard, Watch, Watched
+from jaxscale.step.guards.base import Guard, Watch, Watched
 
 if TYPE_CHECKING:
-    from jaxscale.train.config import TrainConfig
-    from jaxscale.train.state import TrainState
+    from jaxscale.step.config import TrainConfig
+    from jaxscale.step.state import TrainState
 
 KINDS = ("of its own work a step (input, writing)", "for a fixed piece of arithmetic on its slowest device")
 LEAST = 0.002

@@ -21,10 +21,10 @@ from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.signatures import check_method
-from jaxscale.train.loss import AutoLoss, Loss
+from jaxscale.step.loss import AutoLoss, Loss
 
 if TYPE_CHECKING:
-    from jaxscale.train.config import TrainConfig
+    from jaxscale.step.config import TrainConfig
 
 Batch = Mapping[str, Array]
 Totals = dict[str, Any]

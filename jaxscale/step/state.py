@@ -15,10 +15,10 @@ from flax import nnx
 from jaxscale.layout import Layout, abstract, shardings_of
 from jaxscale.models import ModelConfig
 from jaxscale.optim import state_shardings
-from jaxscale.train.guards import Guard, memory_of, with_memory
-from jaxscale.train.lora import Adaptation
-from jaxscale.train.objective import Input
-from jaxscale.train.start import FromRun
+from jaxscale.step.guards import Guard, memory_of, with_memory
+from jaxscale.step.lora import Adaptation
+from jaxscale.step.objective import Input
+from jaxscale.step.start import Start
 
 Tree = Any
 
@@ -33,7 +33,7 @@ class TrainState:
       params: nested dict of the arrays that are trained: the model's, or its adapters'.
       opt_state: the optimizer's.
       rng: the run's random key; step k folds k into it.
-      guards: what the run's guards remember, by name (see `jaxscale.train.guards`).
+      guards: what the run's guards remember, by name (see `jaxscale.step.guards`).
     """
 
     step: jax.Array
@@ -65,7 +65,7 @@ class Blueprint:
     layout: Layout | None
     make_params: Any
     guards: tuple[Guard, ...] = ()
-    start: FromRun | None = None
+    start: Start | None = None
     adaptation: Adaptation | None = None
     inputs: Mapping[str, Input] | None = None
 

@@ -18,14 +18,14 @@ from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
-from jaxscale.train.guards import FiniteGuard, Guard
-from jaxscale.train.lora import LoRA
-from jaxscale.train.loss import Loss
-from jaxscale.train.objective import NextToken, Objective, token_loss
-from jaxscale.train.objective_checks import check_objective_of
-from jaxscale.train.snapshots import Snapshots
-from jaxscale.train.start import FromRun
-from jaxscale.train.watchdog import Watchdog
+from jaxscale.step.guards import FiniteGuard, Guard
+from jaxscale.step.lora import LoRA
+from jaxscale.step.loss import Loss
+from jaxscale.step.objective import NextToken, Objective, token_loss
+from jaxscale.step.objective_checks import check_objective_of
+from jaxscale.step.snapshots import Snapshots
+from jaxscale.step.start import Start
+from jaxscale.step.watchdog import Watchdog
 
 
 @register(name="train")
@@ -63,7 +63,7 @@ class TrainConfig:
       checkpoint_every: steps between checkpoints; 0 writes one at the end only.
       keep: how many of the newest checkpoints stay.
       keep_every: checkpoints of multiples of this step stay for good; `None` keeps none of them.
-      guards: what looks after the run (see `jaxscale.train.guards`): `FiniteGuard()`, `SpikeGuard()`; `()` is nothing.
+      guards: what looks after the run (see `jaxscale.step.guards`): `FiniteGuard()`, `SpikeGuard()`; `()` is nothing.
       prompt: what a sample is continued from at the end; `None` prints none.
       snapshots: copies of the state in memory, such as `Snapshots(every=10)`; none by default.
       watchdog: when another process counts as lost, which ends this one.
@@ -75,7 +75,7 @@ class TrainConfig:
     """
 
     model: ModelConfig = TransformerConfig()
-    start: FromRun | None = None
+    start: Start | None = None
     adapters: LoRA | None = None
     data: Corpus = python_stdlib()
     layout: Layout | None = Layout()
@@ -145,9 +145,10 @@ class TrainConfig:
             )
 
     def _check_start(self) -> None:
-        for name, kind, example in (("start", FromRun, "FromRun('runs/base')"), ("adapters", LoRA, "LoRA()")):
+        reads = ("settled", "check", "params")
+        for name, methods, example in (("start", reads, "FromRun('runs/base')"), ("adapters", ("adapt",), "LoRA()")):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
+            if value is not None and not all(hasattr(type(value), method) for method in methods):
                 raise ConfigError(f"train.{name} must be {example} or None, not {_called(value)}{meant(value)}")
         if self.adapters is not None and self.start is None:
             raise ConfigError("train.adapters adapts a model that is trained; set train.start, as FromRun('runs/base')")
@@ -177,7 +178,7 @@ class TrainConfig:
 
     @property
     def token_loss(self) -> Loss:
-        """How the objective makes the loss of each token; see `jaxscale.train.objective.token_loss`."""
+        """How the objective makes the loss of each token; see `jaxscale.step.objective.token_loss`."""
         return token_loss(self)
 
     def values(self) -> dict[str, Any]:
@@ -205,8 +206,8 @@ _PARTS = {
     ),
     "optimizer": (("make",), "an optimizer such as AdamW()"),
     "schedule": (("make",), "a schedule such as WarmupCosine()"),
-    "snapshots": (("of",), "snapshots such as Snapshots()"),
-    "watchdog": (("watching",), "a watchdog such as Watchdog(stuck=60)"),
+    "snapshots": (("every", "root"), "snapshots such as Snapshots()"),
+    "watchdog": (("silent", "stuck", "disk", "first"), "a watchdog such as Watchdog(stuck=60)"),
     "objective": (
         ("inputs", "weights", "terms", "value", "metrics"),
         "an objective such as NextToken(), or a subclass of jaxscale.train.Objective",

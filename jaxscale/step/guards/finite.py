@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool
 
 from jaxscale.config import register
 from jaxscale.parallel.anywhere import anywhere
-from jaxscale.train.guards.base import Metrics, Patience, RollBack, StepGuard, Watch, Watched
+from jaxscale.step.guards.base import Metrics, Patience, RollBack, StepGuard, Watch, Watched
 
 if TYPE_CHECKING:
-    from jaxscale.train.state import TrainState
+    from jaxscale.step.state import TrainState
 
 Tree = Any
 

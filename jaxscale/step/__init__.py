@@ -1,0 +1,47 @@
+"""The pure step: settings, objective, state, gradients and their pipeline form; no files, no loop."""
+
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.lora import LoRA
+from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
+from jaxscale.step.masked_token import MaskedToken
+from jaxscale.step.objective import Input, NextToken, Objective, token_loss
+from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
+from jaxscale.step.prepare import blueprint_of, check, prepare, settled
+from jaxscale.step.rates import model_flops
+from jaxscale.step.snapshots import Snapshots
+from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
+from jaxscale.step.step import batch_sharding, batch_shardings, jit_step, make_loss_and_grads, make_step
+from jaxscale.step.watchdog import Watchdog
+
+__all__ = [
+    "AutoLoss",
+    "Blueprint",
+    "CutLoss",
+    "Input",
+    "LoRA",
+    "Loss",
+    "MaskedToken",
+    "MaterialisedLoss",
+    "NextToken",
+    "Objective",
+    "Snapshots",
+    "TrainConfig",
+    "TrainState",
+    "Watchdog",
+    "batch_sharding",
+    "batch_shardings",
+    "blueprint_of",
+    "check",
+    "describe_model",
+    "is_pipelined",
+    "jit_step",
+    "make_loss_and_grads",
+    "make_params",
+    "make_step",
+    "model_flops",
+    "pipelined",
+    "prepare",
+    "replicas_of",
+    "settled",
+    "token_loss",
+]

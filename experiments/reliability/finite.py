@@ -71,8 +71,8 @@ def life(seed: int, root: Path) -> None:
     def with_hole(*args: Any, **options: Any) -> Any:
         inner = sound(*args, **options)
 
-        def loss_and_grads(params: Any, batch: Any, key: Any) -> Any:
-            metrics, grads = inner(params, batch, key)
+        def loss_and_grads(params: Any, batch: Any, key: Any, frozen: Any) -> Any:
+            metrics, grads = inner(params, batch, key, frozen)
             weight = grads["embed"]["weight"]
             last = jnp.arange(weight.size).reshape(weight.shape) == weight.size - 1  # one element: no collective
             for step, value in HOLES.items():

@@ -150,7 +150,7 @@ def _lowered(
             state = jax.tree.map(
                 lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, blueprint.shardings()
             )
-        traced = step.trace(state, abstract_batch(config), *blueprint.abstract_frozen())
+        traced = step.trace(state, abstract_batch(config))
         return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 

@@ -142,13 +142,7 @@ def traced_step(config: TrainConfig) -> Flops:
     with layout if layout is not None else contextlib.nullcontext():
         grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
         step = make_step(grads, blueprint.tx, schedule)
-        return count(
-            step,
-            blueprint.abstract_state(),
-            abstract_batch(config),
-            *blueprint.abstract_frozen(),
-            platform=_platform(layout),
-        )
+        return count(step, blueprint.abstract_state(), abstract_batch(config), platform=_platform(layout))
 
 
 def _platform(layout: Layout | None) -> str:

@@ -311,7 +311,7 @@ class _Walk:
         shown = shape[0] if shape else a.type
         if a.group == "argument":
             path = _path(a.name)
-            group = {"params": "parameters", "opt_state": "optimizer"}.get(path.partition("/")[0], "other arguments")
+            group = _GROUPS.get(path.partition("/")[0], "other arguments")
             return ProgramBuffer(group, path, shown, a.bytes)
         where = module_of(a.name)
         dims = dims_key(int(n) for n in re.findall(r"\d+", shown.partition("[")[2]))
@@ -396,6 +396,10 @@ def _operands(text: str) -> list[str]:
         if not depth:
             return re.findall(r"%([\w.-]+)", inside[:i])
     return []
+
+
+_GROUPS = {"params": "parameters", "frozen": "parameters", "opt_state": "optimizer"}
+"""By field of the training state."""
 
 
 def _name(text: str) -> str:

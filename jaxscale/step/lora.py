@@ -188,6 +188,13 @@ class Adaptation:
         """The model's parameters with the adapters in them."""
         return self._each(adapters, frozen, lambda one, site: one.merged(site.inputs))
 
+    def dense(self, params: Tree) -> Tree:
+        """The same, of the parameters that `over` gives."""
+        tree = jax.tree.map(lambda x: x, params)  # dicts of its own
+        for site in self.sites:
+            _put(tree, site.keys, _get(tree, site.keys).merged(site.inputs))
+        return tree
+
     def _each(self, adapters: Tree, frozen: Tree, make: Any) -> Tree:
         tree = jax.tree.map(lambda x: x, frozen)  # dicts of its own
         for site in self.sites:

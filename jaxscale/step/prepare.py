@@ -66,19 +66,11 @@ class Prepared:
 
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted training step."""
-        return self._with_frozen(jit_step(self.plain_step(config), self.blueprint, self.batch_shardings()))
+        return jit_step(self.plain_step(config), self.blueprint, self.batch_shardings())
 
     def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted evaluation of a batch (see `make_eval`)."""
-        return self._with_frozen(make_eval(self.blueprint, self.batch_shardings(), config.objective))
-
-    @functools.cached_property
-    def frozen(self) -> Any:
-        """The parameters that adapters are on, read when they are first asked for."""
-        return self.blueprint.read_frozen()
-
-    def _with_frozen(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        return program if self.blueprint.adaptation is None else lambda *given: program(*given, self.frozen)
+        return make_eval(self.blueprint, self.batch_shardings(), config.objective)
 
     @property
     def fingerprint(self) -> str:
@@ -412,16 +404,16 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     """Traces the model and the objective, so that what they have to say about these shapes is said now."""
     objective = config.objective
 
-    def totals(params: Any, frozen: Any, batch: Any) -> Any:
-        model, batch = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), numbered(batch)
+    def totals(state: TrainState, batch: Any) -> Any:
+        params = blueprint.model_params(state.params, state.frozen)
+        model, batch = nnx.merge(blueprint.graphdef, params), numbered(batch)
         terms, weights = objective.terms(model, batch), objective.weights(batch, config.accumulate)
         sums = together(objective, terms, weights)
         check_numbers(objective, objective.value(sums), objective.metrics(sums))
         return terms, weights
 
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        frozen = _shapes(blueprint.frozen)
-        terms, weights = jax.eval_shape(totals, blueprint.abstract_state().params, frozen, abstract_inputs(config))
+        terms, weights = jax.eval_shape(totals, blueprint.abstract_state(), abstract_inputs(config))
     if config.accumulate > 1:
         parts = f"train.accumulate = {config.accumulate} takes the batch in parts"
         check_linear(objective, terms, weights, parts, "set train.accumulate = 1")

@@ -34,6 +34,8 @@ class TrainState:
       opt_state: the optimizer's.
       rng: the run's random key; step k folds k into it.
       guards: what the run's guards remember, by name (see `jaxscale.step.guards`).
+      frozen: the model's parameters that no step changes, which adapters are on; `{}` where all are trained. They are
+        donated and returned with the rest, and no checkpoint holds them (see `saved`).
     """
 
     step: jax.Array
@@ -41,6 +43,16 @@ class TrainState:
     opt_state: Tree
     rng: jax.Array
     guards: Tree = dataclasses.field(default_factory=dict)
+    frozen: Tree = dataclasses.field(default_factory=dict)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """The same with other fields."""
+        return TrainState(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TrainState)} | changes)
+
+    @property
+    def saved(self) -> TrainState:
+        """What checkpoints and snapshots hold: all but the frozen parameters, which the run they are of has on disk."""
+        return self.replace(frozen={})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +102,6 @@ class Blueprint:
         """What `nnx.merge(graphdef, ...)` wants, of the trained parameters and the frozen ones."""
         return params if self.adaptation is None else self.adaptation.over(params, frozen)
 
-    def abstract_frozen(self) -> list[Tree]:
-        """Shapes and shardings of the frozen parameters, the step's third argument; none without adapters."""
-        if self.adaptation is None:
-            return []
-        leaves, structure = jax.tree.flatten(self.frozen)
-        placed = shardings_of(self.frozen, self.layout)
-        where = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
-        shapes = [jax.ShapeDtypeStruct(i.shape, i.dtype, sharding=s) for i, s in zip(leaves, where, strict=True)]
-        return [jax.tree.unflatten(structure, shapes)]
-
     def read_frozen(self) -> Tree:
         """The frozen parameters, from the run they are of, each device its shards.
 
@@ -126,26 +128,35 @@ class Blueprint:
             state_shardings(self.tx, self.infos, self.layout),
             whole,  # type: ignore[arg-type]
             jax.tree.map(lambda _: whole, jax.eval_shape(lambda: memory_of(self.guards))),
+            shardings_of(self.frozen, self.layout),
         )
 
     def abstract_state(self) -> TrainState:
         """Shapes and dtypes of the state."""
-        return jax.eval_shape(lambda: self.make(0))
+        frozen = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), self.frozen)
+        return jax.eval_shape(lambda: self.make(0)).replace(frozen=frozen)
 
     def init(self, seed: int) -> TrainState:
         """The first state. Its values depend on the seed and on the run it starts from, not on the layout."""
+        shardings = self.shardings()
+        where = None if shardings is None else shardings.saved
         if self.start is None or self.adaptation is not None:
-            return jax.jit(self.make, static_argnums=0, out_shardings=self.shardings())(seed)
+            state = jax.jit(self.make, static_argnums=0, out_shardings=where)(seed)
+            return state.replace(frozen=self.read_frozen())
         params = self.start.params(self.infos, self.layout)
-        whole = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=self.shardings())
-        return whole(params, seed)
+        return jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=where)(params, seed)
 
-    def with_guards(self, state: TrainState) -> TrainState:
-        """A restored state of which each guard remembers what was saved of it, or begins anew."""
-        return dataclasses.replace(state, guards=with_memory(self.guards, state.guards, state.step.sharding))
+    def completed(self, state: TrainState) -> TrainState:
+        """A restored state with what is not restored: the frozen parameters, and the memory of new guards.
+
+        Raises:
+          CheckpointError, RunError: see `read_frozen`.
+        """
+        guards = with_memory(self.guards, state.guards, state.step.sharding)
+        return state.replace(guards=guards, frozen=self.read_frozen())
 
     def make(self, seed: Any) -> TrainState:
-        """The first state, as traced; `seed` may be traced too."""
+        """The first state but for the frozen parameters, as traced; `seed` may be traced too."""
         return self._first(self.make_params(seed), seed)
 
     def _first(self, params: Tree, seed: Any) -> TrainState:

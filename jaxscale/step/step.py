@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxscale.layout import Layout, constrain, shardings_of
+from jaxscale.layout import Layout, constrain
 from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.step.guards import Guard, judge
 from jaxscale.step.objective import Input, NextToken, Objective, Totals, check_additive
@@ -21,7 +21,7 @@ Tree = Any
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 LossAndGrads = Callable[..., tuple[Metrics, Tree]]
-"""`f(params, batch, key)`, and with adapters the frozen parameters behind; see `make_loss_and_grads`."""
+"""`f(params, batch, key, frozen)`; see `make_loss_and_grads`."""
 _NEXT_TOKEN = NextToken()
 _NONE: Tree = {}
 
@@ -105,18 +105,18 @@ def make_step(
     """The step: gradients, their norm, the update.
 
     Args:
-      loss_and_grads: `f(params, batch, key, *frozen) -> (metrics, grads)`; a pipeline supplies its own.
+      loss_and_grads: `f(params, batch, key, frozen) -> (metrics, grads)`.
       tx: the optimizer.
       schedule: step -> learning rate, reported as the metric `lr`.
       guards: of which any may refuse the update; the step counts on all the same.
 
     Returns:
-      a pure function `(state, batch, *frozen) -> (state, metrics)`; metrics are float32 scalars, and `frozen` the one
-      tree of parameters that adapters are on.
+      a pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
     """
 
-    def step(state: TrainState, batch: Batch, *frozen: Tree) -> tuple[TrainState, Metrics]:
-        metrics, grads = loss_and_grads(state.params, batch, jax.random.fold_in(state.rng, state.step), *frozen)
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.rng, state.step)
+        metrics, grads = loss_and_grads(state.params, batch, key, state.frozen)
         with jax.named_scope("gradient_norm"):
             norm = gradient_norm(grads)
         metrics = {**metrics, "grad_norm": norm}
@@ -129,7 +129,7 @@ def make_step(
         metrics |= counts
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return TrainState(state.step + 1, params, opt_state, state.rng, kept), metrics
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state, guards=kept), metrics
 
     return step
 
@@ -170,33 +170,28 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
     if blueprint.layout is None:
         return jax.jit(step, donate_argnums=0)
     state = blueprint.shardings()
-    given = (state, batch, *_frozen_shardings(blueprint))
-    return jax.jit(step, donate_argnums=0, in_shardings=given, out_shardings=(state, blueprint.layout.replicated))
+    where = (state, blueprint.layout.replicated)
+    return jax.jit(step, donate_argnums=0, in_shardings=(state, batch), out_shardings=where)
 
 
 def make_eval(blueprint: Blueprint, batch: Any, objective: Objective = _NEXT_TOKEN) -> Callable[..., Totals]:
-    """Jitted `(params, batch, *frozen) -> the objective's terms and weights`, which add up over batches; no dropout.
+    """Jitted `(params, batch) -> the objective's terms and weights`, which add up over batches; no dropout.
 
-    On a layout with pipeline stages the forward phases of its schedule run alone: no stage holds another's layers.
+    The parameters are those of the model (see `Blueprint.model_params`). On a layout with pipeline stages the forward
+    phases of its schedule run alone: no stage holds another's layers.
     """
     stages = pipelined(blueprint.of_model(), objective) if is_pipelined(blueprint) else None
 
-    def evaluate(params: Tree, batch: Batch, frozen: Tree = _NONE) -> Totals:
-        if blueprint.adaptation is not None:
-            join = blueprint.adaptation.over if stages is None else blueprint.adaptation.merged
-            params = join(params, frozen)
+    def evaluate(params: Tree, batch: Batch) -> Totals:
         batch = numbered(batch)
         if stages is not None:
+            if blueprint.adaptation is not None:  # a stage knows kernels and no adapters
+                params = blueprint.adaptation.dense(params)
             return stages.sums(params, batch) | objective.weights(batch, stages.microbatches(len(batch["rows"])))
         return objective.terms(nnx.merge(blueprint.graphdef, params), batch) | objective.weights(batch, 1)
 
     if blueprint.layout is None:
         return jax.jit(evaluate)
-    params = blueprint.shardings().params  # type: ignore[union-attr]
-    given = (params, batch, *_frozen_shardings(blueprint))
-    return jax.jit(evaluate, in_shardings=given, out_shardings=blueprint.layout.replicated)
-
-
-def _frozen_shardings(blueprint: Blueprint) -> list[Tree]:
-    """Of the third argument, where there is one."""
-    return [] if blueprint.adaptation is None else [shardings_of(blueprint.frozen, blueprint.layout)]
+    where: Any = blueprint.shardings()
+    params = blueprint.model_params(where.params, where.frozen)
+    return jax.jit(evaluate, in_shardings=(params, batch), out_shardings=blueprint.layout.replicated)

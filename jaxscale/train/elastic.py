@@ -122,8 +122,6 @@ class Elastic:
             raise ConfigError(
                 f"going on with fewer devices needs a layout with a data axis, as Layout('data=2'), not {config.layout}"
             )
-        if config.adapters is not None:
-            raise ConfigError("Elastic moves no frozen parameters; leave out train.adapters, or use fit")
         if config.objective.group > 1 or not config.objective.additive:
             name = type(config.objective).__name__
             raise ConfigError(f"Elastic deals single rows to devices, and {name} takes rows together; use fit")

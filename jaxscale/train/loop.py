@@ -79,7 +79,6 @@ class Loop:
         self.watchdog.phase(0, "first state", disk=True)
         self.snapshots = taker(config.snapshots, self.run.path)
         state = self.saved.first(self.snapshots, resuming)
-        _ = self.prepared.frozen  # read now, and not within the first step
         first = int(state.step)
         if first >= self.last:
             more = "until" if self.last < config.steps else "train.steps"
@@ -227,8 +226,7 @@ class Loop:
     def _pass_over(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """A step that is not taken: the data moves on and nothing else."""
         nothing = np.float32(np.nan)
-        state = TrainState(state.step + 1, state.params, state.opt_state, state.rng, state.guards)
-        return state, {"loss": nothing, "grad_norm": nothing}
+        return state.replace(step=state.step + 1), {"loss": nothing, "grad_norm": nothing}
 
     def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
         """Fetches a step's numbers, waiting for it."""
@@ -259,7 +257,7 @@ class Loop:
 
     def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
         """What the objective reports of held-out batches: `eval_loss`, of a further corpus `eval_loss/NAME`."""
-        params = averaged(state.opt_state, state.params)
+        params = self.prepared.blueprint.model_params(averaged(state.opt_state, state.params), state.frozen)
         totals: Any = None
         for i in range(len(batches)):
             part = jax.device_get(self.evaluate(params, self.prepared.place(batches.__getitem__, i)))

@@ -102,20 +102,20 @@ def replay(run: Run, step: int) -> Replayed:
         take = prepared.step_of(config)
         for done in range(checkpoint, step - 1):
             if done + 1 in passed:
-                state = dataclasses.replace(state, step=state.step + 1)
+                state = state.replace(step=state.step + 1)
             else:
                 state, metrics = take(state, prepared.place(prepared.loader, done))
                 jax.block_until_ready(metrics)  # simulated devices deadlock when steps pile up
         batch = prepared.place(prepared.loader, step - 1)
-        host = _on_host((state.params, state.opt_state, batch))
+        host = _on_host((state.params, state.opt_state, batch, state.frozen))
         key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(state.rng))))
         metrics = jax.device_get(take(state, batch)[1])
     numbers = {k: float(metrics[k]) for k in NUMBERS}
-    params, opt_state, inputs = host
+    params, opt_state, inputs, frozen = host
     rooms = (("params", params), ("opt_state", opt_state), ("batch", inputs))
     before = {k: n for room, tree in rooms for k, n in _nonfinite(room, tree).items()}
     finite = all(map(math.isfinite, numbers.values()))
-    origin = None if finite else _origin(config, params, inputs, jax.random.fold_in(key, step - 1))
+    origin = None if finite else _origin(config, params, inputs, jax.random.fold_in(key, step - 1), frozen)
     return Replayed(step, checkpoint, numbers, _recorded(run, step, skips), before, origin)
 
 
@@ -126,7 +126,7 @@ def _before(run: Run, config: TrainConfig, prepared: Prepared, step: int) -> tup
         return 0, prepared.blueprint.init(config.seed)
     blueprint = prepared.blueprint
     state = run.checkpoints.restore(steps[-1], blueprint.abstract_state(), blueprint.shardings())
-    return steps[-1], blueprint.with_guards(state)
+    return steps[-1], blueprint.completed(state)
 
 
 def _recorded(run: Run, step: int, skips: list[dict[str, Any]]) -> dict[str, float]:
@@ -136,12 +136,11 @@ def _recorded(run: Run, step: int, skips: list[dict[str, Any]]) -> dict[str, flo
     return {k: float(rows[-1][k]) for k in NUMBERS if k in rows[-1]} if rows else {}
 
 
-def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array) -> Origin | None:
+def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array, frozen: Any) -> Origin | None:
     config = dataclasses.replace(config, layout=None)
     blueprint, _ = blueprint_of(config)
-    frozen = [] if blueprint.adaptation is None else [blueprint.read_frozen()]
     grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
-    return first_nonfinite(grads, params, batch, key, *frozen)
+    return first_nonfinite(grads, params, batch, key, frozen)
 
 
 def _on_host(tree: Any) -> Any:

@@ -200,7 +200,9 @@ class Run:
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
         adaptation = blueprint.adaptation
         assert adaptation is not None
-        frozen, placed = blueprint.read_frozen(), shardings_of(adaptation.infos, layout)
+        live = self.state is not None and layout == self.config.layout
+        frozen = self.state.frozen if live else blueprint.read_frozen()  # type: ignore[union-attr]
+        placed = shardings_of(adaptation.infos, layout)
 
         def merge(adapters: Any, frozen: Any) -> Any:
             as_kept = jax.tree.map(lambda x, i: x.astype(i.dtype), frozen, adaptation.infos)

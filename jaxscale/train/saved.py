@@ -38,7 +38,7 @@ class Saved:
             shapes, places = blueprint.abstract_state(), blueprint.shardings()
             state = snapshots.restore(shapes, places, self.facts(), self.say)
             if state is not None:
-                return state
+                return blueprint.completed(state)
         return self.restore() if resuming else blueprint.init(self.config.seed)
 
     def save(self, state: TrainState) -> None:
@@ -66,7 +66,7 @@ class Saved:
             manifest.update(found)
 
         state = self.checkpoints.restore(None, blueprint.abstract_state(), blueprint.shardings(), self.say, check)
-        state = blueprint.with_guards(state)
+        state = blueprint.completed(state)
         step = int(state.step)
         if self.run.is_main:
             self.checkpoints.set_aside(after=step)

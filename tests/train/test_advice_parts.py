@@ -280,11 +280,6 @@ ELASTIC = {
         ("needs a layout with a data axis, as Layout('data=2')",),
         [elastic_run(layout=Layout("data=2"))],
     ),
-    "adapters": (
-        elastic_run(layout=Layout("data=2"), adapters=LoRA(), start=js.train.FromRun("runs/base")),
-        ("leave out train.adapters",),
-        [elastic_run(layout=Layout("data=2"), start=js.train.FromRun("runs/base"))],
-    ),
     "too few devices": (
         lambda: recut(Layout("data=2,tensor=4"), jax.devices()[:3]),
         ("3 devices are left", "needs 4", "begin again with a smaller layout"),

@@ -29,6 +29,7 @@ from jaxscale.train import (
     settled,
 )
 from jaxscale.train.checkpoints import flatten
+from jaxscale.train.elastic import Elastic
 from tests.truth.compare import assert_leaves_agree
 
 RATE = 100.0  # so that what an update adds is not lost in what it is added to
@@ -127,7 +128,7 @@ def test_the_gradient_and_the_first_update_are_the_algebra_s(base, stabilized):
     plain = make_loss_and_grads(blueprint_of(dataclasses.replace(config, adapters=None))[0])
     of_merged = jax.jit(plain)(merged, batch, jax.random.key(0))[1]
     step = jax.jit(make_step(make_loss_and_grads(blueprint), blueprint.tx, schedule))
-    new = step(dataclasses.replace(blueprint.init(0), params=params), batch, frozen)[0].params
+    new = step(blueprint.init(0).replace(params=params, frozen=frozen), batch)[0].params
     wanted, found = {}, {}
     for site in blueprint.adaptation.sites:
         a, b = (np.asarray(x, np.float64) for x in leaf(params, site).values())
@@ -151,20 +152,31 @@ def unsharded(base):
     return _stepped(base, None)
 
 
+def _assert_aliased(program, state):
+    """That the compiled step returns the frozen parameters in the memory in which it was given them."""
+    first = next(line for line in program.as_text().splitlines() if "input_output_alias" in line)
+    leaves = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    outputs = [i for i, name in enumerate(leaves) if name == "frozen"]
+    assert outputs and all(f"{{{i}}}: ({i}, " in first for i in outputs)
+
+
 def _stepped(base, layout):
     config = config_of(base, layout, optimizer=SGD(momentum=0.0), lr=RATE, schedule=Constant(), clip_norm=None)
     blueprint, schedule = blueprint_of(config)
-    state, frozen = blueprint.init(0), blueprint.read_frozen()
+    state = blueprint.init(0)
     sharding = None if layout is None else batch_sharding(layout, 8, 16)
     params, batch = adapters_of(blueprint), batch_of(config)
     if layout is not None:
         batch = jax.device_put(batch, sharding)
         params = jax.tree.map(jax.device_put, params, blueprint.shardings().params)
-    before = jax.tree.map(np.asarray, frozen)
+    before = jax.tree.map(np.array, state.frozen)
     with layout or contextlib.nullcontext():
         step = jit_step(make_step(make_loss_and_grads(blueprint), blueprint.tx, schedule), blueprint, sharding)
-        state, metrics = step(dataclasses.replace(state, params=params), batch, frozen)
-    same = jax.tree.map(lambda x, y: np.array_equal(x, y), before, frozen)
+        state = state.replace(params=params)
+        program = step.lower(state, batch).compile()
+        state, metrics = program(state, batch)
+    _assert_aliased(program, state)
+    same = jax.tree.map(np.array_equal, before, state.frozen)
     assert all(jax.tree.leaves(same)), "the frozen parameters are as they were"
     return {"loss": metrics["loss"], "params": jax.tree.map(np.asarray, state.params)}, blueprint
 
@@ -176,6 +188,15 @@ def test_sharded_adapters_are_updated_as_unsharded_ones(base, unsharded, mesh):
     if "tensor" in mesh:  # cut as what they adapt, but for the rank
         where = blueprint.shardings().params["runs"][0]["blocks"][0]["attn"]["q"]["kernel"]
         assert tuple(where["a"].spec) == (None, "fsdp", None) and tuple(where["b"].spec) == (None, None, "tensor", None)
+
+
+def test_frozen_parameters_move_with_the_adapters_when_devices_are_lost(base):
+    config = config_of(base, js.Layout("data=4,tensor=2"), steps=2, lr=1e-2)
+    whole, run = Elastic(config), Elastic(config)
+    expected = [whole.step()["loss"] for _ in range(2)]
+    found = [run.step()["loss"]]
+    run.lose(run.alive[2:4])
+    np.testing.assert_allclose([*found, run.step()["loss"]], expected, rtol=1e-6)
 
 
 def test_no_gradient_of_a_frozen_kernel_is_made(base):

@@ -48,8 +48,8 @@ def stepper(optimizer="adamw", guards=FINITE, layout=LAYOUT):
     blueprint, schedule = blueprint_of(js.TrainConfig(**settings))
     sound = make_loss_and_grads(blueprint)
 
-    def loss_and_grads(params, batch, key):
-        metrics, grads = sound(params, batch, key)
+    def loss_and_grads(params, batch, key, frozen):
+        metrics, grads = sound(params, batch, key, frozen)
         hole = jnp.where(batch["tokens"][0, 0] == POISON, jnp.nan, 0.0)
         weight = grads["head"]["weight"]
         return metrics, {**grads, "head": {"weight": weight.at[0, 0].add(hole)}}  # lies in one shard

@@ -134,7 +134,7 @@ def test_dropout_changes_with_the_step_and_only_while_training():
 
 def test_the_gradient_norm_is_reported_before_clipping():
     setup = build(MODEL, None, remembering_sgd(), clip_norm=0.5)
-    step = make_step(lambda params, batch, key: ({}, params), setup.blueprint.tx)  # the gradient is the parameters
+    step = make_step(lambda params, *_: ({}, params), setup.blueprint.tx)  # the gradient is the parameters
     state, metrics = jax.jit(step)(setup.state, PACKED)
     norm = global_norm(setup.state.params)
     assert norm > 1

@@ -67,7 +67,7 @@ class Checkpoints:
         """Starts writing `state`; returns once its arrays may be overwritten.
 
         Args:
-          state: what to save, under the name of its step.
+          state: what to save, but for its frozen parameters, under the name of its step.
           infos: a `TensorInfo` per parameter.
           about: JSON-able facts that go into the manifest.
 
@@ -75,8 +75,9 @@ class Checkpoints:
           CheckpointError: an earlier save failed in the background.
         """
         self.wait()  # one at a time: two copies of the state may be more than the host has
-        arrays = to_host(flatten(state))
-        self.save_host(int(state.step), arrays, {**about, "leaves": leaves_of(state, arrays, infos)})
+        saved = state.saved
+        arrays = to_host(flatten(saved))
+        self.save_host(int(state.step), arrays, {**about, "leaves": leaves_of(saved, arrays, infos)})
 
     def save_host(self, step: int, arrays: dict[str, HostArray], about: dict[str, Any]) -> None:
         """`save` for a state that is in host memory already; every process calls it.
@@ -181,7 +182,7 @@ class Checkpoints:
           step: which checkpoint; `None` is the newest that is whole, on all processes the same; those that are not
             are logged, with the file and the array.
           state: shapes and dtypes, as `Blueprint.abstract_state()` gives; of the guards' memory whatever was saved is
-            read (see `Blueprint.with_guards`).
+            read, and of the frozen parameters nothing (see `Blueprint.completed`).
           shardings: a sharding per array, or `None` for the default device.
           say: takes a sentence for the user.
           check: raises when the run does not want a checkpoint with this manifest.
@@ -190,6 +191,8 @@ class Checkpoints:
           DamagedCheckpoint: what is on disk is not what was written.
           CheckpointError: arrays are missing, extra or of another shape or dtype; all are listed, nothing is loaded.
         """
+
+        state, shardings = state.saved, None if shardings is None else shardings.saved
 
         def read(manifest: Manifest, arrays: Arrays) -> tuple[TrainState, TrainState, bool]:
             check(manifest)

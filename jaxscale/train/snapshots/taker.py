@@ -39,7 +39,7 @@ class Taker:
         """The state of the newest one, if there is one of these facts. All processes call this.
 
         Args:
-          state: shapes and dtypes.
+          state: shapes and dtypes; of the frozen parameters none are kept (see `Blueprint.completed`).
           shardings: a sharding per array, or `None` for the default device.
           facts: as given to `begin`.
           say: told why there is none where there might be.
@@ -95,6 +95,7 @@ class Taking(Taker):
         if left.facts != facts:
             say(f"the snapshot of step {left.step} is not used: it is of another run")
             return None
+        state, shardings = state.saved, None if shardings is None else shardings.saved
         want = flatten(state)
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         where = flatten(shardings) if shardings is not None else dict.fromkeys(want, default)
@@ -111,13 +112,13 @@ class Taking(Taker):
 
     def begin(self, state: TrainState, facts: dict[str, Any]) -> None:
         """See `Taker`."""
-        self.keeper.begin(flatten(state), facts)
+        self.keeper.begin(flatten(state.saved), facts)
 
     def after(self, step: int, state: TrainState) -> dict[str, Any]:
         """See `Taker`; `snapshot_seconds` is what the step was held up for."""
         if step % self.settings.every:
             return {}
-        return {"snapshot_seconds": self.keeper.take(step, flatten(state))}
+        return {"snapshot_seconds": self.keeper.take(step, flatten(state.saved))}
 
     def forget(self) -> None:
         """See `Taker`."""

@@ -17,6 +17,7 @@ from jaxscale.version import __version__
 if TYPE_CHECKING:
     from jaxscale import (
         config,
+        convert,
         data,
         errors,
         hardware,
@@ -28,20 +29,21 @@ if TYPE_CHECKING:
         optim,
         parallel,
         plan,
+        step,
         sweep,
         testing,
         train,
     )
+    from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
+    from jaxscale.run import Run, fit
     from jaxscale.step import TrainConfig
     from jaxscale.sweep.comparing import curves, runs
-    from jaxscale.train import Run
-    from jaxscale.train.fit import fit
-    from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 
 _ROOMS = (
     "config",
+    "convert",
     "data",
     "errors",
     "hardware",
@@ -53,6 +55,7 @@ _ROOMS = (
     "optim",
     "parallel",
     "plan",
+    "step",
     "sweep",
     "testing",
     "train",
@@ -64,11 +67,11 @@ _NAMES = {
     "init_distributed": "layout",
     "named": "layout",
     "simulate_devices": "layout",
-    "Run": "train",
-    "TrainConfig": "train",
-    "fit": "train",
-    "export_checkpoint": "train.pretrained",
-    "import_checkpoint": "train.pretrained",
+    "Run": "run",
+    "TrainConfig": "step",
+    "fit": "run",
+    "export_checkpoint": "convert.pretrained",
+    "import_checkpoint": "convert.pretrained",
     "explain": "plan",
     "curves": "sweep.comparing",
     "runs": "sweep.comparing",
@@ -82,6 +85,7 @@ __all__ = [
     "__version__",
     "config",
     "constrain",
+    "convert",
     "curves",
     "data",
     "errors",
@@ -103,6 +107,7 @@ __all__ = [
     "plan",
     "runs",
     "simulate_devices",
+    "step",
     "sweep",
     "testing",
     "train",
@@ -115,7 +120,7 @@ def load(path: str) -> Run:
     Raises:
       RunError: the folder is no run.
     """
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
     run = Run(path)
     _ = run.info

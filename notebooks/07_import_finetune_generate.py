@@ -32,11 +32,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tokenizers
 
+from jaxscale.convert.exporting import export_checkpoint
+from jaxscale.convert.merge import merge
+from jaxscale.convert.pretrained import import_checkpoint
 from jaxscale.models import TransformerConfig
 from jaxscale.train import FromRun, LoRA
-from jaxscale.train.exporting import export_checkpoint
-from jaxscale.train.merge import merge
-from jaxscale.train.pretrained import import_checkpoint
 
 work = Path(tempfile.mkdtemp())
 plt.rcParams["figure.dpi"] = 75

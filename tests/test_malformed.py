@@ -15,10 +15,10 @@ from jaxscale import reading
 from jaxscale.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, RunError
 from jaxscale.interop import open_pretrained
 from jaxscale.interop.safetensors import SafeTensors
+from jaxscale.run import Run
 from jaxscale.sweep import Result
 from jaxscale.sweep.comparing.report import report
 from jaxscale.train.checkpoints.digest import sealed
-from jaxscale.train.run import Run
 
 READERS = (
     "gin config", "run folder", "report", "sweep folder", "Hugging Face folder", "safetensors", "tokenizer", "adapters",

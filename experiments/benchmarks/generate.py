@@ -164,9 +164,9 @@ def make_theirs(z: Sizes) -> Any:
 
 def same_weights(model: Any) -> tuple[Any, Any]:
     """Ours, with the values of theirs, through a folder as their users save it."""
+    from jaxscale.convert.pretrained import read_pretrained
     from jaxscale.interop.pretrained import open_pretrained
     from jaxscale.train import describe_model
-    from jaxscale.train.pretrained import read_pretrained
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -83,7 +83,7 @@ def case(name: str, source: str, out: str) -> dict[str, Any]:
     import jax
 
     import jaxscale as js
-    from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
+    from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 
     js.simulate_devices(4)
     jax.numpy.zeros(1).block_until_ready()

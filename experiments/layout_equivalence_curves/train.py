@@ -25,7 +25,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import jaxscale as js
-from jaxscale.train import Run, TrainConfig, fit
+from jaxscale.run import Run, fit
+from jaxscale.train import TrainConfig
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/layout_equivalence_curves")

@@ -35,14 +35,14 @@ import numpy as np
 
 from experiments.reliability.mutations import mutate
 from jaxscale import config as gin_config
+from jaxscale.convert.pretrained import import_checkpoint
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import JaxscaleError
 from jaxscale.interop import Companions, open_pretrained
 from jaxscale.interop.safetensors import SafeTensors, write_header
+from jaxscale.run import Run
 from jaxscale.sweep.comparing.report import report
 from jaxscale.sweep.table import Result
-from jaxscale.train.pretrained import import_checkpoint
-from jaxscale.train.run import Run
 
 RESULTS = Path(__file__).parent / "results" / "malformed.json"
 LIMIT = 10.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument, layout_arguments, layout_of, no_bindings
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 
 def add(commands: Any) -> None:

@@ -49,8 +49,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     no_bindings(args, bindings)
     from jaxscale import load
+    from jaxscale.convert.pretrained import export_checkpoint
     from jaxscale.errors import ConfigError
-    from jaxscale.train.pretrained import export_checkpoint
 
     if args.adapters:
         return _adapters(args)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"--shard-size {size}: must be above 0")
 
     if args.check:
-        from jaxscale.train.same_logits import packages
+        from jaxscale.convert.same_logits import packages
 
         packages()  # before anything is written
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     files = sorted(out.glob("*.safetensors"))
     print(f"{out}: {sum(f.stat().st_size for f in files):,} bytes of safetensors in {len(files)} file(s)")
     if args.check:
-        from jaxscale.train.same_logits import compare
+        from jaxscale.convert.same_logits import compare
 
         print(compare(out))
     return 0
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
 def _adapters(args: argparse.Namespace) -> int:
     from jaxscale import load
+    from jaxscale.convert.exporting_adapters import export_adapters
     from jaxscale.errors import ConfigError
-    from jaxscale.train.exporting_adapters import export_adapters
 
     for name, given in (("--check", args.check), ("--shard-size", args.shard_size is not None)):
         if given:

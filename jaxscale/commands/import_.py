@@ -37,8 +37,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     no_bindings(args, bindings)
+    from jaxscale.convert.pretrained import import_checkpoint
     from jaxscale.errors import ConfigError
-    from jaxscale.train.pretrained import import_checkpoint
 
     if args.check and args.adapters is not None:
         raise ConfigError("--check compares a model as it came; leave out --check or --adapters")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         print(f"jaxscale: {sentence}", file=sys.stderr)
 
     if args.check:
-        from jaxscale.train.same_logits import compare
+        from jaxscale.convert.same_logits import compare
 
         print(compare(args.source, revision=args.revision))
     told = {

@@ -34,9 +34,9 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
     no_bindings(args, bindings)
+    from jaxscale.convert.merge import merge
     from jaxscale.layout import Layout
-    from jaxscale.train import Run
-    from jaxscale.train.merge import merge
+    from jaxscale.run import Run
 
     whole = Run(Path(args.run))
     _ = whole.info

@@ -15,8 +15,8 @@ from jaxscale.other_names import same
 
 if TYPE_CHECKING:
     from jaxscale.layout import Layout
+    from jaxscale.run import Run
     from jaxscale.step import TrainConfig
-    from jaxscale.train import Run
 
 TEXT = argparse.RawDescriptionHelpFormatter
 

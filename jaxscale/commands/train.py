@@ -14,8 +14,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.interrupts import STOPS
 
 if TYPE_CHECKING:
+    from jaxscale.run import Run
     from jaxscale.step import TrainConfig
-    from jaxscale.train import Run
 
 
 def add(commands: Any) -> None:
@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    from jaxscale.train import fit
+    from jaxscale.run import fit
     from jaxscale.train.fit import check_profile
 
     if args.resume == "" or args.run == "":

@@ -17,7 +17,7 @@ from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 
 class Question(NamedTuple):

@@ -20,7 +20,7 @@ from jaxscale.layout import Layout
 from jaxscale.step.texts import check_texts, checked
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 
 class Document(NamedTuple):

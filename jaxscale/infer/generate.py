@@ -24,7 +24,7 @@ from jaxscale.layout import Layout
 from jaxscale.nn import Cache
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 log = logging.getLogger("jaxscale")
 

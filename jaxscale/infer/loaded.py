@@ -20,7 +20,7 @@ from jaxscale.step.state import describe_model
 from jaxscale.step.texts import check_texts, checked
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 log = logging.getLogger("jaxscale")
 

@@ -11,7 +11,7 @@ from jaxscale.layout import Layout
 if TYPE_CHECKING:
     from jaxscale.infer.engine import Engine
     from jaxscale.infer.loaded import Loaded
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 Tree = Any
 

@@ -12,13 +12,13 @@ from typing import IO, Any
 
 from jaxscale import config as gin_config
 from jaxscale.errors import JaxscaleError
+from jaxscale.run import fit
 from jaxscale.step import TrainConfig, model_flops
 from jaxscale.step.rates import examples, parameter_count
 from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Job, Trial
 from jaxscale.sweep.configs import settings_of
 from jaxscale.sweep.journal import job_file
 from jaxscale.sweep.outcomes import Outcome
-from jaxscale.train import fit
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import read_json, write_json
 from jaxscale.train.metrics import read_metrics

@@ -12,12 +12,12 @@ from typing import Any
 from jaxscale import config as gin_config
 from jaxscale.errors import RunError
 from jaxscale.reading import clipped
+from jaxscale.run import Run
 from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import BAD, RUNNING, WAITING, Record
 from jaxscale.sweep.journal import read_records
 from jaxscale.sweep.outcomes import score
 from jaxscale.train.files import read_gin, write_listed
-from jaxscale.train.run import Run
 
 FILE = "results.csv"
 FIRST = ("state", "steps", "tokens", "parameters", "flops", "loss", "eval_loss")

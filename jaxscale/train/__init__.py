@@ -13,8 +13,7 @@ from jaxscale.step.state import Blueprint, TrainState, describe_model, make_para
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step, make_loss_and_grads, make_step
 from jaxscale.step.watchdog import Watchdog
 from jaxscale.train.checkpoints import Checkpoints
-from jaxscale.train.fit import fit
-from jaxscale.train.run import Run, checkpoints_in, read_config
+from jaxscale.train.run import RunFolder, checkpoints_in, read_config
 from jaxscale.train.start import FromRun
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
     "MaterialisedLoss",
     "NextToken",
     "Objective",
-    "Run",
+    "RunFolder",
     "Snapshots",
     "TrainConfig",
     "TrainState",
@@ -41,7 +40,6 @@ __all__ = [
     "check",
     "checkpoints_in",
     "describe_model",
-    "fit",
     "is_pipelined",
     "jit_step",
     "make_loss_and_grads",

@@ -15,9 +15,9 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, prepare, settled
 from jaxscale.train.folders import choose_folder
-from jaxscale.train.loop import Loop
+from jaxscale.train.loop import Loop, Services
 from jaxscale.train.report import Reporter
-from jaxscale.train.run import Run, read_config
+from jaxscale.train.run import RunFolder, read_config
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.watchdog import preparing
 
@@ -33,8 +33,9 @@ def fit(
     until: int | None = None,
     stop: Callable[[], bool] | None = None,
     prepare: Callable[[TrainConfig], Prepared] = prepare,
+    services: Services = Services(),  # noqa: B008  (a value)
     **settings: Any,
-) -> Run:
+) -> RunFolder:
     """Trains a model and leaves a run folder.
 
     Args:
@@ -51,6 +52,7 @@ def fit(
         the config's steps.
       stop: asked after every step; `True` is as good as a signal to stop.
       prepare: checks the run and opens its data; one of your own may share what several runs have in common.
+      services: what the loop asks of generation and planning, which `jaxscale.fit` passes.
       **settings: fields of `TrainConfig`.
 
     Returns:
@@ -62,7 +64,7 @@ def fit(
     if config is None and resume is True and run is not None:
         config = read_config(Path(run), given=settings)  # a run goes on with its own settings
     config = _settings(config, settings)
-    config = settled(config) if resume is not True else config if run is None else Run(run).as_left(config)
+    config = settled(config) if resume is not True else config if run is None else RunFolder(run).as_left(config)
     check_profile(profile, config)
     if until is not None and not 1 <= until <= config.steps:
         raise ConfigError(f"until = {until}: steps count from 1 to {config.steps} here")
@@ -73,14 +75,14 @@ def fit(
             config.start.check(prepared.blueprint.of_model().infos)
         path = None if run is None else Path(run)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
-    out = Run(folder, config)
+    out = RunFolder(folder, config)
     with contextlib.ExitStack() as stack:
         if lock is not None:
             stack.enter_context(lock)
         if config.layout is not None:
             stack.enter_context(config.layout)
         signals = stack.enter_context(stop_signals())
-        Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop).train(resuming)
+        Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop, services).train(resuming)
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from jaxscale.step.state import TrainState
 from jaxscale.train import agree
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
-from jaxscale.train.run import Run
+from jaxscale.train.run import RunFolder
 from jaxscale.train.saved import Saved
 from jaxscale.train.skips import SKIPS, Skips
 from jaxscale.train.snapshots import taker
@@ -33,6 +34,20 @@ RETURNS = 3
 """How often a run goes back without a step beyond the one at which it turned, before it gives up."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Services:
+    """What a training run asks of generation and planning, which are not below it; `jaxscale.fit` passes both.
+
+    Args:
+      sample: (run, prompt) -> the text behind a prompt at the end of a run, or `None` for no sample.
+      out_of_memory: (what the compiler or device said, settings) -> the error to raise in its place, which says what
+        takes how much; `None` where it was about something else.
+    """
+
+    sample: Callable[[RunFolder, str], str | None] = lambda run, prompt: None
+    out_of_memory: Callable[[Exception, TrainConfig], Exception | None] = lambda error, config: None
+
+
 class Loop:
     """One run from its first step, or the step of a checkpoint, to its last."""
 
@@ -40,16 +55,17 @@ class Loop:
         self,
         config: TrainConfig,
         prepared: Prepared,
-        run: Run,
+        run: RunFolder,
         reporter: Reporter,
         profile: tuple[int, int] | None,
         last: int,
         signals: dict[str, str],
         stop: Callable[[], bool] | None,
+        services: Services,
     ):
         self.config, self.prepared, self.run, self.reporter = config, prepared, run, reporter
         self.profile, self.last, self.signals, self.stop = profile, last, signals, stop
-        self.profiling = False
+        self.profiling, self.services = False, services
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
         self.saved = Saved(run, prepared, self.checkpoints, reporter.say)
@@ -120,10 +136,10 @@ class Loop:
             why = f"stopped by {self.signals['signal']}" if status == "stopped" else f"paused, {config.steps} to go to,"
             say(f"{why} after step {step}; its checkpoint is written")
         elif config.prompt is not None:
-            room = config.seq_len - len(self.run.prompt_ids(config.prompt))  # of what it was trained on
-            text = self.run.sample(config.prompt, tokens=max(1, min(400, room)))
-            self.record.sample(step, config.prompt, text)
-            say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
+            text = self.services.sample(self.run, config.prompt)
+            if text is not None:
+                self.record.sample(step, config.prompt, text)
+                say(f"\na sample, continuing {config.prompt!r}:\n\n{text}\n")
 
     def _status(self, step: int) -> str:
         if step == self.config.steps:
@@ -211,11 +227,10 @@ class Loop:
         try:
             yield
         except jax.errors.JaxRuntimeError as e:
-            from jaxscale.plan.remedies import is_out_of_memory, out_of_memory  # the same floor: only when asked
-
-            if not is_out_of_memory(e):
+            report = self.services.out_of_memory(e, self.config)
+            if report is None:
                 raise
-            raise out_of_memory(e, self.config) from None
+            raise report from None
 
     def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         self.watchdog.phase(done + 1, "data")

@@ -13,11 +13,11 @@ from jaxscale.step.prepare import Prepared
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
-from jaxscale.train.run import HF, Run, about, bring_companions, write_config
+from jaxscale.train.run import HF, RunFolder, about, bring_companions, write_config
 
 
 class Record:
-    """Writes down what becomes of a run; only the process that `Run.is_main` does.
+    """Writes down what becomes of a run; only the process that `RunFolder.is_main` does.
 
     Args:
       run: whose folder it is.
@@ -26,7 +26,7 @@ class Record:
       warn: takes a sentence for the user.
     """
 
-    def __init__(self, run: Run, prepared: Prepared, checkpoints: Checkpoints, warn: Callable[[str], None]):
+    def __init__(self, run: RunFolder, prepared: Prepared, checkpoints: Checkpoints, warn: Callable[[str], None]):
         self.run, self.prepared, self.checkpoints, self.warn = run, prepared, checkpoints, warn
         self._written: dict[str, Any] = {}
 

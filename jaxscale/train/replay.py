@@ -18,7 +18,7 @@ from jaxscale.step.prepare import Prepared, blueprint_of, prepare
 from jaxscale.step.state import TrainState
 from jaxscale.step.step import make_loss_and_grads
 from jaxscale.step.trace import Origin, first_nonfinite
-from jaxscale.train.run import Run
+from jaxscale.train.run import RunFolder
 from jaxscale.train.skips import SKIPS, read_skips
 
 NUMBERS = ("loss", "grad_norm")
@@ -77,7 +77,7 @@ class Replayed:
         return "\n".join(lines)
 
 
-def replay(run: Run, step: int) -> Replayed:
+def replay(run: RunFolder, step: int) -> Replayed:
     """Takes a step of a run again, on the run's own layout.
 
     Where the step is not finite, it is then worked out on one device without a mesh, where the whole model and its
@@ -119,7 +119,7 @@ def replay(run: Run, step: int) -> Replayed:
     return Replayed(step, checkpoint, numbers, _recorded(run, step, skips), before, origin)
 
 
-def _before(run: Run, config: TrainConfig, prepared: Prepared, step: int) -> tuple[int, TrainState]:
+def _before(run: RunFolder, config: TrainConfig, prepared: Prepared, step: int) -> tuple[int, TrainState]:
     """The newest checkpoint before a step, or the run's beginning."""
     steps = [s for s in run.checkpoints.steps() if s < step]
     if not steps:
@@ -129,7 +129,7 @@ def _before(run: Run, config: TrainConfig, prepared: Prepared, step: int) -> tup
     return steps[-1], blueprint.completed(state)
 
 
-def _recorded(run: Run, step: int, skips: list[dict[str, Any]]) -> dict[str, float]:
+def _recorded(run: RunFolder, step: int, skips: list[dict[str, Any]]) -> dict[str, float]:
     """What was written down when the step was taken or refused, not when it was passed over."""
     rows = [r for r in run.metrics() if r["step"] == step and r.get("skipped") != "passed over"]
     rows += [r for r in skips if r.get("step") == step]

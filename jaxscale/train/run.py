@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from flax import nnx
 from jaxscale import config as gin_config
 from jaxscale import digests
 from jaxscale.data import HFTokenizer, Tokenizer
-from jaxscale.errors import AlteredFile, ConfigError, DataError, RunError, near
+from jaxscale.errors import AlteredFile, ConfigError, RunError, near
 from jaxscale.interop import Companions, copy_companions
-from jaxscale.interop.companions import GENERATION
 from jaxscale.interop.links import check_links
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.optim import averaged, averages, state_infos
@@ -39,8 +38,8 @@ HF = "hf"
 """Of a run folder, what came with an imported checkpoint: config.json, tokenizer.json, chat template and their like."""
 
 
-class Run:
-    """A run folder, and what is done with it afterwards.
+class RunFolder:
+    """A run's folder; `jaxscale.Run` is one that also generates.
 
     `config.gin` rebuilds the run's settings, `run.json` says where and with what it ran, `metrics.jsonl` has a line
     a step, `checkpoints/` its states, `loss.png` its picture.
@@ -61,7 +60,7 @@ class Run:
         self.stopped_by: str | None = None
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
+        return f"{type(self).__name__}({str(self.path)!r})"
 
     @property
     def is_main(self) -> bool:
@@ -128,28 +127,6 @@ class Run:
         """
         imported = self.imported
         return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids
-
-    def choice(self, but: Collection[str] = ()) -> dict[str, Any]:
-        """How those who made an imported checkpoint choose tokens: settings for `generate`, of its generation config.
-
-        Args:
-          but: settings that are not wanted.
-
-        Raises:
-          DataError: one of the others is out of its range.
-        """
-        from jaxscale.infer.sampling import Sampling  # the same floor: only when asked
-
-        found = {} if self.imported is None else self.imported.choice
-        found = {name: value for name, value in found.items() if name not in but}
-        try:
-            Sampling(**found)
-        except ConfigError as e:
-            said = str(e).removeprefix("Sampling.")
-            raise DataError(
-                f"{self.path / HF / GENERATION}: {said}; mend it there, with --accept-edits, or pass it yourself"
-            ) from None
-        return found
 
     def prompt_ids(self, prompt: str) -> Any:
         """The ids that a prompt starts from, int32: what opens a text (here the end of the one before), and the text's.
@@ -242,41 +219,9 @@ class Run:
             raise RunError(f"{self.path} has no finished checkpoint yet; train it to one first")
         return steps[-1]
 
-    @functools.cached_property
-    def session(self) -> Any:
-        """The model and the engine that `generate` reuses; see `jaxscale.infer.session.Session`."""
-        from jaxscale.infer.session import Session  # the same floor: only when asked
-
-        return Session(self)
-
-    def sample(
-        self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
-    ) -> str:
-        """Continues a text; see `jaxscale.infer.sample_text`."""
-        from jaxscale.infer import sample_text  # the same floor: only when asked
-
-        return sample_text(self, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-
-    def generate(self, prompts: Any, **options: Any) -> Any:
-        """Continues a prompt, or several side by side; see `jaxscale.infer.generate`."""
-        from jaxscale.infer import generate
-
-        return generate(self, prompts, **options)
-
-    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
-        """Continues a prompt piece by piece, as the text comes; see `jaxscale.infer.stream`."""
-        from jaxscale.infer import stream
-
-        return stream(self, prompt, **options)
-
-    def chat(self, messages: Sequence[Any], **options: Any) -> Any:
-        """What the assistant says next in a conversation; see `jaxscale.infer.chat`."""
-        from jaxscale.infer import chat
-
-        return chat(self, messages, **options)
 
 
-def bring_companions(source: Run, to: Run) -> None:
+def bring_companions(source: RunFolder, to: RunFolder) -> None:
     """Copies what came with an imported checkpoint (tokenizer, chat template) to a run made of it, of the same ids."""
     own = source.imported
     if own is not None and own.tokenizer.fingerprint == to.config.tokenizer.fingerprint:
@@ -297,7 +242,7 @@ def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:
       **keep: see `Checkpoints`.
     """
     try:
-        own = Run(path).info.get("id")
+        own = RunFolder(path).info.get("id")
     except AlteredFile:
         raise
     except RunError:  # not written yet, or lost: then whatever is there counts as its own
@@ -362,7 +307,7 @@ _OLD_LOSS = re.compile(r"^train\.(loss|z_loss) =", re.MULTILINE)
 def _imports(path: Path) -> str:
     """The options that import a run's own parts. They are typed, since a folder may be anybody's."""
     try:
-        modules = Run(path).info["imports"]
+        modules = RunFolder(path).info["imports"]
     except (RunError, KeyError, TypeError):
         modules = []
     named = isinstance(modules, list) and all(

@@ -11,7 +11,7 @@ from jaxscale.step.prepare import Prepared
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
-from jaxscale.train.run import Run
+from jaxscale.train.run import RunFolder
 from jaxscale.train.snapshots.taker import Taker
 
 
@@ -27,7 +27,7 @@ class Saved:
       say: takes a sentence for the user.
     """
 
-    def __init__(self, run: Run, prepared: Prepared, checkpoints: Checkpoints, say: Callable[[str], None]):
+    def __init__(self, run: RunFolder, prepared: Prepared, checkpoints: Checkpoints, say: Callable[[str], None]):
         self.run, self.prepared, self.checkpoints, self.say = run, prepared, checkpoints, say
         self.config = run.config
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jaxscale.config import register
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.layout import Layout, TensorInfo, path_name, shardings_of
-
-if TYPE_CHECKING:
-    from jaxscale.train.run import Run
+from jaxscale.step.state import describe_model
+from jaxscale.train.run import RunFolder
 
 log = logging.getLogger("jaxscale")
 
@@ -48,15 +47,13 @@ class FromRun:
             raise ConfigError("FromRun.path is empty; name a run folder, such as 'runs/qwen3'")
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunFolder:
         """The run.
 
         Raises:
           RunError: it is not there.
         """
-        from jaxscale.train.run import Run  # which reads settings, of which this is one
-
-        run = Run(Path(self.path).expanduser())
+        run = RunFolder(Path(self.path).expanduser())
         _ = run.info
         return run
 
@@ -77,8 +74,6 @@ class FromRun:
           RunError: there is no such run.
           CheckpointError: listing those that are missing, extra or of another shape.
         """
-        from jaxscale.step.state import describe_model
-
         theirs = _by_name(describe_model(self.run.config.model)[1])
         ours = _by_name(infos)
         wrong = [f"{name} is missing there" for name in ours if name not in theirs]

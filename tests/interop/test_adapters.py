@@ -9,6 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxscale.cli import main
+from jaxscale.convert.exporting_adapters import export_adapters
+from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interop.added import Added
 from jaxscale.interop.maps import Map, bind
@@ -17,9 +19,7 @@ from jaxscale.layout import TensorInfo
 from jaxscale.models import TransformerConfig, presets
 from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, Rotary, SoftmaxRouter
 from jaxscale.train import LoRA
-from jaxscale.train.exporting_adapters import export_adapters
 from jaxscale.train.files import write_json
-from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 from tests.truth.adapted import adapted, drawn
 from tests.truth.hf_folder import write_folder
 

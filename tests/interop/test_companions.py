@@ -9,7 +9,7 @@ import pytest
 from jaxscale.errors import DataError
 from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.companions import FILES
-from jaxscale.train import Run
+from jaxscale.run import Run
 
 tokenizers = pytest.importorskip("tokenizers")
 

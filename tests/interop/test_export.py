@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxscale as js
+from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interop import FAMILIES, family_for, write
 from jaxscale.models import TransformerConfig, presets
@@ -25,7 +26,6 @@ from jaxscale.nn import (
     SigmoidRouter,
     UnitOffsetRMSNorm,
 )
-from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
 bf16 = ml_dtypes.bfloat16

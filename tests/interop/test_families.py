@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.interop import open_pretrained
 from jaxscale.step.state import describe_model
-from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 from tests.truth import foreign
 
 torch = pytest.importorskip("torch")

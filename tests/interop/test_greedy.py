@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxscale as js
-from jaxscale.train.pretrained import import_checkpoint
+from jaxscale.convert.pretrained import import_checkpoint
 from tests.truth import foreign
 
 torch = pytest.importorskip("torch")

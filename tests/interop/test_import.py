@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import jaxscale as js
+from jaxscale.convert.pretrained import import_checkpoint
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interop import SafeTensors, open_pretrained
 from jaxscale.interop.safetensors import write_header
 from jaxscale.layout import Layout
 from jaxscale.train import pretrained
-from jaxscale.train.pretrained import import_checkpoint
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
 bf16 = ml_dtypes.bfloat16
@@ -139,7 +139,7 @@ def test_names_of_a_bare_gpt2_lack_their_first_word_and_its_masks_are_passed_ove
     """As the oldest checkpoints are."""
     from safetensors.numpy import load_file, save_file
 
-    from jaxscale.train.pretrained import read_pretrained
+    from jaxscale.convert.pretrained import read_pretrained
 
     folder = _gpt2(tmp_path / "theirs")
     whole = load_file(folder / "model.safetensors")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale.convert.exporting_adapters import export_adapters
+from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.step.state import describe_model
 from jaxscale.train import LoRA
-from jaxscale.train.exporting_adapters import export_adapters
-from jaxscale.train.pretrained import export_checkpoint, import_checkpoint
 from tests.truth import foreign
 from tests.truth.adapted import adapted
 

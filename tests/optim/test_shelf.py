@@ -366,7 +366,7 @@ def test_schedule_free_runs_are_evaluated_saved_and_sampled_at_the_average(tmp_p
     run = js.fit(js.TrainConfig(**settings), run=tmp_path / "run", quiet=True)
     want = _average(run.state, run.state.params)
     assert_leaves_agree(run.params(), want, gradient_norm=0.0)
-    assert_leaves_agree(js.train.Run(tmp_path / "run", run.config).params(), want, gradient_norm=0.0, what="saved")
+    assert_leaves_agree(js.Run(tmp_path / "run", run.config).params(), want, gradient_norm=0.0, what="saved")
     prepared = prepare(run.config)
     rows = prepared.heldout[""]
     with run.config.layout:

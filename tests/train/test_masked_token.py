@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.convert.exporting import said_by
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Bidirectional, RingAttention, dot_product_attention
 from jaxscale.testing import assert_layouts_agree, check_objective, random_batch, random_params
 from jaxscale.train import MaskedToken, TrainConfig, describe_model
-from jaxscale.train.exporting import said_by
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(vocab=32, depth=1, width=16, heads=2, attention=Bidirectional())

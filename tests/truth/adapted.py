@@ -12,11 +12,12 @@ import numpy as np
 
 import jaxscale as js
 from jaxscale.models import TransformerConfig
+from jaxscale.run import Run
 from jaxscale.train import FromRun, LoRA, TrainConfig, blueprint_of, settled
 from jaxscale.train.checkpoints import flatten
 from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
-from jaxscale.train.run import Run, about, checkpoints_in, write_config
+from jaxscale.train.run import about, checkpoints_in, write_config
 
 
 def drawn(model: TransformerConfig, out: Path) -> Run:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.convert.pretrained import read_pretrained
 from jaxscale.infer.cache import Contiguous, generating, init_cache
 from jaxscale.infer.forward import forward, logits_at, one_row_a_lane
 from jaxscale.interop import Pretrained
 from jaxscale.layout import Layout
 from jaxscale.step.state import describe_model
-from jaxscale.train.pretrained import read_pretrained
 
 
 class Found(NamedTuple):

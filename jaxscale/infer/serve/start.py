@@ -19,7 +19,7 @@ from jaxscale.layout import Layout
 from jaxscale.step.texts import check_texts
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 _LOG = logging.getLogger("jaxscale.serve")
 _TEMPLATE = 5.0

@@ -15,7 +15,7 @@ from jaxscale.infer.streaming.layers import Layers, OnHost
 from jaxscale.layout import Layout
 
 if TYPE_CHECKING:
-    from jaxscale.train import Run
+    from jaxscale.run import Run
 
 FROM = ("host", "disk")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from jaxscale import reading
 from jaxscale.errors import JaxscaleError, RunError
+from jaxscale.run import Run
 from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
 from jaxscale.sweep.comparing.page import GENERATOR, page
 from jaxscale.sweep.comparing.pictures import draw_curves, draw_parallel
 from jaxscale.train.files import write_text
-from jaxscale.train.run import Run
 
 PAGE = "report.html"
 PICTURES = {"curves.png": draw_curves, "parallel.png": draw_parallel}

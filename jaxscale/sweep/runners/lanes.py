@@ -23,11 +23,11 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from jaxscale.errors import JaxscaleError
 from jaxscale.layout import HOST
 from jaxscale.optim.base import Schedule
+from jaxscale.run import Run, fit
 from jaxscale.step import TrainConfig
 from jaxscale.step.prepare import Prepared, blueprint_of, prepare
 from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.sweep.runners.turns import Broken, Turns
-from jaxscale.train import Run, fit
 
 log = logging.getLogger("jaxscale")
 

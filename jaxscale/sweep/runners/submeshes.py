@@ -12,11 +12,11 @@ import jax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.run import Run, fit
 from jaxscale.step import TrainConfig
 from jaxscale.sweep.base import Job
 from jaxscale.sweep.jobs import run_job
 from jaxscale.sweep.runners.threads import Threads
-from jaxscale.train import Run, fit
 
 log = logging.getLogger("jaxscale")
 

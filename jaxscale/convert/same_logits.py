@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxscale.convert.pretrained import read_pretrained
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import local_folder, open_pretrained
 from jaxscale.layout import Layout
 from jaxscale.step.state import describe_model
-from jaxscale.train.pretrained import read_pretrained
 
 WITHIN = 1e-3
 """Of the largest logit: what float32 leaves of a deep model's logits, and far below what a wrong map makes of them."""

@@ -13,6 +13,7 @@ import jax
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import RunError
 from jaxscale.layout import Layout
+from jaxscale.run import Run
 from jaxscale.step.state import describe_model
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import flatten
@@ -20,7 +21,7 @@ from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import new_folder
-from jaxscale.train.run import HF, Run, about, checkpoints_in, take_companions, write_config
+from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
 
 STEP = 0
 """Of the checkpoint that is written: it has no optimizer state, so that no run goes on from it, but one may start."""

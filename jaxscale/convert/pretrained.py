@@ -15,9 +15,11 @@ from typing import Any
 import jax
 
 from jaxscale import config as gin_config
+from jaxscale.convert.exporting import export_checkpoint
 from jaxscale.errors import RunError
 from jaxscale.interop import Companions, Pretrained, local_folder, open_pretrained
 from jaxscale.layout import Layout, shardings_of
+from jaxscale.run import Run
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import describe_model
 from jaxscale.train.checkpoints import digest
@@ -27,10 +29,9 @@ from jaxscale.train.checkpoints.manifest import leaves_of
 from jaxscale.train.checkpoints.migrate import SCHEMA
 from jaxscale.train.checkpoints.read import Arrays, place
 from jaxscale.train.checkpoints.write import Save
-from jaxscale.train.exporting import export_checkpoint
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
-from jaxscale.train.run import HF, Run, about, checkpoints_in, take_companions, write_config
+from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.convert.exporting import said_by
+from jaxscale.convert.pretrained import STEP
 from jaxscale.errors import RunError
 from jaxscale.interop.maps import Bound
 from jaxscale.interop.peft import Pair, adapter_config, check_names, modules_of, write_adapters
+from jaxscale.run import Run
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.start import Start
 from jaxscale.train.checkpoints import flatten
-from jaxscale.train.exporting import said_by
-from jaxscale.train.pretrained import STEP
-from jaxscale.train.run import Run
 
 log = logging.getLogger("jaxscale")
 

@@ -22,13 +22,13 @@ from jaxscale.interop.pretrained import PRECISIONS
 from jaxscale.interop.write import write_tensors
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.optim import averages, state_infos
+from jaxscale.run import Run
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import describe_model
 from jaxscale.train.checkpoints.chunks import CHUNK_BYTES, shape_of
 from jaxscale.train.checkpoints.manifest import check_same
 from jaxscale.train.checkpoints.read import Arrays, dtype_named
 from jaxscale.train.files import write_text
-from jaxscale.train.run import Run
 
 log = logging.getLogger("jaxscale")
 

@@ -1,6 +1,7 @@
 """Whole models, each made from a frozen dataclass."""
 
 from jaxscale.models.base import Model, ModelConfig
+from jaxscale.models.block_config import BlockConfig
 from jaxscale.models.presets import (
     deepseek_moe_16b,
     deepseek_v2_lite,
@@ -22,6 +23,7 @@ from jaxscale.models.transformer import Transformer
 from jaxscale.models.transformer_config import Learned, TransformerConfig
 
 __all__ = [
+    "BlockConfig",
     "Learned",
     "Model",
     "ModelConfig",

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import constrain, current
 from jaxscale.models.base import arrange
+from jaxscale.models.block_config import LayerSpec
 from jaxscale.models.transformer_config import Learned, TransformerConfig, rotary_of
 from jaxscale.nn import (
     Block,
@@ -45,11 +46,9 @@ class Transformer(nnx.Module):
         self.embed = config.embedding(config.vocab, z.width, scale=scale, rngs=rngs, **types)
         length = config.positions.length if isinstance(config.positions, Learned) else 0
         self.positions = Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length else None
-        runs, first = [], 0
-        mlps = config.layer_mlps()
+        runs, first, layers = [], 0, config.layer_specs()
         for windows, repeats in config.runs:
-            layers = tuple(zip(windows, mlps[first:], strict=False))
-            make_group = functools.partial(_make_group, config, layers)
+            make_group = functools.partial(_make_group, config, layers[first : first + len(windows)])
             runs.append(
                 config.stack(
                     make_group, repeats, first=first, memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs
@@ -172,11 +171,12 @@ class Transformer(nnx.Module):
         way there and back.
 
         Raises:
-          LayoutError: it tears groups apart in which experts count their capacity.
+          LayoutError: it tears groups apart in which experts count their capacity, or a mixer needs the natural order.
         """
         wanted = getattr(self.config.attention, "order", None)
         order = None if wanted is None else wanted(seq_len)
         if order is not None:
+            _check_mixers(self.config)
             _check_groups(self.config, order)
         return order
 
@@ -201,22 +201,22 @@ class Transformer(nnx.Module):
         return head_logits(self.hidden(tokens, **context), self.head_weight(), softcap=self.logit_softcap)
 
 
-def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...], rngs: nnx.Rngs) -> list[Block]:
+def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs) -> list[Block]:
     z = c.sizes
     types: dict[str, Any] = dict(dtype=jnp.dtype(c.dtype), param_dtype=jnp.dtype(c.param_dtype))
     norm = functools.partial(c.norm, z.width, eps=c.norm_eps, **types)
     out_scale = 1 / math.sqrt(2 * c.depth)  # keeps the residual stream's variance from growing with depth (GPT-2)
     blocks = []
-    for window, make_mlp in layers:
-        positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
-        attn = c.attention_layer(
+    for layer in group:
+        positions = c.local_positions if layer.window is not None and c.local_positions is not None else c.positions
+        attn = layer.mixer(
             z.width,
             z.heads,
             z.kv_heads,
             z.head_dim,
             kernel=c.attention,
             rotary=rotary_of(positions),
-            window=window,
+            window=layer.window,
             softcap=c.attention_softcap,
             scale=c.attention_scale if c.widening is None else c.widening.attention_scale,
             qk_norm=c.qk_norm_of,
@@ -229,7 +229,7 @@ def _make_group(c: TransformerConfig, layers: tuple[tuple[int | None, Any], ...]
             **types,
         )
         given: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
-        mlp = make_mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **given, **types)
+        mlp = layer.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **given, **types)
         blocks.append(
             Block(
                 attn,
@@ -250,6 +250,16 @@ def _place(seq: int, positions: Array | None, order: np.ndarray | None) -> Array
     if positions is not None:
         return positions
     return jnp.asarray(np.arange(seq) if order is None else order, jnp.int32)[None]
+
+
+def _check_mixers(c: TransformerConfig) -> None:
+    for layer in c.layer_specs():
+        if not layer.mixer.any_order:
+            kernel, mixer = type(c.attention).__name__, type(layer.mixer).__name__
+            raise LayoutError(
+                f"{kernel} deals a row's tokens out to devices in an order of its own, and {mixer} needs the natural "
+                f"one; set {kernel}.zigzag = False"
+            )
 
 
 def _check_groups(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:

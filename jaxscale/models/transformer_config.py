@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo, abstract
+from jaxscale.models.block_config import BlockConfig, LayerSpec
+from jaxscale.models.transformer_checks import check_transformer
 from jaxscale.nn import (
     AttentionKernel,
     AttentionLayer,
@@ -22,6 +24,7 @@ from jaxscale.nn import (
     Experts,
     FeedForward,
     MemoryPolicy,
+    Mixer,
     MixtureOfExperts,
     MultiHead,
     Projection,
@@ -33,8 +36,6 @@ from jaxscale.nn import (
     dot_product_attention,
 )
 from jaxscale.optim.mup import Parametrisation, Widening
-from jaxscale.other_names import same
-from jaxscale.signatures import check_call
 
 if TYPE_CHECKING:
     from jaxscale.models.transformer import Transformer
@@ -67,6 +68,8 @@ class TransformerConfig:
       dense_mlp: what takes its place in the layers that have none of it.
       dense_layers: so many of the first layers (DeepSeek).
       mlp_every: of the layers after those, all but every n-th one (GShard: 2).
+      blocks: a pattern of unlike layers, repeated over the depth (see `BlockConfig`), in place of `windows`,
+        `dense_mlp`, `dense_layers` and `mlp_every`.
       attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
       attention_layer: what makes queries, keys and values for it: `MultiHead()`, or `MultiHeadLatent(...)` (DeepSeek),
         which has widths of its own.
@@ -112,6 +115,7 @@ class TransformerConfig:
     dense_mlp: Callable[..., FeedForward] = SwiGLU
     dense_layers: int = 0
     mlp_every: int = 1
+    blocks: tuple[BlockConfig, ...] = ()
     attention: AttentionKernel = dot_product_attention
     attention_layer: AttentionLayer = MultiHead()
     positions: Rotary | Learned | None = Rotary()
@@ -141,7 +145,8 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))
         object.__setattr__(self, "overlap", tuple(self.overlap))
-        _check(self)
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        check_transformer(self)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -173,11 +178,12 @@ class TransformerConfig:
           ConfigError: a size that does not come out whole, or an attention whose sizes do not follow the width.
         """
         was = self.sizes
-        if not self.attention_layer.widens:
-            raise ConfigError(
-                f"{type(self.attention_layer).__name__} has widths of its own, of which it is not worked out how they "
-                "follow the model's; use MultiHead()"
-            )
+        for layer in self.layer_specs():
+            if not layer.mixer.widens:
+                raise ConfigError(
+                    f"{type(layer.mixer).__name__} has widths of its own, of which it is not worked out how they "
+                    "follow the model's; use MultiHead()"
+                )
 
         def scaled(name: str, value: int | None, new: int, old: int) -> int | None:
             if value is not None and value * new % old:
@@ -189,10 +195,15 @@ class TransformerConfig:
 
         heads = self.heads if self.head_dim is None else scaled("Transformer.heads", self.heads, width, was.width)
         hidden = scaled("Transformer.hidden", self.hidden, width, was.width)
-        mlp = self.mlp
-        if isinstance(mlp, MixtureOfExperts):
-            mlp = dataclasses.replace(mlp, hidden=scaled("MixtureOfExperts.hidden", mlp.hidden, width, was.width))
-        wide = dataclasses.replace(self, width=width, heads=heads, kv_heads=None, hidden=hidden, mlp=mlp)
+
+        def widened(mlp: Any) -> Any:
+            if not isinstance(mlp, MixtureOfExperts):
+                return mlp
+            return dataclasses.replace(mlp, hidden=scaled("MixtureOfExperts.hidden", mlp.hidden, width, was.width))
+
+        blocks = tuple(dataclasses.replace(b, mlp=widened(b.mlp)) for b in self.blocks)
+        sizes: dict[str, Any] = dict(width=width, heads=heads, kv_heads=None, hidden=hidden)
+        wide = dataclasses.replace(self, **sizes, mlp=widened(self.mlp), blocks=blocks)
         key_heads = scaled("Transformer.kv_heads", self.kv_heads, wide.sizes.heads, was.heads)
         return dataclasses.replace(wide, kv_heads=key_heads)
 
@@ -232,15 +243,28 @@ class TransformerConfig:
 
     @property
     def _period(self) -> int:
-        """After how many layers the pattern of windows and feed-forwards is the same again."""
-        return math.lcm(len(self.windows), self.mlp_every)
+        """After how many layers the pattern of blocks is the same again."""
+        return len(self.blocks) or math.lcm(len(self.windows), self.mlp_every)
+
+    def layer_specs(self) -> list[LayerSpec]:
+        """What every layer is made of."""
+        if self.blocks:
+            whole = [LayerSpec(b.mixer or self.attention_layer, b.mlp or self.mlp, b.window) for b in self.blocks]
+            return [whole[i % len(whole)] for i in range(self.depth)]
+        after = range(1 - self.dense_layers, self.depth + 1 - self.dense_layers)  # the place behind the dense layers
+        mlps = [self.mlp if i > 0 and i % self.mlp_every == 0 else self.dense_mlp for i in after]
+        windows = [self.windows[i % len(self.windows)] for i in range(self.depth)]
+        return [LayerSpec(self.attention_layer, mlp, window) for mlp, window in zip(mlps, windows, strict=True)]
+
+    @property
+    def other_mixers(self) -> tuple[Mixer, ...]:
+        """Mixers of blocks, each once, that are not `attention_layer`."""
+        mixers = (b.mixer for b in self.blocks[: self.depth])
+        return tuple(dict.fromkeys(m for m in mixers if m is not None and m != self.attention_layer))
 
     def layer_mlps(self) -> list[Callable[..., FeedForward | Experts]]:
         """What makes the feed-forward of every layer."""
-        after = lambda i: i - self.dense_layers + 1  # noqa: E731
-        return [
-            self.mlp if after(i) > 0 and after(i) % self.mlp_every == 0 else self.dense_mlp for i in range(self.depth)
-        ]
+        return [layer.mlp for layer in self.layer_specs()]
 
     @property
     def causal(self) -> bool:
@@ -249,7 +273,7 @@ class TransformerConfig:
 
     def layer_windows(self) -> list[int | None]:
         """The window of every layer."""
-        return [self.windows[i % len(self.windows)] for i in range(self.depth)]
+        return [layer.window for layer in self.layer_specs()]
 
     def make(self, rngs: nnx.Rngs) -> Transformer:
         """The model itself."""
@@ -268,8 +292,14 @@ class TransformerConfig:
     def active_param_count(self) -> int:
         """Number of parameters that one token meets: of a layer's experts, those it is given to."""
         _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
-        share = self.mlp.top_k / self.mlp.experts if isinstance(self.mlp, MixtureOfExperts) else 1
-        return sum(round(i.size * share) if "experts" in i.axes else i.size for i in jax.tree.leaves(infos))
+        mlps, first, unmet = self.layer_mlps(), 0, 0
+        for run, (group, repeats) in zip(infos["runs"].values(), self.runs, strict=True):
+            for block, mlp in zip(run["blocks"].values(), mlps[first:], strict=False):
+                if isinstance(mlp, MixtureOfExperts):
+                    unmet_share = 1 - mlp.top_k / mlp.experts
+                    unmet += sum(round(i.size * unmet_share) for i in jax.tree.leaves(block) if "experts" in i.axes)
+            first += len(group) * repeats
+        return sum(i.size for i in jax.tree.leaves(infos)) - unmet
 
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
         """Matrix-multiplication FLOPs of one pass over `batch` rows of `seq` tokens.
@@ -286,20 +316,13 @@ class TransformerConfig:
     def products(self, batch: int, seq: int) -> dict[str, int]:
         """The forward part of `flops`, by what is made, over all layers."""
         z = self.sizes
-        pairs = 0
-        for window in self.layer_windows():
-            w = min(window or seq, seq)
-            seen = w * (w + 1) // 2 + (seq - w) * w
-            pairs += seen if self.causal else 2 * seen - seq  # as many behind a token as before it, and itself
-        per_head = 2 * batch * pairs * z.heads
-        tokens = 2 * batch * seq * self.depth
+        mixed: dict[str, int] = {}
+        for layer in self.layer_specs():
+            for name, n in layer.mixer.products(self, batch, seq, layer.window).items():
+                mixed[name] = mixed.get(name, 0) + n
         through = [(_hidden(m, z.hidden), _gated(m), _scores(m)) for m in self.layer_mlps()]
         per_layer = 2 * batch * seq * z.width
-        return {
-            "qkv": tokens * sum(p.inner * p.outer for p in self.projections()),
-            "scores": per_head * z.head_dim,
-            "attn_out": per_head * z.value_dim,
-            "residual_mid": tokens * z.width * z.value_dim * z.heads,
+        return mixed | {
             "router": per_layer * sum(scores for _, _, scores in through),
             "mlp_up": per_layer * sum(hidden * (1 + gated) for hidden, gated, _ in through),
             "mlp_down": per_layer * sum(hidden for hidden, _, _ in through),
@@ -308,7 +331,7 @@ class TransformerConfig:
 
     @property
     def kept_width(self) -> int:
-        """How many numbers a layer's cache keeps of a token."""
+        """How many numbers the cache of a layer that attends keeps of a token."""
         return self.attention_layer.kept_width(self.sizes.kv_heads, self.sizes.head_dim)
 
     def projections(self) -> tuple[Projection, ...]:
@@ -394,99 +417,6 @@ def _hidden(mlp: Any, hidden: int) -> int:
 
 def _scores(mlp: Any) -> int:
     return mlp.experts if isinstance(mlp, MixtureOfExperts) else 0
-
-
-KERNEL = (("q", "k", "v"), ("causal", "segment_ids", "positions", "window", "softcap", "scale"))
-"""What an attention kernel is called with: by place, and by name."""
-
-
-def _check(c: TransformerConfig) -> None:
-    for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
-        value = getattr(c, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
-    if not callable(c.attention):
-        close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
-        raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")
-    check_call("Transformer.attention", c.attention, *KERNEL)
-    if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
-        raise ConfigError(
-            f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead() or MultiHeadLatent(...)"
-        )
-    types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
-    if overlap and isinstance(c.mlp, MixtureOfExperts):
-        raise ConfigError(
-            "Transformer.overlap names 'mlp', and experts exchange tokens in a way of their own; use ('attention',)"
-        )
-    for name in ("mlp", "dense_mlp"):
-        how = ("bias", "out_scale", "rngs", *overlap, *types)
-        check_call(f"Transformer.{name}", getattr(c, name), ("width", "hidden"), how)
-    if not isinstance(c.mlp_every, int) or c.mlp_every < 1:
-        raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
-    if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
-        raise ConfigError(
-            f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
-        )
-    if isinstance(c.mlp, MixtureOfExperts) and c.bias:
-        raise ConfigError("Transformer.bias = True goes with a plain mlp, and experts have none; set it to False")
-    if isinstance(c.mlp, MixtureOfExperts) and "mlp_hidden" in MemoryPolicy.of(c.memory).tile:
-        raise ConfigError(
-            "Transformer.memory tiles 'mlp_hidden' position by position, and experts take tokens of all positions; "
-            "take it out of MemoryPolicy.tile"
-        )
-    check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
-    check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
-    z = c.sizes
-    if c.attention_layer.widens and c.heads and not c.head_dim and z.width % c.heads:
-        turned = rotary_of(c.positions) or c.local_positions  # pairs, so that a head's width is even
-        fits = [d for d in range(1, c.heads + 1) if z.width % d == 0 and not (turned and z.width // d % 2)]
-        nearest = f"the nearest that does is {max(fits)}, or " if fits else ""
-        raise ConfigError(f"Transformer.heads = {c.heads} does not divide width = {z.width}; {nearest}set head_dim")
-    if z.head_dim < 1:
-        raise ConfigError(
-            f"Transformer.heads = {z.heads} is more than width = {z.width}; use at most that or set head_dim"
-        )
-    if z.heads % z.kv_heads:
-        fit = max(d for d in range(1, z.kv_heads + 1) if z.heads % d == 0)
-        raise ConfigError(
-            f"Transformer.kv_heads = {z.kv_heads} does not divide heads = {z.heads}; the nearest that does is {fit}"
-        )
-    if z.rotary_dim % 2 and (rotary_of(c.positions) or c.local_positions):
-        raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
-    c.attention_layer.check(c)
-    if not c.pre_norm and not (c.post_norm and not c.parallel):
-        raise ConfigError(
-            "Transformer.pre_norm = False leaves sub-layers one after the other with the norms behind them; set "
-            "post_norm = True and parallel = False"
-        )
-    if c.parametrisation is not None and not c.attention_layer.widens:
-        raise ConfigError(
-            f"Transformer.parametrisation is not worked out for {type(c.attention_layer).__name__}, whose widths are "
-            "its own; use MultiHead()"
-        )
-    if c.parametrisation is not None and c.embedding is not Embedding:
-        raise ConfigError(
-            f"Transformer.parametrisation goes with Embedding, whose initial values are the same at any width, and not "
-            f"with {c.embedding.__name__}"
-        )
-    MemoryPolicy.of(c.memory)
-    for name in c.overlap:
-        if name not in ("attention", "mlp"):
-            raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")
-    if not c.windows:
-        raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
-    for w in c.windows:
-        if w is not None and w < 1:
-            raise ConfigError(f"Transformer.windows has {w}: a window counts the query's own position, so at least 1")
-    if not 0.0 <= c.dropout < 1.0:
-        raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
-    for name in ("dtype", "param_dtype"):
-        if getattr(c, name) not in ("float32", "bfloat16"):
-            raise ConfigError(
-                f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
-                "scaling) or 'float32'"
-            )
 
 
 def rotary_of(positions: Rotary | Learned | None) -> Rotary | None:

@@ -12,9 +12,11 @@ from jaxscale.nn.head import filled_logits, head_logits
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
+from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
+from jaxscale.nn.recurrent import document_starts, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
     LinearScaling,
@@ -30,6 +32,7 @@ from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
 
 __all__ = [
+    "MADE_WITH",
     "GELU",
     "POLICIES",
     "TENSORS",
@@ -58,6 +61,7 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "MemoryPolicy",
+    "Mixer",
     "MixtureOfExperts",
     "MultiHead",
     "MultiHeadLatent",
@@ -85,6 +89,7 @@ __all__ = [
     "YarnScaling",
     "attention_mask",
     "auxiliary_loss",
+    "document_starts",
     "dot_product_attention",
     "dropout",
     "filled_logits",
@@ -92,5 +97,6 @@ __all__ = [
     "head_logits",
     "metrics",
     "project",
+    "recurrence",
     "rotate",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from flax import nnx
 
@@ -11,6 +11,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.latent import LatentAttention
+from jaxscale.nn.mixer import Mixer
 from jaxscale.nn.rotary import Rotary
 
 _OF_MULTI_HEAD = ("qk_norm", "bias", "out_bias", "norm_eps", "overlap")
@@ -50,11 +51,11 @@ class Projection(NamedTuple):
         return self.parts[0].axis
 
 
-class AttentionLayer(Protocol):
-    """Makes a block's attention; whether it `widens` is whether its sizes follow the model's width."""
+class AttentionLayer(Mixer, Protocol):
+    """A mixer that attends: `Transformer.attention_layer`, by which a model's heads have their widths."""
 
-    @property
-    def widens(self) -> bool: ...
+    windowed: ClassVar[bool] = True
+    any_order: ClassVar[bool] = True
 
     def dims(self, head_dim: int) -> HeadDims:
         """Of one of its heads, in a model whose own is `head_dim`."""
@@ -72,21 +73,26 @@ class AttentionLayer(Protocol):
         """How many numbers a cache keeps of a token."""
         ...
 
-    def check(self, config: Any) -> None:
-        """Raises `ConfigError` for fields of a `Transformer` that it has no place for."""
-        ...
-
-    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
-        """The layer; arguments as `Attention`."""
-        ...
+    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
+        """See `Mixer`: of scores and values, those pairs of tokens count of which one sees the other."""
+        z = config.sizes
+        w = min(window or seq, seq)
+        pairs = w * (w + 1) // 2 + (seq - w) * w
+        pairs = pairs if config.causal else 2 * pairs - seq  # as many behind a token as before it, and itself
+        projections = self.projections(z.width, z.heads, z.kv_heads, z.head_dim)
+        key, value, _ = self.dims(z.head_dim)
+        return {
+            "qkv": 2 * batch * seq * sum(p.inner * p.outer for p in projections),
+            "scores": 2 * batch * pairs * z.heads * key,
+            "attn_out": 2 * batch * pairs * z.heads * value,
+            "residual_mid": 2 * batch * seq * z.width * z.heads * value,
+        }
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class MultiHead:
+class MultiHead(AttentionLayer):
     """Multi-head, grouped-query or multi-query attention: `jaxscale.nn.Attention`."""
-
-    widens = True
 
     def dims(self, head_dim: int) -> HeadDims:
         """See `AttentionLayer`."""
@@ -106,6 +112,15 @@ class MultiHead:
 
     def check(self, config: Any) -> None:
         """See `AttentionLayer`."""
+        z = config.sizes
+        turned = isinstance(config.positions, Rotary) or config.local_positions  # pairs, so a head's width is even
+        if config.heads and not config.head_dim and z.width % config.heads:
+            fits = [d for d in range(1, config.heads + 1) if z.width % d == 0 and not (turned and z.width // d % 2)]
+            nearest = f"the nearest that does is {max(fits)}, or " if fits else ""
+            raise ConfigError(
+                f"Transformer.heads = {config.heads} does not divide width = {z.width}; {nearest}set head_dim"
+            )
+        _check_heads(config)
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
         """See `AttentionLayer`."""
@@ -114,7 +129,7 @@ class MultiHead:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class MultiHeadLatent:
+class MultiHeadLatent(AttentionLayer):
     """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): keys and values of all heads from one narrow vector.
 
     A cache keeps that vector and one rotary key for all heads (`jaxscale.nn.LatentAttention`).
@@ -138,7 +153,7 @@ class MultiHeadLatent:
     value_dim: int = 128
     norm_eps: float = 1e-6
 
-    widens = False
+    widens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("kv_rank", "q_rank", "plain_dim", "rotary_dim", "value_dim"):
@@ -177,6 +192,12 @@ class MultiHeadLatent:
 
     def check(self, config: Any) -> None:
         """See `AttentionLayer`."""
+        if config.attention_layer != self:
+            raise ConfigError(
+                "Block.mixer = MultiHeadLatent(...) has widths of its own, and rotary tables are made for those of "
+                "Transformer.attention_layer; set that to the same one"
+            )
+        _check_heads(config)
         for name, why in (
             ("head_dim", "its heads are plain_dim + rotary_dim wide"),
             ("kv_heads", "each of its heads has keys of its own"),
@@ -199,3 +220,19 @@ class MultiHeadLatent:
         """See `AttentionLayer`."""
         taken = {name: value for name, value in told.items() if name not in _OF_MULTI_HEAD}
         return LatentAttention(width, heads, self, **taken)
+
+
+def _check_heads(config: Any) -> None:
+    """That a model's heads go together."""
+    z = config.sizes
+    if z.head_dim < 1:
+        raise ConfigError(
+            f"Transformer.heads = {z.heads} is more than width = {z.width}; use at most that or set head_dim"
+        )
+    if z.heads % z.kv_heads:
+        fit = max(d for d in range(1, z.kv_heads + 1) if z.heads % d == 0)
+        raise ConfigError(
+            f"Transformer.kv_heads = {z.kv_heads} does not divide heads = {z.heads}; the nearest that does is {fit}"
+        )
+    if z.rotary_dim % 2 and (isinstance(config.positions, Rotary) or config.local_positions):
+        raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")

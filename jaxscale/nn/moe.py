@@ -16,6 +16,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain, in_use, named
 from jaxscale.nn.linear import truncated_std
+from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
@@ -94,6 +95,20 @@ class MixtureOfExperts:
         for name in ("balance_loss", "z_loss"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
+
+    def check(self, config: Any) -> None:
+        """Raises `ConfigError` for fields of a `TransformerConfig` that experts have no place for."""
+        if "mlp" in config.overlap:
+            raise ConfigError(
+                "Transformer.overlap names 'mlp', and experts exchange tokens in a way of their own; use ('attention',)"
+            )
+        if config.bias:
+            raise ConfigError("Transformer.bias = True goes with a plain mlp, and experts have none; set it to False")
+        if "mlp_hidden" in MemoryPolicy.of(config.memory).tile:
+            raise ConfigError(
+                "Transformer.memory tiles 'mlp_hidden' position by position, and experts take tokens of all positions; "
+                "take it out of MemoryPolicy.tile"
+            )
 
     @property
     def gated(self) -> bool:

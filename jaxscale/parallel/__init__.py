@@ -6,6 +6,7 @@ from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
 from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
 from jaxscale.parallel.experts import Capacity, Choices, Slots, Weights, expert_mlp, wire_rows
+from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.reductions import sharded_logsumexp
 from jaxscale.parallel.sharded import cut_already, sharded_op
 
@@ -18,6 +19,7 @@ __all__ = [
     "expert_mlp",
     "cut_already",
     "gather_matmul",
+    "linear_scan",
     "logsumexp_over",
     "matmul_scatter",
     "share_over",

@@ -7,6 +7,7 @@ from jaxscale.hardware import Topology
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import bytes_of, compile_step
+from jaxscale.plan.covered import not_covered
 from jaxscale.plan.flops import of_step
 from jaxscale.plan.heap import Buffer
 from jaxscale.plan.memory import Estimate
@@ -23,7 +24,7 @@ def unknown(config: TrainConfig) -> str | None:
             return f"no formula knows the arithmetic and memory of {type(part).__name__}"
     if not config.model.causal:  # type: ignore[attr-defined]
         return "no formula knows the arithmetic and memory of Bidirectional"
-    return None
+    return not_covered(config.model)
 
 
 def compiled_plan(config: TrainConfig, there: Topology, why: str, why_not: str | None) -> tuple[Estimate, Work, int]:

@@ -22,6 +22,7 @@ from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.attention_moves import deals_out
 from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
+from jaxscale.plan.covered import check_covered
 from jaxscale.plan.moves import Mover
 from jaxscale.step import TrainConfig, blueprint_of, replicas_of, token_loss
 from jaxscale.step.loss import holds_logits
@@ -57,6 +58,7 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
         if not hasattr(config.model, part):
             name = type(config.model).__name__
             raise ConfigError(f"{name} has no '{part}', which planning its communication needs; Transformer has")
+    check_covered(config.model)
     there = topology(hardware) if isinstance(hardware, str) else hardware
     layout = sized(config.layout, there.devices)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))

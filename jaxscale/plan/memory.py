@@ -15,6 +15,7 @@ from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState, state_infos
 from jaxscale.plan.communication import sized
+from jaxscale.plan.covered import check_covered
 from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import (
@@ -143,6 +144,7 @@ def model_of(config: TrainConfig) -> Any:
             raise ConfigError(
                 f"{type(config.model).__name__} has no '{part}', which planning its memory needs; Transformer has"
             )
+    check_covered(config.model)
     return config.model
 
 

@@ -22,6 +22,7 @@ from jaxscale.nn import MemoryPolicy, MixtureOfExperts, Width, dot_product_atten
 from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
+from jaxscale.plan.covered import check_covered
 from jaxscale.plan.memory import Estimate, _extra_flops
 from jaxscale.plan.roofline import Op, Work
 from jaxscale.step import TrainConfig, describe_model, replicas_of, token_loss
@@ -67,6 +68,7 @@ class Product:
 
 def products(model: TransformerConfig, seq: int) -> list[Product]:
     """Every product with weights of one forward pass; `Transformer.products`, with the sizes that make them."""
+    check_covered(model)
     z, depth = model.sizes, model.depth
     found = [Product("qkv", 1, p.inner, p.outer, "outer", p.parts, depth) for p in model.projections()]
     mixed = (Width("heads", z.heads, z.value_dim),)
@@ -104,6 +106,7 @@ def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: 
     """
     model = config.model
     assert isinstance(model, TransformerConfig)
+    check_covered(model)
     at = _Place.of(config, layout)
     ops = [*_multiplied(config, at), *_attended(config, at), *_between(config, at), _update(config, memory)]
     return Work(

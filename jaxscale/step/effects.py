@@ -156,18 +156,20 @@ def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:
     if m.dense_mlp not in mlps:
         for name in _given(m, "dense_mlp"):
             yield f"Transformer.{name}", m.dense_mlp, "no layer is dense (Transformer.dense_layers, .mlp_every)"
-    if m.mlp not in mlps:
+    if m.blocks:
+        yield from _of_blocks(m)
+    elif m.mlp not in mlps:
         yield "Transformer.mlp", m.mlp, "every layer is dense (Transformer.dense_layers, .mlp_every)"
     if m.mlp == m.dense_mlp:
         for name in _given(m, "dense_layers", "mlp_every"):
             yield f"Transformer.{name}", getattr(m, name), "Transformer.dense_mlp is Transformer.mlp"
-    windows = [w for w in m.windows if w is not None]
+    windows = [w for w in (*m.windows, *(b.window for b in m.blocks)) if w is not None]
     if m.local_positions is not None and not windows:
         yield "Transformer.local_positions", m.local_positions, "no layer has a window"
     if windows and min(windows) >= c.seq_len:
         yield (
-            "Transformer.windows",
-            m.windows,
+            "Block.window" if m.blocks else "Transformer.windows",
+            tuple(windows) if m.blocks else m.windows,
             f"no window is shorter than a row (train.seq_len = {c.seq_len})",
         )
     elif len(m.windows) > m.depth:
@@ -177,6 +179,19 @@ def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:
     if m.overlap and (c.layout is None or "tensor" not in _cut(c, "residual_seq")):
         yield "Transformer.overlap", m.overlap, "no tensor axis splits the sequence (Layout.sequence_sharded)"
     yield from _of_memory(MemoryPolicy.of(m.memory), c)
+
+
+def _of_blocks(m: TransformerConfig) -> Found:
+    layers = m.layer_specs()
+    for name in _given(m, "mlp"):
+        if m.mlp not in m.layer_mlps():
+            yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has an mlp of its own"
+    attends = [layer for layer in layers if layer.mixer == m.attention_layer]
+    for name in _given(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
+        if not attends:
+            yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has a mixer of its own"
+    if len(m.blocks) > m.depth:
+        yield "Transformer.blocks", m.blocks, f"those after the first {m.depth} have no layer (Transformer.depth)"
 
 
 def _of_memory(policy: MemoryPolicy, c: TrainConfig) -> Found:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.models import Learned, TransformerConfig
+from jaxscale.models import BlockConfig, Learned, TransformerConfig
 from jaxscale.nn import (
     GELU,
     GeGLU,
@@ -73,7 +73,7 @@ CONFIGS = {
     "ntk": Small(positions=Rotary(1e4, NTKScaling(4.0)), mlp=GELU),
     "no positions": Small(positions=None, windows=(2,)),
     "learned with rotary locals": Small(positions=Learned(20), local_positions=Rotary(), windows=(5, None)),
-    "unrolled": Small(depth=3, scan=False, windows=(4, None)),
+    "unrolled": Small(depth=3, scan=False, blocks=(BlockConfig(window=4), BlockConfig())),
     "mixtral": Small(mlp=MixtureOfExperts(experts=4)),
     "deepseek": Small(
         depth=6,

@@ -96,7 +96,8 @@ def _row(c: TransformerConfig, p: Tree, tokens: np.ndarray, place: np.ndarray, d
     if isinstance(c.positions, Learned):
         x = x + p["positions"]["weight"][place]
     for number, layer in enumerate(layers_of(c, p)):
-        window = c.windows[number % len(c.windows)]
+        windows = [b.window for b in c.blocks] or c.windows
+        window = windows[number % len(windows)]
         x = _layer(c, layer, x, place, document, window)
     x = _norm(c, p["norm"], x)
     z = x @ (p["embed"] if c.tied else p["head"])["weight"].T

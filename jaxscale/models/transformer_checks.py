@@ -1,0 +1,108 @@
+"""What is checked of a `TransformerConfig` when it is made, besides what its parts check themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxscale.errors import ConfigError, near
+from jaxscale.models.block_config import BlockConfig
+from jaxscale.nn import MADE_WITH, Embedding, MemoryPolicy, MixtureOfExperts, SwiGLU
+from jaxscale.other_names import same
+from jaxscale.signatures import check_call
+
+if TYPE_CHECKING:
+    from jaxscale.models.transformer_config import TransformerConfig
+
+KERNEL = (("q", "k", "v"), ("causal", "segment_ids", "positions", "window", "softcap", "scale"))
+"""What an attention kernel is called with: by place, and by name."""
+
+
+def check_transformer(c: TransformerConfig) -> None:
+    """That a model's parts can be called as they are, and go together.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
+        value = getattr(c, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
+    if not callable(c.attention):
+        close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
+        raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")
+    check_call("Transformer.attention", c.attention, *KERNEL)
+    if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
+        raise ConfigError(
+            f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead() or MultiHeadLatent(...)"
+        )
+    types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
+    mlps = [("Transformer.mlp", c.mlp), ("Transformer.dense_mlp", c.dense_mlp)]
+    for b in c.blocks:
+        if not isinstance(b, BlockConfig):
+            raise ConfigError(f"Transformer.blocks has {b!r}: must be a tuple of BlockConfig(...), @Block() in gin")
+        mlps += [] if b.mlp is None else [("Block.mlp", b.mlp)]
+        if b.mixer is not None:
+            check_call("Block.mixer", b.mixer, ("width", "heads", "kv_heads", "head_dim"), MADE_WITH)
+    for name, mlp in mlps:
+        if isinstance(mlp, MixtureOfExperts):
+            mlp.check(c)
+        check_call(name, mlp, ("width", "hidden"), ("bias", "out_scale", "rngs", *overlap, *types))
+    if not isinstance(c.mlp_every, int) or c.mlp_every < 1:
+        raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
+    if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
+        raise ConfigError(
+            f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
+        )
+    check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
+    check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
+    if not c.windows:
+        raise ConfigError("Transformer.windows is empty; use (None,) for global attention everywhere")
+    for mixer in dict.fromkeys(layer.mixer for layer in c.layer_specs()):
+        mixer.check(c)
+        if c.parametrisation is not None and not mixer.widens:
+            raise ConfigError(
+                f"Transformer.parametrisation is not worked out for {type(mixer).__name__}, whose widths are its own; "
+                "use MultiHead()"
+            )
+    if not c.pre_norm and not (c.post_norm and not c.parallel):
+        raise ConfigError(
+            "Transformer.pre_norm = False leaves sub-layers one after the other with the norms behind them; set "
+            "post_norm = True and parallel = False"
+        )
+    if c.parametrisation is not None and c.embedding is not Embedding:
+        raise ConfigError(
+            f"Transformer.parametrisation goes with Embedding, whose initial values are the same at any width, and not "
+            f"with {c.embedding.__name__}"
+        )
+    MemoryPolicy.of(c.memory)
+    for name in c.overlap:
+        if name not in ("attention", "mlp"):
+            raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")
+    if c.blocks:
+        for name, plain in (("windows", (None,)), ("dense_mlp", SwiGLU), ("dense_layers", 0), ("mlp_every", 1)):
+            if getattr(c, name) != plain:
+                raise ConfigError(
+                    f"Transformer.{name} has no effect beside Transformer.blocks; say it in the blocks, or leave them "
+                    "out"
+                )
+    for w in (*c.windows, *(b.window for b in c.blocks)):
+        if w is not None and w < 1:
+            where = "Block.window =" if c.blocks else "Transformer.windows has"
+            raise ConfigError(f"{where} {w}: a window counts the query's own position, so at least 1")
+    for b in c.blocks:
+        if b.window is not None and b.mixer is not None and not b.mixer.windowed:
+            raise ConfigError(
+                f"Block.window = {b.window} has no effect with {type(b.mixer).__name__}, which is no attention; leave "
+                "it out"
+            )
+    if not 0.0 <= c.dropout < 1.0:
+        raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
+    for name in ("dtype", "param_dtype"):
+        if getattr(c, name) not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
+                "scaling) or 'float32'"
+            )

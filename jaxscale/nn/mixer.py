@@ -1,0 +1,46 @@
+"""What a `Transformer` takes as a block's mixer: it makes the layer that mixes tokens (attention, a recurrence)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from flax import nnx
+
+MADE_WITH = (
+    "kernel", "rotary", "window", "softcap", "scale", "qk_norm", "bias", "out_bias", "out_scale", "norm_eps", "overlap",
+    "rngs", "dtype", "param_dtype",
+)  # fmt: skip
+"""The keywords that every mixer is called with."""
+
+
+class Mixer(Protocol):
+    """Makes a layer `layer(x, context)` that mixes a text's tokens; see `jaxscale.nn.Context` for what it is told.
+
+    A layer keeps documents of one row apart (`Context.segment_ids`, 0 is padding). One that is to generate says what
+    it keeps of a text in an attribute `decode_state`: a `KeyValues` or a `RecurrentState`.
+
+    widens: its sizes follow the model's width, so that µP and `TransformerConfig.at_width` know them.
+    windowed: it takes a window.
+    any_order: it takes a row's tokens in any order, by their positions; else in their natural one.
+    """
+
+    widens: ClassVar[bool] = True
+    windowed: ClassVar[bool] = False
+    any_order: ClassVar[bool] = False
+
+    def check(self, config: Any) -> None:
+        """Raises `ConfigError` for fields of a `TransformerConfig` that do not go with it."""
+
+    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
+        """Matrix-multiplication FLOPs of one layer's forward pass, by a name for each product.
+
+        Args:
+          config: the `TransformerConfig`.
+          batch, seq: rows, and tokens of each.
+          window: the block's.
+        """
+        ...
+
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
+        """The layer; `options` are those of `jaxscale.nn.Attention`, of which it takes what it has a use for."""
+        ...

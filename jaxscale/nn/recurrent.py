@@ -1,0 +1,41 @@
+"""What a recurrent mixer is made of: a linear recurrence that begins anew with each document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxscale.nn.context import Context
+from jaxscale.parallel import linear_scan
+
+
+def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
+    """Which tokens begin a document, so that nothing of the tokens before may reach them; padding always does.
+
+    Args:
+      context: of the pass, columns in their natural order.
+      seq: columns.
+    """
+    segments = context.segment_ids
+    if segments is None:
+        return (jnp.arange(seq) == 0)[None]
+    other = segments[:, 1:] != segments[:, :-1]
+    first = jnp.ones_like(segments[:, :1], bool)
+    return jnp.concatenate([first, other], axis=1) | (segments == 0)
+
+
+def recurrence(
+    decay: Float[Array, "b s ..."], update: Float[Array, "b s ..."], context: Context, axes: Sequence[str | None]
+) -> Float[Array, "b s ..."]:
+    """`h[t] = decay[t] * h[t - 1] + update[t]` within every document, from zero; see `jaxscale.parallel.linear_scan`.
+
+    Args:
+      decay, update: of one shape, float32 as a rule.
+      context: of the pass.
+      axes: their logical axes, as `("batch", "seq", "mlp")`.
+    """
+    starts = document_starts(context, update.shape[1])
+    starts = starts.reshape(*starts.shape, *(1,) * (update.ndim - 2))
+    return linear_scan(jnp.where(starts, 0, decay), update, axes)

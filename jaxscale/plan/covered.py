@@ -1,0 +1,25 @@
+"""Which models the planner's formulas cover; any other is planned from its compiled step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxscale.errors import ConfigError
+
+
+def not_covered(model: Any) -> str | None:
+    """Which layer of a `TransformerConfig` the formulas do not cover, as a sentence; `None` where they cover all."""
+    names = " and ".join(dict.fromkeys(type(m).__name__ for m in getattr(model, "other_mixers", ())))
+    return f"no formula knows the arithmetic and memory of {names}" if names else None
+
+
+def check_covered(model: Any) -> None:
+    """That the formulas cover a model.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    if (why := not_covered(model)) is not None:
+        raise ConfigError(
+            f"{why}; `jaxscale plan` reads them off the compiled step, where the hardware can be compiled for"
+        )

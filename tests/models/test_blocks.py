@@ -1,0 +1,211 @@
+"""Stacks of unlike layers: a gated linear recurrence defined here, three layers of it to one of attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale import config
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout, Pipeline, constrain
+from jaxscale.models import BlockConfig, TransformerConfig
+from jaxscale.nn import Context, GatherAttention, Linear, Mixer, MixtureOfExperts, RingAttention, SwiGLU, recurrence
+from jaxscale.plan import estimate, plan_for
+from jaxscale.plan.communication import predict
+from jaxscale.plan.work import products
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.state import describe_model
+from tests.truth.compare import assert_leaves_agree
+from tests.truth.errors import raises_saying
+from tests.truth.layouts import assert_layouts_agree, random_batch
+from tests.truth.params import random_params
+
+CHANNELS = ("batch", "seq", "mlp")
+
+
+class Recurrence(nnx.Module):
+    """`h[t] = a h[t - 1] + (1 - a) v[t]` by channels, with `a = sigmoid(W x)`; its output is gated."""
+
+    def __init__(self, width, channels, *, out_scale, dtype, param_dtype, rngs):
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.decay, self.value, self.gate = (linear({"embed": width}, {"mlp": channels}) for _ in range(3))
+        self.out = linear({"mlp": channels}, {"embed": width}, scale=out_scale)
+
+    def __call__(self, x, context):
+        a, v, g = (constrain(part(x), *CHANNELS).astype(jnp.float32) for part in (self.decay, self.value, self.gate))
+        a = jax.nn.sigmoid(a)
+        h = recurrence(a, (1 - a) * v, context, CHANNELS)
+        return self.out(constrain((jax.nn.silu(g) * h).astype(x.dtype), *CHANNELS))
+
+
+@config.register
+@dataclasses.dataclass(frozen=True)
+class GatedRecurrence(Mixer):
+    """Makes a `Recurrence` of so many channels."""
+
+    channels: int = 16
+
+    def products(self, config, batch, seq, window):
+        return {"recurrence": 2 * batch * seq * 4 * config.sizes.width * self.channels}
+
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> Recurrence:
+        taken = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
+        return Recurrence(width, self.channels, **taken)
+
+
+LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
+MIXED = TransformerConfig(
+    depth=8,
+    vocab=64,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    hidden=32,
+    blocks=(LINEAR, LINEAR, LINEAR, FULL),
+    attention=GatherAttention(zigzag=False),
+)
+LAYOUTS = (
+    Layout("data=8"),
+    Layout("fsdp=8"),
+    Layout("tensor=4,data=2"),
+    Layout("context=4,data=2"),
+    Layout("pipeline=2,data=4", pipeline=Pipeline("1f1b")),
+    Layout("context=2,tensor=2,fsdp=2"),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_mixed_stack_trains_to_one_devices_numbers_on_every_layout(layout):
+    assert_layouts_agree(MIXED, [layout], batch=random_batch(64, seq=8, lengths=(4, 1, 2)))
+
+
+def _layer(seq, rows=2):
+    """A mixer's layer of width 16 with random parameters, and an input for it."""
+    random = np.random.default_rng(0)
+    types = dict(out_scale=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return GatedRecurrence()(16, 4, 2, 8, **types), random.standard_normal((rows, seq, 16)).astype(np.float32)
+
+
+def test_a_recurrence_is_its_sequential_form_within_each_document():
+    layer, x = _layer(12)
+    segments = np.asarray([[1] * 5 + [2] * 4 + [0] * 3, [3] * 12])
+    got = layer(jnp.asarray(x), Context(segment_ids=jnp.asarray(segments)))
+    names = ("decay", "value", "gate", "out")
+    kernel = {n: np.asarray(getattr(layer, n).kernel.get_value(), np.float64) for n in names}
+    sigmoid = lambda y: 1 / (1 + np.exp(-y))  # noqa: E731
+    for row in range(2):
+        h = np.zeros(16)
+        for t in range(12):
+            a, v, g = (x[row, t] @ kernel[n] for n in ("decay", "value", "gate"))
+            if segments[row, t] == 0 or t and segments[row, t] != segments[row, t - 1]:
+                h = np.zeros(16)
+            h = sigmoid(a) * h + (1 - sigmoid(a)) * v
+            np.testing.assert_allclose(got[row, t], (g * sigmoid(g) * h) @ kernel["out"], rtol=2e-5, atol=1e-6)
+
+
+def test_documents_of_a_row_are_what_each_is_alone():
+    graphdef, infos = describe_model(MIXED)
+    hidden = jax.jit(lambda p, t, **where: nnx.merge(graphdef, p).hidden(t, **where))
+    batch, params = random_batch(64, rows=1, lengths=(7, 2, 4)), random_params(infos)
+    whole = hidden(params, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+    for start, end in ((0, 7), (7, 9), (9, 13)):
+        alone = np.zeros((1, 16), np.int32)
+        alone[:, : end - start] = batch["tokens"][:, start:end]
+        assert_leaves_agree(whole[:, start:end], hidden(params, alone)[:, : end - start])
+
+
+def test_blocks_that_say_what_flat_fields_say_are_the_same_model():
+    moe = MixtureOfExperts(experts=4, top_k=1)
+    flat = TransformerConfig(depth=4, width=32, windows=(4, None), mlp=moe, mlp_every=2)
+    blocks = (BlockConfig(mlp=SwiGLU, window=4), BlockConfig())
+    same = dataclasses.replace(flat, windows=(None,), mlp_every=1, blocks=blocks)
+    assert same.layer_specs() == flat.layer_specs() and same.runs == flat.runs
+    assert same.products(2, 16) == flat.products(2, 16)
+    assert same.active_param_count() == flat.active_param_count() < same.param_count() == flat.param_count()
+
+
+def test_a_mixed_stack_counts_every_layers_parameters_and_products():
+    attention, recurrent = (dataclasses.replace(MIXED, depth=1, blocks=(b,)) for b in (FULL, LINEAR))
+    assert [type(layer.mixer).__name__ for layer in MIXED.layer_specs()[2:5]] == [
+        "GatedRecurrence",
+        "MultiHead",
+        "GatedRecurrence",
+    ]
+    of_layer = attention.param_count() - recurrent.param_count()
+    assert MIXED.param_count() == 8 * (recurrent.param_count() - 2 * 64 * 16 - 16) + 2 * of_layer + 2 * 64 * 16 + 16
+    forward = MIXED.products(2, 16)
+    assert forward["recurrence"] == 6 * 2 * 2 * 16 * 4 * 16 * 16
+    assert forward["qkv"] == 2 * attention.products(2, 16)["qkv"]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(windows=(4, None)), ["Transformer.windows has no effect beside Transformer.blocks"]),
+        (dict(blocks=(BlockConfig(mixer=GatedRecurrence(), window=4),)), ["Block.window = 4", "GatedRecurrence"]),
+        (dict(blocks=(BlockConfig(window=0),)), ["Block.window = 0", "at least 1"]),
+        (dict(blocks=(GatedRecurrence(),)), ["Transformer.blocks", "BlockConfig"]),
+        (dict(blocks=(BlockConfig(mixer=len),)), ["Block.mixer = len", "called as (width, heads"]),
+        (dict(blocks=(BlockConfig(mlp=MixtureOfExperts()),), bias=True), ["Transformer.bias", "experts have none"]),
+    ],
+)
+def test_blocks_that_do_not_go_together_are_refused_before_anything_is_made(change, said):
+    with raises_saying(ConfigError, *said):
+        dataclasses.replace(MIXED, **change)
+
+
+def test_heads_are_checked_where_a_layer_attends():
+    with raises_saying(ConfigError, "Transformer.heads = 3", "does not divide"):
+        dataclasses.replace(MIXED, heads=3, kv_heads=None, head_dim=None)
+    dataclasses.replace(MIXED, heads=3, kv_heads=None, head_dim=None, blocks=(LINEAR,))
+
+
+def test_a_recurrence_refuses_an_order_of_tokens_that_is_not_the_natural_one():
+    model = nnx.eval_shape(lambda: dataclasses.replace(MIXED, attention=RingAttention()).make(nnx.Rngs(0)))
+    with Layout("context=4"), raises_saying(LayoutError, "GatedRecurrence", "RingAttention.zigzag = False"):
+        model.order(16)
+
+
+GIN = """
+train.model = @Transformer()
+Transformer.depth = 4
+Transformer.blocks = (@recurrent/Block(), @recurrent/Block(), @recurrent/Block(), @Block())
+recurrent/Block.mixer = @GatedRecurrence()
+"""
+
+
+def test_a_mixed_stack_is_written_in_gin_and_read_back():
+    with config.isolated():
+        config.load(bindings=GIN.strip().splitlines())
+        run = config.call("train")
+        assert run.model.blocks == (LINEAR, LINEAR, LINEAR, FULL)
+    text = config.dumps("train", vars(run))
+    with config.isolated():
+        config.load(bindings=text.splitlines())
+        assert config.call("train").model == run.model
+
+
+RUN = TrainConfig(model=MIXED, layout=Layout("data=2,fsdp=4").abstract(), batch_size=8, seq_len=16)
+
+
+def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
+    for formula in (lambda: estimate(RUN, "v5e:2x4"), lambda: predict(RUN, "v5e:2x4"), lambda: products(MIXED, 16)):
+        with raises_saying(ConfigError, "no formula knows", "GatedRecurrence", "compiled step"):
+            formula()
+    with raises_saying(ConfigError, "GatedRecurrence", "has to be compiled for v5e:2x4"):
+        plan_for(RUN, "v5e:2x4", compile="never")
+
+
+@pytest.mark.tpu_aot
+def test_a_mixed_stack_is_planned_by_compiling():
+    plan = plan_for(RUN, "v5e:2x4")
+    assert plan.compiled is not None and plan.bytes == plan.compiled.bytes
+    assert any("GatedRecurrence" in note and "compiled step" in note for note in plan.notes)

@@ -16,7 +16,7 @@ help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
 	@echo 'make test      install, then run the tests (ARGS="-k layout" chooses some)'
 	@echo 'make test-all  install into $(ALL), then run every test: those too that compile for absent TPUs and GPUs, and the longest'
-	@echo 'make lint      install, then ruff and mypy'
+	@echo 'make lint      install, then ruff, mypy and import-linter'
 	@echo 'make gpu-gate  install (Python 3.12 or newer: add PYTHON=python3.12 VENV=.venv-312), then compile every GPU kernel for an'
 	@echo '               H200 that is not here'
 	@echo 'make install   install into $(VENV) (EXTRAS=dev,tpu chooses what with)'
@@ -40,6 +40,7 @@ test-all:
 lint: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/ruff' check .
 	@'$(VENV)/bin/mypy'
+	@'$(VENV)/bin/lint-imports' --no-logo --no-cache
 
 gpu-gate: install-$(or $(EXTRAS),gpu-aot)
 	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m pallas_kernels.gate $(ARGS)

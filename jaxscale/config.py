@@ -64,12 +64,12 @@ _READ: set[Key] = set()
 class Bound(functools.partial):
     """A registered function with arguments bound by a config: a `functools.partial` that compares by value."""
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         if not isinstance(other, functools.partial):
             return NotImplemented
         return (self.func, self.args, self.keywords) == (other.func, other.args, other.keywords)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash((self.func, self.args, tuple(sorted(self.keywords))))
 
 

@@ -44,7 +44,7 @@ _BY_SELECTOR: dict[str, Entry] = {}
 def register(obj: T, *, name: str | None = None) -> T: ...
 @typing.overload
 def register(obj: None = None, *, name: str | None = None) -> Callable[[T], T]: ...
-def register(obj=None, *, name=None):
+def register(obj: typing.Any = None, *, name: str | None = None) -> typing.Any:
     """Makes a class or function known to configs as `@name`, in place; plain calls from Python stay untouched.
 
     Args:

@@ -47,8 +47,8 @@ def type_hints(obj: Callable) -> dict[str, object]:
 
 def _constructor(cls: type) -> Callable:
     """`__init__`, or `__new__` where only that is defined (named tuples)."""
-    init = inspect.getattr_static(cls, "__init__")
-    return cls.__new__ if init is object.__init__ and cls.__new__ is not object.__new__ else init
+    init, new = inspect.getattr_static(cls, "__init__"), getattr(cls, "__new__")  # noqa: B009  (untyped)
+    return new if init is object.__init__ and new is not object.__new__ else init
 
 
 def fits(value: object, expected: object, macros: Mapping[str, object]) -> bool:

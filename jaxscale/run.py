@@ -12,8 +12,8 @@ from typing import Any
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.interop.companions import GENERATION
 from jaxscale.step import TrainConfig
-from jaxscale.train.fit import Services
 from jaxscale.train.fit import fit as train
+from jaxscale.train.loop import Services
 from jaxscale.train.run import HF, RunFolder, read_config
 
 __all__ = ["Run", "fit", "read_config"]

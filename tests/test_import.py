@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,51 @@ def test_no_function_hides_a_room():
         "train",
     )
     assert all(isinstance(getattr(js, room), types.ModuleType) for room in rooms)
+
+
+ROOT = Path(js.__file__).parents[1]
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Modules that a file imports at any depth, but for those that are imported for types alone."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from (a.name for a in node.names)
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{a.name}" for a in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from _imported(child)
+
+
+def _imports() -> dict[str, set[str]]:
+    """By module of the package, the package's own modules that it imports; a package stands for its `__init__`."""
+    files = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in (ROOT / "jaxscale").rglob("*.py")
+    }
+    found = {}
+    for name, file in files.items():
+        wanted = {m for m in _imported(ast.parse(file.read_text())) if m in files} - {name}
+        # `from a.b import c` needs a.b itself only for what is no module of its own
+        found[name] = {m for m in wanted if not any(o.startswith(f"{m}.") for o in wanted)}
+    return found
+
+
+def test_no_circle_of_imports_has_more_than_two_files():
+    graph = _imports()
+    assert len(graph) > 300
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = graph[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    ways = {name: reached(name) for name in graph}
+    circles = {frozenset(b for b in ways[a] if a in ways[b]) for a in graph if a in ways[a]}
+    assert not [sorted(c) for c in circles if len(c) > 2]

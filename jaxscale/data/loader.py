@@ -32,7 +32,7 @@ class Loader:
     group: int = 1
     _order: Order = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise DataError(f"batch_size={self.batch_size} holds no row; use 1 or more.")
         if not 0 <= self.seed < 2**64:

@@ -47,7 +47,7 @@ class Synthetic:
     heldout: float = 0.05
     name: ClassVar[str] = "synthetic"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field, least in (("vocab_size", 2), ("documents", 1), ("length", 2)):
             if getattr(self, field) < least:
                 raise DataError(f"synthetic.{field}={getattr(self, field)} is too small; use {least} or more.")

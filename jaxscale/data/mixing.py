@@ -34,7 +34,7 @@ class Mixture:
 
     parts: tuple[tuple[Corpus, float], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.parts:
             raise DataError("mixture has no parts; give at least one (corpus, weight) pair.")
         for part in self.parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 PATIENCE = 1.0  # seconds of silence before a bar is drawn
@@ -27,7 +27,7 @@ def tracked(items: Iterable[T], total: int, label: str) -> Iterator[T]:
             bar.stop()
 
 
-def _bar():
+def _bar() -> Any:
     # Imported here: rich costs 50 ms that a cached corpus need not pay.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

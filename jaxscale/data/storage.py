@@ -55,7 +55,7 @@ class _Mapped(Documents):
 
     pickled: tuple = ()
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return self.pickled
 
 
@@ -89,7 +89,7 @@ class TokenFile:
         for file in ("documents.bin", "hashes.bin"):  # read as a whole by whoever opens it
             self._verify(file)
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return TokenFile, (str(self.folder),)
 
     def documents(self, split: str, heldout: float, name: str | None = None) -> Documents:
@@ -361,6 +361,6 @@ def _fingerprint(content: hashlib._Hash, tokenizer: str) -> str:
     return digest.hexdigest()
 
 
-def _sync(file) -> None:
+def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())

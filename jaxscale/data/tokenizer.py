@@ -337,7 +337,7 @@ def _alphabet() -> dict[str, int]:
 _BYTES = _alphabet()
 
 
-def _hf():
+def _hf() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders

@@ -47,7 +47,7 @@ class Boxes:
     def of(cls, spec: PartitionSpec | Sequence[Any], ndim: int | None = None) -> Boxes:
         """The signature of an array laid out by a partition spec, which is never partial."""
         parts = tuple(spec)
-        return cls(parts + (None,) * ((len(parts) if ndim is None else ndim) - len(parts)))  # type: ignore[arg-type]
+        return cls(parts + (None,) * ((len(parts) if ndim is None else ndim) - len(parts)))
 
     @property
     def spec(self) -> PartitionSpec:

@@ -50,7 +50,7 @@ def place(
                         if order is not None:
                             ready.append((order, p, k))
                 if ready:
-                    _, p, k = min(ready)  # type: ignore[type-var]
+                    _, p, k = min(ready)
                     rows[tick][s, p] = k
                     when[p, s, k] = tick
                     done[s, p] += 1

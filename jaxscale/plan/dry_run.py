@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale.layout import describe
 from jaxscale.plan.compile import lower_step
@@ -97,6 +98,6 @@ def dry_run(config: TrainConfig) -> DryRun:
 def _bytes_per_device(arrays: Any, shardings: Any) -> int:
     def bytes_of(x: Any, where: Any = None) -> int:
         shape = x.shape if where is None else where.shard_shape(x.shape)
-        return 0 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else math.prod(shape) * x.dtype.itemsize
+        return 0 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else math.prod(shape) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(bytes_of, arrays, *([] if shardings is None else [shardings]))))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.plan.roofline import StepTime
+from jaxscale.plan.shown import table_of
 from jaxscale.units import human_bytes
 
 if TYPE_CHECKING:
@@ -50,17 +51,6 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
             "--topology lists remedies"
         )
     yield from plan.notes
-
-
-def table_of(title: str, *columns: str) -> Any:
-    """An empty table in our style; the first column is of words, the others of numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=not i)
-    return table
 
 
 def memory_table(plan: Plan) -> Any:

@@ -17,7 +17,7 @@ from jaxscale.nn import POLICIES, MemoryPolicy, dot_product_attention, flash_att
 from jaxscale.optim import AdamW, AdamW8bit, OnHost
 from jaxscale.plan.communication import sized
 from jaxscale.plan.memory import Estimate, estimate
-from jaxscale.plan.shown import text_of
+from jaxscale.plan.shown import table_of, text_of
 from jaxscale.step import CutLoss, NextToken, TrainConfig, token_loss
 from jaxscale.step.loss import holds_logits
 from jaxscale.units import human_bytes
@@ -278,8 +278,6 @@ def _bytes_in(pattern: str, text: str) -> int | None:
 
 def estimate_table(found: Estimate, budget: int | None = None) -> Any:
     """A rich table of an estimate: bytes by group, the largest buffers of the worst moment, as shares of the budget."""
-    from jaxscale.plan.plan_tables import table_of
-
     whole = budget or found.device
     share = "of the device" if budget else "share"
     table = table_of("memory at its fullest, by arithmetic", "group", "per device", share)
@@ -303,8 +301,6 @@ def estimate_table(found: Estimate, budget: int | None = None) -> Any:
 
 def remedy_table(found: list[Remedy]) -> Any:
     """A rich table: change, bytes it saves and leaves, extra FLOPs, whether it fits then."""
-    from jaxscale.plan.plan_tables import table_of
-
     table = table_of("remedies, each alone, by arithmetic", "change", "saves", "leaves", "extra FLOPs", "fits")
     for r in found:
         extra = f"{100 * r.extra_flops:+.1f}%"

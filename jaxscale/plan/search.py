@@ -21,10 +21,10 @@ from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.plan.communication import no_adapters, predict
 from jaxscale.plan.memory import Estimate, estimate, model_of
-from jaxscale.plan.plan_tables import seconds, table_of
+from jaxscale.plan.plan_tables import seconds
 from jaxscale.plan.planner import Plan, plan_for, why_not_compiled, with_budget
 from jaxscale.plan.roofline import StepTime, step_time
-from jaxscale.plan.shown import Shown
+from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.space import Candidate, Space, candidates
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from jaxscale.units import WIDTH
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,10 +32,19 @@ def text_of(table: Any) -> str:
     return _recorded(table).export_text()
 
 
+def table_of(title: str, *columns: str) -> Any:
+    """An empty table in our style; the first column is of words, the others of numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=not i)
+    return table
+
+
 def _recorded(what: Any) -> Console:
     from rich.console import Console
-
-    from jaxscale.units import WIDTH
 
     # into a string even in a notebook, where it would print on the way
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)

@@ -156,7 +156,7 @@ class _Place:
             return cls(layout, counts, config.accumulate, 1.0, 0.0)
         schedule = layout.schedule
         groups = [(repeats, len(windows)) for windows, repeats in model.runs]
-        held = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)  # type: ignore[call-arg]
+        held = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)
         copies = sum(index.size * weight for index, (_, weight) in zip(held.index, groups, strict=True))
         parts = schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
         counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase runs its stage again

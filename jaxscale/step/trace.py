@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-import jaxscale
-
-ROOT = Path(jaxscale.__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)

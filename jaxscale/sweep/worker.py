@@ -73,7 +73,7 @@ class _Server:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
             job = read_job(file)
-            run_job(job, stop=lambda id=job.trial.id: self.gone or self.stopping == id)  # type: ignore[misc]
+            run_job(job, stop=lambda id=job.trial.id: self.gone or self.stopping == id)
             jax.clear_caches()  # the programs of a trial are of no use to the next, which reads them off the disk
             gc.collect()
             print(f"done {job.trial.id}", file=self.answers, flush=True)

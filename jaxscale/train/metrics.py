@@ -125,7 +125,7 @@ class TensorBoard:
     """Scalars for TensorBoard, through tensorboardX."""
 
     def __init__(self, folder: Path):
-        from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
+        from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder))
 

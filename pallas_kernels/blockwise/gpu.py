@@ -122,16 +122,17 @@ def run(
         for i in range(2 + n):
             plgpu.barrier_wait(barriers.at[i])
 
-        def load(buffer, rows, h):
-            return plgpu.load(buffer.at[rows, h], layout=wide, optimized=False)
+        def load(buffer: Any, rows: Any, h: Any) -> Any:
+            return plgpu.load(buffer.at[rows, h], layout=wide, optimized=False)  # type: ignore[call-arg]
 
-        def spread(x):
+        def spread(x: Any) -> Any:
             return lax.broadcast_in_dim(x, (STEP, LANES), (0,))
 
-        def step(i, carry):
+        def step(i: Any, carry: Any) -> Any:
             here = pl.ds(i * STEP, STEP)
             there = pl.ds(row + i * STEP, STEP)
-            old = [spread(plgpu.load(s.at[there, group], layout=narrow, optimized=False)) for s in scale_refs]
+            kept = [s.at[there, group] for s in scale_refs]
+            old = [spread(plgpu.load(s, layout=narrow, optimized=False)) for s in kept]  # type: ignore[call-arg]
             fresh = []
             for h in range(high):
                 p = load(p_buf, here, h).astype(jnp.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def adamw() -> Rule:
             "shrink": rate * s["weight_decay"],
         }
 
-    def step(p, g, states, s):
+    def step(p: Any, g: Any, states: Any, s: Any) -> Any:
         m, v = _new_moments(g, states, s)
         return m * s["rate"] / (jnp.sqrt(v) + s["eps"]) + p * s["shrink"], (m, v)
 
@@ -70,7 +71,7 @@ def adam_direction() -> Rule:
         root = jnp.sqrt(s["fix2"])
         return _moments(s) | {"eps": s["eps"] * root, "rate": root / s["fix1"], "weight_decay": s["weight_decay"]}
 
-    def step(p, g, states, s):
+    def step(p: Any, g: Any, states: Any, s: Any) -> Any:
         m, v = _new_moments(g, states, s)
         return m * s["rate"] / (jnp.sqrt(v) + s["eps"]) + p * s["weight_decay"], (m, v)
 
@@ -87,7 +88,7 @@ def lion() -> Rule:
     def derive(s: Scalars) -> dict[str, jax.Array]:
         return _moments(s) | {"rate": -s["lr"], "shrink": -s["lr"] * s["weight_decay"]}
 
-    def step(p, g, states, s):
+    def step(p: Any, g: Any, states: Any, s: Any) -> Any:
         (m,) = states
         c = m * s["b1"] + g * s["c1"]
         # sign(c), which not every kernel language has; 0 stays 0 and a NaN a NaN.
@@ -110,7 +111,7 @@ def _momentum(nesterov: bool) -> Rule:
     def derive(s: Scalars) -> dict[str, jax.Array]:
         return {"momentum": s["momentum"], "rate": -s["lr"], "weight_decay": s["weight_decay"]}
 
-    def step(p, g, states, s):
+    def step(p: Any, g: Any, states: Any, s: Any) -> Any:
         g = g + p * s["weight_decay"]
         m = states[0] * s["momentum"] + g
         return (g + m * s["momentum"] if nesterov else m) * s["rate"], (m,)
@@ -128,7 +129,7 @@ def adagrad() -> Rule:
     def derive(s: Scalars) -> dict[str, jax.Array]:
         return {"rate": -s["lr"], "eps": s["eps"], "shrink": -s["lr"] * s["weight_decay"]}
 
-    def step(p, g, states, s):
+    def step(p: Any, g: Any, states: Any, s: Any) -> Any:
         total = states[0] + g * g
         return g * s["rate"] / (jnp.sqrt(total) + s["eps"]) + p * s["shrink"], (total,)
 

@@ -231,7 +231,7 @@ def spans(
     def room(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
-    return plgpu.kernel(  # type: ignore[no-any-return]
+    return plgpu.kernel(
         cut_cross_entropy,
         out_type=jax.ShapeDtypeStruct((groups, stats, n), jnp.float32),
         grid=(blocks,),

@@ -127,7 +127,7 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
             for k, value in enumerate(rest):
                 out_ref[2 + k : 3 + k] = value.sum(0, keepdims=True)
 
-    return pl.pallas_call(  # type: ignore[no-any-return]
+    return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((stats, n), jnp.float32),
         grid=(pl.cdiv(n, tokens), last + 1),

@@ -121,7 +121,7 @@ def _attend(inputs: Inputs, how: How, implementation: str | None) -> tuple[jax.A
         "dtype": q.dtype.name,
     }
     ways = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
-    return dispatch("decode_attention", ways, (inputs,), case, implementation)  # type: ignore[no-any-return]
+    return dispatch("decode_attention", ways, (inputs,), case, implementation)
 
 
 @_attend.defjvp

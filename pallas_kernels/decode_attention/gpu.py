@@ -311,7 +311,7 @@ def parts(
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
 
     barrier, made = plgpu.Barrier, workers + b * kv - 1
-    return plgpu.kernel(  # type: ignore[no-any-return]
+    return plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((made, WARPGROUPS, written, dv), jnp.float32),

@@ -186,7 +186,7 @@ def one_pass(
     )
     if stay:
         return {"q": kernel(keys=tile["keys"])}
-    return kernel(wanted=wanted, queries=tile["queries"])  # type: ignore[no-any-return]
+    return kernel(wanted=wanted, queries=tile["queries"])
 
 
 def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:

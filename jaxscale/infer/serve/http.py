@@ -33,7 +33,7 @@ _LINGER_S, _LINGER_BYTES = 2.0, 64 * 1024 * 1024
 class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
-    server: Server  # type: ignore[assignment]
+    server: Server
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     _body_read = _answered = False
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise ApiError(400, wrong)
             lines.append(line)
         self.raw_requestline, connection = lines[0], self.rfile
-        self.rfile = io.BytesIO(b"".join(lines[1:]))  # type: ignore[assignment]
+        self.rfile = io.BytesIO(b"".join(lines[1:]))
         try:
             return self.parse_request()
         finally:
@@ -249,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.connection.shutdown(socket.SHUT_WR)
             self._inlet.allow(_LINGER_S, _LINGER_BYTES)
-            while self.rfile.read1(1 << 16):  # type: ignore[attr-defined]
+            while self.rfile.read1(1 << 16):
                 pass
         except (OSError, TooMuch):
             pass

@@ -9,7 +9,6 @@ import numpy as np
 from jaxscale.errors import ConfigError
 from jaxscale.plan.laws.base import Fit, Interval
 from jaxscale.plan.laws.cost import Cost
-from jaxscale.plan.laws.surface import Surface
 
 POINTS = 600
 """Sizes tried in a budget, first over all that make sense, then around the best."""
@@ -45,7 +44,7 @@ def optimum(fit: Fit, flops: float, cost: Cost | None = None) -> Optimum:
       ConfigError: the fit is of another kind of law, or its loss falls to the very end of sizes or tokens.
     """
     law = fit.law
-    if not isinstance(law, Surface):
+    if not hasattr(law, "losses"):
         raise ConfigError(f"the law '{law.name}' has no loss by size and tokens; fit chinchilla or farseer")
     if not flops > 0:
         raise ConfigError(f"a budget of {flops} FLOPs buys nothing; give one above 0")

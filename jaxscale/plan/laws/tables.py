@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxscale.plan.laws.base import Fit, HeldOut, Interval
-from jaxscale.plan.laws.front import Optimum
 from jaxscale.plan.laws.table import BODY
-from jaxscale.plan.plan_tables import table_of
+from jaxscale.plan.shown import table_of
+
+if TYPE_CHECKING:
+    from jaxscale.plan.laws.front import Optimum
 
 SPREAD = 1000
 """Between the ends of an interval; a parameter with more is not determined."""

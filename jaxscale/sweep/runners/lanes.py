@@ -233,7 +233,7 @@ class _LaneState(TrainState):
     @functools.cached_property
     def whole(self) -> TrainState:
         """The arrays."""
-        return self.lanes.take(self.lane, self.version)  # type: ignore[attr-defined]
+        return self.lanes.take(self.lane, self.version)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NAMES:

@@ -19,7 +19,7 @@ from jaxscale.sweep.journal import job_file
 from jaxscale.train.files import read_json, write_json
 
 if TYPE_CHECKING:
-    import submitit  # type: ignore[import-not-found]
+    import submitit
 
 
 @register

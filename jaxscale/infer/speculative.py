@@ -102,7 +102,7 @@ class Speculative:
             check_independent(model)
         self.vocab = made[0].head_weight().shape[0]
         with self._there():
-            self._states = [init_cache(m, CACHE, lanes, 1, size, length) for m in made]
+            self._states = [init_cache(m, CACHE, lanes, 1, size, length, back=draft_tokens) for m in made]
         self._read, self._judge = rounds_of(target.graphdef, draft.graphdef, draft_tokens)
         self._texts: dict[Hashable, _Text] = {}
         self._queue: list[_Text] = []

@@ -3,7 +3,17 @@
 from jaxscale.nn.attention import Attention, AttentionKernel, Bidirectional, attention_mask, dot_product_attention
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
 from jaxscale.nn.block import Block
-from jaxscale.nn.cache import Cache, Group, Kept, LayerCache, Packed, RunCache
+from jaxscale.nn.cache import (
+    Cache,
+    DecodeState,
+    Group,
+    KeyValues,
+    LayerCache,
+    Packed,
+    RecurrentState,
+    RunCache,
+    StateArray,
+)
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.nn.embedding import Embedding, StableEmbedding
@@ -43,6 +53,7 @@ __all__ = [
     "Block",
     "Cache",
     "Context",
+    "DecodeState",
     "Embedding",
     "ExpertChoiceRouter",
     "Experts",
@@ -52,7 +63,7 @@ __all__ = [
     "Group",
     "GroupLimit",
     "HeadDims",
-    "Kept",
+    "KeyValues",
     "LatentAttention",
     "LayerCache",
     "LayerNorm",
@@ -73,6 +84,7 @@ __all__ = [
     "RMSNorm",
     "ReversibleRun",
     "RingAttention",
+    "RecurrentState",
     "Rotary",
     "Router",
     "Run",
@@ -80,6 +92,7 @@ __all__ = [
     "SigmoidRouter",
     "SoftmaxRouter",
     "StableEmbedding",
+    "StateArray",
     "Stats",
     "SwiGLU",
     "TokenRingAttention",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
-from jaxscale.nn.cache import Kept, LayerCache
+from jaxscale.nn.cache import KeyValues, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.norms import QKNorm
@@ -190,7 +190,7 @@ class Attention(nnx.Module):
         self.k_norm = None if qk_norm is None else qk_norm.make("kv_heads", kv_heads, head_dim, **types)
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
-        self.kept = Kept(kv_heads, head_dim, head_dim, dtype)  # of a token, by a cache
+        self.decode_state = KeyValues(kv_heads, head_dim, head_dim, dtype)  # of a token, by a cache
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         with jax.named_scope("qkv"):

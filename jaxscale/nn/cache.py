@@ -1,4 +1,4 @@
-"""Keys and values of past tokens: how they are kept is a value, and which of a step's tokens are whose is data.
+"""What layers keep of past tokens, and which of a step's tokens are whose.
 
 A step's tokens stand in *lanes* (the batch dimension, cut over devices); a lane holds the tokens of one or many texts,
 each of which has a *row* of the lane's cache. Decoding, chunks of prompts and mixtures of both are such steps, and none
@@ -8,8 +8,12 @@ has padding but what fills a lane up.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 State = Any
@@ -43,8 +47,37 @@ class Packed(NamedTuple):
     tables: Int[Array, "b rows p"] | None = None
 
 
-class Kept(NamedTuple):
-    """What a layer keeps of a token.
+class DecodeState(Protocol):
+    """What a layer keeps of a text between tokens; a mixer's attribute `decode_state`. Hashable.
+
+    reusable: a text that begins like another may go on from what is kept of that one, after any token of it.
+    """
+
+    @property
+    def reusable(self) -> bool: ...
+
+    def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
+        """An empty state of a stack of like layers, arrays by name whose first dimensions are `layers` and `lanes`.
+
+        Args:
+          cache: how keys and values are kept.
+          layers, lanes, rows: how many, the rows of each lane.
+          length: the most tokens of a row.
+          back: a row may go on from as many tokens before its last one (speculation).
+        """
+        ...
+
+    def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
+        """The logical axes of one of its arrays; `None` where it does not say."""
+        ...
+
+    def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
+        """What `init` of the same arguments takes, over all devices."""
+        ...
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of every token, for attention.
 
     Args:
       kv_heads: key heads.
@@ -59,11 +92,76 @@ class Kept(NamedTuple):
     dtype: Any
     shared: bool = False
 
+    @property
+    def reusable(self) -> bool:
+        """See `DecodeState`."""
+        return True
+
+    def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
+        """See `DecodeState`; whatever lies behind a row's last token is not looked at."""
+        return cache.init(self, layers, lanes, rows, length)
+
+    def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
+        """See `DecodeState`; a single key head is whole everywhere."""
+        axes = getattr(cache, "axes", None)
+        return None if axes is None else tuple(None if a == "kv_heads" and self.kv_heads == 1 else a for a in axes)
+
+    def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
+        """See `DecodeState`."""
+        return cache.bytes(self, layers, lanes, rows, length)
+
+
+class StateArray(NamedTuple):
+    """One array of a recurrent state, of one text and layer.
+
+    Args:
+      name: by which the layer reads and writes it.
+      shape: its sizes.
+      axes: a logical axis for each dimension, or `None`.
+      dtype: of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: Any = jnp.float32
+
+
+class RecurrentState(NamedTuple):
+    """A state of fixed size after a text's last token, for recurrences.
+
+    It is kept for the last `back + 1` tokens, by their positions, so that a row may go on from any of them.
+
+    Args:
+      arrays: what it is made of.
+    """
+
+    arrays: tuple[StateArray, ...]
+
+    @property
+    def reusable(self) -> bool:
+        """See `DecodeState`: of the tokens before the last ones there is no state."""
+        return False
+
+    def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
+        """See `DecodeState`: arrays (layers, lanes, rows, back + 1, ...)."""
+        return {a.name: jnp.zeros((layers, lanes, rows, back + 1, *a.shape), a.dtype) for a in self.arrays}
+
+    def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
+        """See `DecodeState`."""
+        own = next(a.axes for a in self.arrays if a.name == name)
+        return (None, "batch", "cache_rows", None, *own)
+
+    def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
+        """See `DecodeState`."""
+        one = sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in self.arrays)
+        return layers * lanes * rows * (back + 1) * one
+
 
 class Cache(Protocol):
     """How keys and values are kept. A state is of a stack of like layers: arrays whose first dimension is `layers`."""
 
-    def init(self, kept: Kept, layers: int, lanes: int, rows: int, length: int) -> State:
+    def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
         """An empty one.
 
         Args:
@@ -101,13 +199,16 @@ class Cache(Protocol):
           window, softcap, scale: as in `jaxscale.nn.dot_product_attention`.
         """
 
-    def bytes(self, kept: Kept, layers: int, lanes: int, rows: int, length: int) -> int:
+    def bytes(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> int:
         """What `init` of the same arguments takes, over all devices."""
 
 
 @dataclasses.dataclass
 class LayerCache:
-    """A layer's cache while the layer is called; attention leaves the new state behind."""
+    """A layer's cache while the layer is called, which leaves the new state behind.
+
+    Attention calls `mix`; a recurrence asks for the state `before` its tokens, and hands in those `after` them.
+    """
 
     how: Cache
     step: Packed
@@ -118,6 +219,34 @@ class LayerCache:
         """Appends keys and values, and attends."""
         self.state = self.how.append(self.state, self.layer, k, v, self.step)
         return self.how.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)[0]
+
+    def before(self, name: str) -> Float[Array, "b s ..."]:
+        """The state of each token's text after the token before it: zero where it is the text's first, or padding.
+
+        Args:
+          name: of a `StateArray`.
+        """
+        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (lanes, rows, back + 1, ...)
+        rows, positions = self.step.rows, self.step.positions
+        kept = jax.vmap(lambda x, row, at: x[row, at])(mine, jnp.maximum(rows, 0), (positions - 1) % mine.shape[2])
+        goes_on = (rows >= 0) & (positions > 0)
+        return jnp.where(goes_on.reshape(*goes_on.shape, *(1,) * (kept.ndim - 2)), kept, 0)
+
+    def after(self, name: str, values: Float[Array, "b s ..."]) -> None:
+        """Keeps the states after the last tokens of each row.
+
+        Args:
+          name: of a `StateArray`.
+          values: the state after each of a step's tokens; of padding, anything.
+        """
+        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)
+        rows, positions, slots = self.step.rows, self.step.positions, mine.shape[2]
+        later = jnp.pad(rows[:, slots:], ((0, 0), (0, min(slots, rows.shape[1]))), constant_values=-1)
+        last = (rows >= 0) & (rows != later)  # a row's tokens stand side by side
+        rows = jnp.where(last, rows, mine.shape[1])  # out of it, so that it is dropped
+        put = jax.vmap(lambda x, row, at, new: x.at[row, at].set(new.astype(x.dtype), mode="drop"))
+        mine = put(mine, rows, positions % slots, values)
+        self.state = {**self.state, name: lax.dynamic_update_index_in_dim(self.state[name], mine, self.layer, 0)}
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, in_use
 from jaxscale.nn.attention import AttentionKernel
-from jaxscale.nn.cache import Kept, LayerCache
+from jaxscale.nn.cache import KeyValues, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import RMSNorm
@@ -75,7 +75,7 @@ class LatentAttention(nnx.Module):
         self.kernel, self.rotary, self.window, self.softcap = kernel, rotary, window, softcap
         self.scale = z.score_scale(0, rotary) if scale is None else scale
         self.dtype = dtype
-        self.kept = Kept(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True)
+        self.decode_state = KeyValues(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True)
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         with jax.named_scope("qkv"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxscale.nn.cache import LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.parallel import linear_scan
 
@@ -27,15 +28,29 @@ def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
 
 
 def recurrence(
-    decay: Float[Array, "b s ..."], update: Float[Array, "b s ..."], context: Context, axes: Sequence[str | None]
+    decay: Float[Array, "b s ..."],
+    update: Float[Array, "b s ..."],
+    context: Context,
+    axes: Sequence[str | None],
+    *,
+    name: str = "h",
 ) -> Float[Array, "b s ..."]:
     """`h[t] = decay[t] * h[t - 1] + update[t]` within every document, from zero; see `jaxscale.parallel.linear_scan`.
+
+    In generation it goes on from what is kept of each text, and leaves there what the next step goes on from.
 
     Args:
       decay, update: of one shape, float32 as a rule.
       context: of the pass.
       axes: their logical axes, as `("batch", "seq", "mlp")`.
+      name: of the `StateArray` in the layer's `decode_state` that `h` of one text is.
     """
     starts = document_starts(context, update.shape[1])
     starts = starts.reshape(*starts.shape, *(1,) * (update.ndim - 2))
-    return linear_scan(jnp.where(starts, 0, decay), update, axes)
+    cache = context.cache
+    if isinstance(cache, LayerCache):
+        update = jnp.where(starts, decay * cache.before(name) + update, update)
+    h = linear_scan(jnp.where(starts, 0, decay), update, axes)
+    if isinstance(cache, LayerCache):
+        cache.after(name, h)
+    return h

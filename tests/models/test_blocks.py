@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +12,9 @@ from flax import nnx
 
 from jaxscale import config
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import Layout, Pipeline, constrain
+from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import Context, GatherAttention, Linear, Mixer, MixtureOfExperts, RingAttention, SwiGLU, recurrence
+from jaxscale.nn import Context, GatherAttention, MixtureOfExperts, RingAttention, SwiGLU
 from jaxscale.plan import estimate, plan_for
 from jaxscale.plan.communication import predict
 from jaxscale.plan.work import products
@@ -26,39 +24,7 @@ from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch
 from tests.truth.params import random_params
-
-CHANNELS = ("batch", "seq", "mlp")
-
-
-class Recurrence(nnx.Module):
-    """`h[t] = a h[t - 1] + (1 - a) v[t]` by channels, with `a = sigmoid(W x)`; its output is gated."""
-
-    def __init__(self, width, channels, *, out_scale, dtype, param_dtype, rngs):
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.decay, self.value, self.gate = (linear({"embed": width}, {"mlp": channels}) for _ in range(3))
-        self.out = linear({"mlp": channels}, {"embed": width}, scale=out_scale)
-
-    def __call__(self, x, context):
-        a, v, g = (constrain(part(x), *CHANNELS).astype(jnp.float32) for part in (self.decay, self.value, self.gate))
-        a = jax.nn.sigmoid(a)
-        h = recurrence(a, (1 - a) * v, context, CHANNELS)
-        return self.out(constrain((jax.nn.silu(g) * h).astype(x.dtype), *CHANNELS))
-
-
-@config.register
-@dataclasses.dataclass(frozen=True)
-class GatedRecurrence(Mixer):
-    """Makes a `Recurrence` of so many channels."""
-
-    channels: int = 16
-
-    def products(self, config, batch, seq, window):
-        return {"recurrence": 2 * batch * seq * 4 * config.sizes.width * self.channels}
-
-    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> Recurrence:
-        taken = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
-        return Recurrence(width, self.channels, **taken)
-
+from tests.truth.recurrent import GatedRecurrence
 
 LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
 MIXED = TransformerConfig(

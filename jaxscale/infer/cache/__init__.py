@@ -7,6 +7,7 @@ from jaxscale.infer.cache.model import (
     describe_cache,
     generating,
     init_cache,
+    reuses_prefixes,
     run_caches,
 )
 from jaxscale.infer.cache.paged import Paged
@@ -19,5 +20,6 @@ __all__ = [
     "describe_cache",
     "generating",
     "init_cache",
+    "reuses_prefixes",
     "run_caches",
 ]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, bytes_of, over_cache, pages_of
-from jaxscale.nn import Kept, Packed
+from jaxscale.nn import KeyValues, Packed
 from jaxscale.parallel.context import Part
 
 _AXES = (None, "batch", "cache_rows", "cache_seq", "kv_heads", "head_dim")
@@ -27,11 +27,11 @@ class Contiguous:
 
     axes = _AXES
 
-    def init(self, kept: Kept, layers: int, lanes: int, rows: int, length: int) -> State:
+    def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""
         return arrays(kept, layers, lanes, rows, length)
 
-    def bytes(self, kept: Kept, layers: int, lanes: int, rows: int, length: int) -> int:
+    def bytes(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
         return bytes_of(kept, layers * lanes * rows * length)
 

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec
 from jaxscale.errors import ConfigError
 from jaxscale.infer.stages import kept_layers, stages_of, turns
 from jaxscale.layout import Layout, constrain, current
-from jaxscale.nn import Attention, Cache, Kept, Packed, Run, RunCache
+from jaxscale.nn import Cache, DecodeState, Packed, Run, RunCache
 from jaxscale.parallel.pipeline import Stages
 
 ModelCache = tuple[tuple[Any, ...], ...]
 """A state for each block of each run."""
 
 
-def describe_cache(model: Any) -> tuple[tuple[tuple[Kept, int], ...], ...]:
+def describe_cache(model: Any) -> tuple[tuple[tuple[DecodeState, int], ...], ...]:
     """What the layers keep: for each run, of each block of its group, and how many copies of it there are.
 
     Raises:
@@ -35,14 +35,21 @@ def describe_cache(model: Any) -> tuple[tuple[tuple[Kept, int], ...], ...]:
     return tuple(tuple((_kept(block.attn), run.repeats) for block in run.blocks) for run in runs)
 
 
-def _kept(attention: Attention) -> Kept:
-    kept = getattr(attention, "kept", None)
-    if kept is None:
-        raise ConfigError(f"{type(attention).__name__} does not say what it keeps of a token (its `kept`)")
-    return kept
+def _kept(mixer: Any) -> DecodeState:
+    state = getattr(mixer, "decode_state", None)
+    if state is None:
+        raise ConfigError(f"{type(mixer).__name__} does not say what it keeps of a text (its `decode_state`)")
+    return state
 
 
-def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int, longest: int | None = None) -> ModelCache:
+def reuses_prefixes(model: Any) -> bool:
+    """Whether a text may go on from what is kept of another that begins alike."""
+    return all(state.reusable for run in describe_cache(model) for state, _ in run)
+
+
+def init_cache(
+    model: Any, how: Cache, lanes: int, rows: int, length: int, longest: int | None = None, *, back: int = 0
+) -> ModelCache:
     """An empty cache, laid out by the layout in force.
 
     Args:
@@ -51,6 +58,7 @@ def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int, longe
       lanes, rows: how many, the rows of each lane.
       length: the places of a row.
       longest: the most tokens that a row will have, by default as many.
+      back: a row may go on from as many tokens before its last one (speculation).
 
     Raises:
       ConfigError: a model that cannot go on from kept keys, or not up to such a length.
@@ -59,27 +67,23 @@ def init_cache(model: Any, how: Cache, lanes: int, rows: int, length: int, longe
     kept = describe_cache(model)
     if hasattr(model, "refuse_length"):
         model.refuse_length(length if longest is None else longest)
-    axes = getattr(how, "axes", None)
-
     staged = _Staged.of(model, lanes)
 
     def make() -> ModelCache:
-        of = lambda k, n, run: how.init(k, *staged.sizes(n, lanes, run), rows, length)  # noqa: E731
-        states = tuple(tuple(of(k, n, i) for k, n in run) for i, run in enumerate(kept))
-        return states if axes is None else jax.tree.map(lambda x: staged.lay_out(x, _names(axes, x)), states)
+        def of(k: DecodeState, n: int, run: int) -> Any:
+            state = k.init(how, *staged.sizes(n, lanes, run), rows, length, back)
+            axes = {name: k.axes(how, name) for name in state} if isinstance(state, dict) else {}
+            return {name: staged.lay_out(x, axes[name]) for name, x in state.items()} if axes else state
+
+        return tuple(tuple(of(k, n, i) for k, n in run) for i, run in enumerate(kept))
 
     return jax.jit(make)()
 
 
-def _names(axes: tuple[str | None, ...], x: jax.Array) -> tuple[str | None, ...]:
-    """One key head is everybody's."""
-    return tuple(None if a == "kv_heads" and x.shape[-2] == 1 else a for a in axes)
-
-
-def cache_bytes(model: Any, how: Cache, lanes: int, rows: int, length: int) -> int:
+def cache_bytes(model: Any, how: Cache, lanes: int, rows: int, length: int, *, back: int = 0) -> int:
     """What `init_cache` of the same arguments takes, over all devices."""
     staged = _Staged.of(model, lanes)
-    of = lambda k, n, run: how.bytes(k, *staged.sizes(n, lanes, run), rows, length)  # noqa: E731
+    of = lambda k, n, run: k.bytes(how, *staged.sizes(n, lanes, run), rows, length, back)  # noqa: E731
     return sum(of(k, n, i) for i, run in enumerate(describe_cache(model)) for k, n in run)
 
 
@@ -103,9 +107,11 @@ class _Staged:
             return layers, lanes
         return kept_layers(run, self.stages, self.turns), lanes // self.turns
 
-    def lay_out(self, x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-        """A state where it lives."""
+    def lay_out(self, x: jax.Array, names: tuple[str | None, ...] | None) -> jax.Array:
+        """A state where it lives, if that is known."""
         layout = current()
+        if names is None:
+            return x
         if self.stages is None or layout is None:
             return constrain(x, *names)
         rest = layout.spec(names, x.shape, kind="activations", name="the cache")

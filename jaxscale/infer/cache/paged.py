@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, bytes_of, over_cache, pages_of
-from jaxscale.nn import Kept, Packed
+from jaxscale.nn import KeyValues, Packed
 from jaxscale.parallel.context import Part
 
 _AXES = (None, "batch", "pages", None, "kv_heads", "head_dim")
@@ -54,11 +54,11 @@ class Paged:
         """Pages of a lane."""
         return rows * self.per_row(length) if self.pages is None else self.pages
 
-    def init(self, kept: Kept, layers: int, lanes: int, rows: int, length: int) -> State:
+    def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""
         return arrays(kept, layers, lanes, self.count(rows, length), self.page)
 
-    def bytes(self, kept: Kept, layers: int, lanes: int, rows: int, length: int) -> int:
+    def bytes(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
         return bytes_of(kept, layers * lanes * self.count(rows, length) * self.page)
 

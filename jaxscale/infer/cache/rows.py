@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxscale.nn import Kept, Packed
+from jaxscale.nn import KeyValues, Packed
 from jaxscale.nn.flash import heads_over, heads_read_by
 from jaxscale.parallel.context import Part, merge_over
 from jaxscale.parallel.sharded import cut_over, sharded_op
@@ -163,13 +163,13 @@ def pages_of(state: dict[str, Array]) -> dict[str, Array]:
     return {n: x.reshape(-1, *x.shape[3:]) for n, x in state.items()}
 
 
-def arrays(kept: Kept, *leading: int) -> dict[str, Array]:
+def arrays(kept: KeyValues, *leading: int) -> dict[str, Array]:
     """Empty keys, and values where they are kept apart, of these leading sizes."""
     widths = {"k": kept.key_dim} | ({} if kept.shared else {"v": kept.value_dim})
     return {n: jnp.zeros((*leading, kept.kv_heads, d), kept.dtype) for n, d in widths.items()}
 
 
-def bytes_of(kept: Kept, tokens: int) -> int:
+def bytes_of(kept: KeyValues, tokens: int) -> int:
     """What `arrays` of so many tokens take."""
     widths = kept.key_dim + (0 if kept.shared else kept.value_dim)
     return tokens * kept.kv_heads * widths * jnp.dtype(kept.dtype).itemsize

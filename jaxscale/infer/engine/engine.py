@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache import Paged, generating, init_cache
+from jaxscale.infer.cache import Paged, generating, init_cache, reuses_prefixes
 from jaxscale.infer.engine.device import Found, Scored, pick_of, score_of, steps_of
 from jaxscale.infer.engine.packing import Shape, Sizes, Told, how_to_pick, pack, targets_of
 from jaxscale.infer.engine.pages import Pages
@@ -104,7 +104,9 @@ class Engine:
         budget = max(256, 2 * rows) if budget is None else budget
         _check(model, rows, self.length, budget, positions)
         self._params, self._ends = params, np.asarray(sorted(self.end_ids) or [-1], np.int32)
-        self.pages, self._sizes, lanes, length = _room(self.layout, cache, rows, self.length, budget)
+        self.pages, self._sizes, lanes, length = _room(
+            self.layout, cache, rows, self.length, budget, reuses_prefixes(model)
+        )
         with self._there():
             self._states = init_cache(model, cache, lanes, rows, length, self.length)
         self._one, self._ahead = steps_of(graphdef, cache, scheduler.ahead)  # type: ignore[arg-type]  # caches are values
@@ -315,14 +317,16 @@ def _note_scores(scored: Any, text: Text, lane: int, column: int, count: int) ->
         text.scores[place : place + 1] = [Score(float(scored.logprob[lane, i]), tuple(zip(ids, logprobs, strict=True)))]
 
 
-def _room(layout: Layout | None, cache: Cache, rows: int, length: int, budget: int) -> tuple[Pages, Sizes, int, int]:
+def _room(
+    layout: Layout | None, cache: Cache, rows: int, length: int, budget: int, sharing: bool
+) -> tuple[Pages, Sizes, int, int]:
     """The bookkeeping of a cache, the sizes of steps, the number of lanes, and the length to make it of."""
     cut = lambda axis: 1 if layout is None else layout.split(axis)  # noqa: E731
     lanes = cut("batch") * (1 if layout is None else layout.stages)  # so that every pipeline stage is at work
     if not isinstance(cache, Paged):  # a row is a page, and every text has its own
         unit = cut("cache_seq")
         length = -(-length // unit) * unit
-        pages = Pages(lanes, rows, length, rows, budget=budget, sharing=False)
+        pages = Pages(lanes, rows, length, rows, budget=budget, sharing=False, growing=False)
         return pages, Sizes(lanes, rows, budget, 0), lanes, length
     pieces = cut("pages")
     unit = cache.page * pieces
@@ -333,7 +337,7 @@ def _room(layout: Layout | None, cache: Cache, rows: int, length: int, budget: i
             f"PagedCache.pages = {count} of {cache.page} positions do not hold a text of {length} tokens; give it at "
             f"least {entries}, or make length smaller"
         )
-    pages = Pages(lanes, rows, cache.page, count, pieces=pieces, budget=budget)
+    pages = Pages(lanes, rows, cache.page, count, pieces=pieces, budget=budget, sharing=sharing)
     return pages, Sizes(lanes, rows, budget, entries), lanes, length
 
 

@@ -41,6 +41,7 @@ class Pages:
       pieces: devices over which a lane's pages are cut; entry i of a text lies on device i modulo their number.
       budget: the most tokens of a lane in a step.
       sharing: look for pages of the same beginning.
+      growing: texts take pages as they grow; else each has what it needs from the start.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Pages:
         pieces: int = 1,
         budget: int = 256,
         sharing: bool = True,
+        growing: bool = True,
     ):
         self.lanes, self.rows, self.page, self.pages, self.pieces = lanes, rows, page, pages, pieces
-        self.budget, self.sharing = budget, sharing
+        self.budget, self.sharing, self.growing = budget, sharing, growing
         self.shared_tokens = 0  # that were found, and not computed
         self._rows = [list(range(rows))[::-1] for _ in range(lanes)]
         each = pages // pieces
@@ -121,7 +123,7 @@ class Pages:
             need = self._need(range(len(known), self._entries(len(text.tokens))))
             for i, page in enumerate(known):  # nobody's now, so that it counts as free
                 need[i % self.pieces] += self._readers[lane][page] == 0
-            running = self.rows - len(self._rows[lane]) if self.sharing else 0  # without pages nobody grows
+            running = self.rows - len(self._rows[lane]) if self.growing else 0
             keep = -(-running // self.pieces) if spare else 0
             if all(n + keep <= self.free(lane, d) for d, n in enumerate(need)):
                 self._enter(text, lane, known)

@@ -1,0 +1,106 @@
+"""Recurrent layers beside attention: what is generated is what passes over whole texts give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
+from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.loaded import Loaded
+from jaxscale.infer.sampling import Sampling
+from jaxscale.infer.speculative import Speculative
+from jaxscale.infer.stages import on_stages
+from jaxscale.layout import Layout, shardings_of
+from jaxscale.models import BlockConfig, TransformerConfig
+from jaxscale.step.state import describe_model
+from tests.truth.params import random_params
+from tests.truth.recurrent import GatedRecurrence
+
+VOCAB, LENGTH = 64, 24
+LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
+MIXED = TransformerConfig(
+    depth=4, vocab=VOCAB, width=16, heads=4, kv_heads=4, head_dim=8, hidden=32, blocks=(LINEAR, LINEAR, LINEAR, FULL)
+)
+
+
+def _model(mesh=None, config=MIXED):
+    graphdef, infos = describe_model(config)
+    params = random_params(infos)
+    if mesh is not None:
+        layout = generating(Layout(mesh))
+        params = on_stages(graphdef, jax.device_put(params, shardings_of(infos, layout)), infos, layout)
+    return graphdef, params
+
+
+def _requests(n):
+    """Prompts of one to fourteen tokens, of which some begin alike."""
+    random = np.random.default_rng(0)
+    head = random.integers(0, VOCAB, 8).tolist()
+    for i in range(n):
+        prompt = (head if i % 3 == 0 else []) + random.integers(0, VOCAB, 1 + i % 6).tolist()
+        yield Request(tuple(prompt), Sampling(max_tokens=9 - i % 4, temperature=0.0), i)
+
+
+def _greedy(requests, config=MIXED):
+    """The likeliest tokens, each from a pass over the whole text."""
+    graphdef, params = _model(None, config)
+    logits = jax.jit(lambda texts: nnx.merge(graphdef, params)(texts))
+    texts, ends = np.zeros((len(requests), LENGTH), np.int32), np.asarray([len(r.prompt) for r in requests])
+    for row, r in enumerate(requests):
+        texts[row, : ends[row]] = r.prompt
+    for _ in range(max(r.sampling.max_tokens for r in requests)):
+        rows = np.flatnonzero(ends < LENGTH)
+        texts[rows, ends[rows]] = np.argmax(logits(texts)[rows, ends[rows] - 1], axis=-1)
+        ends[rows] += 1
+    return {r.id: texts[i, len(r.prompt) :][: r.sampling.max_tokens].tolist() for i, r in enumerate(requests)}
+
+
+def _served(engine, requests):
+    out = {r.id: [] for r in requests}
+    for r in requests:
+        engine.submit(r)
+    while engine.busy:
+        for event in engine.step():
+            out[event.id].append(event.token)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cache"),
+    [
+        (None, Paged(page=2, pages=14)),
+        ("data=2,tensor=2,context=2", Contiguous()),
+        ("tensor=2,pipeline=2", Paged(page=2, pages=14)),
+    ],
+    ids=str,
+)
+def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache):
+    layout = None if mesh is None else Layout(mesh)
+    staged = layout is not None and layout.stages > 1  # two copies of a shorter pattern
+    config, requests = dataclasses.replace(MIXED, blocks=(LINEAR, FULL)) if staged else MIXED, list(_requests(14))
+    there = Engine(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16)
+    assert _served(there, requests) == _greedy(requests, config)
+    assert there.stats.shared == 0  # of a beginning that two texts have in common there is no state
+    assert mesh is not None or there.stats.preemptions > 0
+
+
+def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands():
+    requests = list(_requests(6))
+    small = dataclasses.replace(MIXED, depth=1, blocks=(LINEAR,))
+    models = [Loaded(*_model(None, config), None, 0) for config in (MIXED, small)]
+    there = Speculative(*models, draft_tokens=3, rows=4, length=LENGTH)
+    assert _served(there, requests) == _greedy(requests)
+    assert 0 < there.stats.accepted < there.stats.proposed
+
+
+def test_a_recurrent_state_has_the_same_size_however_long_the_text():
+    model = nnx.merge(*_model(None, dataclasses.replace(MIXED, blocks=(LINEAR,))))
+    for length, back in ((8, 0), (800, 0), (8, 3)):
+        made = jax.tree.leaves(init_cache(model, Contiguous(), 2, 3, length, back=back))
+        assert sum(x.nbytes for x in made) == cache_bytes(model, Contiguous(), 2, 3, length, back=back)
+        assert cache_bytes(model, Contiguous(), 2, 3, length, back=back) == 4 * 2 * 3 * (back + 1) * 16 * 4

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from einops import rearrange
+from einops.parsing import ParsedExpression
 
 from jaxscale.errors import CheckpointError
 
@@ -29,7 +31,6 @@ Region = tuple[tuple[int, int], ...]
 """First and past-the-last index along each dimension."""
 
 _BLOCK = re.compile(r"runs/(\d+)/blocks/(\d+)/(.+)")
-_GROUP = re.compile(r"\(([^)]*)\)|(\S+)")
 _NUMBERED = re.compile(r"\{(\w+)\}")
 
 
@@ -133,14 +134,11 @@ class Bound:
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """One of their tensors as ours without the letters that number them: (letter sizes...), nothing copied."""
-        letters = [a for group in self.theirs for a in group]
-        along = self.map.along
-        shape = [self.total if a == along else self.sizes[a] for a in letters]
-        split = tensor.reshape(shape)  # of one piece: a view
-        if along is not None:
-            cut = slice(self.offset, self.offset + self.sizes[along])
-            split = split[tuple(cut if a == along else slice(None) for a in letters)]
-        return split.transpose([letters.index(a) for a in self.letters if a not in self.numbered])
+        along, rest = self.map.along, [a for a in self.letters if a not in self.numbered]
+        sizes = {a: self.total if a == along else self.sizes[a] for a in rest}
+        split = rearrange(tensor, f"{self.map.theirs or self.map.ours} -> {' '.join(rest)}", **sizes)
+        cut = slice(self.offset, self.offset + self.sizes.get(along or "", 0))
+        return split[tuple(cut if a == along else slice(None) for a in rest)]
 
     def spans(self, region: Region) -> tuple[dict[str, tuple[int, int]], Region]:
         """By letter what a region of ours needs, and where the region lies in that.
@@ -168,7 +166,7 @@ class Bound:
 
 def groups(pattern: str) -> tuple[tuple[str, ...], ...]:
     """The letters of each dimension: `"(h d) e"` is `(("h", "d"), ("e",))`."""
-    return tuple(tuple((several or one).split()) for several, one in _GROUP.findall(pattern))
+    return tuple(tuple(group) for group in ParsedExpression(pattern).composition)
 
 
 def bind(table: Iterable[Map], infos: Iterable[Any], runs: Sequence[tuple[Sequence[Any], int]]) -> list[Bound]:

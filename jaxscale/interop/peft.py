@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from einops import rearrange
 from jaxtyping import Float
 
 from jaxscale.errors import CheckpointError
@@ -109,10 +110,11 @@ def _sides(b: Bound, inputs: int) -> tuple[Side, Side, bool]:
 
 def _laid(b: Bound, x: np.ndarray, ours: tuple[str, ...], theirs: tuple[str, ...]) -> np.ndarray:
     """(rank, *ours) as (rank, their dimension), zero where others of ours lie."""
-    x = x.reshape(-1, *(b.sizes[a] for a in ours))
+    sizes = {a: b.sizes[a] for a in ours}
+    x = rearrange(x.reshape(len(x), -1), f"rank ({' '.join(ours)}) -> rank {' '.join(ours)}", **sizes)
     if b.map.flip is not None and b.map.flip[0] in ours:
         x = b.flipped(x, ("", *ours), back=True)
-    x = x.transpose(0, *(1 + ours.index(a) for a in theirs))
+    x = rearrange(x, f"rank {' '.join(ours)} -> rank {' '.join(theirs)}")
     if b.map.along in theirs:
         after = b.total - b.offset - b.sizes[b.map.along]
         x = np.pad(x, [(0, 0), *((b.offset, after) if a == b.map.along else (0, 0) for a in theirs)])

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
@@ -73,9 +74,8 @@ def dot_product_attention(
     )
     if softcap is None and k.shape[-1] == v.shape[-1]:
         return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale), "attn_out")
-    b, s, h, d = q.shape
-    kv = k.shape[2]
-    q = q.reshape(b, s, kv, h // kv, d)
+    d = q.shape[-1]
+    q = rearrange(q, "b s (kv group) d -> b s kv group d", kv=k.shape[2])
     scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(d) if scale is None else scale)
     if softcap is not None:
@@ -83,7 +83,7 @@ def dot_product_attention(
     if mask is not None:
         scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, v.shape[-1])
+    out = rearrange(jnp.einsum("bkgst,btkd->bskgd", weights, v), "b s kv group d -> b s (kv group) d")
     return checkpoint_name(out, "attn_out")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import checkpoint_policies as policies
 from jaxtyping import Array, Float
 
@@ -198,15 +199,14 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
       size: positions of a tile, at most, but one for each device that a sequence is split over; what remains of a
         sequence is a tile of its own.
     """
-    b, s, e = x.shape
-    layout = current()
+    s, layout = x.shape[1], current()
     pieces = 1 if layout is None else layout.split("residual_seq")
     size = max(size // pieces, 1) * pieces
     n = s // size
     if s <= size:
         return fn(x)
-    tiles = jnp.moveaxis(x[:, : n * size].reshape(b, size, n, e), 2, 0)
+    tiles = rearrange(x[:, : n * size], "b (size n) e -> n b size e", n=n)
     tiles = constrain(tiles, None, "batch", "residual_seq", "embed")
     y = jax.lax.map(jax.checkpoint(fn, prevent_cse=False), tiles)
-    y = jnp.moveaxis(y, 0, 2).reshape(b, n * size, y.shape[-1])
+    y = rearrange(y, "n b size e -> b (size n) e")
     return y if n * size == s else jnp.concatenate([y, jax.checkpoint(fn)(x[:, n * size :])], axis=1)

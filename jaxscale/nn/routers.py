@@ -7,6 +7,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -91,11 +92,11 @@ class GroupLimit:
 
     def __call__(self, values: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
         """The values that experts are chosen by, -inf outside of the chosen groups."""
-        grouped = values.reshape(*values.shape[:-1], self.groups, -1)
+        grouped = rearrange(values, "b s (groups x) -> b s groups x", groups=self.groups)
         score = jnp.sum(lax.top_k(grouped, self.best)[0], axis=-1)
         chosen = lax.top_k(score, self.chosen)[1]
         inside = jnp.any(chosen[..., None] == jnp.arange(self.groups), axis=-2)
-        return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(values.shape)
+        return rearrange(jnp.where(inside[..., None], grouped, -jnp.inf), "b s groups x -> b s (groups x)")
 
 
 @register
@@ -185,10 +186,8 @@ class ExpertChoiceRouter:
     ) -> Slots:
         """The choice, of every expert."""
         assert capacity is not None
-        b, s, x = scores.shape
-        groups = (b, s // capacity.group, capacity.group, x)
         probabilities = jnp.where(real[..., None], self.probabilities(scores), 0.0)
-        probabilities = jnp.swapaxes(probabilities.reshape(groups), 2, 3)
+        probabilities = rearrange(probabilities, "b (n group) x -> b n x group", group=capacity.group)
         names = (*_SCORES, None)
         token: Int[Array, "b n x c"] = sharded_op(
             lambda p: lax.top_k(p, capacity.slots)[1],

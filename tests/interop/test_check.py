@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import transfer
-from jaxscale.train import same_logits
+from jaxscale.convert import same_logits
 from tests.truth import foreign
 from tests.truth.hf_folder import write_folder
 

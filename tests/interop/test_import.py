@@ -16,7 +16,7 @@ from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interop import SafeTensors, open_pretrained
 from jaxscale.interop.safetensors import write_header
 from jaxscale.layout import Layout
-from jaxscale.train import pretrained
+from jaxscale.convert import pretrained
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
 bf16 = ml_dtypes.bfloat16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from einops import rearrange
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.families.llama import ENDS, IGNORED, LAYER, MLP, NORMS, rotary
@@ -22,7 +23,7 @@ _SHARED = LAYER + "mlp.shared_experts."
 
 def pairs(n: int) -> np.ndarray:
     """Where each of our turned dimensions, i and i + n/2 of a pair, stands among theirs, 2i and 2i + 1."""
-    return np.arange(n).reshape(-1, 2).T.reshape(-1)
+    return rearrange(np.arange(n), "(pair two) -> (two pair)", two=2)
 
 
 def _queries(matrix: str) -> tuple[Map, ...]:

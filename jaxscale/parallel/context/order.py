@@ -13,6 +13,7 @@ import itertools
 
 import jax
 import numpy as np
+from einops import rearrange
 
 DIAGONAL, FULL, PARTIAL = "diagonal", "full", "partial"
 """What a product of chunks is masked by: its own indices, nothing, or tokens' positions."""
@@ -23,8 +24,8 @@ def zigzag(seq_len: int, ring: int) -> np.ndarray:
 
     `argsort` of it is the way back. `seq_len` is a multiple of 2 * `ring`.
     """
-    chunks = np.arange(seq_len, dtype=np.int32).reshape(2 * ring, -1)
-    return np.concatenate([chunks[[i, 2 * ring - 1 - i]].reshape(-1) for i in range(ring)])
+    chunks = rearrange(np.arange(seq_len, dtype=np.int32), "(two ring place) -> two ring place", two=2, ring=ring)
+    return rearrange([chunks[0], chunks[1, ::-1]], "two ring place -> (ring two place)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,9 @@ import pytest
 
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.testing import Agreement, compare_op, compare_optimizer, differences
+from jaxscale.nn import MultiHead
+from jaxscale.testing import Agreement, check_mixer, compare_op, compare_optimizer, differences
+from tests.truth.recurrent import GatedRecurrence, Recurrence
 
 TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)
 
@@ -73,3 +75,31 @@ def test_a_table_says_where_and_in_what_it_differs():
     found = differences({"a": np.ones(4), "b": np.array([0, np.nan])}, want)
     said = str(Agreement("two trees", {"here": {"leaves": found}, "there": {"leaves": differences(want, want)}}))
     assert "differs in leaves: b" in said and "inf" in said and "agrees" in said
+
+
+@pytest.mark.parametrize("mixer", [GatedRecurrence(), MultiHead()], ids=lambda m: type(m).__name__)
+def test_a_mixer_that_keeps_texts_apart_passes(mixer):
+    check_mixer(mixer)
+
+
+class Leaking(Recurrence):
+    """Does not begin anew with a document."""
+
+    def __call__(self, x, context):
+        return super().__call__(x, dataclasses.replace(context, segment_ids=None))
+
+
+class Forgetful(Recurrence):
+    """Begins anew with every step of generation."""
+
+    def __call__(self, x, context):
+        return super().__call__(x, dataclasses.replace(context, cache=None))
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(Leaking, "in a packed row"), (Forgetful, "a text that is generated")])
+def test_a_mixer_that_mixes_texts_up_is_told(wrong, said):
+    class Wrong(GatedRecurrence):
+        layer = wrong
+
+    with pytest.raises(AssertionError, match=f"^Wrong: .*{said}"):
+        check_mixer(Wrong())

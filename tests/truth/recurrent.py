@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,8 @@ class Recurrence(nnx.Module):
 class GatedRecurrence(Mixer):
     """Makes a `Recurrence` of so many channels."""
 
+    layer: ClassVar[type[Recurrence]] = Recurrence
+
     channels: int = 16
 
     def products(self, config, batch, seq, window):
@@ -45,4 +47,4 @@ class GatedRecurrence(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> Recurrence:
         taken = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
-        return Recurrence(width, self.channels, **taken)
+        return self.layer(width, self.channels, **taken)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxscale.convert import same_logits
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import transfer
-from jaxscale.convert import same_logits
 from tests.truth import foreign
 from tests.truth.hf_folder import write_folder
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import jaxscale as js
+from jaxscale.convert import pretrained
 from jaxscale.convert.pretrained import import_checkpoint
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interop import SafeTensors, open_pretrained
 from jaxscale.interop.safetensors import write_header
 from jaxscale.layout import Layout
-from jaxscale.convert import pretrained
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
 bf16 = ml_dtypes.bfloat16

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from experiments.calculators.long_context import cache_bytes
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig, deepseek_v3
@@ -13,7 +14,6 @@ from jaxscale.nn import MultiHeadLatent
 from jaxscale.plan import compile_step, explain, plan_for
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict
-from jaxscale.plan.longctx import cache_bytes
 from jaxscale.plan.work import products
 from jaxscale.train import TrainConfig
 from tests.truth.errors import raises_saying

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.calculators.einsum_cascade import CASCADES, by_tensor, passes
 from jaxscale.errors import ConfigError
-from jaxscale.plan.einsum_cascade import CASCADES, by_tensor, passes
 from tests.truth.errors import raises_saying
 
 LABELS = {

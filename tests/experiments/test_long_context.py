@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from experiments.calculators.long_context import cache_bytes, costs
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import chip
 from jaxscale.models import TransformerConfig
-from jaxscale.plan.longctx import cache_bytes, costs
 from tests.truth.errors import raises_saying
 
 YI_34B = TransformerConfig(depth=60, vocab=64000, width=7168, heads=56, kv_heads=8, head_dim=128, hidden=20480)

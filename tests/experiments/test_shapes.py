@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 import jaxscale as js
+from experiments.calculators.shapes import sizing, small_messages
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import topology
 from jaxscale.layout import MESH_AXES
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.plan.collectives import Collective
-from jaxscale.plan.sizing import sizing, small_messages
 from tests.truth.errors import raises_saying
 
 WIDE = TransformerConfig(depth=2, width=1024, heads=8, hidden=4096, vocab=32768, dtype="bfloat16")

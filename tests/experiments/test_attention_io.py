@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
+from experiments.calculators.attention_io import Machine, Traffic, flash, gpu_traffic, needed, small_cache, tpu_traffic
 from jaxscale.errors import ConfigError
-from jaxscale.plan.io_attention import Machine, Traffic, flash, gpu_traffic, needed, small_cache, tpu_traffic
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask, Tokens

@@ -181,7 +181,7 @@ def pairs(folder: Path, layouts: dict[str, js.Layout | None]) -> list[tuple[str,
         state = jax.tree.map(_noise, blueprint.init(0))
         want = {k: np.asarray(x).tobytes() for k, x in flatten(state).items()}
         saved = js.train.Checkpoints(folder / hashlib.sha256(name.encode()).hexdigest()[:8])
-        saved.save(state, blueprint.infos, {})
+        saved.save(state, blueprint.algorithm.infos(blueprint), {})
         saved.close()
         wrong += [(name, "disk")] if on_disk(saved.folder / "0") != want else []
         for other, target in blueprints.items():

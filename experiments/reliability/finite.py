@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import importlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import numpy as np
 import jaxscale as js
 from experiments.reliability import lives
 from experiments.reliability.processes import at_step, changed, together
+from jaxscale.step import backprop
 from jaxscale.train import loop
 from jaxscale.train.skips import read_skips
 
@@ -62,8 +62,7 @@ def life(seed: int, root: Path) -> None:
     """One process: trains with the faults, and writes what it saw."""
     number = jax.process_index()
     random = np.random.default_rng(seed)
-    prepare: Any = importlib.import_module("jaxscale.step.prepare")  # the package's own `prepare` is its function
-    sound, take = prepare.make_loss_and_grads, loop.Loop._take
+    sound, take = backprop.make_loss_and_grads, loop.Loop._take
     seen: dict[str, Any] = {}
     fold = lambda step: jax.random.fold_in(jax.random.key(seed), step - 1)  # noqa: E731
     keys = {step: np.asarray(jax.random.key_data(fold(step))) for step in HOLES}
@@ -121,7 +120,7 @@ def life(seed: int, root: Path) -> None:
         seen.setdefault(str(done + 1), {"refused": refused, "unchanged": before == digest(new)})
         return new, metrics
 
-    prepare.make_loss_and_grads, loop.Loop._take = with_hole, watched  # type: ignore[method-assign]
+    backprop.make_loss_and_grads, loop.Loop._take = with_hole, watched  # type: ignore[method-assign]
     run = js.fit(config(seed), run=root / "run", quiet=True)
     seen["end"] = digest(run.state)
     (root / f"{number}.json").write_text(json.dumps(seen))

@@ -21,7 +21,6 @@ from jaxscale.interop.maps import Region
 from jaxscale.interop.pretrained import PRECISIONS
 from jaxscale.interop.write import write_tensors
 from jaxscale.models import Learned, TransformerConfig
-from jaxscale.optim import averages, state_infos
 from jaxscale.run import Run
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import describe_model
@@ -123,23 +122,24 @@ class _Blocks:
 
     def __init__(self, run: Run, step: int):
         _, infos = describe_model(run.config.model)
-        every = {f"params/{i.path}": i for i in jax.tree.leaves(infos)}
         self._arrays: Arrays | None = None
         self._last: dict[tuple[str, Region], np.ndarray] = {}
         blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
-        if blueprint.adaptation is not None or averages(state_infos(blueprint.tx, blueprint.infos)):
-            # what is used is not what is kept: all of it at once
+        part = None if blueprint.adaptation is not None else blueprint.algorithm.weights_in(blueprint)
+        self._part = part or "params"
+        every = {f"{self._part}/{i.path}": i for i in jax.tree.leaves(infos)}
+        if part is None:  # what is used is not what is kept: all of it at once
             params = run.params(step)
             self._whole = dict(zip(every, jax.tree.leaves(params), strict=True))
             return
         manifest = run.checkpoints.manifest(step)
-        self._leaves = {k: v for k, v in manifest["leaves"].items() if k.startswith("params/")}
+        self._leaves = {k: v for k, v in manifest["leaves"].items() if k.startswith(f"{part}/")}
         check_same(self._leaves, every, f"checkpoint {step} of {run.path}")
         self._arrays = run.checkpoints.arrays(step)
 
     def read(self, name: str, region: Region) -> np.ndarray:
         """A region of an array."""
-        name = f"params/{name}"
+        name = f"{self._part}/{name}"
         if self._arrays is None:
             return np.asarray(self._whole[name][tuple(slice(*s) for s in region)])
         leaf = self._leaves[name]

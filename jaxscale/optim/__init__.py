@@ -13,6 +13,7 @@ from jaxscale.optim.base import (
     check_state,
     decay_mask,
     is_named,
+    place_state,
     state_infos,
     state_shardings,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "scale_by_soap",
     "sgdm_8bit",
     "state_infos",
+    "place_state",
     "state_shardings",
     "view_of",
     "without_biases",

@@ -160,15 +160,27 @@ def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layou
     if layout is None:
         return None
     check_state(tx, infos, layout)
-    found = state_infos(tx, infos)
-    shardings = shardings_of(found, layout, "opt_state")
+    return place_state(state_infos(tx, infos), layout)
+
+
+def place_state(infos: Tree, layout: Layout) -> Tree:
+    """A sharding for every array of optimizer state.
+
+    Args:
+      infos: from `state_infos`.
+      layout: where it goes.
+
+    Raises:
+      LayoutError: naming the tensor that cannot be laid out.
+    """
+    shardings = shardings_of(infos, layout, "opt_state")
 
     def place(shardings: Any, infos: Any) -> Any:
         if not _on_host(infos) or not host_memory_or_say("optimizer state", "stays on the device", layout):
             return shardings
         return jax.tree.map(lambda s, i: s.with_memory_kind(HOST) if i.path else s, shardings, infos)
 
-    return jax.tree.map(place, shardings, found, is_leaf=_on_host)
+    return jax.tree.map(place, shardings, infos, is_leaf=_on_host)
 
 
 def _on_host(state: Any) -> bool:

@@ -22,8 +22,7 @@ from jaxscale.step import (
     blueprint_of,
     check,
     jit_step,
-    make_loss_and_grads,
-    make_step,
+    step_of,
 )
 from jaxscale.step.guards import Guard
 from pallas_kernels.aot import compile_lowered, devices_of
@@ -142,8 +141,8 @@ def _lowered(
     """The lowered step of a run on its own layout; `platform` is needed where that has no devices."""
     inputs = config.objective.inputs(config)
     sharding = None if config.layout is None else batch_shardings(config.layout, inputs, config.batch_size)
-    loss_and_grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
-    step: Any = jit_step(make_step(loss_and_grads, blueprint.tx, schedule, guards), blueprint, sharding)
+    plain = step_of(blueprint, dataclasses.replace(config, guards=guards), schedule)
+    step: Any = jit_step(plain, blueprint, sharding)
     with config.layout if config.layout is not None else contextlib.nullcontext():
         state: Any = blueprint.abstract_state()
         if config.layout is not None:

@@ -26,7 +26,7 @@ from jaxscale.nn import head_logits
 from jaxscale.optim import Constant
 from jaxscale.plan.activations import recorded
 from jaxscale.plan.search import Tell
-from jaxscale.step import TrainConfig, blueprint_of, make_loss_and_grads, make_step
+from jaxscale.step import TrainConfig, blueprint_of, step_of
 from jaxscale.step.prepare import prepare
 from jaxscale.step.state import TrainState
 from jaxscale.step.trace import quickly
@@ -223,8 +223,7 @@ def _called(model: Any) -> str:
 def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]:
     """A seed and batches -> before each batch's step, sizes of all activations and of their changes; its loss."""
     blueprint, schedule = blueprint_of(config)
-    grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
-    step = make_step(grads, blueprint.tx, schedule)
+    step = step_of(blueprint, config, schedule)
 
     def run(seed: jax.Array, batches: dict[str, jax.Array]) -> dict[str, Any]:
         first = {k: v[0] for k, v in batches.items()}

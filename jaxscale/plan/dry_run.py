@@ -78,6 +78,7 @@ def dry_run(config: TrainConfig) -> DryRun:
     seconds = time.perf_counter() - start
     layout = config.layout if config.layout is None else config.layout.abstract()
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
+    params = blueprint.algorithm.infos(blueprint)["params"]
     return DryRun(
         layout=str(layout) if layout else "no layout",
         devices=layout.devices if layout else 1,
@@ -87,7 +88,7 @@ def dry_run(config: TrainConfig) -> DryRun:
         micro_batches=config.accumulate,
         flops=model_flops(config),
         parameter_bytes=sum(
-            row.bytes_per_device for tree in (blueprint.infos, blueprint.frozen) for row in describe(tree, layout)
+            row.bytes_per_device for tree in (params, blueprint.frozen) for row in describe(tree, layout)
         ),
         state_bytes=_bytes_per_device(blueprint.abstract_state(), blueprint.shardings()),
         operations=lowered.as_text().count("\n"),

@@ -12,7 +12,7 @@ import jax
 from jaxscale.errors import LayoutError
 from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, TensorRow, describe, filled_notes
-from jaxscale.optim import check_state, state_infos
+from jaxscale.optim import check_state
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict, sized
 from jaxscale.plan.compile import compile_step
@@ -132,7 +132,8 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     if layout is not None:
         check_state(blueprint.tx, blueprint.infos, layout)
-    state = tuple(describe(state_infos(blueprint.tx, blueprint.infos), layout, "opt_state"))
+    infos = blueprint.algorithm.infos(blueprint)
+    state = tuple(row for part in ("opt_state", "extra") for row in describe(infos[part], layout, "opt_state"))
     kind = there.chip.kinds[0] if there is not None and there.chip.kinds else None
     compiled = estimated = flops = None
     notes = [*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)]
@@ -153,7 +154,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
             compiled = _compiled(config, topology, blueprint, layout)
     return Explanation(
         "on one device" if layout is None else str(layout),
-        tuple(row for tree in (blueprint.frozen, blueprint.infos) for row in describe(tree, layout)),
+        tuple(row for tree in (blueprint.frozen, infos["params"]) for row in describe(tree, layout)),
         tuple(describe(blueprint.infos, layout, "grads")),
         state,
         sum(r.bytes_per_device for r in state),

@@ -15,7 +15,7 @@ from jaxscale.layout import Layout
 from jaxscale.plan.compile import abstract_batch
 from jaxscale.plan.flop_walk import FlopRow, operations
 from jaxscale.plan.scopes import PASSES
-from jaxscale.step import TrainConfig, blueprint_of, make_loss_and_grads, make_step
+from jaxscale.step import TrainConfig, blueprint_of, step_of
 from pallas_kernels.dispatch import device
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ def traced_step(config: TrainConfig) -> Flops:
     layout = config.layout
     blueprint, schedule = blueprint_of(config)
     with layout if layout is not None else contextlib.nullcontext():
-        grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
-        step = make_step(grads, blueprint.tx, schedule)
+        step = step_of(blueprint, dataclasses.replace(config, guards=()), schedule)
         return count(step, blueprint.abstract_state(), abstract_batch(config), platform=_platform(layout))
 
 

@@ -13,7 +13,7 @@ from jaxscale.hardware import Topology
 from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
-from jaxscale.optim import HostState, state_infos
+from jaxscale.optim import HostState
 from jaxscale.plan.communication import sized
 from jaxscale.plan.covered import check_covered
 from jaxscale.plan.ends_memory import Ends, Sums
@@ -95,7 +95,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         )
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
-    state, gradients, away = held_bytes(blueprint, state_infos(blueprint.tx, blueprint.infos), layout)
+    state, gradients, away = held_bytes(blueprint, blueprint.algorithm.infos(blueprint), layout)
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
@@ -118,16 +118,22 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     )
 
 
-def held_bytes(blueprint: Blueprint, opt_state: Any, layout: Layout) -> tuple[int, int, int]:
-    """Bytes of parameters and optimizer state on a device, of gradients, and of optimizer state in host memory.
+def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> tuple[int, int, int]:
+    """Bytes of the state on a device, of gradients, and of optimizer state in host memory.
+
+    Args:
+      blueprint: the run's.
+      infos: of its state (see `Algorithm.infos`).
+      layout: where it lies.
 
     Raises:
       LayoutError: naming what cannot be laid out.
     """
     held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731
-    away = held(_of_host(opt_state), "opt_state")
+    away = held(_of_host(infos["opt_state"]), "opt_state")
+    kept = held(infos["opt_state"], "opt_state") + held(infos["extra"], "opt_state") - away
     return (
-        held(blueprint.infos, "params") + held(blueprint.frozen, "params") + held(opt_state, "opt_state") - away,
+        held(infos["params"], "params") + held(blueprint.frozen, "params") + kept,
         held(blueprint.infos, "grads"),
         away,
     )

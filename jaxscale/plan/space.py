@@ -11,7 +11,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.layout.axes import MESH_AXES
 from jaxscale.nn import POLICIES, MixtureOfExperts, dot_product_attention
-from jaxscale.optim import check_state, state_infos
+from jaxscale.optim import check_state
 from jaxscale.plan.memory import held_bytes
 from jaxscale.step import TrainConfig, blueprint_of
 
@@ -88,12 +88,12 @@ def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Cand
         with contextlib.suppress(ConfigError):  # experts are not tiled
             models[name] = dataclasses.replace(config.model, memory=name)  # type: ignore[type-var]
     blueprint, _ = blueprint_of(config)
-    opt_state = state_infos(blueprint.tx, blueprint.infos)
+    infos = blueprint.algorithm.infos(blueprint)
     for sizes in meshes(devices, space.axes or axes_of(config)):
         for layout in _layouts(config, sizes) if sizes.get("pipeline", 1) <= space.stages else ():
             try:
                 check_state(blueprint.tx, blueprint.infos, layout)
-                state, gradients, _ = held_bytes(blueprint, opt_state, layout)
+                state, gradients, _ = held_bytes(blueprint, infos, layout)
                 batches = list(_batches(config, layout, space))
             except (LayoutError, ConfigError):  # what cannot be laid out is no candidate
                 continue

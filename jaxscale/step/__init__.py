@@ -1,20 +1,25 @@
 """The pure step: settings, objective, state, gradients and their pipeline form; no files, no loop."""
 
+from jaxscale.step.algorithm import Algorithm
+from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.masked_token import MaskedToken
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
-from jaxscale.step.prepare import blueprint_of, check, prepare, settled
+from jaxscale.step.prepare import blueprint_of, check, prepare, settled, step_of
 from jaxscale.step.rates import model_flops
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
-from jaxscale.step.step import batch_sharding, batch_shardings, jit_step, make_loss_and_grads, make_step
+from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
 from jaxscale.step.watchdog import Watchdog
+from jaxscale.step.weight_ema import WeightEMA
 
 __all__ = [
+    "Algorithm",
     "AutoLoss",
+    "Backprop",
     "Blueprint",
     "CutLoss",
     "Input",
@@ -28,6 +33,7 @@ __all__ = [
     "TrainConfig",
     "TrainState",
     "Watchdog",
+    "WeightEMA",
     "batch_sharding",
     "batch_shardings",
     "blueprint_of",
@@ -43,5 +49,6 @@ __all__ = [
     "prepare",
     "replicas_of",
     "settled",
+    "step_of",
     "token_loss",
 ]

@@ -18,6 +18,8 @@ from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
+from jaxscale.step.algorithm import Algorithm
+from jaxscale.step.backprop import Backprop
 from jaxscale.step.guards import FiniteGuard, Guard
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import Loss
@@ -51,6 +53,7 @@ class TrainConfig:
       schedule: learning rate over time, such as `WarmupCosine()`; `lr` is its peak.
       clip_norm: gradients are scaled down to this global norm, float32; `None` leaves them.
       accumulate: micro-batches a step; changes memory, not the gradient.
+      algorithm: what owns the state and takes a step: `Backprop()`, `WeightEMA()`, or an `Algorithm` of your own.
       objective: what is trained for: `NextToken()`, whose `loss` and `z_loss` say how each token's loss is made, or an
         `Objective` of your own.
       balance_rate: what a step moves the biases of balanced routers by (see `jaxscale.nn.SigmoidRouter`).
@@ -89,6 +92,7 @@ class TrainConfig:
     schedule: LRSchedule = WarmupCosine()
     clip_norm: float | None = 1.0
     accumulate: int = 1
+    algorithm: Algorithm = Backprop()
     objective: Objective = NextToken()
     balance_rate: float = 1e-3
     packing: str = "stream"
@@ -137,6 +141,7 @@ class TrainConfig:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"train.clip_norm = {self.clip_norm}: must be above 0, or None for no clipping")
         check_objective_of(self)
+        self.algorithm.check(self)
         if self.batch_size % self.accumulate:
             fit = max(d for d in range(1, self.accumulate + 1) if self.batch_size % d == 0)
             raise ConfigError(
@@ -207,6 +212,10 @@ _PARTS = {
     "optimizer": (("make",), "an optimizer such as AdamW()"),
     "schedule": (("make",), "a schedule such as WarmupCosine()"),
     "snapshots": (("every", "root"), "snapshots such as Snapshots()"),
+    "algorithm": (
+        ("infos", "init", "step", "weights", "weights_in"),
+        "an algorithm such as Backprop(), or a subclass of jaxscale.train.Algorithm",
+    ),
     "watchdog": (("silent", "stuck", "disk", "first"), "a watchdog such as Watchdog(stuck=60)"),
     "objective": (
         ("inputs", "weights", "terms", "value", "metrics"),

@@ -23,12 +23,14 @@ from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
 from jaxscale.optim import balanced, chain, state_infos, without_biases
+from jaxscale.step.algorithm import Step
+from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
 from jaxscale.step.objective_checks import check_linear, check_numbers, together
 from jaxscale.step.pipeline import pipelined
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
-from jaxscale.step.step import batch_shardings, jit_step, make_eval, make_loss_and_grads, make_step, numbered
+from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.texts import text_ids
 
 log = logging.getLogger("jaxscale")
@@ -61,8 +63,7 @@ class Prepared:
 
     def plain_step(self, config: TrainConfig) -> Callable[[TrainState, Any], Any]:
         """The training step, a pure function of state and batch."""
-        grads = make_loss_and_grads(self.blueprint, objective=config.objective, accumulate=config.accumulate)
-        return make_step(grads, self.blueprint.tx, self.schedule, config.guards)
+        return step_of(self.blueprint, config, self.schedule)
 
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
         """The jitted training step."""
@@ -76,6 +77,21 @@ class Prepared:
     def fingerprint(self) -> str:
         """Of the training data, whatever the batch size."""
         return self.loader.source.fingerprint
+
+
+def step_of(
+    blueprint: Blueprint, config: TrainConfig, schedule: Callable[[Any], Any] | None, *, accumulate: int | None = None
+) -> Step:
+    """The training step of a run, a pure function of state and batch.
+
+    Args:
+      blueprint, schedule: from `blueprint_of`.
+      config: objective, micro-batches and guards.
+      accumulate: micro-batches, where they are others than the run's.
+    """
+    parts = config.accumulate if accumulate is None else accumulate
+    more: Any = dict(accumulate=parts, schedule=schedule, guards=config.guards)
+    return blueprint.algorithm.step(blueprint, config.objective, **more)
 
 
 def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
@@ -120,6 +136,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
     more: Any = dict(start=config.start, adaptation=adaptation, inputs=config.objective.inputs(config))
+    more["algorithm"] = config.algorithm
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
 
 
@@ -298,6 +315,7 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
         raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
     blueprint, schedule = blueprint_of(config)
     _check_pipeline(blueprint, config)
+    blueprint.algorithm.infos(blueprint)  # raises what does not go with the optimizer
     blueprint.shardings()  # raises what cannot be laid out
     shardings_of(blueprint.frozen, config.layout)
     if config.layout is not None:
@@ -404,16 +422,16 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     """Traces the model and the objective, so that what they have to say about these shapes is said now."""
     objective = config.objective
 
-    def totals(state: TrainState, batch: Any) -> Any:
-        params = blueprint.model_params(state.params, state.frozen)
-        model, batch = nnx.merge(blueprint.graphdef, params), numbered(batch)
+    def totals(params: Any, frozen: Any, batch: Any) -> Any:
+        model, batch = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), numbered(batch)
         terms, weights = objective.terms(model, batch), objective.weights(batch, config.accumulate)
         sums = together(objective, terms, weights)
         check_numbers(objective, objective.value(sums), objective.metrics(sums))
         return terms, weights
 
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        terms, weights = jax.eval_shape(totals, blueprint.abstract_state(), abstract_inputs(config))
+        shapes = (_shapes(blueprint.infos), _shapes(blueprint.frozen), abstract_inputs(config))
+        terms, weights = jax.eval_shape(totals, *shapes)
     if config.accumulate > 1:
         parts = f"train.accumulate = {config.accumulate} takes the batch in parts"
         check_linear(objective, terms, weights, parts, "set train.accumulate = 1")

@@ -14,7 +14,8 @@ from flax import nnx
 
 from jaxscale.layout import Layout, abstract, shardings_of
 from jaxscale.models import ModelConfig
-from jaxscale.optim import state_shardings
+from jaxscale.optim import check_state, place_state
+from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.guards import Guard, memory_of, with_memory
 from jaxscale.step.lora import Adaptation
 from jaxscale.step.objective import Input
@@ -30,12 +31,14 @@ class TrainState:
 
     Args:
       step: optimizer steps taken, int32 scalar.
-      params: nested dict of the arrays that are trained: the model's, or its adapters'.
+      params: the arrays that are trained, as the run's algorithm keeps them: a nested dict of the model's, or of its
+        adapters'.
       opt_state: the optimizer's.
       rng: the run's random key; step k folds k into it.
       guards: what the run's guards remember, by name (see `jaxscale.step.guards`).
       frozen: the model's parameters that no step changes, which adapters are on; `{}` where all are trained. They are
         donated and returned with the rest, and no checkpoint holds them (see `saved`).
+      extra: what else the algorithm keeps, trees by name (see `jaxscale.step.algorithm`).
     """
 
     step: jax.Array
@@ -44,6 +47,7 @@ class TrainState:
     rng: jax.Array
     guards: Tree = dataclasses.field(default_factory=dict)
     frozen: Tree = dataclasses.field(default_factory=dict)
+    extra: Tree = dataclasses.field(default_factory=dict)
 
     def replace(self, **changes: Any) -> TrainState:
         """The same with other fields."""
@@ -69,6 +73,7 @@ class Blueprint:
       start: the run whose parameters are the first ones, or are adapted.
       adaptation: adapters, which are trained in place of the model's own parameters.
       inputs: the arrays of a batch (see `Objective.inputs`); by default every dimension but the rows is a sequence's.
+      algorithm: what owns the state.
     """
 
     graphdef: nnx.GraphDef
@@ -80,6 +85,7 @@ class Blueprint:
     start: Start | None = None
     adaptation: Adaptation | None = None
     inputs: Mapping[str, Input] | None = None
+    algorithm: Algorithm = Algorithm()
 
     def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
         """Logical axes of an array of a batch, without the rows."""
@@ -97,6 +103,10 @@ class Blueprint:
         if self.adaptation is None:
             return self
         return dataclasses.replace(self, infos=self.adaptation.base, adaptation=None)
+
+    def weights(self, state: TrainState) -> Tree:
+        """The model's parameters as evaluation sees them; kernels with adapters are `Adapted`."""
+        return self.model_params(self.algorithm.weights(state), state.frozen)
 
     def model_params(self, params: Tree, frozen: Tree) -> Tree:
         """What `nnx.merge(graphdef, ...)` wants, of the trained parameters and the frozen ones."""
@@ -121,14 +131,16 @@ class Blueprint:
         """
         if self.layout is None:
             return None
-        whole = self.layout.replicated
+        check_state(self.tx, self.infos, self.layout)
+        whole, infos = self.layout.replicated, self.algorithm.infos(self)
         return TrainState(
-            whole,  # type: ignore[arg-type]  # a tree of shardings in the state's own structure
-            shardings_of(self.infos, self.layout),
-            state_shardings(self.tx, self.infos, self.layout),
-            whole,  # type: ignore[arg-type]
-            jax.tree.map(lambda _: whole, jax.eval_shape(lambda: memory_of(self.guards))),
-            shardings_of(self.frozen, self.layout),
+            step=whole,  # type: ignore[arg-type]  # a tree of shardings in the state's own structure
+            params=shardings_of(infos["params"], self.layout),
+            opt_state=place_state(infos["opt_state"], self.layout),
+            rng=whole,  # type: ignore[arg-type]
+            guards=jax.tree.map(lambda _: whole, jax.eval_shape(lambda: memory_of(self.guards))),
+            frozen=shardings_of(self.frozen, self.layout),
+            extra=shardings_of(infos["extra"], self.layout, "opt_state"),
         )
 
     def abstract_state(self) -> TrainState:
@@ -161,7 +173,7 @@ class Blueprint:
 
     def _first(self, params: Tree, seed: Any) -> TrainState:
         key, kept = jax.random.key(seed), memory_of(self.guards)
-        return TrainState(jnp.zeros([], jnp.int32), params, self.tx.init(params), key, kept)
+        return TrainState(jnp.zeros([], jnp.int32), rng=key, guards=kept, **self.algorithm.init(self, params))
 
 
 def make_params(model: ModelConfig, seed: int) -> Tree:

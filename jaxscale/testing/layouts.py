@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig
+from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import NextToken, Objective
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import Blueprint, TrainState
-from jaxscale.step.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+from jaxscale.step.step import batch_sharding, jit_step
 from jaxscale.testing.compare import TOLERANCE, Agreement, differences, global_norm
 from jaxscale.testing.params import random_params
 

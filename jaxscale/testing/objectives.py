@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import blueprint_of
-from jaxscale.step.step import numbered
 from jaxscale.testing.params import random_params
 
 Batch = dict[str, np.ndarray]

@@ -25,8 +25,8 @@ from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.layout import Layout
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import blueprint_of, prepare
-from jaxscale.step.step import batch_shardings, jit_step, make_loss_and_grads, make_step
+from jaxscale.step.prepare import blueprint_of, prepare, step_of
+from jaxscale.step.step import batch_shardings, jit_step
 from jaxscale.train.checkpoints.chunks import region_of
 from jaxscale.train.checkpoints.manifest import flatten
 from jaxscale.train.snapshots.table import assemble
@@ -167,8 +167,7 @@ class Elastic:
         self.deal = deal(config.batch_size, shards, self._at_once)
         self.blueprint, schedule = blueprint_of(dataclasses.replace(config, layout=layout))
         self._batch = batch_shardings(layout, config.objective.inputs(config), self.deal.rows)
-        grads = make_loss_and_grads(self.blueprint, objective=config.objective, accumulate=self.deal.micro_batches)
-        step = make_step(grads, self.blueprint.tx, schedule, config.guards)
+        step = step_of(self.blueprint, config, schedule, accumulate=self.deal.micro_batches)
         self._step = jit_step(step, self.blueprint, self._batch)
 
 

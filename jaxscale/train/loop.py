@@ -15,7 +15,6 @@ import numpy as np
 from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interrupts import STOPS
-from jaxscale.optim import averaged
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.guards import RollBack, Watched
 from jaxscale.step.prepare import Prepared
@@ -272,7 +271,7 @@ class Loop:
 
     def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
         """What the objective reports of held-out batches: `eval_loss`, of a further corpus `eval_loss/NAME`."""
-        params = self.prepared.blueprint.model_params(averaged(state.opt_state, state.params), state.frozen)
+        params = self.prepared.blueprint.weights(state)
         totals: Any = None
         for i in range(len(batches)):
             part = jax.device_get(self.evaluate(params, self.prepared.place(batches.__getitem__, i)))

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxscale.errors import RunError
 from jaxscale.layout import path_name
+from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, blueprint_of, prepare
 from jaxscale.step.state import TrainState
-from jaxscale.step.step import make_loss_and_grads
 from jaxscale.step.trace import Origin, first_nonfinite
 from jaxscale.train.run import RunFolder
 from jaxscale.train.skips import SKIPS, read_skips

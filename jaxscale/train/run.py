@@ -23,7 +23,6 @@ from jaxscale.errors import AlteredFile, ConfigError, RunError, near
 from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.links import check_links
 from jaxscale.layout import Layout, shardings_of
-from jaxscale.optim import averaged, averages, state_infos
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.rates import parameter_count
@@ -158,8 +157,8 @@ class RunFolder:
     def params(self, step: int | None = None, layout: Layout | None = None) -> Any:
         """The parameters of a checkpoint, by default the live ones, or the newest that is whole.
 
-        Of a schedule-free optimizer the averaged ones (see `jaxscale.optim.averaged`); of a run with adapters the
-        model's, read from the run it started from, with the adapters added to them.
+        Those that its algorithm evaluates (see `Algorithm.weights`; of a schedule-free optimizer an average); of a run
+        with adapters the model's, read from the run it started from, with the adapters added to them.
 
         Args:
           step: of which checkpoint.
@@ -195,7 +194,7 @@ class RunFolder:
     def trained(self, step: int | None = None, layout: Layout | None = None) -> Any:
         """The parameters that were trained: the model's, or its adapters; arguments as `params`."""
         if self.state is not None and step is None:
-            live = averaged(self.state.opt_state, self.state.params)
+            live = self.config.algorithm.weights(self.state)
             if layout is None or layout == self.config.layout:
                 return live
             blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
@@ -203,10 +202,11 @@ class RunFolder:
         if step is None:
             self.last_step()  # says so where there is none
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
-        if not averages(state_infos(blueprint.tx, blueprint.infos)):
-            return self.checkpoints.restore_params(step, blueprint.infos, layout)
+        part = blueprint.algorithm.weights_in(blueprint)
+        if part is not None:
+            return self.checkpoints.restore_params(step, blueprint.infos, layout, part=part)
         state = self.checkpoints.restore(step, blueprint.abstract_state(), blueprint.shardings())
-        return averaged(state.opt_state, state.params)
+        return blueprint.algorithm.weights(state)
 
     def last_step(self) -> int:
         """The step of the newest finished checkpoint.

@@ -49,7 +49,8 @@ class Saved:
         """
         layout = None if self.config.layout is None else str(self.config.layout)
         facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows(), **self._start}
-        self.checkpoints.save(state, self.prepared.blueprint.infos, {**facts, "steps": self.config.steps})
+        blueprint = self.prepared.blueprint
+        self.checkpoints.save(state, blueprint.algorithm.infos(blueprint), {**facts, "steps": self.config.steps})
 
     def restore(self) -> TrainState:
         """The state of the newest checkpoint that is whole; those after it are set aside.

@@ -14,9 +14,9 @@ from flax import nnx
 
 from jaxscale.data.packing import Documents, pack
 from jaxscale.models import Learned, TransformerConfig
+from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.loss import token_losses
 from jaxscale.step.state import Blueprint, describe_model, make_params
-from jaxscale.step.step import make_loss_and_grads
 from tests.truth.compare import assert_leaves_agree, path_name
 from tests.truth.layouts import QUICKLY, random_batch
 from tests.truth.params import random_params

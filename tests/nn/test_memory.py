@@ -22,8 +22,8 @@ from jaxscale.nn import POLICIES, MemoryPolicy, RMSNorm, SwiGLU
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import project
 from jaxscale.nn.memory import in_tiles
+from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.state import Blueprint, describe_model
-from jaxscale.step.step import make_loss_and_grads
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY, random_batch, train

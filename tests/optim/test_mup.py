@@ -20,10 +20,11 @@ from jaxscale.nn import GELU, MixtureOfExperts, StableEmbedding
 from jaxscale.optim import NTK, SGD, AdamW, AdamW8bit, EightBit, LAMB8bit, Lion, Lion8bit, MuP, SGDM8bit
 from jaxscale.optim.base import apply_gradients
 from jaxscale.optim.mup import Role, Widening, role_of
+from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import TrainState, describe_model, make_params
-from jaxscale.step.step import batch_sharding, jit_step, make_loss_and_grads, make_step
+from jaxscale.step.step import batch_sharding, jit_step
 from jaxscale.testing.layouts import lay
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying

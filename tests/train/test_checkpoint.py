@@ -210,7 +210,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(monkeypatch, tmp_path):
     run = fit("whole")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints")
     with raises_saying(CheckpointError, "could not", str(tmp_path / "file")):
-        checkpoints.save(run.state, describe_model(run.config.model)[1], {})
+        checkpoints.save(run.state, {"params": describe_model(run.config.model)[1], "extra": {}}, {})
         checkpoints.wait()
 
 

@@ -11,7 +11,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.step.step import make_loss_and_grads
+from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, NextToken, read_config
 from pallas_kernels import chosen, forget
 from tests.truth.errors import raises_saying

@@ -13,8 +13,8 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.plan.dry_run import dry_run
+from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.prepare import blueprint_of, prepare
-from jaxscale.step.step import make_loss_and_grads
 from jaxscale.sweep.checks import _check_objective
 from jaxscale.sweep.runners.lanes import Lanes
 from jaxscale.train import Input, Objective

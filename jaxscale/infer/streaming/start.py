@@ -41,7 +41,6 @@ def stream_model(
       ConfigError: another source, or a checkpoint that is not what the model computes with.
       CheckpointError, RunError: there is none.
     """
-    from jaxscale.optim import averages, state_infos
     from jaxscale.step import describe_model
     from jaxscale.step.prepare import blueprint_of
 
@@ -59,7 +58,8 @@ def stream_model(
             x.delete()
         return graphdef, Layers(infos, OnHost(leaves), layout)
     blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
-    if run.config.adapters is not None or averages(state_infos(blueprint.tx, blueprint.infos)):
-        what = "adapters are added to them" if run.config.adapters is not None else "this optimizer averages them"
+    part = blueprint.algorithm.weights_in(blueprint)
+    if run.config.adapters is not None or part is None:
+        what = "adapters are added to them" if run.config.adapters is not None else "this run averages them"
         raise ConfigError(f"stream_layers = 'disk' takes parameters as they are kept, and {what}; use 'host'")
-    return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix="params/")
+    return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix=f"{part}/")

@@ -11,7 +11,9 @@ It is the last file of a checkpoint, and carries its own SHA-256. A body is a di
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -82,12 +84,21 @@ def flatten(state: Any) -> dict[str, Any]:
     return out
 
 
-def leaves_of(state: Any, arrays: dict[str, HostArray], infos: Tree) -> dict[str, Any]:
+def leaves_of(
+    state: Any, arrays: dict[str, HostArray], infos: Tree, extra: Mapping[str, Tree] = MappingProxyType({})
+) -> dict[str, Any]:
     """An entry per array: shape, dtype, axes, chunk, and how 8-bit state is coded; digests are not known yet.
 
     "positive" says that no positive second moment was rounded to 0, as it was before this was written.
+
+    Args:
+      state: the arrays in their structure; `{}` where none of them is in 8 bits.
+      arrays: what is written, by name.
+      infos: a `TensorInfo` per parameter.
+      extra: the same of what else an algorithm keeps (see `jaxscale.step.algorithm`).
     """
     axes = {f"params/{i.path}": i.axes for i in jax.tree.leaves(infos)}
+    axes |= {f"extra/{path_name(p)}": i.axes for p, i in jax.tree_util.tree_leaves_with_path(dict(extra))}
     leaves: dict[str, dict[str, Any]] = {
         name: {
             "shape": list(x.shape),

@@ -63,12 +63,12 @@ class Checkpoints:
         """Steps with a finished checkpoint, ascending."""
         return places.finished(self.folder)
 
-    def save(self, state: TrainState, infos: Tree, about: dict[str, Any]) -> None:
+    def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
         """Starts writing `state`; returns once its arrays may be overwritten.
 
         Args:
           state: what to save, but for its frozen parameters, under the name of its step.
-          infos: a `TensorInfo` per parameter.
+          infos: what is known of its arrays (see `Algorithm.infos`).
           about: JSON-able facts that go into the manifest.
 
         Raises:
@@ -77,7 +77,8 @@ class Checkpoints:
         self.wait()  # one at a time: two copies of the state may be more than the host has
         saved = state.saved
         arrays = to_host(flatten(saved))
-        self.save_host(int(state.step), arrays, {**about, "leaves": leaves_of(saved, arrays, infos)})
+        leaves = leaves_of(saved, arrays, infos["params"], infos["extra"])
+        self.save_host(int(state.step), arrays, {**about, "leaves": leaves})
 
     def save_host(self, step: int, arrays: dict[str, HostArray], about: dict[str, Any]) -> None:
         """`save` for a state that is in host memory already; every process calls it.
@@ -228,20 +229,32 @@ class Checkpoints:
         return dataclasses.replace(restored, opt_state=convert(restored.opt_state))
 
     def restore_params(
-        self, step: int | None, infos: Tree, layout: Layout | None, say: Callable[[str], None] = log.info
+        self,
+        step: int | None,
+        infos: Tree,
+        layout: Layout | None,
+        say: Callable[[str], None] = log.info,
+        part: str = "params",
     ) -> Tree:
         """The parameters alone, onto any layout.
+
+        Args:
+          step: which checkpoint; `None` is the newest that is whole.
+          infos: a `TensorInfo` per parameter.
+          layout: where to; `None` is the default device.
+          say: takes a sentence for the user.
+          part: which part of the state holds them (see `Algorithm.weights_in`).
 
         Raises:
           CheckpointError: as `restore`.
         """
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
-        want = {f"params/{path_name(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+        want = {f"{part}/{path_name(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(params)}
         placed = shardings_of(infos, layout)
         where = dict.fromkeys(want, _default_sharding())
         if placed is not None:
-            where = {f"params/{path_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
-        got = self._first_whole(step, lambda m, a: _read(m, a, want, where, "params/"), say)[1]
+            where = {f"{part}/{path_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
+        got = self._first_whole(step, lambda m, a: _read(m, a, want, where, f"{part}/"), say)[1]
         return jax.tree.unflatten(jax.tree.structure(params), [got[name] for name in want])
 
     def set_aside(self, after: int) -> None:

@@ -15,6 +15,7 @@ from jaxscale.data.packing import best_fit
 from jaxscale.errors import ConfigError
 from jaxscale.infer.forward import everywhere
 from jaxscale.infer.loaded import Loaded
+from jaxscale.parallel import as_weight
 
 
 class Window(NamedTuple):
@@ -136,4 +137,5 @@ def _losses(graphdef: nnx.GraphDef, loss: Any, params: Any, batch: dict[str, Arr
     model = nnx.merge(graphdef, params)
     told = {k: v for k, v in batch.items() if k not in ("tokens", "targets")}
     hidden = model.hidden(batch["tokens"], **told)
-    return everywhere(loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap)[0])
+    weight = as_weight(model.head_weight()).dense()
+    return everywhere(loss(hidden, weight, batch["targets"], softcap=model.logit_softcap)[0])

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.config import register
 from jaxscale.layout import constrain, named
 from jaxscale.nn.norms import LayerNorm
-from jaxscale.parallel import sharded_lookup
+from jaxscale.parallel import as_weight, sharded_lookup
 
 
 @register
@@ -44,7 +44,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(values(rngs.params(), (rows, width), param_dtype))
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:
-        return sharded_lookup(self.weight.get_value(), ids, self.axis, self.dtype)
+        return sharded_lookup(as_weight(self.weight.get_value()).dense(), ids, self.axis, self.dtype)
 
 
 @register

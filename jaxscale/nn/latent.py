@@ -18,7 +18,7 @@ from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.rotary import Rotary, rotate
-from jaxscale.parallel.deferred import at_once
+from jaxscale.parallel import as_weight
 
 if TYPE_CHECKING:
     from jaxscale.nn.attention_layer import MultiHeadLatent
@@ -116,7 +116,7 @@ class LatentAttention(nnx.Module):
         given: dict[str, Any],
     ) -> Float[Array, "b s h v"]:
         """Queries and outputs multiplied by what makes keys and values, and kept vectors attended to as they are."""
-        used = lambda m: in_use(at_once(m.kernel.get_value()), m.axes, self.dtype)  # noqa: E731
+        used = lambda m: in_use(as_weight(m.kernel.get_value()).dense(), m.axes, self.dtype)  # noqa: E731
         latent = latent[:, :, None]
         with jax.named_scope("qkv"):
             q = jnp.concatenate([jnp.einsum("bshp,lhp->bshl", q, used(self.k)), q_turned], axis=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,15 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain, in_use, named, unfill
-from jaxscale.nn.adapted import Adapted
-from jaxscale.parallel import gather_matmul, matmul_scatter, why_no_overlap
-from jaxscale.parallel.deferred import Deferred, Use, at_once
+from jaxscale.layout import constrain, named
+from jaxscale.parallel import Weight, as_weight, gather_matmul, matmul_scatter, why_no_overlap
 
 
 def project(
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."] | Deferred | Adapted,
+    kernel: Float[Array, "..."] | Weight,
     axes: tuple[str, ...],
     contracted: tuple[int, ...],
     dtype: Any,
@@ -35,8 +32,7 @@ def project(
 
     Args:
       x: activations.
-      kernel: the parameter, in the type it is kept in; `Deferred`, its gradient is left for later; `Adapted`, it is
-        frozen, and a product of low rank is added.
+      kernel: the parameter, in the type it is kept in, or a `Weight` in its place, whose `matmul` is called.
       axes: logical axis per dimension of `kernel`.
       contracted: dimensions of `kernel` that are summed over, all leading or all trailing.
       dtype: of the multiplication's inputs.
@@ -45,92 +41,7 @@ def project(
     Returns:
       the remaining dimensions of `x`, then those of `kernel`; a vocabulary that devices do not divide has zeros behind.
     """
-    if isinstance(kernel, Deferred):
-        return _project_deferred(x, kernel, axes, contracted, dtype, out_dtype)
-    if isinstance(kernel, Adapted):
-        y = _project(x, jax.lax.stop_gradient(kernel.kernel), axes, contracted, dtype, out_dtype)
-        taken, given = axes[: len(contracted)], axes[len(contracted) :]
-        h = _project(x, kernel.a, (*taken, "rank"), contracted, dtype, dtype) * kernel.scale
-        return y + _project(h, kernel.b, ("rank", *given), (0,), dtype, out_dtype)
-    return _project(x, kernel, axes, contracted, dtype, out_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _project(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
-    return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)[0]
-
-
-def _project_fwd(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
-    # The product stands here and not in `project`, so that a rematerialisation policy sees it.
-    dims = _last(x, len(contracted)), contracted
-    weight = in_use(kernel, axes, dtype)
-    y = jax.lax.dot_general(x.astype(dtype), weight, (dims, ((), ())), preferred_element_type=out_dtype)
-    return y, (x, kernel)
-
-
-def _project_bwd(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
-    x, kernel = residuals
-    dx = _input_gradient(x, kernel, dy, axes, contracted, dtype)
-    return dx, unfill(kernel_gradient(x, dy, axes, contracted, dtype, kernel.dtype), kernel.shape, *axes)
-
-
-_project.defvjp(_project_fwd, _project_bwd)
-
-
-def _input_gradient(x, kernel, dy, axes, contracted, dtype):  # type: ignore[no-untyped-def]
-    rest = tuple(i for i in range(kernel.ndim) if i not in contracted)
-    dims = _last(dy, len(rest)), rest
-    weight = in_use(kernel, axes, dtype)
-    return jax.lax.dot_general(dy.astype(dtype), weight, (dims, ((), ())), preferred_element_type=x.dtype)
-
-
-def kernel_gradient(
-    x: Float[Array, "..."],
-    dy: Float[Array, "..."],
-    axes: tuple[str, ...],
-    contracted: tuple[int, ...],
-    dtype: Any,
-    kernel_dtype: Any,
-) -> Float[Array, "..."]:
-    """The gradient of `project`'s kernel, from its input and its output's cotangent."""
-    x, dy = x.astype(dtype), dy.astype(dtype)
-    batch = tuple(range(x.ndim - len(contracted)))
-    left, right = (x, dy) if contracted[0] == 0 else (dy, x)
-    dkernel = jax.lax.dot_general(left, right, ((batch, batch), ((), ())), preferred_element_type=kernel_dtype)
-    return constrain(dkernel, *axes, kind="grads")
-
-
-def _project_deferred(x, kernel, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
-    how = axes, contracted, dtype
-    if kernel.dy is not None:
-        return _project_put_off(x, kernel.kernel, kernel.x, kernel.dy, *how, out_dtype, kernel.x is not None)
-    y = _project(x, kernel.kernel, *how, out_dtype)
-    taken = tuple(a for i, a in enumerate(axes) if i in contracted)
-    given = tuple(a for i, a in enumerate(axes) if i not in contracted)
-    gradient = partial(kernel_gradient, axes=axes, contracted=contracted, dtype=dtype, kernel_dtype=kernel.kernel.dtype)
-    kernel.uses.found.append(Use(x, y, taken, given, gradient))
-    return y
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
-def _project_put_off(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
-    return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)[0]
-
-
-def _put_off_fwd(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
-    return _project_fwd(x, kernel, axes, contracted, dtype, out_dtype)
-
-
-def _put_off_bwd(axes, contracted, dtype, out_dtype, keep, residuals, dy):  # type: ignore[no-untyped-def]
-    x, kernel = residuals
-    return _input_gradient(x, kernel, dy, axes, contracted, dtype), None, x if keep else None, dy
-
-
-_project_put_off.defvjp(_put_off_fwd, _put_off_bwd)
-
-
-def _last(x: Array, n: int) -> tuple[int, ...]:
-    return tuple(range(x.ndim - n, x.ndim))
+    return as_weight(kernel).matmul(x, axes, contracted, dtype, out_dtype)
 
 
 _CUT_STD = 0.87962566103423978  # of a unit normal cut off at -2 and 2
@@ -213,8 +124,7 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
 
 def _whole(linear: Linear) -> Array:
     """The kernel as one array, for products that are not `project`'s."""
-    kernel: Any = linear.kernel.get_value()
-    return kernel.merged(len(linear.contracted)) if isinstance(kernel, Adapted) else at_once(kernel)
+    return as_weight(linear.kernel.get_value()).dense()
 
 
 def _hidden(linears: tuple[Linear, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
-from jaxscale.parallel import Capacity, Slots, Weights, expert_mlp
+from jaxscale.parallel import Capacity, Slots, Weights, as_weight, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
 
@@ -210,8 +210,8 @@ class Experts(nnx.Module):
             bias = None if self.load_bias is None else self.load_bias.get_value()
             real = constrain(jnp.ones(x.shape[:2], bool) if real is None else real, "expert_batch", "expert_seq")
             routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity, real=real)
-        gate = None if self.gate is None else self.gate.get_value()
-        weights = Weights(gate, self.up.get_value(), self.down.get_value())
+        matrices = (None if p is None else as_weight(p.get_value()).dense() for p in (self.gate, self.up, self.down))
+        weights = Weights._make(matrices)
         act = c.expert.activation
         with jax.named_scope("experts"):
             y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)

@@ -9,13 +9,17 @@ from jaxscale.parallel.experts import Capacity, Choices, Slots, Weights, expert_
 from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.reductions import sharded_logsumexp
 from jaxscale.parallel.sharded import cut_already, sharded_op
+from jaxscale.parallel.weight import Dense, Weight, as_weight
 
 __all__ = [
     "Capacity",
     "Choices",
+    "Dense",
     "Slots",
+    "Weight",
     "Weights",
     "anywhere",
+    "as_weight",
     "expert_mlp",
     "cut_already",
     "gather_matmul",

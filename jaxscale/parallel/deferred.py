@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-Tree = Any
+from jaxscale.parallel.weight import Axes, Weight, input_gradient, kernel_gradient, product, product_forward
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +40,7 @@ class Use:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Deferred:
+class Deferred(Weight):
     """A kernel in a model whose backward pass makes no gradient of it.
 
     The product hands its input and its output's cotangent back as "cotangents" of `x` and `dy`: stacked by scans,
@@ -57,11 +58,45 @@ class Deferred:
     dy: Array | None = None
     uses: Uses | None = dataclasses.field(default=None, metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return self.kernel.shape
 
-def at_once(kernel: Array | Deferred) -> Array:
-    """The parameter itself, for a product whose backward pass makes its gradient."""
-    if not isinstance(kernel, Deferred):
-        return kernel
-    assert kernel.uses is not None, "a kernel that is used so does not wait"
-    kernel.uses.at_once = True
-    return kernel.kernel
+    def dense(self, dtype: Any = None) -> Array:
+        """The parameter itself, for a product whose own backward pass makes the gradient."""
+        assert self.uses is not None, "a kernel that is used so does not wait"
+        self.uses.at_once = True
+        return self.kernel if dtype is None else self.kernel.astype(dtype)
+
+    def matmul(
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: Any, out_dtype: Any
+    ) -> Float[Array, "..."]:
+        """The product; its backward pass leaves input and cotangent in place of the kernel's gradient."""
+        if self.dy is not None:
+            keep = self.x is not None
+            return _put_off(x, self.kernel, self.x, self.dy, axes, contracted, dtype, out_dtype, keep)
+        y = product(x, self.kernel, axes, contracted, dtype, out_dtype)
+        x_axes = tuple(a for i, a in enumerate(axes) if i in contracted)
+        y_axes = tuple(a for i, a in enumerate(axes) if i not in contracted)
+        of = dict(axes=axes, contracted=contracted, dtype=dtype, kernel_dtype=self.kernel.dtype)
+        assert self.uses is not None
+        self.uses.found.append(Use(x, y, x_axes, y_axes, partial(kernel_gradient, **of)))
+        return y
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def _put_off(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
+    return product_forward(x, kernel, axes, contracted, dtype, out_dtype)[0]
+
+
+def _put_off_forward(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
+    return product_forward(x, kernel, axes, contracted, dtype, out_dtype)
+
+
+def _put_off_backward(axes, contracted, dtype, out_dtype, keep, residuals, dy):  # type: ignore[no-untyped-def]
+    x, kernel = residuals
+    return input_gradient(x, kernel, dy, axes, contracted, dtype), None, x if keep else None, dy
+
+
+_put_off.defvjp(_put_off_forward, _put_off_backward)

@@ -182,17 +182,17 @@ class Adaptation:
 
     def over(self, adapters: Tree, frozen: Tree) -> Tree:
         """The model's parameters, kernels with an adapter being `Adapted`."""
-        return self._each(adapters, frozen, lambda one, site: one)
+        return self._each(adapters, frozen, lambda one: one)
 
     def merged(self, adapters: Tree, frozen: Tree) -> Tree:
         """The model's parameters with the adapters in them."""
-        return self._each(adapters, frozen, lambda one, site: one.merged(site.inputs))
+        return self._each(adapters, frozen, lambda one: one.dense())
 
     def dense(self, params: Tree) -> Tree:
         """The same, of the parameters that `over` gives."""
         tree = jax.tree.map(lambda x: x, params)  # dicts of its own
         for site in self.sites:
-            _put(tree, site.keys, _get(tree, site.keys).merged(site.inputs))
+            _put(tree, site.keys, _get(tree, site.keys).dense())
         return tree
 
     def _each(self, adapters: Tree, frozen: Tree, make: Any) -> Tree:
@@ -200,7 +200,7 @@ class Adaptation:
         for site in self.sites:
             pair = _get(adapters, site.keys)
             one = Adapted(_get(tree, site.keys), pair["a"], pair["b"], self.lora.scale)
-            _put(tree, site.keys, make(one, site))
+            _put(tree, site.keys, make(one))
         return tree
 
     def describe(self) -> str:

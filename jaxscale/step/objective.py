@@ -20,6 +20,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.models.base import arrange, order_of
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
+from jaxscale.parallel import as_weight
 from jaxscale.signatures import check_method
 from jaxscale.step.loss import AutoLoss, Loss
 
@@ -170,7 +171,8 @@ class NextToken(Objective):
     def of_hidden(self, model: Any, hidden: Float[Array, "b s e"], stats: Stats, batch: Batch, **vocab: int) -> Totals:
         """`terms`, of the final hidden states and what the layers reported: all that the last pipeline stage has."""
         with jax.named_scope("loss"):
-            nats, z = self.loss(hidden, model.head_weight(), batch["targets"], softcap=model.logit_softcap, **vocab)
+            weight = as_weight(model.head_weight()).dense()
+            nats, z = self.loss(hidden, weight, batch["targets"], softcap=model.logit_softcap, **vocab)
             weights = batch["weights"]
             return {"nats": jnp.sum(nats * weights), "z": jnp.sum(z * weights), "stats": stats}
 

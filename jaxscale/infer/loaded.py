@@ -115,11 +115,24 @@ def trained_length(run: Run) -> int:
 
 def dropless(model: Any) -> Any:
     """A model whose experts have room for all tokens, where their router can do without a capacity."""
-    capacity, router = (getattr(getattr(model, "mlp", None), name, None) for name in ("capacity", "router"))
-    if capacity is None or getattr(router, "needs_capacity", True):
+    blocks = getattr(model, "blocks", ())
+    limited = [mlp for mlp in (getattr(model, "mlp", None), *(b.mlp for b in blocks)) if _drops(mlp)]
+    if not limited:
         return model
-    log.warning("experts take all their tokens here; in training each took %g times its share", capacity)
-    return dataclasses.replace(model, mlp=dataclasses.replace(model.mlp, capacity=None))
+    log.warning("experts take all their tokens here; in training each took %g times its share", limited[0].capacity)
+    changes: dict[str, Any] = {"mlp": _dropless(model.mlp)}
+    if blocks:
+        changes["blocks"] = tuple(dataclasses.replace(b, mlp=_dropless(b.mlp)) for b in blocks)
+    return dataclasses.replace(model, **changes)
+
+
+def _drops(mlp: Any) -> bool:
+    """Whether a feed-forward layer drops tokens, and its router can do without that."""
+    return getattr(mlp, "capacity", None) is not None and not getattr(mlp.router, "needs_capacity", True)
+
+
+def _dropless(mlp: Any) -> Any:
+    return dataclasses.replace(mlp, capacity=None) if _drops(mlp) else mlp
 
 
 def prompt_ids(run: Run, prompt: str | Sequence[int]) -> Int[np.ndarray, " n"]:

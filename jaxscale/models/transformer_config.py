@@ -345,7 +345,16 @@ class TransformerConfig:
         Two have no such name: "scores", attention's weights, which only `dot_product_attention` holds, and "unnamed",
         which only a policy that keeps all of it keeps: norms' float32 inputs and what they scale, a gate's sigmoid,
         activation and slope.
+
+        Raises:
+          ConfigError: the layer's mixer is not `attention_layer`.
         """
+        mixer = self.layer_specs()[layer].mixer
+        if mixer != self.attention_layer:
+            raise ConfigError(
+                f"what {type(mixer).__name__} leaves for its backward pass is not known here; `jaxscale explain "
+                "--compile` reads it off the compiled step"
+            )
         z = self.sizes
 
         def tensors(name: str, sizes: dict[str, int], count: int = 1, dtype: str = self.dtype) -> tuple[Any, ...]:

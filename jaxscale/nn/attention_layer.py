@@ -54,6 +54,7 @@ class Projection(NamedTuple):
 class AttentionLayer(Mixer, Protocol):
     """A mixer that attends: `Transformer.attention_layer`, by which a model's heads have their widths."""
 
+    widens: ClassVar[bool] = True
     windowed: ClassVar[bool] = True
     any_order: ClassVar[bool] = True
 

@@ -24,7 +24,7 @@ class Mixer(Protocol):
     any_order: it takes a row's tokens in any order, by their positions; else in their natural one.
     """
 
-    widens: ClassVar[bool] = True
+    widens: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     any_order: ClassVar[bool] = False
 

@@ -11,12 +11,13 @@ from flax import nnx
 
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
 from jaxscale.infer.engine import Engine, Request
-from jaxscale.infer.loaded import Loaded
+from jaxscale.infer.loaded import Loaded, dropless
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.speculative import Speculative
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import BlockConfig, TransformerConfig
+from jaxscale.nn import MixtureOfExperts
 from jaxscale.step.state import describe_model
 from tests.truth.params import random_params
 from tests.truth.recurrent import GatedRecurrence
@@ -96,6 +97,13 @@ def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands():
     there = Speculative(*models, draft_tokens=3, rows=4, length=LENGTH)
     assert _served(there, requests) == _greedy(requests)
     assert 0 < there.stats.accepted < there.stats.proposed
+
+
+def test_experts_of_blocks_take_all_their_tokens_where_a_text_is_generated():
+    limited, roomy = (MixtureOfExperts(experts=4, capacity=c) for c in (2.0, None))
+    config = dataclasses.replace(MIXED, blocks=(LINEAR, BlockConfig(mlp=limited)))
+    assert dropless(config) == dataclasses.replace(MIXED, blocks=(LINEAR, BlockConfig(mlp=roomy)))
+    assert dropless(MIXED) is MIXED
 
 
 def test_a_recurrent_state_has_the_same_size_however_long_the_text():

@@ -14,7 +14,8 @@ from jaxscale import config
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import Context, GatherAttention, MixtureOfExperts, RingAttention, SwiGLU
+from jaxscale.nn import GELU, Context, GatherAttention, GeGLU, MixtureOfExperts, RingAttention, SwiGLU
+from jaxscale.optim import MuP
 from jaxscale.plan import estimate, plan_for
 from jaxscale.plan.communication import predict
 from jaxscale.plan.work import products
@@ -121,6 +122,7 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
         (dict(blocks=(GatedRecurrence(),)), ["Transformer.blocks", "BlockConfig"]),
         (dict(blocks=(BlockConfig(mixer=len),)), ["Block.mixer = len", "called as (width, heads"]),
         (dict(blocks=(BlockConfig(mlp=MixtureOfExperts()),), bias=True), ["Transformer.bias", "experts have none"]),
+        (dict(parametrisation=MuP(base_width=16)), ["Transformer.parametrisation", "GatedRecurrence", "MultiHead()"]),
     ],
 )
 def test_blocks_that_do_not_go_together_are_refused_before_anything_is_made(change, said):
@@ -166,6 +168,14 @@ def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
     for formula in (lambda: estimate(RUN, "v5e:2x4"), lambda: predict(RUN, "v5e:2x4"), lambda: products(MIXED, 16)):
         with raises_saying(ConfigError, "no formula knows", "GatedRecurrence", "compiled step"):
             formula()
+    with raises_saying(ConfigError, "GatedRecurrence", "explain --compile"):
+        MIXED.activations(2, 16, layer=0)
+    with raises_saying(ConfigError, "GatedRecurrence", "widths of its own"):
+        MIXED.at_width(32)
+    kinds = (BlockConfig(), BlockConfig(mlp=GELU), BlockConfig(mlp=GeGLU))
+    with raises_saying(ConfigError, "no formula knows", "several kinds besides Transformer.mlp"):
+        products(dataclasses.replace(MIXED, blocks=kinds), 16)
+    assert products(dataclasses.replace(MIXED, blocks=kinds[:2]), 16)
     with raises_saying(ConfigError, "GatedRecurrence", "has to be compiled for v5e:2x4"):
         plan_for(RUN, "v5e:2x4", compile="never")
 

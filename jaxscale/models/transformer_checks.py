@@ -78,6 +78,8 @@ def check_transformer(c: TransformerConfig) -> None:
             f"with {c.embedding.__name__}"
         )
     MemoryPolicy.of(c.memory)
+    if c.scan not in (True, False, "auto"):
+        raise ConfigError(f"Transformer.scan = {c.scan!r}: must be True, False or 'auto'")
     for name in c.overlap:
         if name not in ("attention", "mlp"):
             raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -14,7 +15,7 @@ from flax import nnx
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo, abstract
+from jaxscale.layout import Layout, TensorInfo, abstract
 from jaxscale.models.block_config import BlockConfig, LayerSpec
 from jaxscale.models.transformer_checks import check_transformer
 from jaxscale.nn import (
@@ -94,7 +95,8 @@ class TransformerConfig:
       overlap: sub-layers ("attention", "mlp") whose products run beside the collectives of a sequence that `tensor`
         cuts (`Layout(..., sequence_sharded=True)`), piece by piece, instead of before and after them.
       stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
-      scan: apply each run of layers by one scan (compile time does not grow with depth).
+      scan: apply each run of layers by one scan, whose compile time does not grow with depth; `False` unrolls them.
+        "auto" unrolls up to 8 layers on one CPU or GPU without recomputation (see `jaxscale.nn.stack.scanned`).
       parametrisation: how initial values, learning rates and logits follow the width, such as `MuP(base_width=64)` (see
         `jaxscale.optim.mup`); `None` is the standard parametrisation.
 
@@ -139,7 +141,7 @@ class TransformerConfig:
     memory: str | MemoryPolicy = "none"
     overlap: tuple[str, ...] = ()
     stack: type[Run] = Run
-    scan: bool = True
+    scan: bool | str = "auto"
     parametrisation: Parametrisation | None = None
 
     def __post_init__(self) -> None:
@@ -265,6 +267,15 @@ class TransformerConfig:
     def layer_mlps(self) -> list[Callable[..., FeedForward | Experts]]:
         """What makes the feed-forward of every layer."""
         return [layer.mlp for layer in self.layer_specs()]
+
+    def describe(self, layout: Layout | None) -> str:
+        """How the layers run on a layout, for the start of a run."""
+        with layout or contextlib.nullcontext():
+            memory = MemoryPolicy.of(self.memory)
+            counts = [len(group) * repeats for group, repeats in self.runs]
+            ways = ["scanned" if self.stack.scans(self.scan, n, memory) else "unrolled" for n in counts]
+        said = ", ".join(f"{n} {way}" for n, way in zip(counts, ways, strict=True))
+        return f"layers: {said} (Transformer.scan = {self.scan!r})"
 
     @property
     def causal(self) -> bool:

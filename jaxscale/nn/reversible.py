@@ -13,6 +13,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
+from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.stack import Part, Run, chosen
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
 
@@ -44,6 +45,11 @@ class ReversibleRun(Run):
             )
 
     @staticmethod
+    def scans(scan: bool | str, layers: int, memory: MemoryPolicy) -> bool:
+        """Unless it is told not to: outside of a loop, activations that are made again would all exist at a time."""
+        return bool(scan)
+
+    @staticmethod
     def enter(x: Float[Array, "b s e"]) -> Streams:
         """Both streams start as the embedding."""
         x = x.astype(jnp.float32)
@@ -57,7 +63,7 @@ class ReversibleRun(Run):
     def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
         graphs, params = zip(*((g, nnx.to_pure_dict(p)) for g, p in map(nnx.split, self.blocks)), strict=True)
         part = Part(jnp.arange(self.repeats)) if part is None else part
-        unroll = 1 if self.scan else part.at.shape[0]
+        unroll = 1 if self.scans(self.scan, self.repeats, self.memory) else part.at.shape[0]
 
         def told(arrays: Any, i: Array, j: int) -> Context:
             return context.holding(arrays).at(self.first + i * len(graphs) + j)

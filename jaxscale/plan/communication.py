@@ -171,7 +171,7 @@ class _Step:
         for n, run in enumerate(self.infos["runs"].values()):
             windows, repeats = model.runs[n]
             copies = repeats if self._table is None else self._assigned.index[n].shape[-1]
-            blocks = self._blocks(forward * copies, backward * copies, looped=copies > 1 or not model.scan)
+            blocks = self._blocks(forward * copies, backward * copies, looped=copies > 1 or model.scan is False)
             for j, block in enumerate(run["blocks"].values()):
                 found += blocks.block(block, windows[j], last=j == len(windows) - 1)
         return found

@@ -70,6 +70,8 @@ class Reporter:
             f"{config.steps} steps{since} · run folder {folder}"
         )
         self.say(f"objective: {config.objective.describe(config)}")
+        if hasattr(config.model, "describe"):
+            self.say(config.model.describe(config.layout))
 
     def start(self, steps: int, done: int) -> None:
         """Begins the bar; `done` steps were taken before. Only the first time is the step compiled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -12,7 +13,9 @@ import optax
 import pytest
 from flax import nnx
 
+import jaxscale as js
 from jaxscale.data.packing import Documents, pack
+from jaxscale.errors import ConfigError
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.loss import token_losses
@@ -103,3 +106,31 @@ def test_packed_documents_have_the_losses_they_have_alone(config):
         inside = packed["segment_ids"][0] == segment
         np.testing.assert_array_equal(packed["tokens"][0][inside], alone["tokens"][0][:length])
         assert_leaves_agree(together[inside], np.asarray(losses(alone))[0][:length])
+
+
+@pytest.mark.parametrize(
+    "scanned, changes, layout",
+    [
+        (False, {}, None),
+        (False, {}, "data=1"),
+        (True, {}, "data=2"),
+        (True, dict(memory="full"), None),
+        (True, dict(depth=9), None),
+        (True, dict(scan=True), None),
+        (False, dict(scan=False, depth=9), None),
+    ],
+    ids=["one device", "a mesh of one", "several devices", "recomputing", "deep", "told to", "told not to"],
+)
+def test_a_shallow_model_on_one_device_is_unrolled(scanned, changes, layout):
+    config = TransformerConfig(**{**dict(depth=2, vocab=16, width=8, heads=2, hidden=8), **changes})
+    layout = None if layout is None else js.Layout(layout)
+    model = config.make(nnx.Rngs(0))
+    with layout or contextlib.nullcontext():
+        jaxpr = jax.make_jaxpr(lambda tokens: model.hidden(tokens))(jnp.zeros((2, 4), jnp.int32))
+    assert ("scan[" in str(jaxpr)) == scanned
+    assert (" scanned " in config.describe(layout)) == scanned
+
+
+def test_another_word_for_scan_is_refused():
+    with pytest.raises(ConfigError, match="Transformer.scan = 'yes': must be True, False or 'auto'"):
+        TransformerConfig(scan="yes")

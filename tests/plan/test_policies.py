@@ -43,7 +43,7 @@ def test_extra_products_are_those_of_the_program(name):
 
     @functools.cache
     def products(policy):
-        model = TransformerConfig(depth=2, vocab=37, width=32, heads=4, head_dim=8, hidden=48, memory=policy)
+        model = TransformerConfig(depth=2, vocab=37, width=32, heads=4, head_dim=8, hidden=48, memory=policy, scan=True)
         graphdef, infos = describe_model(model)
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
         f = jax.grad(lambda p, t: jnp.sum(nnx.merge(graphdef, p).hidden(t)))

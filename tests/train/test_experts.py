@@ -88,7 +88,7 @@ def test_recomputing_and_scanning_change_nothing():
     ids=["none", "full", "dots", "up kept"],
 )
 def test_policies_reach_the_products_of_experts(memory, products):
-    model = Small(depth=2, mlp=MixtureOfExperts(experts=4), memory=memory)
+    model = Small(depth=2, mlp=MixtureOfExperts(experts=4), memory=memory, scan=True)
     blueprint, params = _params(model)
     args = params, BATCH, jax.random.key(0)
     jaxpr = str(jax.make_jaxpr(make_loss_and_grads(blueprint))(*args))

@@ -48,13 +48,11 @@ class Packed(NamedTuple):
 
 
 class DecodeState(Protocol):
-    """What a layer keeps of a text between tokens; a mixer's attribute `decode_state`. Hashable.
+    """What a layer keeps of a text between tokens; a mixer's attribute `decode_state`. Hashable."""
 
-    reusable: a text that begins like another may go on from what is kept of that one, after any token of it.
-    """
-
-    @property
-    def reusable(self) -> bool: ...
+    def reusable(self, cache: Cache) -> bool:
+        """Whether a text that begins like another may go on from what is kept of that one, at the end of a page."""
+        ...
 
     def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
         """An empty state of a stack of like layers, arrays by name whose first dimensions are `layers` and `lanes`.
@@ -92,8 +90,7 @@ class KeyValues(NamedTuple):
     dtype: Any
     shared: bool = False
 
-    @property
-    def reusable(self) -> bool:
+    def reusable(self, cache: Cache) -> bool:
         """See `DecodeState`."""
         return True
 
@@ -134,32 +131,60 @@ class RecurrentState(NamedTuple):
 
     Args:
       arrays: what it is made of.
+      per_page: with a paged cache, keep one at the end of every page, so that texts that begin alike share it: as many
+        times the memory as a row has pages. Else such texts are computed from their first token on.
     """
 
     arrays: tuple[StateArray, ...]
+    per_page: bool = False
 
-    @property
-    def reusable(self) -> bool:
-        """See `DecodeState`: of the tokens before the last ones there is no state."""
-        return False
+    def array(self, name: str) -> StateArray:
+        """One of them."""
+        return next(a for a in self.arrays if a.name == name)
+
+    def reusable(self, cache: Cache) -> bool:
+        """See `DecodeState`."""
+        return self.per_page and cache.page is not None
 
     def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
-        """See `DecodeState`: arrays (layers, lanes, rows, back + 1, ...)."""
-        return {a.name: jnp.zeros((layers, lanes, rows, back + 1, *a.shape), a.dtype) for a in self.arrays}
+        """See `DecodeState`: arrays (layers, lanes, rows or pages, back + 1, ...)."""
+        leading = layers, lanes, self._places(cache, rows, length), back + 1
+        return {a.name: jnp.zeros((*leading, *a.shape), a.dtype) for a in self.arrays}
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
         """See `DecodeState`."""
-        own = next(a.axes for a in self.arrays if a.name == name)
-        return (None, "batch", "cache_rows", None, *own)
+        return (None, "batch", "pages" if self.reusable(cache) else "cache_rows", None, *self.array(name).axes)
 
     def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
         """See `DecodeState`."""
         one = sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in self.arrays)
-        return layers * lanes * rows * (back + 1) * one
+        return layers * lanes * self._places(cache, rows, length) * (back + 1) * one
+
+    def _places(self, cache: Cache, rows: int, length: int) -> int:
+        """How many states a lane keeps."""
+        return cache.count(rows, length) if self.reusable(cache) else rows
+
+    def place(self, cache: Cache, step: Packed, positions: Int[Array, "b s"]) -> Int[Array, "b s"]:
+        """Where the states after these positions of each token's row are kept, of `_places`; -1 where nowhere."""
+        if not self.reusable(cache):
+            return jnp.where(positions < 0, -1, step.rows)
+        assert step.tables is not None and cache.page is not None
+        row = jnp.where(step.rows < 0, step.tables.shape[1], step.rows)
+        which = jax.vmap(lambda table, row, entry: table.at[row, entry].get(mode="fill", fill_value=-1))
+        return jnp.where(positions < 0, -1, which(step.tables, row, positions // cache.page))
 
 
 class Cache(Protocol):
-    """How keys and values are kept. A state is of a stack of like layers: arrays whose first dimension is `layers`."""
+    """How keys and values are kept. A state is of a stack of like layers: arrays whose first dimension is `layers`.
+
+    page: positions in a page; `None` where rows have no pages.
+    """
+
+    @property
+    def page(self) -> int | None: ...
+
+    def count(self, rows: int, length: int) -> int:
+        """Pages of a lane, or its rows where they have no pages; arguments as those of `init`."""
 
     def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
         """An empty one.
@@ -220,32 +245,34 @@ class LayerCache:
         self.state = self.how.append(self.state, self.layer, k, v, self.step)
         return self.how.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)[0]
 
-    def before(self, name: str) -> Float[Array, "b s ..."]:
+    def before(self, kept: RecurrentState, name: str) -> Float[Array, "b s ..."]:
         """The state of each token's text after the token before it: zero where it is the text's first, or padding.
 
         Args:
-          name: of a `StateArray`.
+          kept: the layer's `decode_state`.
+          name: of one of its arrays.
         """
-        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (lanes, rows, back + 1, ...)
-        rows, positions = self.step.rows, self.step.positions
-        kept = jax.vmap(lambda x, row, at: x[row, at])(mine, jnp.maximum(rows, 0), (positions - 1) % mine.shape[2])
-        goes_on = (rows >= 0) & (positions > 0)
-        return jnp.where(goes_on.reshape(*goes_on.shape, *(1,) * (kept.ndim - 2)), kept, 0)
+        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (lanes, places, back + 1, ...)
+        positions = self.step.positions - 1
+        place = kept.place(self.how, self.step, positions)
+        found = jax.vmap(lambda x, at, slot: x[at, slot])(mine, jnp.maximum(place, 0), positions % mine.shape[2])
+        return jnp.where((place >= 0).reshape(*place.shape, *(1,) * (found.ndim - 2)), found, 0)
 
-    def after(self, name: str, values: Float[Array, "b s ..."]) -> None:
-        """Keeps the states after the last tokens of each row.
+    def after(self, kept: RecurrentState, name: str, values: Float[Array, "b s ..."]) -> None:
+        """Keeps the states after the last tokens of each row, or of each of its pages.
 
         Args:
-          name: of a `StateArray`.
+          kept, name: as for `before`.
           values: the state after each of a step's tokens; of padding, anything.
         """
         mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)
-        rows, positions, slots = self.step.rows, self.step.positions, mine.shape[2]
-        later = jnp.pad(rows[:, slots:], ((0, 0), (0, min(slots, rows.shape[1]))), constant_values=-1)
-        last = (rows >= 0) & (rows != later)  # a row's tokens stand side by side
-        rows = jnp.where(last, rows, mine.shape[1])  # out of it, so that it is dropped
-        put = jax.vmap(lambda x, row, at, new: x.at[row, at].set(new.astype(x.dtype), mode="drop"))
-        mine = put(mine, rows, positions % slots, values)
+        positions, slots = self.step.positions, mine.shape[2]
+        place = kept.place(self.how, self.step, positions)
+        # a row's tokens stand side by side, so that the one that takes this one's slot is `slots` columns behind
+        later = jnp.pad(place[:, slots:], ((0, 0), (0, min(slots, place.shape[1]))), constant_values=-1)
+        place = jnp.where((place >= 0) & (place != later), place, mine.shape[1])  # out of it, so that it is dropped
+        put = jax.vmap(lambda x, at, slot, new: x.at[at, slot].set(new.astype(x.dtype), mode="drop"))
+        mine = put(mine, place, positions % slots, values)
         self.state = {**self.state, name: lax.dynamic_update_index_in_dim(self.state[name], mine, self.layer, 0)}
 
 

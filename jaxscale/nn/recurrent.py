@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxscale.nn.cache import LayerCache
+from jaxscale.nn.cache import LayerCache, RecurrentState
 from jaxscale.nn.context import Context
 from jaxscale.parallel import linear_scan
 
@@ -31,8 +29,7 @@ def recurrence(
     decay: Float[Array, "b s ..."],
     update: Float[Array, "b s ..."],
     context: Context,
-    axes: Sequence[str | None],
-    *,
+    kept: RecurrentState,
     name: str = "h",
 ) -> Float[Array, "b s ..."]:
     """`h[t] = decay[t] * h[t - 1] + update[t]` within every document, from zero; see `jaxscale.parallel.linear_scan`.
@@ -42,15 +39,15 @@ def recurrence(
     Args:
       decay, update: of one shape, float32 as a rule.
       context: of the pass.
-      axes: their logical axes, as `("batch", "seq", "mlp")`.
-      name: of the `StateArray` in the layer's `decode_state` that `h` of one text is.
+      kept: the layer's `decode_state`.
+      name: of the array in it that `h` of one token is, whose logical axes are those of a token's `decay`.
     """
     starts = document_starts(context, update.shape[1])
     starts = starts.reshape(*starts.shape, *(1,) * (update.ndim - 2))
     cache = context.cache
     if isinstance(cache, LayerCache):
-        update = jnp.where(starts, decay * cache.before(name) + update, update)
-    h = linear_scan(jnp.where(starts, 0, decay), update, axes)
+        update = jnp.where(starts, decay * cache.before(kept, name) + update, update)
+    h = linear_scan(jnp.where(starts, 0, decay), update, ("batch", "seq", *kept.array(name).axes))
     if isinstance(cache, LayerCache):
-        cache.after(name, h)
+        cache.after(kept, name, h)
     return h

@@ -72,21 +72,25 @@ def _served(engine, requests):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cache"),
+    ("mesh", "cache", "per_page"),
     [
-        (None, Paged(page=2, pages=14)),
-        ("data=2,tensor=2,context=2", Contiguous()),
-        ("tensor=2,pipeline=2", Paged(page=2, pages=14)),
+        (None, Paged(page=2, pages=14), False),
+        ("data=2,tensor=2,context=2", Paged(page=2, pages=14), True),
+        ("tensor=2,pipeline=2", Paged(page=2, pages=14), False),
+        pytest.param("data=2,tensor=2,context=2", Contiguous(), False, marks=pytest.mark.long),
+        pytest.param(None, Paged(page=2, pages=14), True, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache):
+def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, per_page):
     layout = None if mesh is None else Layout(mesh)
     staged = layout is not None and layout.stages > 1  # two copies of a shorter pattern
-    config, requests = dataclasses.replace(MIXED, blocks=(LINEAR, FULL)) if staged else MIXED, list(_requests(14))
+    linear = BlockConfig(mixer=GatedRecurrence(per_page=per_page))
+    config = dataclasses.replace(MIXED, blocks=(linear, FULL) if staged else (linear, linear, linear, FULL))
+    requests = list(_requests(14))
     there = Engine(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16)
     assert _served(there, requests) == _greedy(requests, config)
-    assert there.stats.shared == 0  # of a beginning that two texts have in common there is no state
+    assert (there.stats.shared > 0) == per_page  # else there is no state of a beginning that texts have in common
     assert mesh is not None or there.stats.preemptions > 0
 
 

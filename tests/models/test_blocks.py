@@ -38,11 +38,12 @@ MIXED = TransformerConfig(
     hidden=32,
     blocks=(LINEAR, LINEAR, LINEAR, FULL),
     attention=GatherAttention(zigzag=False),
+    scan=True,
 )
 LAYOUTS = (
-    Layout("data=8"),
-    Layout("fsdp=8"),
-    Layout("tensor=4,data=2"),
+    pytest.param(Layout("data=8"), marks=pytest.mark.long),
+    pytest.param(Layout("fsdp=8"), marks=pytest.mark.long),
+    pytest.param(Layout("tensor=4,data=2"), marks=pytest.mark.long),
     Layout("context=4,data=2"),
     Layout("pipeline=2,data=4", pipeline=Pipeline("1f1b")),
     Layout("context=2,tensor=2,fsdp=2"),

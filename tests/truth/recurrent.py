@@ -20,31 +20,32 @@ CHANNELS = ("batch", "seq", "mlp")
 class Recurrence(nnx.Module):
     """`h[t] = a h[t - 1] + (1 - a) v[t]` by channels, with `a = sigmoid(W x)`; its output is gated."""
 
-    def __init__(self, width, channels, *, out_scale, dtype, param_dtype, rngs):
+    def __init__(self, width, channels, per_page, *, out_scale, dtype, param_dtype, rngs):
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.decay, self.value, self.gate = (linear({"embed": width}, {"mlp": channels}) for _ in range(3))
         self.out = linear({"mlp": channels}, {"embed": width}, scale=out_scale)
-        self.decode_state = RecurrentState((StateArray("h", (channels,), ("mlp",)),))
+        self.decode_state = RecurrentState((StateArray("h", (channels,), ("mlp",)),), per_page)
 
     def __call__(self, x, context):
         a, v, g = (constrain(part(x), *CHANNELS).astype(jnp.float32) for part in (self.decay, self.value, self.gate))
         a = jax.nn.sigmoid(a)
-        h = recurrence(a, (1 - a) * v, context, CHANNELS)
+        h = recurrence(a, (1 - a) * v, context, self.decode_state)
         return self.out(constrain((jax.nn.silu(g) * h).astype(x.dtype), *CHANNELS))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class GatedRecurrence(Mixer):
-    """Makes a `Recurrence` of so many channels."""
+    """Makes a `Recurrence` of so many channels, whose state a cache keeps for each page or not."""
 
     layer: ClassVar[type[Recurrence]] = Recurrence
 
     channels: int = 16
+    per_page: bool = False
 
     def products(self, config, batch, seq, window):
         return {"recurrence": 2 * batch * seq * 4 * config.sizes.width * self.channels}
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> Recurrence:
         taken = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
-        return self.layer(width, self.channels, **taken)
+        return self.layer(width, self.channels, self.per_page, **taken)

@@ -26,6 +26,11 @@ class Contiguous:
     """
 
     axes = _AXES
+    page = None
+
+    def count(self, rows: int, length: int) -> int:
+        """See `jaxscale.nn.Cache`."""
+        return rows
 
     def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""

@@ -42,9 +42,9 @@ def _kept(mixer: Any) -> DecodeState:
     return state
 
 
-def reuses_prefixes(model: Any) -> bool:
+def reuses_prefixes(model: Any, how: Cache) -> bool:
     """Whether a text may go on from what is kept of another that begins alike."""
-    return all(state.reusable for run in describe_cache(model) for state, _ in run)
+    return all(state.reusable(how) for run in describe_cache(model) for state, _ in run)
 
 
 def init_cache(

@@ -105,7 +105,7 @@ class Engine:
         _check(model, rows, self.length, budget, positions)
         self._params, self._ends = params, np.asarray(sorted(self.end_ids) or [-1], np.int32)
         self.pages, self._sizes, lanes, length = _room(
-            self.layout, cache, rows, self.length, budget, reuses_prefixes(model)
+            self.layout, cache, rows, self.length, budget, reuses_prefixes(model, cache)
         )
         with self._there():
             self._states = init_cache(model, cache, lanes, rows, length, self.length)

@@ -21,7 +21,8 @@ class Mixer(Protocol):
 
     widens: its sizes follow the model's width, so that µP and `TransformerConfig.at_width` know them.
     windowed: it takes a window.
-    any_order: it takes a row's tokens in any order, by their positions; else in their natural one.
+    any_order: it takes a row's tokens in the order of `Context.order`, as attention and `recurrence` do; else it needs
+      them in their natural one.
     """
 
     widens: ClassVar[bool] = False

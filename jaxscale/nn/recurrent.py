@@ -14,15 +14,18 @@ def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
     """Which tokens begin a document, so that nothing of the tokens before may reach them; padding always does.
 
     Args:
-      context: of the pass, columns in their natural order.
+      context: of the pass.
       seq: columns.
     """
-    segments = context.segment_ids
+    segments, order = context.segment_ids, context.order
     if segments is None:
-        return (jnp.arange(seq) == 0)[None]
+        return ((jnp.arange(seq) if order is None else order) == 0)[None]
+    if order is not None:
+        segments = segments[:, jnp.argsort(order)]
     other = segments[:, 1:] != segments[:, :-1]
     first = jnp.ones_like(segments[:, :1], bool)
-    return jnp.concatenate([first, other], axis=1) | (segments == 0)
+    starts = jnp.concatenate([first, other], axis=1) | (segments == 0)
+    return starts if order is None else starts[:, order]
 
 
 def recurrence(
@@ -47,7 +50,7 @@ def recurrence(
     cache = context.cache
     if isinstance(cache, LayerCache):
         update = jnp.where(starts, decay * cache.before(kept, name) + update, update)
-    h = linear_scan(jnp.where(starts, 0, decay), update, ("batch", "seq", *kept.array(name).axes))
+    h = linear_scan(jnp.where(starts, 0, decay), update, ("batch", "seq", *kept.array(name).axes), context.order)
     if isinstance(cache, LayerCache):
         cache.after(kept, name, h)
     return h

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxscale.parallel.sharded import cut_over, sharded_op
 
@@ -14,7 +15,10 @@ Pair = tuple[Array, Array]
 
 
 def linear_scan(
-    decay: Float[Array, "b s ..."], update: Float[Array, "b s ..."], axes: Sequence[str | None]
+    decay: Float[Array, "b s ..."],
+    update: Float[Array, "b s ..."],
+    axes: Sequence[str | None],
+    order: Int[Array, "s"] | None = None,
 ) -> Float[Array, "b s ..."]:
     """`h[t] = decay[t] * h[t - 1] + update[t]` along the second dimension, from zero.
 
@@ -24,24 +28,49 @@ def linear_scan(
     Args:
       decay, update: of one shape; in float32 if the recurrence is to be.
       axes: their logical axes, as `("batch", "seq", "mlp")`.
+      order: each column's place in the sequence, where columns stand as `jaxscale.parallel.context.zigzag` has them:
+        a device's are two stretches of one length.
 
     Raises:
       LayoutError: a dimension that the layout does not divide.
     """
-    over = cut_over(*(a for a in axes[1:2] if a is not None))
+    seq = axes[1]
+    over = () if seq is None else cut_over(seq)
+    parts = 1 if order is None else 2
 
-    def local(decay: Array, update: Array) -> Array:
-        decays, h = lax.associative_scan(_then, (decay, update), axis=1)
-        if not over:
-            return h
-        ends = lax.all_gather((decays[:, -1], h[:, -1]), over)
-        _, ends = lax.associative_scan(_then, ends, axis=0)
-        device = lax.axis_index(over)
-        before = jnp.where(device > 0, ends[device - 1], 0)
-        return h + decays * before[:, None]
+    def local(decay: Array, update: Array, *order: Array) -> Array:
+        b, n, *rest = update.shape
+        split = [x.reshape(b, parts, n // parts, *rest) for x in (decay, update)]
+        decays, h = lax.associative_scan(_then, split, axis=2)
+        if not over and not order:
+            return h.reshape(update.shape)
+        numbers = order[0][:: n // parts] // (n // parts) if order else lax.axis_index(over)[None]
+        ends = tuple(jnp.moveaxis(x[:, :, -1], 1, 0) for x in (decays, h))
+        every = numbers
+        if over:
+            ends, every = (jax.tree.map(_flat, lax.all_gather(x, over)) for x in (ends, numbers))
+        in_order = jnp.argsort(every)
+        _, after = lax.associative_scan(_then, jax.tree.map(lambda x: x[in_order], ends), axis=0)
+        first = (numbers == 0).reshape(parts, *(1,) * (after.ndim - 1))
+        before = jnp.moveaxis(jnp.where(first, 0, after[numbers - 1]), 0, 1)
+        return (h + decays * before[:, :, None]).reshape(update.shape)
 
     names = tuple(axes)
-    return sharded_op(local, decay, update, axes=(names, names), out_axes=names, name="the recurrence's operand")
+    places = () if order is None else (order,)
+    return sharded_op(
+        local,
+        decay,
+        update,
+        *places,
+        axes=(names, names, *[(seq,)] * len(places)),
+        out_axes=names,
+        name="the recurrence's operand",
+    )
+
+
+def _flat(x: Array) -> Array:
+    """Parts of all devices, one after another."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _then(first: Pair, second: Pair) -> Pair:

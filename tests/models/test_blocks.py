@@ -37,7 +37,7 @@ MIXED = TransformerConfig(
     head_dim=8,
     hidden=32,
     blocks=(LINEAR, LINEAR, LINEAR, FULL),
-    attention=GatherAttention(zigzag=False),
+    attention=GatherAttention(),
     scan=True,
 )
 LAYOUTS = (
@@ -45,7 +45,7 @@ LAYOUTS = (
     pytest.param(Layout("fsdp=8"), marks=pytest.mark.long),
     pytest.param(Layout("tensor=4,data=2"), marks=pytest.mark.long),
     Layout("context=4,data=2"),
-    Layout("pipeline=2,data=4", pipeline=Pipeline("1f1b")),
+    Layout("pipeline=2,context=2,data=2", pipeline=Pipeline("1f1b")),
     Layout("context=2,tensor=2,fsdp=2"),
 )
 
@@ -137,9 +137,16 @@ def test_heads_are_checked_where_a_layer_attends():
     dataclasses.replace(MIXED, heads=3, kv_heads=None, head_dim=None, blocks=(LINEAR,))
 
 
-def test_a_recurrence_refuses_an_order_of_tokens_that_is_not_the_natural_one():
-    model = nnx.eval_shape(lambda: dataclasses.replace(MIXED, attention=RingAttention()).make(nnx.Rngs(0)))
-    with Layout("context=4"), raises_saying(LayoutError, "GatedRecurrence", "RingAttention.zigzag = False"):
+class InOrder(GatedRecurrence):
+    """Needs the natural order."""
+
+    any_order = False
+
+
+def test_a_mixer_that_needs_the_natural_order_refuses_another():
+    config = dataclasses.replace(MIXED, blocks=(BlockConfig(mixer=InOrder()), FULL), attention=RingAttention())
+    model = nnx.eval_shape(lambda: config.make(nnx.Rngs(0)))
+    with Layout("context=4"), raises_saying(LayoutError, "InOrder", "RingAttention.zigzag = False"):
         model.order(16)
 
 

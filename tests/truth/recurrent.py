@@ -39,6 +39,7 @@ class GatedRecurrence(Mixer):
     """Makes a `Recurrence` of so many channels, whose state a cache keeps for each page or not."""
 
     layer: ClassVar[type[Recurrence]] = Recurrence
+    any_order: ClassVar[bool] = True
 
     channels: int = 16
     per_page: bool = False

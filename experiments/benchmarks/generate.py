@@ -70,10 +70,11 @@ class Ours:
 
     def __init__(self, graphdef: Any, params: Any, case: Case, z: Sizes):
         from jaxscale.infer.cache import Paged
-        from jaxscale.infer.engine import Engine
+        from jaxscale.infer.engine import Cached, Engine
 
         self.case, self.z = case, z
-        self.engine = Engine(graphdef, params, cache=Paged(page=PAGE), rows=len(case.texts), length=case.length)
+        cache = Paged(page=PAGE)
+        self.engine = Engine(Cached(graphdef, params, cache=cache, rows=len(case.texts), length=case.length))
         start = time.perf_counter()
         self.engine.compile()
         self.compile_seconds = time.perf_counter() - start

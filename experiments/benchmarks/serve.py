@@ -185,7 +185,7 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
 
     import jaxscale as js
     from jaxscale.infer.cache import Paged
-    from jaxscale.infer.engine import Engine
+    from jaxscale.infer.engine import Cached, Engine
     from jaxscale.infer.serve import Served, Server
     from jaxscale.train import describe_model, make_params
 
@@ -197,7 +197,7 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
     length = size.prompt + size.tokens
 
     def engine() -> Engine:
-        made = Engine(graphdef, params, cache=Paged(16), rows=size.rows, length=length, end_ids=(0,))
+        made = Engine(Cached(graphdef, params, cache=Paged(16), rows=size.rows, length=length, end_ids=(0,)))
         made.compile()
         return made
 

@@ -20,10 +20,10 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
-from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.forward import forward, one_row_a_lane
 from jaxscale.infer.sampling import Sampling
-from jaxscale.infer.streaming import Layers, OnHost, StreamingEngine
+from jaxscale.infer.streaming import Layers, OnHost, Streamed
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
@@ -99,7 +99,7 @@ def arrivals(rate: float, texts: int = 60) -> dict[str, Any]:
     random = np.random.default_rng(0)
     graphdef, _ = describe_model(CONFIG)
     params = jax.jit(make_params, static_argnums=(0, 1))(CONFIG, 0)
-    engine = Engine(graphdef, params, cache=Paged(16), rows=8, length=128, budget=128)
+    engine = Engine(Cached(graphdef, params, cache=Paged(16), rows=8, length=128, budget=128))
     prompts = [tuple(random.integers(1, 256, random.integers(4, 64)).tolist()) for _ in range(texts)]
     asked = [
         Request(p, Sampling(max_tokens=int(random.integers(4, 48)), ignore_end=True), i) for i, p in enumerate(prompts)
@@ -131,11 +131,12 @@ def resident(depth: int) -> dict[str, Any]:
     graphdef, infos = describe_model(config)
     params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
     kept = {i.path: np.array(x) for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True)}
-    engine = StreamingEngine(graphdef, Layers(infos, OnHost(kept)), cache=Paged(16), rows=1, length=64, budget=64)
+    layers = Layers(infos, OnHost(kept))
+    engine = Engine(Streamed(graphdef, layers, cache=Paged(16), rows=1, length=64, budget=64))
     engine.submit(Request(tuple(range(1, 20)), Sampling(max_tokens=4, ignore_end=True), 0))
     while engine.busy:
         engine.step()
-    there = engine.resident
+    there = engine.stepper.resident
     return {"depth": depth, "peak": there.peak, "whole": there.whole}
 
 

@@ -54,6 +54,15 @@ def add(commands: Any) -> None:
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="of a step (default 256, or twice --rows)")
     parser.add_argument("--pages", type=int, help="of the cache (default: enough for rows of full length)")
     parser.add_argument("--page", type=int, default=16, metavar="TOKENS", help="of a page (default 16)")
+    parser.add_argument(
+        "--draft", metavar="RUN", help="a run whose smaller model proposes tokens (speculative decoding)"
+    )
+    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="proposals of a round (default 4)")
+    parser.add_argument(
+        "--stream-layers",
+        choices=("host", "disk"),
+        help="layers come to the device one by one, for models larger than its memory",
+    )
     parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default 1 MiB)")
     parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="(default: what --length leaves)")
     parser.add_argument("--max-requests", type=int, metavar="TEXTS", help="that wait or run at once (default 512)")
@@ -91,13 +100,15 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     # before anybody listens, so that what is wrong with the folder is said first
     served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)
+    draft = None if args.draft is None else load(args.draft)
     if served.choice:
         told = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
         print(f"jaxscale: a request's defaults, of generation_config.json: {told} (--neutral: none)", file=sys.stderr)
     with Server(host=args.host, port=args.port, key=_key(args), limits=limits) as server:
         print(f"jaxscale: listening at {server.url}; loading the model", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
-        server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes))
+        ways = {"draft": draft, "draft_tokens": args.draft_tokens, "stream_layers": args.stream_layers}
+        server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes, **ways))
         stop = _Signals()
         print(f"serving '{served.name}' at {server.url}/v1", flush=True)
         while not stop.wait(0.5):

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.data import Tokenizer
 from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.completion import Arriving, Completion
-from jaxscale.infer.engine import Engine, Event, Request
-from jaxscale.infer.loaded import Loaded, load_model, prompt_ids
+from jaxscale.infer.engine import Cached, Engine, Request
+from jaxscale.infer.loaded import load_model, prompt_ids
 from jaxscale.infer.sampling import Sampling
-from jaxscale.infer.speculative import Speculative
-from jaxscale.infer.streaming import StreamingEngine, stream_model
+from jaxscale.infer.steppers import stepper_of
+from jaxscale.infer.streaming import Streamed
 from jaxscale.infer.text import TextStream
-from jaxscale.infer.whole import WholeTexts, keeps_nothing
 from jaxscale.layout import Layout
 from jaxscale.nn import Cache
 
@@ -31,21 +31,6 @@ log = logging.getLogger("jaxscale")
 Prompt = str | Sequence[int]
 _ROOM = 256
 """A cache has this many places, or twice, four times as many: few shapes."""
-
-
-class Generator(Protocol):
-    """What takes requests and gives tokens: `Engine`, `Speculative`, `WholeTexts`."""
-
-    length: int
-
-    def submit(self, request: Request) -> None: ...
-
-    def cancel(self, id: Any) -> None: ...
-
-    def step(self) -> list[Event]: ...
-
-    @property
-    def busy(self) -> bool: ...
 
 
 class Piece(NamedTuple):
@@ -194,18 +179,14 @@ def pieces(
     need = max((len(i) + s.max_tokens for i, s in zip(ids, asked, strict=True)), default=1)
     rows = 1 if len(ids) == 1 else rows  # few shapes, so that little is compiled
     length = _room([r.config.model for r in (run, draft) if r is not None], need, positions)
-    engine: Generator
-    if stream_layers is not None:
-        if draft is not None:
-            raise ConfigError("a draft and stream_layers do not go together; leave out one of them")
-        cache = Paged() if cache is None else cache
-        engine = _streaming(run, stream_layers, layout, step, cache=cache, rows=rows, length=length)
-    else:
+    engine, found = None, None
+    if stream_layers is None:
         found = load_model(run, layout, step, generation=True, length=length)
         if draft is None:
-            engine = _engine(run, found, Paged() if cache is None else cache, rows, need, length)
-        else:
-            engine = _with_draft(run, found, draft, draft_tokens, rows, length)
+            engine = run.session.take_engine(found, functools.partial(_suits, cache=cache, rows=rows, need=need))
+    if engine is None:
+        more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
+        engine = Engine(stepper_of(run, found, length=length, rows=rows, cache=cache, step=step, **more))
     tokenizer = _tokenizer(run, prompts, settings)
     show = lambda prompt, s: None if tokenizer is None else TextStream(tokenizer, s.stop, prompt.tolist())  # noqa: E731
     texts = [Arriving(prompt, s, show(prompt, s), run.end_ids) for prompt, s in zip(ids, asked, strict=True)]
@@ -226,7 +207,7 @@ def pieces(
                     if event.finished is None:
                         engine.cancel(event.id)
                     _say_length(run, done, asked[i], settings[i], positions)
-                    share = engine.stats.acceptance if isinstance(engine, Speculative) else None
+                    share = None if draft is None else engine.stats.acceptance
                     done = dataclasses.replace(done, acceptance=share)
                 yield Piece(i, new, done)
         sound = True
@@ -238,10 +219,10 @@ def pieces(
             for i, text in enumerate(texts):
                 if text.completion is None:
                     engine.cancel(names[i])
-            if type(engine) is Engine and run.state is None:  # of a run that may be trained on, nothing is kept
+            if found is not None and draft is None and run.state is None:  # training would change the state
                 run.session.keep_engine(found, engine)
-        if isinstance(engine, StreamingEngine):
-            _say_resident(engine)
+        if isinstance(engine.stepper, Streamed):
+            _say_resident(engine.stepper)
 
 
 def _is_one(prompts: Any) -> bool:
@@ -266,7 +247,7 @@ def _settings(sampling: Any, fields: dict[str, Any], n: int) -> list[Sampling]:
 def _tokenizer(run: Run, prompts: Sequence[Prompt], settings: Sequence[Sampling]) -> Tokenizer | None:
     """What makes text of tokens; ids go on without."""
     try:
-        return run.tokenizer
+        return run.session.tokenizer
     except DataError:
         if any(isinstance(p, str) for p in prompts) or any(s.stop for s in settings):
             raise
@@ -308,47 +289,23 @@ def _alike(model: Any, need: int, room: int) -> int:
     return need + bisect.bisect_left(range(need + 1, room + 1), True, key=lambda n: model.for_texts_of(n) != model)
 
 
-def _streaming(run: Run, source: str, layout: Layout | None, step: int | None, **options: Any) -> StreamingEngine:
-    """One whose layers are elsewhere; nothing of it is kept."""
-    graphdef, layers = stream_model(run, source, layout, step, options["length"])
-    return StreamingEngine(graphdef, layers, layout=layout, end_ids=run.end_ids, **options)
-
-
-def _say_resident(engine: StreamingEngine) -> None:
+def _say_resident(stepper: Streamed) -> None:
     """How much of the model was on the device, which has it no more."""
-    there = engine.resident
-    engine.layers.close()
+    there = stepper.resident
+    stepper.layers.close()
     log.warning(
         "layers were streamed: at most %.1f of %.1f MiB of parameters were on the device at once",
         there.peak / 2**20, there.whole / 2**20,
     )  # fmt: skip
 
 
-def _engine(run: Run, found: Loaded, cache: Cache, rows: int, need: int, length: int) -> Generator:
-    """One that is there from the last time, with what it knows of prompts, or a new one."""
-
-    def suits(engine: Engine) -> bool:
-        return engine.cache == cache and engine.pages.rows >= rows and engine.length >= need
-
-    kept = run.session.take_engine(found, suits)
-    if kept is not None:
-        return kept
-    common: dict[str, Any] = dict(layout=found.layout, rows=rows, length=length, end_ids=run.end_ids)
-    why = keeps_nothing(found)
-    if why is not None:
-        log.warning("%s: every token takes the whole text again", why)
-        return WholeTexts(found.graphdef, found.params, **common)
-    return Engine(found.graphdef, found.params, cache=cache, **common)
-
-
-def _with_draft(run: Run, found: Loaded, draft: Run, draft_tokens: int, rows: int, length: int) -> Generator:
-    own, other = run.tokenizer, draft.tokenizer
-    if own.fingerprint != other.fingerprint:
-        raise ConfigError(
-            f"the draft {draft.path} has the tokenizer '{other.name}' ({other.vocab_size} ids) and {run.path} has "
-            f"'{own.name}' ({own.vocab_size} ids); a draft must have the same tokenizer"
-        )
-    small = load_model(draft, found.layout, generation=True, length=length)
-    if small.layout != found.layout:
-        raise ConfigError(f"the draft is in memory on {small.layout}, and {run.path} is on one device; give a layout")
-    return Speculative(found, small, draft_tokens=draft_tokens, rows=rows, length=length, end_ids=run.end_ids)
+def _suits(engine: Engine, cache: Cache | None, rows: int, need: int) -> bool:
+    """Whether an engine of an earlier call has room for these texts; one without a cache has nothing to keep."""
+    stepper = engine.stepper
+    wanted = Paged() if cache is None else cache
+    return (
+        isinstance(stepper, Cached)
+        and stepper.cache == wanted
+        and stepper.pages.rows >= rows
+        and stepper.length >= need
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jaxscale.data import Tokenizer
 from jaxscale.layout import Layout
 
 if TYPE_CHECKING:
@@ -29,6 +31,15 @@ class Session:
     run: Run
     _model: tuple[Any, Tree] | None = None
     _engine: tuple[Loaded, Engine] | None = None
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, read once.
+
+        Raises:
+          DataError: an imported checkpoint came without one.
+        """
+        return self.run.tokenizer
 
     def params(self, step: int, layout: Layout | None, generation: bool, read: Callable[[], Tree]) -> Tree:
         """A checkpoint's parameters on a layout; reuses those of the last call where the arguments are the same.

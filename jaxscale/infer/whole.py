@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +16,12 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import describe_cache, generating
-from jaxscale.infer.engine import Event, Request, check_independent
+from jaxscale.infer.engine import Give, Text, check_independent
 from jaxscale.infer.forward import everywhere
 from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose, seen_bits, seen_of
 from jaxscale.layout import Layout, constrain
 from jaxscale.nn import head_logits
-from jaxscale.step.texts import checked
 
 TOP = 20
 
@@ -37,14 +35,8 @@ def keeps_nothing(loaded: Loaded) -> str | None:
     return None
 
 
-@dataclasses.dataclass(eq=False)
-class _Text:
-    request: Request
-    tokens: list[int]
-
-
 class WholeTexts:
-    """An engine (`submit`, `cancel`, `step`, `busy` of `jaxscale.infer.engine.Engine`) for any model of a run.
+    """Steps (see `jaxscale.infer.engine.Stepper`) of any model of a run: each token takes the whole text again.
 
     Args:
       graphdef, params: the model, laid out by `layout`.
@@ -57,6 +49,8 @@ class WholeTexts:
       ConfigError: a text would depend on the padding behind it and on the texts beside it.
     """
 
+    scores = False
+
     def __init__(
         self,
         graphdef: nnx.GraphDef,
@@ -68,7 +62,7 @@ class WholeTexts:
         end_ids: Iterable[int] = (),
     ):
         split = 1 if layout is None else layout.split("batch")
-        self._rows = -(-rows // split) * split
+        self.places = -(-rows // split) * split
         cut = 1 if layout is None else layout.split("seq")
         self.length, self._width = length, length if cut == 1 else -(-length // (2 * cut)) * 2 * cut
         self._graphdef, self._params, self._layout = graphdef, params, layout
@@ -76,43 +70,28 @@ class WholeTexts:
         check_independent(model)
         self.vocab = model.head_weight().shape[0]
         self.end_ids = frozenset(end_ids)
-        self._texts: list[_Text] = []
-        self._events: list[Event] = []
+        self._rows: list[Text | None] = [None] * self.places
+        self._steps = 0
 
-    def submit(self, request: Request) -> None:
-        """Puts a request into the queue.
+    def counts(self) -> dict[str, int]:
+        """See `Stepper`."""
+        return {"steps": self._steps, "calls": self._steps}
 
-        Raises:
-          ConfigError: what it asks cannot be done here.
-        """
-        n = len(checked(np.asarray(request.prompt), self.vocab))
-        if n + request.sampling.max_tokens > self.length:
-            raise ConfigError(
-                f"a prompt of {n} tokens and max_tokens = {request.sampling.max_tokens} are more than the "
-                f"{self.length} tokens that a text may have here; ask for at most {max(self.length - n, 0)}"
-            )
-        self._texts.append(_Text(request, [int(i) for i in request.prompt]))
+    def admit(self, queue: Sequence[Text], running: Sequence[Text], clock: float) -> None:
+        """See `Stepper`; in order of arrival."""
+        waiting = list(queue)
+        for row, there in enumerate(self._rows):
+            if there is None and waiting:
+                self._rows[row] = waiting.pop(0)
+                self._rows[row].row = row  # type: ignore[union-attr]
 
-    def cancel(self, id: Hashable) -> None:
-        """Ends a request; of one that is not under way, nothing."""
-        for text in [t for t in self._texts if t.request.id == id]:
-            self._events.append(Event(id, -1, finished="cancelled"))
-            self._texts.remove(text)
-
-    @property
-    def busy(self) -> bool:
-        """Whether `step` has something to do or to tell."""
-        return bool(self._texts or self._events)
-
-    def step(self) -> list[Event]:
-        """The next token of the first texts."""
-        events, self._events = self._events, []
-        texts = self._texts[: self._rows]
-        if not texts:
-            return events
-        tokens, counts = np.zeros((self._rows, self._width), np.int32), np.ones(self._rows, np.int32)
-        settings, seen = [Sampling()] * self._rows, np.zeros((self._rows, -(-self.vocab // 8)), np.uint8)
-        for row, t in enumerate(texts):
+    def run(self, plan: None, give: Give) -> None:
+        """See `Stepper`: the next token of every running text."""
+        rows = self.places
+        tokens, counts = np.zeros((rows, self._width), np.int32), np.ones(rows, np.int32)
+        settings, seen = [Sampling()] * rows, np.zeros((rows, -(-self.vocab // 8)), np.uint8)
+        texts = [(row, t) for row, t in enumerate(self._rows) if t is not None]
+        for row, t in texts:
             tokens[row, : len(t.tokens)], counts[row], settings[row] = t.tokens, len(t.tokens), t.request.sampling
             seen[row] = seen_bits(t.tokens, settings[row], self.vocab)
         with self._layout or contextlib.nullcontext():
@@ -120,18 +99,21 @@ class WholeTexts:
         with generating(self._layout) or contextlib.nullcontext():  # one column is not cut along the sequence
             how = Choices.of(settings, self.vocab)
             chosen, top = jax.device_get(_next(self._graphdef, self._params, last, counts, how, seen))
-        return events + [self._given(t, row, chosen, top) for row, t in enumerate(texts)]
+        self._steps += 1
+        for row, t in texts:
+            values, ids = (x[row, : settings[row].logprobs].tolist() for x in top)
+            give(t, int(chosen.token[row]), float(chosen.logprob[row]), tuple(zip(ids, values, strict=True)))
 
-    def _given(self, text: _Text, row: int, chosen: Chosen, top: Any) -> Event:
-        s, token = text.request.sampling, int(chosen.token[row])
-        text.tokens.append(token)
-        made = len(text.tokens) - len(text.request.prompt)
-        ended = token in self.end_ids and not s.ignore_end
-        finished: Any = "stop" if ended else "length" if made == s.max_tokens else None
-        if finished is not None:
-            self._texts.remove(text)
-        values, ids = (x[row, : s.logprobs].tolist() for x in top)
-        return Event(text.request.id, token, float(chosen.logprob[row]), tuple(zip(ids, values, strict=True)), finished)
+    def release(self, text: Text) -> None:
+        """See `Stepper`."""
+        self._rows[text.row] = None
+        text.row = -1
+
+    def compile(self, note: Callable[[int, int], None]) -> None:
+        """See `Stepper`: with no text."""
+        note(0, 1)
+        self.run(None, lambda *_: None)
+        self._steps = 0
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, Paged, generating
-from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.sampling import Choices, Sampling, choose
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
@@ -129,7 +129,9 @@ def agree(found, truth):
 def engine(mesh=None, cache=None, config=CONFIG, **options):
     cache = Paged(page=4, pages=14) if cache is None else cache
     options = dict(rows=4, length=LENGTH, budget=32, end_ids=(END,)) | options
-    return Engine(*_model(mesh, config), layout=None if mesh is None else Layout(mesh), cache=cache, **options)
+    layout = None if mesh is None else Layout(mesh)
+    clock = {name: options.pop(name) for name in ("clock",) if name in options}
+    return Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, **options), **clock)
 
 
 def run(there, requests):
@@ -220,7 +222,7 @@ def test_shared_pages_save_work_and_change_nothing():
     head = tuple(range(10, 22))
     requests = [Request((*head, 30 + i), Sampling(max_tokens=3, seed=i, ignore_end=True), i) for i in range(3)]
     there, apart = engine(), engine()
-    apart.pages.sharing = False
+    apart.stepper.pages.sharing = False
     seen = []
     for one in (there, apart):
         for r in requests:

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
-from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.loaded import Loaded, dropless
 from jaxscale.infer.sampling import Sampling
-from jaxscale.infer.speculative import Speculative
+from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import BlockConfig, TransformerConfig
@@ -88,7 +88,7 @@ def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, 
     linear = BlockConfig(mixer=GatedRecurrence(per_page=per_page))
     config = dataclasses.replace(MIXED, blocks=(linear, FULL) if staged else (linear, linear, linear, FULL))
     requests = list(_requests(14))
-    there = Engine(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16)
+    there = Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
     assert _served(there, requests) == _greedy(requests, config)
     assert (there.stats.shared > 0) == per_page  # else there is no state of a beginning that texts have in common
     assert mesh is not None or there.stats.preemptions > 0
@@ -98,7 +98,7 @@ def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands():
     requests = list(_requests(6))
     small = dataclasses.replace(MIXED, depth=1, blocks=(LINEAR,))
     models = [Loaded(*_model(None, config), None, 0) for config in (MIXED, small)]
-    there = Speculative(*models, draft_tokens=3, rows=4, length=LENGTH)
+    there = Engine(WithDraft(*models, draft_tokens=3, rows=4, length=LENGTH))
     assert _served(there, requests) == _greedy(requests)
     assert 0 < there.stats.accepted < there.stats.proposed
 

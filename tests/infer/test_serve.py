@@ -268,3 +268,21 @@ def test_the_command_serves_and_ends_what_runs_when_told_to_stop(stored, tmp_pat
     steps = [int(of) for _, of in re.findall(r"compiling step (\d+) of (\d+)", err)]
     assert steps and len(steps) == steps[0]
     assert "POST" not in err or json.dumps("def ") not in err
+
+
+@pytest.mark.parametrize("way", ["draft", "layers"])
+def test_a_server_with_a_draft_or_streamed_layers_says_the_same(client, stored, served, way):
+    texts = [complete(client, p, max_tokens=n).choices[0].text for p, n in (("def ", 8), ("a", 5))]
+    more = {"draft": dict(draft=stored, draft_tokens=2), "layers": dict(stream_layers="host")}[way]
+    engine = engine_of(stored, served, rows=2, budget=8, page=8, **more)
+    with Server(port=0, key="sesame", limits=Limits()) as other:
+        other.open(served, engine)
+        with openai.OpenAI(base_url=f"{other.url}/v1", api_key="sesame", max_retries=0, timeout=60) as asking:
+            assert [complete(asking, p, max_tokens=n).choices[0].text for p, n in (("def ", 8), ("a", 5))] == texts
+            if way == "draft":
+                with pytest.raises(openai.BadRequestError, match="no log-probabilities of a prompt"):
+                    complete(asking, logprobs=1, echo=True)
+        assert metric(other, "jaxscale_generation_tokens_total") == 13
+    assert engine.stats.tokens_out == 13 and engine.stats.running == 0
+    if way == "draft":  # the model is its own draft, so that every proposal is right
+        assert engine.stats.acceptance == 1

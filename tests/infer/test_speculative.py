@@ -15,10 +15,10 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.errors import ConfigError
-from jaxscale.infer.engine import Request
+from jaxscale.infer.engine import Engine, Request
 from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.sampling import Choices, Sampling
-from jaxscale.infer.speculative import Speculative
+from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.speculative_round import distribution, verify
 from jaxscale.layout import shardings_of
 from jaxscale.train import describe_model
@@ -50,7 +50,7 @@ def small():
 
 def _generate(target, draft, prompts, settings, **options):
     """Tokens and log-probabilities of each, and the engine."""
-    engine = Speculative(target, draft, **{"length": LENGTH, "rows": 6, **options})
+    engine = Engine(WithDraft(target, draft, **{"length": LENGTH, "rows": 6, **options}))
     for i, (prompt, s) in enumerate(zip(prompts, settings, strict=True)):
         engine.submit(Request(tuple(prompt), s, i))
     out = collections.defaultdict(list)
@@ -122,7 +122,7 @@ def test_an_end_ends_a_text_within_a_round(large, small):
 
 
 def test_a_cancelled_text_leaves_its_lane_to_the_next(large, small):
-    engine = Speculative(large, small, length=LENGTH, rows=6)
+    engine = Engine(WithDraft(large, small, length=LENGTH, rows=6))
     for i in range(8):
         engine.submit(Request((1 + i,), Sampling(max_tokens=30 if i in (0, 6) else 3, temperature=0), i))
     while not [e for e in engine.step() if e.id == 0]:
@@ -139,7 +139,7 @@ def test_a_cancelled_text_leaves_its_lane_to_the_next(large, small):
 def test_no_request_compiles_anything_after_the_first():
     """Each way to ask for a text, alone and all together."""
     models = [_loaded(dataclasses.replace(c, hidden=40)) for c in (LARGE, SMALL)]  # that no other test has compiled
-    engine = Speculative(*models, length=LENGTH, rows=4, draft_tokens=2)
+    engine = Engine(WithDraft(*models, length=LENGTH, rows=4, draft_tokens=2))
     ways: list[dict] = [
         {"temperature": 0.0},
         {"repetition_penalty": 1.5},
@@ -230,17 +230,17 @@ def test_a_text_depends_on_its_seed_and_not_on_its_company(large, small):
 
 
 def test_what_cannot_be_asked_is_said(large, small):
-    engine = Speculative(large, small, length=8, rows=1)
+    engine = Engine(WithDraft(large, small, length=8, rows=1))
     engine.submit(Request((1,), Sampling(max_tokens=2)))
     for request, words in [
         (Request((1,), Sampling(max_tokens=2)), ["request 0", "another id"]),
         (Request((1, 2, 3), Sampling(max_tokens=6), 1), ["3 tokens", "at most 5"]),
-        (Request((64,), Sampling(max_tokens=2), 1), ["token id 64", "below 64"]),
+        (Request((64,), Sampling(max_tokens=2), 1), ["token id 64", "from 0 to 63"]),
     ]:
         with raises_saying(ConfigError, *words):
             engine.submit(request)
     with raises_saying(ConfigError, "draft_tokens = 0"):
-        Speculative(large, small, draft_tokens=0)
+        WithDraft(large, small, draft_tokens=0)
     dropping = dataclasses.replace(SMALL, mlp=js.nn.MixtureOfExperts(experts=4, capacity=1.0))
     with raises_saying(ConfigError, "capacity = 1.0 drops tokens"):
-        Speculative(large, _loaded(dropping))
+        WithDraft(large, _loaded(dropping))

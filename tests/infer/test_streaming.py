@@ -9,9 +9,9 @@ import pytest
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.infer.cache import Paged
-from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.sampling import Sampling
-from jaxscale.infer.streaming import Layers, OnHost, StreamingEngine, stream_model
+from jaxscale.infer.streaming import Layers, OnHost, Streamed, stream_model
 from jaxscale.train import describe_model, make_params
 from tests.truth.errors import raises_saying
 
@@ -49,7 +49,7 @@ def tokens(engine, **sampling):
 @pytest.fixture(scope="module")
 def resident(model):
     graphdef, _, params = model
-    return tokens(Engine(graphdef, params, cache=Paged(8), **SIZES))
+    return tokens(Engine(Cached(graphdef, params, cache=Paged(8), **SIZES)))
 
 
 class Watched(OnHost):
@@ -69,22 +69,22 @@ def streamed(model, kept, resident):
     """An engine, what it made of the prompts, and its source."""
     graphdef, infos, _ = model
     source = Watched(kept)
-    engine = StreamingEngine(graphdef, Layers(infos, source), cache=Paged(8), **SIZES)
+    engine = Engine(Streamed(graphdef, Layers(infos, source), cache=Paged(8), **SIZES))
     del source.seen[:]
     return engine, tokens(engine), source
 
 
 def test_the_likeliest_tokens_are_those_of_the_resident_model(streamed, resident):
     engine, found, _ = streamed
-    assert len({run for run, _ in engine.layers.order}) == 2  # layers of two kinds, and some more of one
+    assert len({run for run, _ in engine.stepper.layers.order}) == 2  # layers of two kinds, and some more of one
     assert found == resident
 
 
 def test_scored_prompts_are_those_of_the_resident_model(model, kept):
     graphdef, infos, params = model
-    streaming = StreamingEngine(graphdef, Layers(infos, OnHost(kept)), cache=Paged(8), **SIZES)
+    streaming = Engine(Streamed(graphdef, Layers(infos, OnHost(kept)), cache=Paged(8), **SIZES))
     scores = []
-    for engine in (Engine(graphdef, params, cache=Paged(8), **SIZES), streaming):
+    for engine in (Engine(Cached(graphdef, params, cache=Paged(8), **SIZES)), streaming):
         engine.submit(Request(PROMPTS[0], Sampling(max_tokens=1, logprobs=2), 0, scored=True))
         events = []
         while engine.busy:  # the prompt is longer than a step
@@ -96,13 +96,13 @@ def test_scored_prompts_are_those_of_the_resident_model(model, kept):
 
 def test_no_more_than_two_layers_are_ever_there(streamed, kept):
     engine, _, source = streamed
-    now, peak, bound, whole = engine.resident
+    now, peak, bound, whole = engine.stepper.resident
     stays = sum(x.nbytes for name, x in kept.items() if not name.startswith("runs/"))
     group = sum(x[0].nbytes for name, x in kept.items() if name.startswith("runs/0/"))
     assert bound == stays + 2 * group < whole == sum(x.nbytes for x in kept.values())
     assert stays <= now <= peak <= bound  # the first layer of the next step is there, or on its way
     # all arrays of this process, of which the cache and a step's own few are no parameters
-    cache = sum(x.nbytes for x in jax.tree.leaves(engine._states))
+    cache = sum(x.nbytes for x in jax.tree.leaves(engine.stepper._states))
     assert stays + group <= max(source.seen) <= bound + cache + 16 * 1024
 
 
@@ -117,13 +117,13 @@ def test_a_layout_streams_the_same_tokens(model, kept, resident):
     graphdef, infos, _ = model
     layout = js.Layout("tensor=2")
     layers = Layers(infos, OnHost(kept), layout)
-    assert tokens(StreamingEngine(graphdef, layers, layout=layout, cache=Paged(8), **SIZES)) == resident
+    assert tokens(Engine(Streamed(graphdef, layers, layout=layout, cache=Paged(8), **SIZES))) == resident
 
 
 def test_stages_are_refused(model, kept):
     graphdef, infos, _ = model
     with raises_saying(LayoutError, "pipeline"):
-        StreamingEngine(graphdef, Layers(infos, OnHost(kept)), layout=js.Layout("pipeline=2"), **SIZES)
+        Streamed(graphdef, Layers(infos, OnHost(kept)), layout=js.Layout("pipeline=2"), **SIZES)
 
 
 @pytest.mark.parametrize("source", ["host", "disk"])

@@ -14,7 +14,7 @@ import pytest
 import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.infer.cache import Paged, generating
-from jaxscale.infer.engine import Engine, Request
+from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.sampling import Sampling
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
@@ -74,7 +74,7 @@ def generate_all() -> None:
     requests = [Request(tuple(range(3, 9 + i)), Sampling(max_tokens=6, temperature=0.5 * i, seed=i), i) for i in (0, 1)]
 
     def texts(params, layout=None):
-        engine = Engine(graphdef, params, layout=layout, cache=Paged(4), rows=1, length=16, budget=16)
+        engine = Engine(Cached(graphdef, params, layout=layout, cache=Paged(4), rows=1, length=16, budget=16))
         for r in requests:
             engine.submit(r)
         out = {r.id: [] for r in requests}

@@ -16,6 +16,8 @@ class Stats(NamedTuple):
     pages_free: int
     preemptions: int = 0
     steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
 
 PAGES = 1000

@@ -206,4 +206,6 @@ def _engine_metrics(worker: Worker) -> list[Counter | Gauge | Any]:
         gauge("cache_pages_used", "Pages of the cache that texts hold.", "pages_used"),
         gauge("preemptions_total", "Texts that gave their pages back and began again.", "preemptions", "counter"),
         gauge("engine_steps_total", "Steps of the engine.", "steps", "counter"),
+        gauge("draft_tokens_total", "Tokens that the draft proposed.", "proposed", "counter"),
+        gauge("draft_tokens_accepted_total", "Proposals that were accepted.", "accepted", "counter"),
     ]

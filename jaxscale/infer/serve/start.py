@@ -15,6 +15,7 @@ from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
 from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_length
 from jaxscale.infer.serve.asked import Served
+from jaxscale.infer.steppers import stepper_of
 from jaxscale.layout import Layout
 from jaxscale.step.texts import check_texts
 
@@ -78,6 +79,9 @@ def engine_of(
     budget: int | None = None,
     pages: int | None = None,
     page: int = 16,
+    draft: Run | None = None,
+    draft_tokens: int = 4,
+    stream_layers: str | None = None,
     note: Callable[[int, int], None] = lambda done, of: None,
 ) -> Engine:
     """An engine for a run's model, every step of which is compiled.
@@ -85,8 +89,9 @@ def engine_of(
     Args:
       run, served: the model.
       layout: where it lives.
-      rows, budget: see `Engine`.
+      rows, budget: see `jaxscale.infer.engine.Cached`.
       pages, page: see `Paged`.
+      draft, draft_tokens, stream_layers: see `jaxscale.infer.steppers.stepper_of`.
       note: see `Engine.compile`.
 
     Raises:
@@ -98,16 +103,11 @@ def engine_of(
             f"a server runs in one process, and there are {jax.process_count()}, of which one alone would hear of a "
             "request; start one on each machine, with a layout of its own devices"
         )
-    loaded = load_model(run, layout, generation=True, length=served.length)
+    length = served.length
+    found = None if stream_layers is not None else load_model(run, layout, generation=True, length=length)
+    more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
     engine = Engine(
-        loaded.graphdef,
-        loaded.params,
-        layout=loaded.layout,
-        cache=Paged(page, pages),
-        rows=rows,
-        length=served.length,
-        budget=budget,
-        end_ids=served.end_ids,
+        stepper_of(run, found, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more)
     )
     engine.compile(note)
     return engine

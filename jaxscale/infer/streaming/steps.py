@@ -1,4 +1,4 @@
-"""An engine whose model passes through the device: the layers come and go, the caches of all stay."""
+"""Steps of a model that passes through the device: the layers come and go, the caches of all stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.infer.cache import ModelCache
-from jaxscale.infer.engine import Engine, FirstCome
+from jaxscale.infer.engine import Cached, FirstCome
 from jaxscale.infer.engine.device import Found, Pick, Scored, Scores, Step, Steps, given_tokens, next_tokens
 from jaxscale.infer.engine.packing import Told, how_to_pick
 from jaxscale.infer.forward import everywhere, hidden_at
@@ -20,8 +20,8 @@ from jaxscale.layout import Layout
 from jaxscale.nn import Cache, Packed, Part, RunCache
 
 
-class StreamingEngine(Engine):
-    """`Engine`, for models that are larger than the device's memory: same requests, same tokens.
+class Streamed(Cached):
+    """Steps with a cache, of models that are larger than the device's memory: same requests, same tokens.
 
     A step takes as long as bringing all layers does, however many tokens it has, so that many rows cost little more
     than one.
@@ -30,10 +30,10 @@ class StreamingEngine(Engine):
       graphdef: the model.
       layers: its parameters.
       layout: where both live.
-      **options: see `Engine`.
+      **options: see `Cached`.
 
     Raises:
-      ConfigError, LayoutError: see `Engine`; and layers lie on pipeline stages.
+      ConfigError, LayoutError: see `Cached`; and layers lie on pipeline stages.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, layers: Layers, *, layout: Layout | None = None, **options: Any):

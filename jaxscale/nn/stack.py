@@ -147,7 +147,8 @@ class Run(nnx.Module):
         else:
             found = []
             for i in range(part.at.shape[0]):
-                (x, states), one = group((x, states), jax.tree.map(lambda a, i=i: a[i], stacked))
+                with jax.named_scope(f"[{i}]"):
+                    (x, states), one = group((x, states), jax.tree.map(lambda a, i=i: a[i], stacked))
                 found.append(one)
             stats = total(found)
         if isinstance(kept, RunCache):

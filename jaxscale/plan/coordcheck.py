@@ -222,6 +222,9 @@ def _called(model: Any) -> str:
 
 def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]:
     """A seed and batches -> before each batch's step, sizes of all activations and of their changes; its loss."""
+    model: Any = config.model
+    if getattr(model, "scan", None) == "auto":  # so that a module's layers are recorded side by side
+        config = dataclasses.replace(config, model=dataclasses.replace(model, scan=True))
     blueprint, schedule = blueprint_of(config)
     step = step_of(blueprint, config, schedule)
 

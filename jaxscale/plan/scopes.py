@@ -25,4 +25,4 @@ def scopes_of(name: str) -> str:
 
 _AGAIN = "rematted_computation"
 _WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
-_CONTROL = re.compile(r"while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|eval_jaxpr")
+_CONTROL = re.compile(r"\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|eval_jaxpr")

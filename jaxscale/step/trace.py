@@ -194,7 +194,7 @@ def _plain(stack: str) -> str:
     """Scopes without what differentiation wrapped around them."""
     for word in ("transpose(", "jvp(", "vmap(", "checkpoint/", "rematted_computation/", ")"):
         stack = stack.replace(word, "")
-    return "/".join(part for part in stack.split("/") if part)
+    return "/".join(part for part in stack.split("/") if part).replace("/[", "[")  # the number of a layer
 
 
 def _source(eqn: core.JaxprEqn) -> str:

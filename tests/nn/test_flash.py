@@ -88,7 +88,7 @@ def test_a_layout_that_splits_the_sequence_is_refused():
 def test_keeping_attention_keeps_the_backward_pass_from_attending_again(layout):
     products = {}
     for policy in ("none", "full", "attention_only"):
-        graphdef, infos = describe_model(dataclasses.replace(FLASH, windows=(None,), memory=policy))
+        graphdef, infos = describe_model(dataclasses.replace(FLASH, windows=(None,), memory=policy, scan=True))
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
         with in_force(layout):
             f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))

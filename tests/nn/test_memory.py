@@ -67,7 +67,7 @@ def test_each_policy_recomputes_what_it_says():
     policies = {**POLICIES, "tiles": TILES, "qkv": MemoryPolicy(keep=("qkv",)), "up": MemoryPolicy(keep=("mlp_up",))}
     policies |= {"up to the host": MemoryPolicy(offload=("mlp_up",)), "mid": MemoryPolicy(keep=("residual_mid",))}
     for name, policy in policies.items():
-        graphdef, infos = describe_model(Small(memory=policy))
+        graphdef, infos = describe_model(Small(memory=policy, scan=True))
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
         f = jax.grad(lambda p, t, g=graphdef: jnp.sum(nnx.merge(g, p).hidden(t)))
         jaxpr = jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))

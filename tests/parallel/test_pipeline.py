@@ -116,7 +116,7 @@ def _stage(model: TransformerConfig):
 
 @pytest.mark.parametrize("memory", ["none", "full"])
 def test_three_phases_cost_what_an_ordinary_backward_costs(memory):
-    stage, params, x, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, memory=memory))
+    stage, params, x, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, memory=memory, scan=True))
     pairs = jax.eval_shape(split.zeros)
     ordinary = _flops(lambda p, x, ct: jax.vjp(stage, p, x)[1](ct), params, x, x)
     dx = _flops(lambda p, x, ct: split.backward(stage, p, x, ct), params, x, x)
@@ -128,7 +128,7 @@ def test_three_phases_cost_what_an_ordinary_backward_costs(memory):
 
 
 def test_no_weight_waits_in_a_stash_and_no_input_twice():
-    *_, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48))
+    *_, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, scan=True))
     names = split.axes()
     # gate, up and down; q, k, v and out: seven products of four inputs
     assert len(names) == 7 and sum(x is not None for x, _ in names) == 4
@@ -139,7 +139,7 @@ def test_a_weight_used_in_tiles_does_not_wait():
     from jaxscale.nn import MemoryPolicy
 
     tiled = MemoryPolicy(rest="keep", tile=("mlp_hidden",), tile_size=4)
-    *_, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, memory=tiled))
+    *_, split = _stage(TransformerConfig(depth=2, width=16, heads=2, hidden=48, memory=tiled, scan=True))
     assert len(split.waiting) == 4  # those of attention
 
 

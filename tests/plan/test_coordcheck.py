@@ -45,7 +45,7 @@ PARAMETRISATIONS = {"standard": ("", 1), "MuP": ("Transformer.parametrisation = 
 
 
 def test_records_what_each_module_of_each_layer_makes():
-    config = TransformerConfig(depth=2, vocab=32, width=16, heads=4, kv_heads=2, hidden=24, mlp=GELU)
+    config = TransformerConfig(depth=2, vocab=32, width=16, heads=4, kv_heads=2, hidden=24, mlp=GELU, scan=True)
     graphdef, infos = describe_model(config)
     tokens = jnp.arange(12).reshape(2, 6)
 

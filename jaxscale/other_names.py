@@ -66,7 +66,7 @@ windows: slidingwindow slidingwindowsize
 logit_softcap: finallogitsoftcap finallogitsoftcapping finallogitssoftcap
 attention_softcap: attnlogitsoftcap attnlogitsoftcapping attnlogitssoftcap
 qkv_bias: attentionbias
-data: dp ddp replica replicas replicate dpreplicate dataparallelreplicate batch
+data: dp ddp replicas replicate dpreplicate dataparallelreplicate batch
 fsdp: dpshard dataparallelshard shard zero zero2 zero3 fullysharded hsdp fsdptranspose
 tensor: tp mp model mdl megatron tensortranspose
 pipeline: pp pipe stage stages

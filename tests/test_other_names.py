@@ -36,7 +36,7 @@ def said(call, *args):
 
 
 AXES = {
-    "data": "dp ddp replica dp_replicate data_parallel_replicate_degree dcn_data_parallelism batch",
+    "data": "dp ddp replicas dp_replicate data_parallel_replicate_degree dcn_data_parallelism batch",
     "fsdp": "zero zero3 dp_shard data_parallel_shard_degree ici_fsdp_parallelism FSDP",
     "tensor": "tp model mp mdl tensor_parallel_degree ici_tensor_parallelism",
     "pipeline": "pp stage pipe pipeline_parallel_degree",

@@ -28,6 +28,7 @@ AXES: dict[str, str] = {
     "rank": "the rank of an adapter's two matrices",
     "norm": "the width of a normalisation's scale and bias, outside of FSDP's split of `embed`",
     # stacks
+    "replicas": "copies of the training state that differ (`LocalSteps`); split by replica",
     "layers": "copies of a repeating group of blocks, stacked and scanned; pipeline splits it",
     "experts": "experts of a mixture",
     # experts: names of their own, so that rules alone can lay them over other mesh axes than attention (folding)
@@ -52,7 +53,7 @@ REPLICABLE = ("kv_heads",)
 Grouped-query attention has fewer key heads than a large `tensor` axis, and each is small beside the query heads.
 """
 
-MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+MESH_AXES: tuple[str, ...] = ("replica", "pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest-varying first: neighbours along `tensor` are the closest devices."""
 
 

@@ -67,7 +67,7 @@ def resolve_sizes(sizes: dict[str, int], devices: int, spec: str) -> dict[str, i
 
 
 def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None, *, across: str | None = None) -> Mesh:
-    """A mesh with all six axes (size 1 where unnamed), of `Auto` type.
+    """A mesh with all axes (size 1 where unnamed), of `Auto` type.
 
     Args:
       spec: sizes by mesh axis, as `"data=2,fsdp=2,tensor=2"`; one may be -1. The order written does not matter:

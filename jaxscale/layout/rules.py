@@ -77,10 +77,10 @@ class Rules:
 
 # A batch is split over every axis that holds whole copies of a layer's arithmetic.
 _BATCH: dict[str, Target] = {
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("replica", "data", "fsdp", "expert"),
     "seq": "context",
     "residual_seq": "context",
-    "expert_batch": ("data", "fsdp", "expert"),
+    "expert_batch": ("replica", "data", "fsdp", "expert"),
     "expert_seq": "context",
     "cache_seq": "context",
     "pages": "context",
@@ -177,6 +177,8 @@ def preset(name: str, *, sequence_sharded: bool = False) -> Rules:
             )
         raise LayoutError(f"there is no rule preset '{name}'{near(name, PRESETS)}")
     rules = PRESETS[name]()
+    maps: dict[str, Mapping[str, Target]] = {f.name: getattr(rules, f.name) for f in dataclasses.fields(rules)}
+    rules = Rules(**{kind: {**targets, "replicas": "replica"} for kind, targets in maps.items()})
     if sequence_sharded:
         rules = dataclasses.replace(rules, activations={**rules.activations, "residual_seq": ("context", "tensor")})
     return rules

@@ -22,6 +22,8 @@ def unknown(config: TrainConfig) -> str | None:
     for part, kind in ((config.objective, NextToken), (config.model, TransformerConfig)):
         if not isinstance(part, kind):
             return f"no formula knows the arithmetic and memory of {type(part).__name__}"
+    if not config.algorithm.formulas_hold:
+        return f"no formula knows the arithmetic and memory of {config.algorithm.describe()}"
     if not config.model.causal:  # type: ignore[attr-defined]
         return "no formula knows the arithmetic and memory of Bidirectional"
     return not_covered(config.model)

@@ -54,6 +54,9 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
     no_adapters(config)
+    if not config.algorithm.formulas_hold:
+        name = config.algorithm.describe()
+        raise ConfigError(f"no formula knows what {name} sends; `jaxscale plan` reads it off the compiled step")
     for part in ("memory", "sizes", "runs", "layer_mlps"):
         if not hasattr(config.model, part):
             name = type(config.model).__name__

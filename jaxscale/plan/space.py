@@ -58,6 +58,7 @@ def axes_of(config: TrainConfig) -> tuple[str, ...]:
     model: Any = config.model
     kernel = model.attention
     able = {
+        "replica": False,  # without `LocalSteps` it is another `data`, and with it no layout's choice
         "context": kernel is dot_product_attention or hasattr(kernel, "order"),  # flash attention sees whole sequences
         "expert": isinstance(model.mlp, MixtureOfExperts),
     }

@@ -3,6 +3,7 @@
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.local_steps import LocalSteps
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.masked_token import MaskedToken
@@ -24,6 +25,8 @@ __all__ = [
     "CutLoss",
     "Input",
     "LoRA",
+    "LocalSteps",
+    "LocalSteps",
     "Loss",
     "MaskedToken",
     "MaterialisedLoss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,6 +30,11 @@ class Algorithm:
     As this class has them, they are one copy of the parameters, the optimizer's state, and nothing else. Copies that
     may differ are stacked along a dimension with a name; what a layout repeats has to agree (`FingerprintGuard`).
     """
+
+    @property
+    def formulas_hold(self) -> bool:
+        """Whether the planner's formulas, which are `Backprop`'s, cover a step; else it is planned by compiling it."""
+        return False
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """A `TensorInfo` per array of "params", "opt_state" and "extra".
@@ -84,7 +89,11 @@ class Algorithm:
         """The part of a checkpoint that holds `weights` as they are, as "params"; `None` where they are worked out."""
         return None if averages(state_infos(blueprint.tx, blueprint.infos)) else "params"
 
-    def check(self, config: TrainConfig) -> None:
+    def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
+        """Parameters as the model has them, and the rows that their gradient is taken of; several where they differ."""
+        yield params, batch
+
+    def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Whether it goes with the other settings of a run; called before anything is compiled.
 
         Raises:

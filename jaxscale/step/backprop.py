@@ -30,6 +30,10 @@ _NONE: Tree = {}
 class Backprop(Algorithm):
     """The gradient of the objective on the whole batch, and one update of the optimizer a step: the default."""
 
+    @property
+    def formulas_hold(self) -> bool:
+        return True
+
     def step(
         self,
         blueprint: Blueprint,
@@ -48,6 +52,7 @@ def make_step(
     tx: optax.GradientTransformation,
     schedule: Callable[[Any], Any] | None = None,
     guards: Sequence[Guard] = (),
+    apply: Callable[..., tuple[Tree, Tree]] = apply_gradients,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """The step: gradients, their norm, the update.
 
@@ -56,6 +61,7 @@ def make_step(
       tx: the optimizer.
       schedule: step -> learning rate, reported as the metric `lr`.
       guards: of which any may refuse the update; the step counts on all the same.
+      apply: makes new parameters and optimizer state, as `jaxscale.optim.apply_gradients` does.
 
     Returns:
       a pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
@@ -67,7 +73,7 @@ def make_step(
         with jax.named_scope("gradient_norm"):
             norm = gradient_norm(grads)
         metrics = {**metrics, "grad_norm": norm}
-        take = lambda: apply_gradients(tx, grads, state.opt_state, state.params)  # noqa: E731
+        take = lambda: apply(tx, grads, state.opt_state, state.params)  # noqa: E731
         taken, kept, counts = judge(guards, state, metrics)
         # A branch and no select, which would hold old and new state side by side; all devices go the same way.
         leave = lambda: (state.params, state.opt_state)  # noqa: E731

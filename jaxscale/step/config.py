@@ -53,7 +53,8 @@ class TrainConfig:
       schedule: learning rate over time, such as `WarmupCosine()`; `lr` is its peak.
       clip_norm: gradients are scaled down to this global norm, float32; `None` leaves them.
       accumulate: micro-batches a step; changes memory, not the gradient.
-      algorithm: what owns the state and takes a step: `Backprop()`, `WeightEMA()`, or an `Algorithm` of your own.
+      algorithm: what owns the state and takes a step: `Backprop()`, `WeightEMA()`, `LocalSteps()`, or an `Algorithm` of
+        your own.
       objective: what is trained for: `NextToken()`, whose `loss` and `z_loss` say how each token's loss is made, or an
         `Objective` of your own.
       balance_rate: what a step moves the biases of balanced routers by (see `jaxscale.nn.SigmoidRouter`).
@@ -141,7 +142,6 @@ class TrainConfig:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"train.clip_norm = {self.clip_norm}: must be above 0, or None for no clipping")
         check_objective_of(self)
-        self.algorithm.check(self)
         if self.batch_size % self.accumulate:
             fit = max(d for d in range(1, self.accumulate + 1) if self.batch_size % d == 0)
             raise ConfigError(

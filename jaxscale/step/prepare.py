@@ -315,7 +315,7 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
         raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
     blueprint, schedule = blueprint_of(config)
     _check_pipeline(blueprint, config)
-    blueprint.algorithm.infos(blueprint)  # raises what does not go with the optimizer
+    config.algorithm.check(config, blueprint)
     blueprint.shardings()  # raises what cannot be laid out
     shardings_of(blueprint.frozen, config.layout)
     if config.layout is not None:

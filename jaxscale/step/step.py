@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, shardings_of
 from jaxscale.step.algorithm import NEXT_TOKEN, Batch, Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.objective import Input, Objective, Totals
@@ -74,6 +74,6 @@ def make_eval(blueprint: Blueprint, batch: Any, objective: Objective = NEXT_TOKE
 
     if blueprint.layout is None:
         return jax.jit(evaluate)
-    where: Any = blueprint.shardings()
-    params = blueprint.model_params(where.params, where.frozen)
+    trained, frozen = (shardings_of(infos, blueprint.layout) for infos in (blueprint.infos, blueprint.frozen))
+    params = blueprint.model_params(trained, frozen)
     return jax.jit(evaluate, in_shardings=(params, batch), out_shardings=blueprint.layout.replicated)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,13 +48,12 @@ class WeightEMA(Algorithm):
         if not isinstance(self.inner, Algorithm) or isinstance(self.inner, WeightEMA):
             raise ConfigError(f"WeightEMA.inner must be an algorithm such as Backprop(), not {self.inner!r}")
 
+    @property
+    def formulas_hold(self) -> bool:
+        return self.inner.formulas_hold
+
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         infos = self.inner.infos(blueprint)
-        if averages(state_infos(blueprint.tx, blueprint.infos)):
-            raise ConfigError(
-                "WeightEMA averages the parameters in training, and a schedule-free optimizer evaluates an average of "
-                "its own; set train.algorithm = @Backprop()"
-            )
         wide = lambda i: dataclasses.replace(i, path=f"average/{i.path}", dtype=jnp.dtype("float32"))  # noqa: E731
         return {**infos, "extra": {**infos["extra"], "average": jax.tree.map(wide, infos["params"])}}
 
@@ -92,5 +91,13 @@ class WeightEMA(Algorithm):
         same = all(i.dtype == jnp.float32 for i in jax.tree.leaves(blueprint.infos))
         return "extra/average" if same and self.inner.weights_in(blueprint) == "params" else None
 
-    def check(self, config: TrainConfig) -> None:
-        self.inner.check(config)
+    def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
+        return self.inner.copies(params, batch)
+
+    def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
+        if averages(state_infos(blueprint.tx, blueprint.infos)):
+            raise ConfigError(
+                "WeightEMA averages the parameters in training, and a schedule-free optimizer evaluates an average of "
+                "its own; set train.algorithm = @Backprop()"
+            )
+        self.inner.check(config, blueprint)

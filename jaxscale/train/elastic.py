@@ -152,6 +152,11 @@ class Elastic:
         """
         alive = [d for d in self.alive if d not in lost]
         smaller = recut(self.layout, alive)
+        infos, size = self.blueprint.algorithm.infos(self.blueprint)["params"], self.config.batch_size
+        dealt = deal(size, _batch_shards(smaller, self.config.seq_len), self._at_once)
+        if dealt.rows != size and any("replicas" in i.axes for i in jax.tree.leaves(infos)):
+            raise LayoutError(f"{smaller} does not divide {size} rows, and a replica's rows stay its own; lose as many "
+                              "devices as leave a layout that divides them")  # fmt: skip
         old = flatten(self.state)
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=smaller))
         moved = move(old, flatten(blueprint.shardings()), alive)

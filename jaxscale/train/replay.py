@@ -140,7 +140,8 @@ def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array, frozen
     config = dataclasses.replace(config, layout=None)
     blueprint, _ = blueprint_of(config)
     grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
-    return first_nonfinite(grads, params, batch, key, frozen)
+    found = (first_nonfinite(grads, p, b, key, frozen) for p, b in config.algorithm.copies(params, batch))
+    return next((origin for origin in found if origin is not None), None)
 
 
 def _on_host(tree: Any) -> Any:

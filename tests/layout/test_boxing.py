@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import LayoutError
-from jaxscale.layout import Boxes, infer, make_mesh, rebox
+from jaxscale.layout import MESH_AXES, Boxes, infer, make_mesh, rebox
 from jaxscale.parallel.boxing import reboxed
 from jaxscale.plan.collectives import collectives, sent_by_axis
 from tests.truth.errors import raises_saying
@@ -103,7 +103,7 @@ def test_every_change_of_signature_keeps_the_tensor_and_sends_the_bytes_predicte
             predicted[move.axis,] = predicted.get((move.axis,), 0) + move.sent
     # equal programs of two plans are compiled once
     shared = sum(m.sent for plan in _prefixes(plans) for m in plan)
-    mesh_sizes = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1) | SIZES
+    mesh_sizes = dict.fromkeys(MESH_AXES, 1) | SIZES
     counted = sent_by_axis(collectives(compiled, mesh_sizes))
     assert sum(counted.values()) == shared <= sum(predicted.values())
 

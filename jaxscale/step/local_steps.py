@@ -1,0 +1,152 @@
+"""Local steps: replicas train apart on their own rows, and average their parameters every so many steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.optim import HostState, apply_gradients, averages
+from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Batch, Metrics, Step, Tree
+from jaxscale.step.backprop import make_loss_and_grads, make_step
+from jaxscale.step.guards import Guard
+from jaxscale.step.objective import Objective
+from jaxscale.step.state import Blueprint, TrainState
+
+if TYPE_CHECKING:
+    from jaxscale.step.config import TrainConfig
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LocalSteps(Algorithm):
+    """Local SGD (Stich 2018, arXiv:1805.09767), with any optimizer: each replica has parameters and state of its own.
+
+    Of B rows the first `B / replicas` are replica 0's. A replica's loss is the mean over its rows; clipping and dropout
+    are its own. Every `every` steps the parameters become their mean, made in float32; optimizer states do not. Between
+    these, the mesh axis `replica` carries nothing but the numbers that a step reports and guards judge: the mean loss,
+    and as `grad_norm` the norm of all replicas' gradients together. Evaluation, sampling and export see the mean.
+
+    The mesh axis divides the replicas, and those of one device take turns, so that a checkpoint goes on on any mesh.
+
+    Args:
+      replicas: how many there are.
+      every: steps from one averaging to the next.
+
+    Raises:
+      ConfigError: fewer than 2 replicas or than 1 step.
+    """
+
+    replicas: int = 2
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicas", 2), ("every", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"LocalSteps.{name} = {value!r}: must be a whole number of at least {least}")
+
+    def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
+        many = lambda i: dataclasses.replace(i, shape=(self.replicas, *i.shape), axes=("replicas", *i.axes))  # noqa: E731
+        return jax.tree.map(many, super().infos(blueprint))
+
+    def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
+        many = lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape))  # noqa: E731
+        return jax.tree.map(many, super().init(blueprint, params))
+
+    def step(
+        self,
+        blueprint: Blueprint,
+        objective: Objective = NEXT_TOKEN,
+        *,
+        accumulate: int = 1,
+        schedule: Callable[[Any], Any] | None = None,
+        guards: Sequence[Guard] = (),
+    ) -> Step:
+        of_one = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
+        over = () if blueprint.layout is None else blueprint.layout.cut("replicas", "params")
+
+        def each(f: Callable[..., Tree], shared: Tree, *trees: Tree) -> Tree:
+            """`f(shared, *own)` of every replica's own part of stacked trees; stacked alike."""
+
+            def here(shared: Tree, *trees: Tree) -> Tree:
+                if len(jax.tree.leaves(trees)[0]) > 1:
+                    return jax.lax.map(lambda own: f(shared, *own), trees)
+                return jax.tree.map(lambda x: x[None], f(shared, *jax.tree.map(lambda x: x[0], trees)))
+
+            split, whole = PartitionSpec(over), PartitionSpec()
+            specs: Any = dict(in_specs=(whole, *(split for _ in trees)), out_specs=split, axis_names=set(over))
+            return (jax.shard_map(here, **specs, check_vma=False) if over else here)(shared, *trees)
+
+        def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree) -> tuple[Metrics, Tree]:
+            def own(shared: Tree, number: jax.Array, params: Tree, batch: Batch) -> tuple[Metrics, Tree]:
+                key = jax.random.fold_in(jax.random.wrap_key_data(shared["key"]), number)
+                return of_one(params, batch, key, shared["frozen"])
+
+            shared = {"key": jax.random.key_data(key), "frozen": frozen}
+            metrics, grads = each(own, shared, jnp.arange(self.replicas), params, self._rows(batch))
+            return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics), grads
+
+        def apply(tx: Any, *trees: Tree) -> tuple[Tree, Tree]:
+            return each(lambda _, *own: apply_gradients(tx, *own), {}, *trees)
+
+        apart = make_step(loss_and_grads, blueprint.tx, schedule, guards, apply=apply)
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            state, metrics = apart(state, batch)
+            meet = lambda: jax.tree.map(lambda p: jnp.broadcast_to(_mean(p), p.shape), state.params)  # noqa: E731
+            with jax.named_scope("average_replicas"):
+                params = jax.lax.cond(state.step % self.every == 0, meet, lambda: state.params)
+            return state.replace(params=params), metrics
+
+        return step
+
+    def weights(self, state: TrainState) -> Tree:
+        def where(p: jax.Array) -> Any:
+            at = p.sharding
+            return NamedSharding(at.mesh, PartitionSpec(*at.spec[1:])) if isinstance(at, NamedSharding) else at
+
+        return jax.jit(_means, out_shardings=jax.tree.map(where, state.params))(state.params)
+
+    def weights_in(self, blueprint: Blueprint) -> str | None:
+        return None
+
+    def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
+        part = lambda r: jax.tree.map(lambda x: x[r], (params, self._rows(batch)))  # noqa: E731
+        return map(part, range(self.replicas))
+
+    def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
+        layout, state = config.layout, super().infos(blueprint)["opt_state"]
+        if averages(state) or any(isinstance(s, HostState) for s in jax.tree.leaves(state, is_leaf=_on_host)):
+            raise ConfigError(f"LocalSteps does not go with {type(config.optimizer).__name__}; use AdamW()")
+        axis = 1 if layout is None else layout.sizes["replica"]
+        if self.replicas % axis or (layout is not None and layout.stages > 1):
+            raise ConfigError(
+                f"LocalSteps.replicas = {self.replicas} on {layout}: the mesh axis 'replica' has to divide it, and "
+                f"there may be no pipeline; use the mesh 'replica={self.replicas}'"
+            )
+        unit = self.replicas * (1 if layout is None else layout.split("batch") // axis) * config.objective.group
+        if config.micro_batch % unit:
+            more = -(-config.micro_batch // unit) * unit * config.accumulate
+            raise ConfigError(f"train.batch_size = {config.batch_size} does not divide over {self}; set it to {more}")
+
+    def _rows(self, batch: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.reshape(self.replicas, -1, *x.shape[1:]), batch)
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    return jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
+
+
+def _means(tree: Tree) -> Tree:
+    return jax.tree.map(_mean, tree)
+
+
+def _on_host(state: Any) -> bool:
+    return isinstance(state, HostState)

@@ -32,7 +32,7 @@ from jaxscale.layout import SCHEDULES, Layout, draw, simulate
 from jaxscale.layout.table import draw_figure
 from jaxscale.nn import RingAttention
 from jaxscale.plan.collectives import collectives, sent_by_axis
-from jaxscale.train import batch_sharding, blueprint_of, jit_step, make_loss_and_grads, make_step
+from jaxscale.step import batch_sharding, blueprint_of, jit_step, make_loss_and_grads, make_step
 
 plt.rcParams["figure.dpi"] = 75
 

@@ -39,7 +39,7 @@ from jaxscale.layout.tensors import tensor_table
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Linear
 from jaxscale.parallel import sharded_op
-from jaxscale.train import describe_model
+from jaxscale.step import describe_model
 from pallas_kernels.dispatch import Implementation, dispatch, interpreted
 
 plt.rcParams["figure.dpi"] = 75

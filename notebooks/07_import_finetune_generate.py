@@ -36,7 +36,8 @@ from jaxscale.convert.exporting import export_checkpoint
 from jaxscale.convert.merge import merge
 from jaxscale.convert.pretrained import import_checkpoint
 from jaxscale.models import TransformerConfig
-from jaxscale.train import FromRun, LoRA
+from jaxscale.step import LoRA
+from jaxscale.train import FromRun
 
 work = Path(tempfile.mkdtemp())
 plt.rcParams["figure.dpi"] = 75

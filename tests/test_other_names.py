@@ -18,7 +18,7 @@ from jaxscale.layout.schedules import SCHEDULES
 from jaxscale.models import TransformerConfig
 from jaxscale.optim import AdamW
 from jaxscale.other_names import OURS, fold
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 FIELDS = {"train": TrainConfig, "Transformer": TransformerConfig, "AdamW": AdamW}
 

@@ -12,7 +12,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, RingAttention, dot_product_attention
 from jaxscale.optim import SGD, AdamW
 from jaxscale.signatures import check_call
-from jaxscale.train import NextToken, TrainConfig
+from jaxscale.step import NextToken, TrainConfig
 
 KERNEL = "(q, k, v, *, causal, segment_ids, positions, window, softcap, scale)"
 

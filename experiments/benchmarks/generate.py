@@ -167,7 +167,7 @@ def same_weights(model: Any) -> tuple[Any, Any]:
     """Ours, with the values of theirs, through a folder as their users save it."""
     from jaxscale.convert.pretrained import read_pretrained
     from jaxscale.interop.pretrained import open_pretrained
-    from jaxscale.train import describe_model
+    from jaxscale.step import describe_model
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

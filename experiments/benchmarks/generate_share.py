@@ -32,7 +32,7 @@ from jaxscale.infer.cache import Contiguous, cache_bytes
 from jaxscale.infer.engine import Engine, Request
 from jaxscale.infer.sampling import Sampling
 from jaxscale.models import TransformerConfig
-from jaxscale.train import describe_model, make_params
+from jaxscale.step import describe_model, make_params
 
 LARGE = Sizes(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocab=128256, dtype="bfloat16")
 

@@ -187,7 +187,7 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
     from jaxscale.infer.cache import Paged
     from jaxscale.infer.engine import Cached, Engine
     from jaxscale.infer.serve import Served, Server
-    from jaxscale.train import describe_model, make_params
+    from jaxscale.step import describe_model, make_params
 
     config = js.models.Transformer.Config(
         depth=size.depth, vocab=256, width=size.width, heads=max(2, size.width // 64), hidden=4 * size.width

@@ -24,7 +24,7 @@ import trace_summary
 from step_flops import document_lengths, model_flops, palm_flops
 
 from jaxscale.nn import POLICIES
-from jaxscale.train import NextToken
+from jaxscale.step import NextToken
 
 TIMED_SECONDS = 20.0
 """What the timed steps of a case may take together; at least three are timed."""
@@ -86,7 +86,7 @@ def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any
     import jaxscale as js
     from jaxscale.nn import flash_attention
     from jaxscale.optim import AdamW8bit, Constant
-    from jaxscale.train import CutLoss
+    from jaxscale.step import CutLoss
 
     implementation = "xla" if xla else None
     attention = functools.partial(flash_attention, implementation=implementation) if xla else flash_attention
@@ -145,7 +145,7 @@ class Step:
 
     def __init__(self, config: Any, topology: str, budget: int, policies: Sequence[str] = tuple(POLICIES)):
         from jaxscale.plan import choose
-        from jaxscale.train import prepare
+        from jaxscale.step import prepare
         from pallas_kernels.dispatch import choosing
 
         start = time.perf_counter()

@@ -76,7 +76,7 @@ class Ours:
 
     def __init__(self, case: Case, z: Sizes):
         import jaxscale as js
-        from jaxscale.train import jit_step, make_loss_and_grads, make_step, prepare
+        from jaxscale.step import jit_step, make_loss_and_grads, make_step, prepare
 
         model = js.models.TransformerConfig(
             depth=z.layers, width=z.width, heads=z.heads, hidden=z.hidden, vocab=z.vocab

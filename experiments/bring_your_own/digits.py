@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.config import register
-from jaxscale.train import Input, Objective
+from jaxscale.step import Input, Objective
 
 CLASSES = 10
 

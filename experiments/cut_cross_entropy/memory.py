@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import LayoutError
 from jaxscale.plan import compile_for
-from jaxscale.train import CutLoss, MaterialisedLoss
+from jaxscale.step import CutLoss, MaterialisedLoss
 
 HERE = Path(__file__).parent
 TOKENS, WIDTH, WORDS, SOFTCAP = 8192, 2304, 256_000, 30.0

@@ -23,7 +23,7 @@ import jaxscale as js
 from jaxscale.models.presets import llama3_8b
 from jaxscale.optim import AdamW, AdamW8bit, is_quantized
 from jaxscale.plan import compile_step
-from jaxscale.train import blueprint_of
+from jaxscale.step import blueprint_of
 from pallas_kernels import chosen, forget
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ from jaxscale.layout import Layout  # noqa: E402
 from jaxscale.models import Learned, TransformerConfig  # noqa: E402
 from jaxscale.nn import GELU, LayerNorm, flash_attention  # noqa: E402
 from jaxscale.plan.roofline import StepTime, step_time  # noqa: E402
-from jaxscale.train import TrainConfig  # noqa: E402
+from jaxscale.step import TrainConfig  # noqa: E402
 
 SEQ = 2048
 MODELS = {"22b": (48, 6144, 48), "175b": (96, 12288, 96), "1t": (128, 25600, 128)}

@@ -27,7 +27,7 @@ from jaxscale.infer.streaming import Layers, OnHost, Streamed
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
-from jaxscale.train import describe_model, make_params
+from jaxscale.step import describe_model, make_params
 from pallas_kernels.decode_attention.inputs import How, Inputs
 from pallas_kernels.decode_attention.split import Tiles, shares
 from pallas_kernels.flash_attention.inputs import Score

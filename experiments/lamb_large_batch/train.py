@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 import jaxscale as js
 from jaxscale.optim import LAMB, LARS, SGD, AdamW, Optimizer, apply_gradients
+from jaxscale.step import NextToken
 from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.step.state import make_params
-from jaxscale.train import NextToken
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "losses.json"

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 import jaxscale as js
 from jaxscale.run import Run, fit
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/layout_equivalence_curves")

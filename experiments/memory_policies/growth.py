@@ -24,7 +24,7 @@ import optax
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy, ReversibleRun, flash_attention
 from jaxscale.plan import compile_for
-from jaxscale.train import Blueprint, CutLoss, MaterialisedLoss, NextToken, describe_model, make_loss_and_grads
+from jaxscale.step import Blueprint, CutLoss, MaterialisedLoss, NextToken, describe_model, make_loss_and_grads
 
 HERE = Path(__file__).parent
 BASE = TransformerConfig(depth=8, vocab=4096, width=128, heads=2, hidden=512, attention=flash_attention)

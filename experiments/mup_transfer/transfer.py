@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxscale import config as gin_config
 from jaxscale.data import Loader
 from jaxscale.optim.base import Schedule
+from jaxscale.step import NextToken, TrainConfig, make_loss_and_grads, make_step
 from jaxscale.step.prepare import Prepared, blueprint_of, prepare
-from jaxscale.train import NextToken, TrainConfig, make_loss_and_grads, make_step
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "losses.csv"

@@ -30,7 +30,7 @@ from jaxscale.nn import RingAttention, UlyssesAttention, flash_attention
 from jaxscale.optim import state_infos
 from jaxscale.plan import compile_step, topology_devices
 from jaxscale.plan.collectives import Collective, collectives
-from jaxscale.train import blueprint_of
+from jaxscale.step import blueprint_of
 
 HERE = Path(__file__).parent
 CELLS = HERE / "cells.jsonl"

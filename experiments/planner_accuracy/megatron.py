@@ -10,7 +10,7 @@ from jaxscale.plan.communication import predict, sized
 from jaxscale.plan.memory import estimate
 from jaxscale.plan.roofline import Work
 from jaxscale.plan.work import work_of
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 
 def work(config: TrainConfig, there: Topology) -> Work:

@@ -34,7 +34,8 @@ import jaxscale as js
 from jaxscale.models import presets
 from jaxscale.nn import GatherAttention, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.plan import compiled_bytes, estimate
-from jaxscale.train import FromRun, LoRA
+from jaxscale.step import LoRA
+from jaxscale.train import FromRun
 
 HERE = Path(__file__).parent
 ROWS = HERE / "memory.jsonl"

@@ -26,7 +26,7 @@ from jaxscale.layout import Layout
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.nn import GELU, LayerNorm, MemoryPolicy, RingAttention, RMSNorm, Rotary, SwiGLU, flash_attention
 from jaxscale.plan.roofline import StepTime, Work, step_time
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 HERE = Path(__file__).parent
 CHIPS = Path(jaxscale.hardware.__file__).parent / "chips"

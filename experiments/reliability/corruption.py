@@ -33,7 +33,8 @@ import numpy as np
 import jaxscale as js
 from experiments.reliability.small import config
 from jaxscale.errors import JaxscaleError
-from jaxscale.train import blueprint_of, checkpoints_in
+from jaxscale.step import blueprint_of
+from jaxscale.train import checkpoints_in
 from jaxscale.train.checkpoints import flatten
 
 RESULTS = Path(__file__).parent / "results" / "corruption.json"

@@ -27,9 +27,10 @@ import jaxscale as js
 from experiments.reliability import lives
 from experiments.reliability.processes import at_step, changed, together
 from jaxscale.layout import path_name
+from jaxscale.step import blueprint_of, prepare
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard, StragglerGuard
 from jaxscale.step.guards.fingerprint import comparer
-from jaxscale.train import blueprint_of, loop, prepare
+from jaxscale.train import loop
 from jaxscale.train.skips import read_skips
 
 HERE = Path(__file__).parent

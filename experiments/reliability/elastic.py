@@ -28,7 +28,7 @@ import jaxscale as js
 from experiments.reliability import lives
 from experiments.reliability.small import config
 from jaxscale.data import Loader
-from jaxscale.train import blueprint_of
+from jaxscale.step import blueprint_of
 from jaxscale.train.checkpoints import flatten
 
 RESULTS = Path(__file__).parent / "results" / "elastic.json"

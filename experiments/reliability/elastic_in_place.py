@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 
 
-def destroy(state: js.train.TrainState, devices: set[jax.Device]) -> None:
+def destroy(state: js.step.TrainState, devices: set[jax.Device]) -> None:
     """Overwrites what devices hold of a state."""
     for x in jax.tree.leaves((state.params, state.opt_state)):
         for shard in x.addressable_shards:

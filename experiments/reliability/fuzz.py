@@ -3,7 +3,7 @@
     python -m experiments.reliability.fuzz --seed 0 --mutations 300
 
 One process, no data, no device, and nothing compiled: what is asked is `config.load`, `config.call` and
-`jaxscale.train.check`, as `jaxscale train` and `jaxscale explain` ask them.
+`jaxscale.step.check`, as `jaxscale train` and `jaxscale explain` ask them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxscale import config as gin_config
 from jaxscale.config_types import parameters, type_hints
 from jaxscale.errors import JaxscaleError
 from jaxscale.layout import Layout
-from jaxscale.train import TrainConfig, check
+from jaxscale.step import TrainConfig, check
 from pallas_kernels.errors import KernelError
 
 HERE = Path(__file__).parent

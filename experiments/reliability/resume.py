@@ -30,8 +30,9 @@ import jaxscale as js
 from experiments.reliability import lives
 from jaxscale.nn import MixtureOfExperts, RingAttention, SigmoidRouter
 from jaxscale.optim import AdamW8bit, EightBit
+from jaxscale.step import blueprint_of
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard, SpikeGuard
-from jaxscale.train import blueprint_of, loop
+from jaxscale.train import loop
 
 HERE = Path(__file__).parent
 STEPS, SAVED, KILLED = 40, 20, 26

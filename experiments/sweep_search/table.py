@@ -19,8 +19,8 @@ import optax
 
 from jaxscale.data import python_stdlib
 from jaxscale.models import TransformerConfig
+from jaxscale.step import NextToken, TrainConfig
 from jaxscale.step.prepare import prepare
-from jaxscale.train import NextToken, TrainConfig
 
 FILE = Path(__file__).resolve().parent / "results" / "curves.csv"
 GRID = {

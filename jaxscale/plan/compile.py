@@ -124,7 +124,7 @@ def lower_step(config: TrainConfig) -> Any:
       a `jax.stages.Lowered` of `(state, batch) -> (state, metrics)` on an abstract mesh, for this machine's platform.
 
     Raises:
-      LayoutError, ConfigError: naming what does not fit, as `jaxscale.train.check`.
+      LayoutError, ConfigError: naming what does not fit, as `jaxscale.step.check`.
     """
     if config.layout is not None:
         config = dataclasses.replace(config, layout=config.layout.abstract())

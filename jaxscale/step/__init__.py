@@ -26,7 +26,6 @@ __all__ = [
     "Input",
     "LoRA",
     "LocalSteps",
-    "LocalSteps",
     "Loss",
     "MaskedToken",
     "MaterialisedLoss",

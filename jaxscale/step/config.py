@@ -214,12 +214,12 @@ _PARTS = {
     "snapshots": (("every", "root"), "snapshots such as Snapshots()"),
     "algorithm": (
         ("infos", "init", "step", "weights", "weights_in"),
-        "an algorithm such as Backprop(), or a subclass of jaxscale.train.Algorithm",
+        "an algorithm such as Backprop(), or a subclass of jaxscale.step.Algorithm",
     ),
     "watchdog": (("silent", "stuck", "disk", "first"), "a watchdog such as Watchdog(stuck=60)"),
     "objective": (
         ("inputs", "weights", "terms", "value", "metrics"),
-        "an objective such as NextToken(), or a subclass of jaxscale.train.Objective",
+        "an objective such as NextToken(), or a subclass of jaxscale.step.Objective",
     ),
 }
 

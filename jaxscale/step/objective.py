@@ -188,7 +188,7 @@ class NextToken(Objective):
         if missing:
             raise ConfigError(
                 f"NextToken trains language models, and {type(config.model).__name__} has no '{missing[0]}'; set "
-                "train.objective to one that fits it (see jaxscale.train.Objective)"
+                "train.objective to one that fits it (see jaxscale.step.Objective)"
             )
         if not self.both_ways and not getattr(config.model, "causal", True):
             raise ConfigError(

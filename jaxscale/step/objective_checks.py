@@ -28,7 +28,7 @@ def check_objective_of(config: TrainConfig) -> None:
     objective = config.objective
     name = type(objective).__name__
     if not isinstance(objective, Objective):
-        raise ConfigError(f"train.objective = {objective!r} is no subclass of jaxscale.train.Objective; make it one")
+        raise ConfigError(f"train.objective = {objective!r} is no subclass of jaxscale.step.Objective; make it one")
     if not isinstance(objective.group, int) or objective.group < 1:
         raise ConfigError(f"{name}.group = {objective.group!r}: must be at least 1, the rows that belong together")
     objective.check(config)

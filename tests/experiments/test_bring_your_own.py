@@ -12,8 +12,8 @@ from experiments.bring_your_own.vit import FromLinen, ViT
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.models import TransformerConfig
 from jaxscale.plan import plan_for
+from jaxscale.step import NextToken, blueprint_of
 from jaxscale.testing import check_objective
-from jaxscale.train import NextToken, blueprint_of
 from tests.truth.errors import raises_saying
 
 pytest.importorskip("sklearn")

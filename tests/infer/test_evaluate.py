@@ -18,7 +18,7 @@ from jaxscale.infer import evaluate
 from jaxscale.infer.choices import Question, multiple_choice, read_questions
 from jaxscale.infer.evaluate import perplexity
 from jaxscale.infer.score import windows
-from jaxscale.train import describe_model
+from jaxscale.step import describe_model
 from tests.truth.errors import raises_saying
 
 LENGTH = 16

@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError, DataError, RunError
 from jaxscale.infer import Sampling, sample_text
 from jaxscale.infer.loaded import load_model
 from jaxscale.models.transformer_config import Learned
-from jaxscale.train import describe_model
+from jaxscale.step import describe_model
 from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params

@@ -21,7 +21,7 @@ from jaxscale.infer.sampling import Choices, Sampling
 from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.speculative_round import distribution, verify
 from jaxscale.layout import shardings_of
-from jaxscale.train import describe_model
+from jaxscale.step import describe_model
 from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params

@@ -12,7 +12,7 @@ from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.streaming import Layers, OnHost, Streamed, stream_model
-from jaxscale.train import describe_model, make_params
+from jaxscale.step import describe_model, make_params
 from tests.truth.errors import raises_saying
 
 CONFIG = js.models.Transformer.Config(depth=7, vocab=64, width=32, heads=4, kv_heads=2, hidden=64, windows=(4, None))

@@ -18,7 +18,7 @@ from jaxscale.interop.peft import Pair, modules_of
 from jaxscale.layout import TensorInfo
 from jaxscale.models import TransformerConfig, presets
 from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, Rotary, SoftmaxRouter
-from jaxscale.train import LoRA
+from jaxscale.step import LoRA
 from jaxscale.train.files import write_json
 from tests.truth.adapted import adapted, drawn
 from tests.truth.hf_folder import write_folder

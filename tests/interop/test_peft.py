@@ -9,8 +9,8 @@ from flax import nnx
 
 from jaxscale.convert.exporting_adapters import export_adapters
 from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
+from jaxscale.step import LoRA
 from jaxscale.step.state import describe_model
-from jaxscale.train import LoRA
 from tests.truth import foreign
 from tests.truth.adapted import adapted
 

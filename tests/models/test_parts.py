@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.models import TransformerConfig
-from jaxscale.train import describe_model
+from jaxscale.step import describe_model
 from tests.truth.errors import raises_saying
 
 

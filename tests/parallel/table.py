@@ -36,7 +36,7 @@ from jaxscale.nn import (
     UlyssesAttention,
     flash_attention,
 )
-from jaxscale.train import NextToken
+from jaxscale.step import NextToken
 from tests.truth.compare import FLOOR, global_norm
 from tests.truth.layouts import Trace, random_batch, train
 

@@ -16,8 +16,8 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout, Pipeline, simulate
 from jaxscale.models import TransformerConfig
 from jaxscale.parallel.pipeline import Split, assign, lower
+from jaxscale.step import batch_sharding, describe_model, jit_step, make_loss_and_grads, make_step
 from jaxscale.step.pipeline import kernels_of
-from jaxscale.train import batch_sharding, describe_model, jit_step, make_loss_and_grads, make_step
 from tests.truth.errors import raises_saying
 from tests.truth.hlo import branches
 from tests.truth.layouts import QUICKLY, build, random_batch, remembering_sgd

@@ -22,7 +22,7 @@ from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import predict
 from jaxscale.plan.moves import Mover
 from jaxscale.plan.stand_ins import as_compiled
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
 from tests.truth.errors import raises_saying
 

@@ -48,7 +48,7 @@ def test_a_training_step_compiles_for_a_slice_that_is_not_here():
         batch_size=8, seq_len=64, prompt=None,
     )  # fmt: skip
     compiled = compile_step(config, "v5e:2x2")
-    params = sum(i.nbytes for i in jax.tree.leaves(js.train.describe_model(config.model)[1]))
+    params = sum(i.nbytes for i in jax.tree.leaves(js.step.describe_model(config.model)[1]))
     held = compiled.memory_analysis().argument_size_in_bytes
     assert 0.9 * 3 * params / 4 < held < 1.2 * 3 * params / 4  # parameters and two moments, a quarter each
 

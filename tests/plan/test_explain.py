@@ -84,7 +84,7 @@ def test_the_state_counts_its_moments(optimizer, moments):
 
 def test_the_loss_and_the_attention_that_run_are_named():
     assert explained().loss.startswith("cross-entropy of materialised logits (a vocabulary of 256 is below")
-    cut = js.train.NextToken(js.train.CutLoss())
+    cut = js.step.NextToken(js.step.CutLoss())
     assert explained(objective=cut).loss.startswith("cut cross-entropy, no logits held")
     assert explained().attention == "dot_product_attention"
     tiles = functools.partial(js.nn.flash_attention, implementation="xla")

@@ -15,7 +15,8 @@ import jaxscale as js
 from jaxscale.models import presets
 from jaxscale.nn import GELU, MixtureOfExperts, SoftmaxRouter
 from jaxscale.plan import flops
-from jaxscale.train import FromRun, LoRA, model_flops
+from jaxscale.step import LoRA, model_flops
+from jaxscale.train import FromRun
 
 B, S, E, H, K, D, F, V = 4, 16, 32, 4, 2, 8, 48, 64
 TINY = dict(depth=2, vocab=V, width=E, heads=H, head_dim=D, hidden=F)

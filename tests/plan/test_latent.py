@@ -15,7 +15,7 @@ from jaxscale.plan import compile_step, explain, plan_for
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict
 from jaxscale.plan.work import products
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(

@@ -16,7 +16,8 @@ from jaxscale.optim import OnHost
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan import compiled_bytes, estimate
 from jaxscale.plan.heap import Heap
-from jaxscale.train import FromRun, LoRA
+from jaxscale.step import LoRA
+from jaxscale.train import FromRun
 from tests.truth.errors import raises_saying
 
 TOPOLOGY = "v5e:2x2"

@@ -17,8 +17,8 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import POLICIES, MemoryPolicy, MixtureOfExperts, flash_attention
 from jaxscale.plan import choose, estimate, memory, policies
 from jaxscale.plan.layer_memory import local_bytes
+from jaxscale.step import prepare
 from jaxscale.step.state import describe_model
-from jaxscale.train import prepare
 from tests.truth.errors import raises_saying
 
 TOPOLOGY = "v5e:2x2"

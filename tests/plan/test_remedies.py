@@ -14,7 +14,8 @@ from jaxscale.hardware import topology
 from jaxscale.optim import AdamW8bit
 from jaxscale.plan import estimate
 from jaxscale.plan.remedies import out_of_memory, out_of_memory_said, remedies
-from jaxscale.train import FromRun, LoRA
+from jaxscale.step import LoRA
+from jaxscale.train import FromRun
 from tests.truth.runs import bigram
 
 TPU = (

@@ -16,7 +16,7 @@ from jaxscale.plan.flops import of_step
 from jaxscale.plan.memory import Estimate
 from jaxscale.plan.roofline import Op, Work, collective_time, hides_behind, step_time
 from jaxscale.plan.work import products, work_of
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
 GB = 10**9

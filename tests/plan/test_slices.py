@@ -90,6 +90,6 @@ def test_a_plan_over_slices_says_what_its_compiled_step_sends_between_them():
     compiled = {t.axes: t for t in plan.compiled.step.traffic if "data" in t.axes}
     assert {t.link for t in (*between.values(), *compiled.values())} == {"dcn"}
     # a quarter of the gradients each, summed over two slices; the compiler sends some scalars besides
-    weights = sum(i.nbytes for i in jax.tree.leaves(js.train.describe_model(config.model)[1])) / 4
+    weights = sum(i.nbytes for i in jax.tree.leaves(js.step.describe_model(config.model)[1])) / 4
     assert between["data",].sent == pytest.approx(weights, rel=0.05)
     assert compiled["data",].sent == pytest.approx(weights, rel=0.1)

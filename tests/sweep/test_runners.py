@@ -15,10 +15,10 @@ import pytest
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, RunError
+from jaxscale.step import NextToken
 from jaxscale.sweep import Job, Slurm, SubMeshes, Trial, Vmapped
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.runners import lanes
-from jaxscale.train import NextToken
 from tests.truth.runs import Bigram, bigram
 
 pytestmark = pytest.mark.once

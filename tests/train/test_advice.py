@@ -23,9 +23,9 @@ from jaxscale.nn import (
     flash_attention,
 )
 from jaxscale.optim import AdamW8bit, EightBit, MuP
+from jaxscale.step import TrainConfig, blueprint_of
 from jaxscale.step.effects import without_effect
 from jaxscale.step.prepare import check
-from jaxscale.train import TrainConfig, blueprint_of
 from tests.truth.errors import raises_saying
 
 MODEL = dict(depth=2, vocab=64, width=32, heads=4, head_dim=8, hidden=64)

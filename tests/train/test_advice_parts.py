@@ -20,10 +20,10 @@ from jaxscale.layout.mesh import _check_slices, parse_mesh, resolve_sizes
 from jaxscale.models import TransformerConfig
 from jaxscale.nn.rotary import Llama3Scaling, LongRopeScaling, Rotary
 from jaxscale.optim import MuP
-from jaxscale.step import Snapshots
+from jaxscale.step import Snapshots, TrainConfig
 from jaxscale.step.lora import LoRA
 from jaxscale.step.prepare import blueprint_of
-from jaxscale.train import TrainConfig, elastic
+from jaxscale.train import elastic
 from jaxscale.train.elastic import Elastic, recut
 from jaxscale.train.snapshots import taker
 from jaxscale.train.snapshots.keeper import code_for

@@ -11,7 +11,8 @@ import pytest
 
 import jaxscale as js
 from jaxscale.errors import CheckpointError, LayoutError, RunError
-from jaxscale.train import Checkpoints, blueprint_of, describe_model
+from jaxscale.step import blueprint_of, describe_model
+from jaxscale.train import Checkpoints
 from jaxscale.train.checkpoints.digest import sealed, unsealed
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying

@@ -14,7 +14,8 @@ from jaxscale import optim
 from jaxscale.errors import CheckpointError, ConfigError, LayoutError
 from jaxscale.optim import is_quantized
 from jaxscale.plan import explain
-from jaxscale.train import blueprint_of, read_config
+from jaxscale.step import blueprint_of
+from jaxscale.train import read_config
 from jaxscale.train.checkpoints import Checkpoints, flatten
 from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
@@ -145,7 +146,7 @@ def test_explain_says_what_keeps_32_bits(run):
 def test_explain_names_the_storage_that_fits_as_training_does(text):
     config = transformer(text, optimizer=optim.AdamW8bit(storage=optim.EightBit(min_size=1024)))
     words = ("head/weight", "a device holds (128, 16)", "EightBit(width=16)", "EightBit.width = 16")
-    for ask in (explain, js.train.prepare):
+    for ask in (explain, js.step.prepare):
         with raises_saying(LayoutError, *words):
             ask(config)
 

@@ -13,7 +13,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 from jaxscale.train.elastic import Deal, Elastic, deal
 
 pytestmark = pytest.mark.once

@@ -17,8 +17,8 @@ from jaxscale.layout import Layout, abstract
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, Context, MemoryPolicy, MixtureOfExperts, ReversibleRun, SigmoidRouter, metrics
 from jaxscale.optim import AdamW, AdamW8bit, balanced
+from jaxscale.step import TrainConfig, blueprint_of, make_loss_and_grads, make_step
 from jaxscale.step.state import Blueprint, TrainState, describe_model
-from jaxscale.train import TrainConfig, blueprint_of, make_loss_and_grads, make_step
 from tests.truth.compare import assert_leaves_agree, global_norm
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY, assert_layouts_agree, random_batch

@@ -17,8 +17,7 @@ import jaxscale as js
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.optim import SGD, AdamW8bit, Constant
-from jaxscale.train import (
-    FromRun,
+from jaxscale.step import (
     LoRA,
     TrainConfig,
     batch_sharding,
@@ -28,6 +27,7 @@ from jaxscale.train import (
     make_step,
     settled,
 )
+from jaxscale.train import FromRun
 from jaxscale.train.checkpoints import flatten
 from jaxscale.train.elastic import Elastic
 from tests.truth.compare import assert_leaves_agree

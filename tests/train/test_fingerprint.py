@@ -14,10 +14,10 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import AdamW8bit, EightBit
+from jaxscale.step import blueprint_of
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard, SpikeGuard, StragglerGuard
 from jaxscale.step.guards.fingerprint import comparer, fingerprint
 from jaxscale.step.guards.stragglers import make_probe, slow
-from jaxscale.train import blueprint_of
 from jaxscale.train.loop import Loop
 from tests.truth.errors import raises_saying
 from tests.truth.runs import Bigram, assert_same_bits, bigram

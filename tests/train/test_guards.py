@@ -19,8 +19,8 @@ import pytest
 import jaxscale as js
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.optim import AdamW8bit, EightBit, OnHost
+from jaxscale.step import blueprint_of, jit_step, make_loss_and_grads, make_step
 from jaxscale.step.guards import FiniteGuard, SpikeGuard, memory_of
-from jaxscale.train import blueprint_of, jit_step, make_loss_and_grads, make_step
 from jaxscale.train.loop import Loop
 from jaxscale.train.replay import replay
 from jaxscale.train.saved import Saved

@@ -9,7 +9,7 @@ import pytest
 from jaxscale.layout import PRESETS, Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GroupLimit, MixtureOfExperts, MultiHeadLatent, QKNorm, SigmoidRouter
-from jaxscale.train import NextToken
+from jaxscale.step import NextToken
 from tests.truth.layouts import assert_layouts_agree, random_batch
 
 SEQ = 16

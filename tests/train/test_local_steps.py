@@ -16,8 +16,8 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.optim import ScheduleFreeSGD
 from jaxscale.plan.collectives import collectives
+from jaxscale.step import LocalSteps, TrainConfig, WeightEMA, blueprint_of, check, prepare
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard
-from jaxscale.train import LocalSteps, TrainConfig, WeightEMA, blueprint_of, check, prepare
 from jaxscale.train.elastic import Elastic
 from jaxscale.train.skips import SKIPS
 from tests.truth.compare import assert_leaves_agree
@@ -59,7 +59,7 @@ def simulated():
     """A plain loop: gradients of a loss written here, optax, and a mean of two copies after every third step."""
     prepared = prepare(one := config(layout=None))
     tx = prepared.blueprint.tx
-    alone = blueprint_of(dataclasses.replace(one, algorithm=js.train.Backprop()))[0].init(0)
+    alone = blueprint_of(dataclasses.replace(one, algorithm=js.step.Backprop()))[0].init(0)
     graphdef = prepared.blueprint.graphdef
 
     def loss(params, batch):
@@ -140,7 +140,7 @@ def test_devices_are_lost_and_no_replica_is():
 
 
 def test_an_average_goes_around_it_and_what_does_not_fit_is_refused():
-    js.train.prepare(config(algorithm=WeightEMA(inner=LOCAL)))
+    js.step.prepare(config(algorithm=WeightEMA(inner=LOCAL)))
     with raises_saying(ConfigError, "LocalSteps.every = 0"):
         LocalSteps(every=0)
     with raises_saying(ConfigError, "train.batch_size = 7", "set it to 8"):

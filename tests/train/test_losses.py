@@ -11,8 +11,9 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
+from jaxscale.step import AutoLoss, CutLoss, MaterialisedLoss, NextToken
 from jaxscale.step.backprop import make_loss_and_grads
-from jaxscale.train import AutoLoss, CutLoss, MaterialisedLoss, NextToken, read_config
+from jaxscale.train import read_config
 from pallas_kernels import chosen, forget
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch

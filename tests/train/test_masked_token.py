@@ -13,8 +13,8 @@ from jaxscale.convert.exporting import said_by
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Bidirectional, RingAttention, dot_product_attention
+from jaxscale.step import MaskedToken, TrainConfig, describe_model
 from jaxscale.testing import assert_layouts_agree, check_objective, random_batch, random_params
-from jaxscale.train import MaskedToken, TrainConfig, describe_model
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(vocab=32, depth=1, width=16, heads=2, attention=Bidirectional())
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_said():
         MaskedToken(rate=1.5)
     config = TrainConfig(model=MODEL, objective=MaskedToken(), layout=js.Layout("pipeline=2").abstract(), batch_size=8)
     with raises_saying(ConfigError, "MaskedToken", "last pipeline stage alone", "mesh without pipeline"):
-        js.train.check(config)
+        js.step.check(config)
 
 
 def test_a_pair_of_tokens_that_see_each_other_is_counted_twice():

@@ -189,7 +189,7 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(runs, capsys):
 
 
 def _shapes(config):
-    blueprint = js.train.blueprint_of(config)[0]
+    blueprint = js.step.blueprint_of(config)[0]
     return blueprint.abstract_state(), blueprint.shardings()
 
 

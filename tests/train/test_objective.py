@@ -13,11 +13,11 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.plan.dry_run import dry_run
+from jaxscale.step import Input, Objective
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.prepare import blueprint_of, prepare
 from jaxscale.sweep.checks import _check_objective
 from jaxscale.sweep.runners.lanes import Lanes
-from jaxscale.train import Input, Objective
 from tests.truth.errors import raises_saying
 
 

@@ -2,7 +2,8 @@
 
 import jaxscale as js
 from jaxscale.seals import open_text
-from jaxscale.train import CutLoss, NextToken, TrainConfig, read_config
+from jaxscale.step import CutLoss, NextToken, TrainConfig
+from jaxscale.train import read_config
 from jaxscale.train.files import CONFIG
 from jaxscale.train.run import write_config
 

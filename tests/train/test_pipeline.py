@@ -14,8 +14,7 @@ from jaxscale.layout import SCHEDULES, Layout, Pipeline, Rules
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, ReversibleRun, SigmoidRouter
 from jaxscale.plan import explain
-from jaxscale.step.step import make_eval
-from jaxscale.train import (
+from jaxscale.step import (
     AutoLoss,
     CutLoss,
     MaterialisedLoss,
@@ -28,6 +27,7 @@ from jaxscale.train import (
     prepare,
     replicas_of,
 )
+from jaxscale.step.step import make_eval
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, build, random_batch, remembering_sgd

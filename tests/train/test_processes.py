@@ -19,7 +19,7 @@ from jaxscale.infer.sampling import Sampling
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, RingAttention
-from jaxscale.train import describe_model
+from jaxscale.step import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
 from tests.truth.params import random_params

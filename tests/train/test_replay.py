@@ -68,10 +68,10 @@ def test_a_bad_batch_is_named(monkeypatch):
 def losses_of(model):
     """A loss and its gradients on one device, its parameters, and a batch."""
     config = js.TrainConfig(**bigram(model=model))
-    blueprint, _ = js.train.blueprint_of(config)
+    blueprint, _ = js.step.blueprint_of(config)
     tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
     batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones((2, 8))}
-    return js.train.make_loss_and_grads(blueprint), blueprint.init(0).params, batch
+    return js.step.make_loss_and_grads(blueprint), blueprint.init(0).params, batch
 
 
 def test_the_module_and_layer_of_the_first_bad_number_are_named():

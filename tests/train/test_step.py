@@ -22,10 +22,10 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, MixtureOfExperts, RingAttention, head_logits
+from jaxscale.step import NextToken
 from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, jit_step, make_eval
-from jaxscale.train import NextToken
 from tests.truth import numpy_transformer as truth
 from tests.truth.compare import assert_leaves_agree, global_norm
 from tests.truth.compiled import compilations

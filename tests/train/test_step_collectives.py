@@ -13,7 +13,7 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.plan import compile_step
 from jaxscale.plan.collectives import collectives
-from jaxscale.train import TrainConfig
+from jaxscale.step import TrainConfig
 
 # Numbers in two layers of attention (4 x 256 x 256) and feed-forward (3 x 256 x 512), two tables of 1024, and norms.
 MATRICES, TABLES, NORMS = 2 * (4 * 256 * 256 + 3 * 256 * 512), 2 * 1024 * 256, 5 * 256

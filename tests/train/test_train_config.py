@@ -9,7 +9,7 @@ import pytest
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, DataError, LayoutError
-from jaxscale.train import NextToken
+from jaxscale.step import NextToken
 from tests.truth.errors import raises_saying
 
 

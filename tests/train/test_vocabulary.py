@@ -17,9 +17,9 @@ from jaxscale.optim import LAMB, Adafactor, AdamW, Muon, state_infos
 from jaxscale.parallel import sharded_lookup
 from jaxscale.plan import estimate, explain
 from jaxscale.plan.communication import predict
+from jaxscale.step import CutLoss, MaterialisedLoss, NextToken, TrainConfig, blueprint_of, check, describe_model
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.testing.params import random_params
-from jaxscale.train import CutLoss, MaterialisedLoss, NextToken, TrainConfig, blueprint_of, check, describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
 

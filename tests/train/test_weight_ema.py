@@ -14,8 +14,8 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.optim import AdamW, ScheduleFreeSGD
 from jaxscale.plan.memory import held_bytes
+from jaxscale.step import TrainConfig, WeightEMA, blueprint_of, check, prepare
 from jaxscale.step.step import make_eval
-from jaxscale.train import TrainConfig, WeightEMA, blueprint_of, check, prepare
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force
@@ -66,7 +66,7 @@ def test_a_sharded_average_is_the_unsharded_one_and_lies_as_optimizer_state_does
     average, params = state.extra["average"]["embed"]["weight"], state.params["embed"]["weight"]
     assert average.addressable_shards[0].data.size * 4 == params.addressable_shards[0].data.size
     infos = EMA.infos(blueprint := blueprint_of(config(layout=CUT))[0])
-    alone = blueprint_of(dataclasses.replace(config(layout=CUT), algorithm=js.train.Backprop()))[0]
+    alone = blueprint_of(dataclasses.replace(config(layout=CUT), algorithm=js.step.Backprop()))[0]
     more = [held_bytes(b, i, CUT)[0] for b, i in ((blueprint, infos), (alone, alone.algorithm.infos(alone)))]
     assert more[0] - more[1] == 2 * 32 * 8 * 4 // 8
 

@@ -13,7 +13,8 @@ import numpy as np
 import jaxscale as js
 from jaxscale.models import TransformerConfig
 from jaxscale.run import Run
-from jaxscale.train import FromRun, LoRA, TrainConfig, blueprint_of, settled
+from jaxscale.step import LoRA, TrainConfig, blueprint_of, settled
+from jaxscale.train import FromRun
 from jaxscale.train.checkpoints import flatten
 from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of

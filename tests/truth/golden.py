@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import cast
 
 from jaxscale import config
+from jaxscale.step import TrainConfig
 from jaxscale.sweep import Sweep, sweep_of
 from jaxscale.sweep.axes import space_of
 from jaxscale.sweep.configs import Base
-from jaxscale.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "gin"

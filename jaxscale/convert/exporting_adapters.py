@@ -72,6 +72,8 @@ def export_adapters(
     check_names(made, chosen.model_type)
     if lora.base_dtype not in (None, model.param_dtype):
         say(f"they were trained over matrices rounded to {lora.base_dtype}; load the base in that type")
+    if lora.base is not None:
+        say(f"they were trained over matrices in the form of {type(lora.base).__name__}, which rounds the base")
     revision = None
     if base is None:
         base, revision = _base(run.config.start, say)

@@ -21,7 +21,7 @@ from jaxscale.infer.steppers import stepper_of
 from jaxscale.infer.streaming import Streamed
 from jaxscale.infer.text import TextStream
 from jaxscale.layout import Layout
-from jaxscale.nn import Cache
+from jaxscale.nn import Cache, WeightFormat
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
@@ -59,6 +59,7 @@ def generate(
     draft: Run | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
+    weights: WeightFormat | None = None,
     **fields: Any,
 ) -> Any:
     """Continues prompts with a run's model; also `Run.generate`.
@@ -79,6 +80,7 @@ def generate(
       draft_tokens: proposals of a round.
       stream_layers: for models larger than the device's memory: layers wait in the "host"'s, or on "disk", and each
         comes while the one before computes. How many bytes were on the device at most is said.
+      weights: a form in which the matrices that it covers are kept, such as a quantised one; those of a draft stay.
 
     Returns:
       a `Completion`, or a list of them for several prompts.
@@ -95,7 +97,7 @@ def generate(
     several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item, assignment]
     found: dict[int, Completion] = {}
     options: dict[str, Any] = dict(layout=layout, step=step, rows=rows, cache=cache, draft=draft)
-    options["stream_layers"] = stream_layers
+    options |= dict(stream_layers=stream_layers, weights=weights)
     for piece in pieces(run, several, _settings(sampling, fields, len(several)), draft_tokens=draft_tokens, **options):
         if piece.completion is not None:
             found[piece.prompt] = piece.completion
@@ -158,6 +160,7 @@ def pieces(
     draft: Run | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
+    weights: WeightFormat | None = None,
 ) -> Iterator[Piece]:
     """New text of each prompt as it comes, and each one's completion at its end. Arguments as `generate`'s."""
     if not prompts:
@@ -181,12 +184,13 @@ def pieces(
     length = _room([r.config.model for r in (run, draft) if r is not None], need, positions)
     engine, found = None, None
     if stream_layers is None:
-        found = load_model(run, layout, step, generation=True, length=length)
+        found = load_model(run, layout, step, generation=True, length=length, weights=weights)
         if draft is None:
             engine = run.session.take_engine(found, functools.partial(_suits, cache=cache, rows=rows, need=need))
     if engine is None:
         more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
-        engine = Engine(stepper_of(run, found, length=length, rows=rows, cache=cache, step=step, **more))
+        more |= dict(step=step, weights=weights)
+        engine = Engine(stepper_of(run, found, length=length, rows=rows, cache=cache, **more))
     tokenizer = _tokenizer(run, prompts, settings)
     show = lambda prompt, s: None if tokenizer is None else TextStream(tokenizer, s.stop, prompt.tolist())  # noqa: E731
     texts = [Arriving(prompt, s, show(prompt, s), run.end_ids) for prompt, s in zip(ids, asked, strict=True)]

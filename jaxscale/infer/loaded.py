@@ -16,6 +16,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.infer.cache import generating
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout
+from jaxscale.nn import WeightFormat
 from jaxscale.step.state import describe_model
 from jaxscale.step.texts import check_texts, checked
 
@@ -51,6 +52,7 @@ def load_model(
     *,
     generation: bool = False,
     length: int | None = None,
+    weights: WeightFormat | None = None,
 ) -> Loaded:
     """A run's model on a layout; what was read from disk last is kept (`Run.session`).
 
@@ -61,6 +63,7 @@ def load_model(
       generation: ready for steps of few tokens: layers on their pipeline stages, and experts that drop no token, since
         a text would depend on what else is in a step.
       length: how long texts may become, for positions that go by it.
+      weights: a form in which the matrices that it covers are kept; by default as they were trained.
 
     Raises:
       CheckpointError, RunError: there is none.
@@ -72,12 +75,18 @@ def load_model(
         layout = run.config.layout
     model = dropless(run.config.model) if generation else run.config.model
     graphdef, infos = describe_model(for_texts_of(model, length))
-    ready = lambda params: on_stages(graphdef, params, infos, generating(layout)) if generation else params  # noqa: E731
+
+    def ready(params: Any) -> Any:
+        arrays = infos
+        if weights is not None:
+            params, arrays = weights.encoded(params, infos, layout), weights.infos(infos)
+        return on_stages(graphdef, params, arrays, generating(layout)) if generation else params
+
     if live:
         assert run.state is not None
         return Loaded(graphdef, ready(run.params(layout=layout)), layout, int(run.state.step))
     number = run.last_step() if step is None else step
-    params = run.session.params(number, layout, generation, lambda: ready(run.params(step, layout=layout)))
+    params = run.session.params(number, layout, generation, weights, lambda: ready(run.params(step, layout=layout)))
     return Loaded(graphdef, params, layout, number)
 
 

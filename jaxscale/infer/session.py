@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.data import Tokenizer
 from jaxscale.layout import Layout
+from jaxscale.nn import WeightFormat
 
 if TYPE_CHECKING:
     from jaxscale.infer.engine import Engine
@@ -41,16 +42,24 @@ class Session:
         """
         return self.run.tokenizer
 
-    def params(self, step: int, layout: Layout | None, generation: bool, read: Callable[[], Tree]) -> Tree:
+    def params(
+        self,
+        step: int,
+        layout: Layout | None,
+        generation: bool,
+        weights: WeightFormat | None,
+        read: Callable[[], Tree],
+    ) -> Tree:
         """A checkpoint's parameters on a layout; reuses those of the last call where the arguments are the same.
 
         Args:
           step: the checkpoint's.
           layout: the devices; `None` is one device.
           generation: whether they are laid out for decoding.
+          weights: the form in which they are kept.
           read: reads them.
         """
-        wanted = (step, layout, generation)
+        wanted = (step, layout, generation, weights)
         if self._model is None or self._model[0] != wanted:
             self._model = None  # not both at once
             self._model = wanted, read()

@@ -13,7 +13,7 @@ from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.streaming import Streamed, stream_model
 from jaxscale.infer.whole import WholeTexts, keeps_nothing
 from jaxscale.layout import Layout
-from jaxscale.nn import Cache
+from jaxscale.nn import Cache, WeightFormat
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
@@ -34,6 +34,7 @@ def stepper_of(
     stream_layers: str | None = None,
     layout: Layout | None = None,
     step: int | None = None,
+    weights: WeightFormat | None = None,
 ) -> Stepper:
     """What takes the steps of an engine for a run's model.
 
@@ -44,8 +45,8 @@ def stepper_of(
       rows, budget: see `Cached`.
       cache: how keys and values are kept; by default `Paged()`.
       draft: a smaller model that proposes tokens, and `draft_tokens` how many in a round (see `WithDraft`).
-      stream_layers: "host" or "disk", from where layers come to the device one by one; `layout` and `step` are then
-        where to, and of which checkpoint (see `stream_model`).
+      stream_layers: "host" or "disk", from where layers come to the device one by one; `layout`, `step` and `weights`
+        are then where to, of which checkpoint and in which form (see `stream_model`).
 
     Raises:
       ConfigError, LayoutError: what does not go together, or does not fit.
@@ -56,7 +57,7 @@ def stepper_of(
     if stream_layers is not None:
         if draft is not None:
             raise ConfigError("a draft and stream_layers do not go together; leave out one of them")
-        graphdef, layers = stream_model(run, stream_layers, layout, step, length)
+        graphdef, layers = stream_model(run, stream_layers, layout, step, length, weights)
         return Streamed(graphdef, layers, layout=layout, **cached)
     assert found is not None
     if draft is not None:

@@ -24,12 +24,17 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor before it exists: `path` ("embed/weight"), `shape`, `dtype` and a logical axis per dimension."""
+    """A tensor before it exists: `path` ("embed/weight"), `shape`, `dtype` and a logical axis per dimension.
+
+    `contracted` are the dimensions that a product sums over, counted from the last as -1, of a parameter that may be
+    kept in another form (see `jaxscale.nn.WeightFormat`); `None` of any other tensor.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
+    contracted: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -48,11 +53,18 @@ def as_used(info: TensorInfo, layout: Layout, manual: Collection[str] = ()) -> T
     return info if shape == info.shape else dataclasses.replace(info, shape=shape)
 
 
-def named(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
+def named(
+    init: Callable[..., jax.Array], *axes: str | None, contracted: tuple[int, ...] | None = None
+) -> Callable[..., jax.Array]:
     """An initializer whose parameter carries a logical axis per dimension.
 
     The names are our own variable metadata (`axes`): Flax's own sharding annotations are resolved when a module is
     built, and then it cannot be built without a mesh.
+
+    Args:
+      init: the initializer.
+      *axes: a name for each dimension.
+      contracted: see `TensorInfo`; of a parameter whose module reads it as a `jaxscale.nn.Weight`.
 
     Raises:
       LayoutError: a name that is not in `AXES`.
@@ -60,7 +72,7 @@ def named(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., ja
     for a in axes:
         if a is not None:
             check_axis(a, f"named(..., {', '.join(map(repr, axes))})")
-    return nnx.with_metadata(init, axes=axes)
+    return nnx.with_metadata(init, axes=axes, contracted=contracted)
 
 
 def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[nnx.GraphDef, Tree]:
@@ -100,7 +112,8 @@ def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[
             )
         if len(axes) != value.ndim:
             raise LayoutError(f"parameter {name} has {value.ndim} dimensions and the names {axes}; give one each")
-        infos.append(TensorInfo(name, tuple(value.shape), value.dtype, tuple(axes)))
+        contracted = v.get_metadata().get("contracted")
+        infos.append(TensorInfo(name, tuple(value.shape), value.dtype, tuple(axes), contracted))
     return graphdef, jax.tree.unflatten(structure, infos)
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain
+from jaxscale.parallel import Weight
 
 
 class Model(Protocol):
@@ -32,7 +33,7 @@ class Model(Protocol):
         key: Array | None = None,
     ) -> Float[Array, "b s e"]: ...
 
-    def head_weight(self) -> Float[Array, "v e"]: ...
+    def head_weight(self) -> Float[Array, "v e"] | Weight: ...
 
 
 class ModelConfig(Protocol):

@@ -40,6 +40,8 @@ from jaxscale.nn.rotary import (
 from jaxscale.nn.routers import ExpertChoiceRouter, GroupLimit, Router, SigmoidRouter, SoftmaxRouter
 from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
+from jaxscale.nn.weight_format import WeightFormat
+from jaxscale.parallel import Weight, as_weight
 
 __all__ = [
     "MADE_WITH",
@@ -99,7 +101,10 @@ __all__ = [
     "UlyssesAttention",
     "Width",
     "UnitOffsetRMSNorm",
+    "Weight",
+    "WeightFormat",
     "YarnScaling",
+    "as_weight",
     "attention_mask",
     "auxiliary_loss",
     "document_starts",

@@ -40,7 +40,8 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.axis, self.dtype = axis, dtype
-        values = named(init or jax.nn.initializers.normal(scale), axis, "embed")
+        contracted = (-1,) if axis == "vocab" else None  # a head's; few learned positions are not worth it
+        values = named(init or jax.nn.initializers.normal(scale), axis, "embed", contracted=contracted)
         self.weight = nnx.Param(values(rngs.params(), (rows, width), param_dtype))
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:

@@ -39,6 +39,8 @@ def filled_logits(
     hidden: Float[Array, "b s e"], weight: Float[Array, "v e"] | Weight, *, softcap: float | None = None
 ) -> Float[Array, "b s w"]:
     """`head_logits`, cut, and of a vocabulary that devices do not divide with zeros behind. Arguments as there."""
+    if filled_shape(_AXES, weight.shape) != tuple(weight.shape):
+        weight = as_weight(weight).dense()  # other products know of no zeros behind the vocabulary
     logits = project(hidden, weight, _AXES, (1,), hidden.dtype, jnp.dtype(jnp.float32))
     return _capped(constrain(logits, "batch", "seq", "vocab"), softcap)
 

@@ -79,7 +79,8 @@ class Linear(nnx.Module):
         self.contracted = tuple(range(len(inputs)))
         self.dtype = dtype
         std = truncated_std(math.prod(inputs.values()), scale)
-        init = named(jax.nn.initializers.truncated_normal(std), *self.axes)
+        from_last = tuple(range(-len(self.axes), -len(outputs)))
+        init = named(jax.nn.initializers.truncated_normal(std), *self.axes, contracted=from_last)
         self.kernel = nnx.Param(init(rngs.params(), (*inputs.values(), *outputs.values()), param_dtype))
         # A bias along the residual stream is too small to be worth FSDP's gather: "norm", not "embed".
         zeros = named(jax.nn.initializers.zeros, *("norm" if a == "embed" else a for a in outputs))

@@ -182,7 +182,8 @@ class Experts(nnx.Module):
 
         def made(axes: tuple[str, ...], *shape: int, scale: float = 1.0) -> nnx.Param:
             init = jax.nn.initializers.truncated_normal(truncated_std(shape[-2], scale))
-            return nnx.Param(named(init, *axes)(rngs.params(), shape, param_dtype))
+            contracted = (-2,) if axes in (UP, DOWN) else None
+            return nnx.Param(named(init, *axes, contracted=contracted)(rngs.params(), shape, param_dtype))
 
         self.router = made(("embed", "router"), width, c.experts)
         zeros = named(jax.nn.initializers.zeros, "router")

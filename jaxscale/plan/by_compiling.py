@@ -24,6 +24,8 @@ def unknown(config: TrainConfig) -> str | None:
             return f"no formula knows the arithmetic and memory of {type(part).__name__}"
     if not config.algorithm.formulas_hold:
         return f"no formula knows the arithmetic and memory of {config.algorithm.describe()}"
+    if config.adapters is not None and config.adapters.base is not None:
+        return f"no formula knows the arithmetic and memory of {type(config.adapters.base).__name__}"
     if not config.model.causal:  # type: ignore[attr-defined]
         return "no formula knows the arithmetic and memory of Bidirectional"
     return not_covered(config.model)

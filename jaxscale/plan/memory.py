@@ -93,6 +93,11 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         raise ConfigError(
             "arithmetic knows no adapters over pipeline stages; jaxscale explain --compile reads their step's memory"
         )
+    if config.adapters is not None and config.adapters.base is not None:
+        raise ConfigError(
+            f"arithmetic does not know what products of {type(config.adapters.base).__name__} hold; jaxscale explain "
+            "--compile reads their step's memory"
+        )
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     state, gradients, away = held_bytes(blueprint, blueprint.algorithm.infos(blueprint), layout)
@@ -157,7 +162,7 @@ def model_of(config: TrainConfig) -> Any:
 def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
     """The buffers of a step that goes through all layers and back; and bytes kept, copied, and in host memory."""
     model, heap, whole = model_of(config), Heap(), blueprint.of_model()
-    infos, trained = (jax.tree.leaves(b.infos) for b in (whole, blueprint))
+    infos, trained = jax.tree.leaves(blueprint.frozen or blueprint.infos), jax.tree.leaves(blueprint.infos)
     adapts = blueprint.adaptation is not None
     policy = MemoryPolicy.of(model.memory)
     rows, seq = config.micro_batch, config.seq_len

@@ -142,7 +142,9 @@ def _optimizer(config: TrainConfig, there: Topology) -> Changes:
 
 def _frozen(config: TrainConfig, there: Topology) -> Changes:
     lora = config.adapters
-    if lora is not None and lora.base_dtype is None and getattr(config.model, "param_dtype", "float32") == "float32":
+    if lora is None or lora.base_dtype is not None or lora.base is not None:
+        return
+    if getattr(config.model, "param_dtype", "float32") == "float32":
         changed = dataclasses.replace(config, adapters=dataclasses.replace(lora, base_dtype="bfloat16"))
         yield "frozen matrices in half the bytes: LoRA.base_dtype = 'bfloat16'", changed
 

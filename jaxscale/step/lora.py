@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,8 +14,8 @@ from flax import nnx
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.layout import TensorInfo, path_name
-from jaxscale.nn import Linear
+from jaxscale.layout import Layout, TensorInfo, path_name
+from jaxscale.nn import Linear, WeightFormat, as_weight
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import truncated_std
 
@@ -39,6 +39,7 @@ class LoRA:
         part of it, or one of its logical axes, as "heads".
       dtype: of the adapters.
       base_dtype: what the frozen matrices are kept in, as "bfloat16"; `None` leaves the model's type.
+      base: a form in which the frozen matrices that it covers are kept, such as quantised ones (Dettmers et al. 2023).
 
     Raises:
       ConfigError: a setting out of its range.
@@ -50,6 +51,7 @@ class LoRA:
     targets: tuple[str, ...] = ("*",)
     dtype: str = "float32"
     base_dtype: str | None = None
+    base: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
@@ -153,7 +155,23 @@ class Adaptation:
 
     @property
     def base(self) -> Tree:
-        """A `TensorInfo` per parameter of the model, in the types in which they are kept frozen."""
+        """A `TensorInfo` per array of the model's parameters as they are kept frozen."""
+        return self._typed if self.lora.base is None else self.lora.base.infos(self._typed)
+
+    def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
+        """The model's parameters as they are kept frozen, laid out.
+
+        Args:
+          read: gives parameters in the types of a tree of `TensorInfo`, each device its shards.
+          layout: where they are.
+        """
+        if self.lora.base is None:
+            return read(self._typed)
+        return self.lora.base.encoded(read(self._typed), self._typed, layout)
+
+    @property
+    def _typed(self) -> Tree:
+        """A `TensorInfo` per parameter of the model, in the types of frozen ones."""
         kept = self.lora.base_dtype
         if kept is None:
             return self.infos
@@ -182,26 +200,19 @@ class Adaptation:
 
     def over(self, adapters: Tree, frozen: Tree) -> Tree:
         """The model's parameters, kernels with an adapter being `Adapted`."""
-        return self._each(adapters, frozen, lambda one: one)
-
-    def merged(self, adapters: Tree, frozen: Tree) -> Tree:
-        """The model's parameters with the adapters in them."""
-        return self._each(adapters, frozen, lambda one: one.dense())
-
-    def dense(self, params: Tree) -> Tree:
-        """The same, of the parameters that `over` gives."""
-        tree = jax.tree.map(lambda x: x, params)  # dicts of its own
-        for site in self.sites:
-            _put(tree, site.keys, _get(tree, site.keys).dense())
-        return tree
-
-    def _each(self, adapters: Tree, frozen: Tree, make: Any) -> Tree:
         tree = jax.tree.map(lambda x: x, frozen)  # dicts of its own
         for site in self.sites:
             pair = _get(adapters, site.keys)
-            one = Adapted(_get(tree, site.keys), pair["a"], pair["b"], self.lora.scale)
-            _put(tree, site.keys, make(one))
+            _put(tree, site.keys, Adapted(_get(tree, site.keys), pair["a"], pair["b"], self.lora.scale))
         return tree
+
+    def merged(self, adapters: Tree, frozen: Tree) -> Tree:
+        """The model's parameters with the adapters in them, arrays of the model's types."""
+        return self.dense(self.over(adapters, frozen))
+
+    def dense(self, params: Tree) -> Tree:
+        """The same, of the parameters that `over` gives."""
+        return jax.tree.map(lambda i, weight: as_weight(weight).dense(i.dtype), self.infos, params)
 
     def describe(self) -> str:
         """What is adapted, in words."""

@@ -102,7 +102,7 @@ class Blueprint:
         """The same with the model's own parameters in place of adapters."""
         if self.adaptation is None:
             return self
-        return dataclasses.replace(self, infos=self.adaptation.base, adaptation=None)
+        return dataclasses.replace(self, infos=self.adaptation.infos, adaptation=None)
 
     def weights(self, state: TrainState) -> Tree:
         """The model's parameters as evaluation sees them; kernels with adapters are `Adapted`."""
@@ -121,7 +121,7 @@ class Blueprint:
         if self.adaptation is None:
             return {}
         assert self.start is not None  # see `TrainConfig`
-        return self.start.params(self.frozen, self.layout)
+        return self.adaptation.freeze(functools.partial(self.start.params, layout=self.layout), self.layout)
 
     def shardings(self) -> TrainState | None:
         """A sharding per array of the state, or `None` without a layout.

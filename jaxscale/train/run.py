@@ -179,12 +179,7 @@ class RunFolder:
         live = self.state is not None and layout == self.config.layout
         frozen = self.state.frozen if live else blueprint.read_frozen()  # type: ignore[union-attr]
         placed = shardings_of(adaptation.infos, layout)
-
-        def merge(adapters: Any, frozen: Any) -> Any:
-            as_kept = jax.tree.map(lambda x, i: x.astype(i.dtype), frozen, adaptation.infos)
-            return adaptation.merged(adapters, as_kept)
-
-        return jax.jit(merge, out_shardings=placed)(self.trained(step, layout), frozen)
+        return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), frozen)
 
     def model(self, step: int | None = None) -> Any:
         """The module with the parameters of a checkpoint, to be called as it is; arguments and errors as `params`."""

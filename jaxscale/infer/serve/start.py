@@ -17,6 +17,7 @@ from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_le
 from jaxscale.infer.serve.asked import Served
 from jaxscale.infer.steppers import stepper_of
 from jaxscale.layout import Layout
+from jaxscale.nn import WeightFormat
 from jaxscale.step.texts import check_texts
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def engine_of(
     draft: Run | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
+    weights: WeightFormat | None = None,
     note: Callable[[int, int], None] = lambda done, of: None,
 ) -> Engine:
     """An engine for a run's model, every step of which is compiled.
@@ -92,6 +94,7 @@ def engine_of(
       rows, budget: see `jaxscale.infer.engine.Cached`.
       pages, page: see `Paged`.
       draft, draft_tokens, stream_layers: see `jaxscale.infer.steppers.stepper_of`.
+      weights: a form in which the matrices that it covers are kept; by default as they were trained.
       note: see `Engine.compile`.
 
     Raises:
@@ -104,8 +107,11 @@ def engine_of(
             "request; start one on each machine, with a layout of its own devices"
         )
     length = served.length
-    found = None if stream_layers is not None else load_model(run, layout, generation=True, length=length)
+    found = None
+    if stream_layers is None:
+        found = load_model(run, layout, generation=True, length=length, weights=weights)
     more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
+    more["weights"] = weights
     engine = Engine(
         stepper_of(run, found, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more)
     )

@@ -13,6 +13,7 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.infer.loaded import dropless, for_texts_of
 from jaxscale.infer.streaming.layers import Layers, OnHost
 from jaxscale.layout import Layout
+from jaxscale.nn import WeightFormat
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
@@ -26,6 +27,7 @@ def stream_model(
     layout: Layout | None = None,
     step: int | None = None,
     length: int | None = None,
+    weights: WeightFormat | None = None,
 ) -> tuple[nnx.GraphDef, Layers]:
     """A run's model, its layers outside of the device.
 
@@ -36,6 +38,7 @@ def stream_model(
       layout: where layers come to.
       step: of which checkpoint, by default the newest.
       length: how long texts may become, for positions that go by it.
+      weights: a form in which the matrices that it covers are kept and brought; only from the "host".
 
     Raises:
       ConfigError: another source, or a checkpoint that is not what the model computes with.
@@ -52,11 +55,18 @@ def stream_model(
         host = jax.devices("cpu")[0]
         with jax.default_device(host):
             params = run.params(step)
+            if weights is not None:
+                params, infos = weights.encoded(params, infos, None), weights.infos(infos)
         leaves: dict[str, np.ndarray] = {}
         for info, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True):
             leaves[info.path] = np.array(x)  # a copy: what JAX lends would stay alive with it
             x.delete()
         return graphdef, Layers(infos, OnHost(leaves), layout)
+    if weights is not None:
+        raise ConfigError(
+            f"stream_layers = 'disk' takes parameters as they are kept, and {type(weights).__name__} is another form; "
+            "use 'host'"
+        )
     blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
     part = blueprint.algorithm.weights_in(blueprint)
     if run.config.adapters is not None or part is None:

@@ -131,6 +131,10 @@ class LocalSteps(Algorithm):
                 f"LocalSteps.replicas = {self.replicas} on {layout}: the mesh axis 'replica' has to divide it, and "
                 f"there may be no pipeline; use the mesh 'replica={self.replicas}'"
             )
+        if layout is not None and layout.sizes["context"] > 1 and layout.sizes["tensor"] > 1:
+            raise ConfigError(  # the partitioner aborts the process (jax 0.10.2, with RingAttention)
+                f"LocalSteps does not compile on {layout}, which cuts both 'context' and 'tensor'; use one of the two"
+            )
         unit = self.replicas * (1 if layout is None else layout.split("batch") // axis) * config.objective.group
         if config.micro_batch % unit:
             more = -(-config.micro_batch // unit) * unit * config.accumulate

@@ -259,7 +259,7 @@ def test_greedy_texts_are_those_of_the_arrays_that_weights_stand_for(base, greed
 def test_a_server_s_engine_takes_them(base, greedy):
     served = Served("x", ByteTokenizer(), 12, 32, lambda text: [])
     engine = engine_of(js.load(base.path), served, rows=2, budget=8, weights=Int8())
-    assert engine._params["head"]["weight"].codes.dtype == jnp.int8
+    assert engine.stepper._params["head"]["weight"].codes.dtype == jnp.int8
     for i, prompt in enumerate(PROMPTS):
         engine.submit(Request(tuple(prompt), Sampling(temperature=0, max_tokens=4), i))
     found = [[] for _ in PROMPTS]

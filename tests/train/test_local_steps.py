@@ -147,5 +147,7 @@ def test_an_average_goes_around_it_and_what_does_not_fit_is_refused():
         check(config(batch_size=7))
     with raises_saying(ConfigError, "use the mesh 'replica=2'"):
         check(config(layout=Layout("replica=4")))
+    with raises_saying(ConfigError, "cuts both 'context' and 'tensor'", "use one of the two"):
+        check(config(layout=Layout("replica=2,context=2,tensor=2", rules="tensor")))
     with raises_saying(ConfigError, "ScheduleFreeSGD; use AdamW()"):
         check(config(optimizer=ScheduleFreeSGD()))

@@ -16,7 +16,7 @@ import dataclasses
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import Chip
 from jaxscale.models import TransformerConfig
-from jaxscale.plan.covered import check_covered
+from jaxscale.plan.covered import covered_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,6 @@ def cache_bytes(config: TransformerConfig, context: int, itemsize: int = 2) -> i
 
     That is 2 x kv heads x head dim, or of multi-head latent attention what keys and values are made of.
     """
-    check_covered(config)
+    covered_model(config)
     positions = sum(min(window or context, context) for window in config.layer_windows())
     return positions * config.kept_width * itemsize

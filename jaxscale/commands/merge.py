@@ -37,6 +37,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.convert.merge import merge
     from jaxscale.layout import Layout
     from jaxscale.run import Run
+    from jaxscale.step.rates import parameter_count
 
     whole = Run(Path(args.run))
     _ = whole.info
@@ -44,5 +45,5 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         print(f"jaxscale: {whole.path} has no adapters; its parameters are written as they are", file=sys.stderr)
     layout = None if args.layout is None else Layout(args.layout)
     made = merge(whole, args.out, step=args.step, layout=layout)
-    print(f"{made.path}: {made.config.model.param_count():,} parameters; {continuing(made)}")
+    print(f"{made.path}: {parameter_count(made.config):,} parameters; {continuing(made)}")
     return 0

@@ -94,9 +94,7 @@ def weighted(batch: Batch) -> Batch:
     return {**batch, "weights": np.ones(len(next(iter(batch.values()))), np.float32)}
 
 
-def heldout_batches(
-    source: Source, batch_size: int, count: int | None = None, group: int = 1
-) -> Iterator[Batch]:
+def heldout_batches(source: Source, batch_size: int, count: int | None = None, group: int = 1) -> Iterator[Batch]:
     """The first `count` batches (all when None or when there are fewer) of `source`, each row at most once.
 
     The order is fixed and shuffled, so that a small count is a sample of all documents. Every batch has

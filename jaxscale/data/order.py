@@ -73,9 +73,7 @@ def order_of(source: Source, group: int = 1) -> Order:
     """
     if isinstance(source, Ordered):
         if group > 1:
-            raise DataError(
-                f"'{source.name}' orders its rows one by one, and {group} belong together; use one corpus"
-            )
+            raise DataError(f"'{source.name}' orders its rows one by one, and {group} belong together; use one corpus")
         return source.order
     if len(source) < group:
         raise DataError(f"'{source.name}' has {len(source)} rows, and {group} belong together; give more data")

@@ -17,6 +17,7 @@ from jaxscale.errors import DataError
 from jaxscale.infer.loaded import load_model, say_length, scored_ids
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
+from jaxscale.models.base import vocab_of
 from jaxscale.step.texts import check_texts, checked
 
 if TYPE_CHECKING:
@@ -195,4 +196,4 @@ def _heldout(run: Run) -> Iterable[Document]:
         whole = tokenizer.decode(counted) if text else ""
         size, words = (len(whole.encode()), len(whole.split())) if text else (None, None)
         every = np.concatenate([opening, ids]).astype(np.int32)
-        yield Document(checked(every, config.model.vocab), size, words, counts)
+        yield Document(checked(every, vocab_of(config.model)), size, words, counts)

@@ -21,6 +21,7 @@ from jaxscale.infer.steppers import stepper_of
 from jaxscale.infer.streaming import Streamed
 from jaxscale.infer.text import TextStream
 from jaxscale.layout import Layout
+from jaxscale.models.base import ExtendsContext, LimitsLength
 from jaxscale.nn import Cache, WeightFormat
 
 if TYPE_CHECKING:
@@ -260,8 +261,9 @@ def _tokenizer(run: Run, prompts: Sequence[Prompt], settings: Sequence[Sampling]
 
 def _positions(run: Run, draft: Run | None) -> int | None:
     """The learned positions of the models, if they have any."""
-    both = [getattr(getattr(r.config.model, "positions", None), "length", None) for r in (run, draft) if r is not None]
-    return min((n for n in both if n is not None), default=None)
+    models = [r.config.model for r in (run, draft) if r is not None]
+    limits = [m.max_length for m in models if isinstance(m, LimitsLength)]
+    return min((n for n in limits if n is not None), default=None)
 
 
 def _say_length(run: Run, done: Completion, room: Sampling, asked: Sampling, positions: int | None) -> None:
@@ -288,7 +290,7 @@ def _room(models: Sequence[Any], need: int, positions: int | None) -> int:
 
 def _alike(model: Any, need: int, room: int) -> int:
     """At most `room`, where texts of that many tokens have the positions of those of `need`."""
-    if not hasattr(model, "for_texts_of") or model.for_texts_of(need) != model:
+    if not isinstance(model, ExtendsContext) or model.for_texts_of(need) != model:
         return room
     return need + bisect.bisect_left(range(need + 1, room + 1), True, key=lambda n: model.for_texts_of(n) != model)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +15,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.infer.cache import generating
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout
+from jaxscale.models.base import DropsTokens, ExtendsContext, vocab_of
 from jaxscale.nn import WeightFormat
 from jaxscale.step.state import describe_model
 from jaxscale.step.texts import check_texts, checked
@@ -92,7 +92,7 @@ def load_model(
 
 def for_texts_of(model: Any, length: int | None) -> Any:
     """A model for texts that may reach `length`, whose positions may be others than for short ones; this is said."""
-    if length is None or not hasattr(model, "for_texts_of"):
+    if length is None or not isinstance(model, ExtendsContext):
         return model
     told = model.for_texts_of(length)
     if told != model:
@@ -123,25 +123,13 @@ def trained_length(run: Run) -> int:
 
 
 def dropless(model: Any) -> Any:
-    """A model whose experts have room for all tokens, where their router can do without a capacity."""
-    blocks = getattr(model, "blocks", ())
-    limited = [mlp for mlp in (getattr(model, "mlp", None), *(b.mlp for b in blocks)) if _drops(mlp)]
-    if not limited:
+    """A model whose experts have room for all tokens, where their router can do without a capacity; this is said."""
+    if not isinstance(model, DropsTokens) or (free := model.dropless()) == model:
         return model
-    log.warning("experts take all their tokens here; in training each took %g times its share", limited[0].capacity)
-    changes: dict[str, Any] = {"mlp": _dropless(model.mlp)}
-    if blocks:
-        changes["blocks"] = tuple(dataclasses.replace(b, mlp=_dropless(b.mlp)) for b in blocks)
-    return dataclasses.replace(model, **changes)
-
-
-def _drops(mlp: Any) -> bool:
-    """Whether a feed-forward layer drops tokens, and its router can do without that."""
-    return getattr(mlp, "capacity", None) is not None and not getattr(mlp.router, "needs_capacity", True)
-
-
-def _dropless(mlp: Any) -> Any:
-    return dataclasses.replace(mlp, capacity=None) if _drops(mlp) else mlp
+    log.warning(
+        "experts take all their tokens here; in training their capacity was limited (MixtureOfExperts.capacity)"
+    )
+    return free
 
 
 def prompt_ids(run: Run, prompt: str | Sequence[int]) -> Int[np.ndarray, " n"]:
@@ -156,7 +144,7 @@ def prompt_ids(run: Run, prompt: str | Sequence[int]) -> Int[np.ndarray, " n"]:
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ConfigError(f"a prompt is a text or a list of token ids, not {prompt!r}")
-    return checked(ids.astype(np.int32), run.config.model.vocab)
+    return checked(ids.astype(np.int32), vocab_of(run.config.model))
 
 
 def scored_ids(run: Run, text: str) -> Int[np.ndarray, " n"]:

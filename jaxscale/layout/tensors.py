@@ -195,7 +195,6 @@ def filled_notes(infos: Tree, layout: Layout | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-
 def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
     """A rich table of tensors: name, shape, logical axes, spec, bytes per device.
 

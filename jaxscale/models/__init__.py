@@ -1,6 +1,14 @@
 """Whole models, each made from a frozen dataclass."""
 
-from jaxscale.models.base import Model, ModelConfig
+from jaxscale.models.base import (
+    Decodable,
+    LanguageModel,
+    LanguageModelConfig,
+    ModelConfig,
+    Plannable,
+    Stackable,
+    Stageable,
+)
 from jaxscale.models.block_config import BlockConfig
 from jaxscale.models.presets import (
     deepseek_moe_16b,
@@ -24,9 +32,14 @@ from jaxscale.models.transformer_config import Learned, TransformerConfig
 
 __all__ = [
     "BlockConfig",
+    "Decodable",
+    "LanguageModel",
+    "LanguageModelConfig",
     "Learned",
-    "Model",
     "ModelConfig",
+    "Plannable",
+    "Stackable",
+    "Stageable",
     "Transformer",
     "TransformerConfig",
     "deepseek_moe_16b",

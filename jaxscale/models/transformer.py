@@ -21,11 +21,13 @@ from jaxscale.models.transformer_config import Learned, TransformerConfig, rotar
 from jaxscale.nn import (
     Block,
     Context,
+    ContextKernel,
     Embedding,
     MemoryPolicy,
     MixtureOfExperts,
     Part,
     RunCache,
+    ScalesByLength,
     Stats,
     head_logits,
 )
@@ -44,8 +46,10 @@ class Transformer(nnx.Module):
         # With sqrt(width) as a factor on the embedding, its initial values shrink to match.
         scale = 0.02 if config.embed_scale is None else 1 / config.embed_scale
         self.embed = config.embedding(config.vocab, z.width, scale=scale, rngs=rngs, **types)
-        length = config.positions.length if isinstance(config.positions, Learned) else 0
-        self.positions = Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length else None
+        length = config.max_length
+        self.positions = (
+            Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length is not None else None
+        )
         runs, first, layers = [], 0, config.layer_specs()
         for windows, repeats in config.runs:
             make_group = functools.partial(_make_group, config, layers[first : first + len(windows)])
@@ -173,8 +177,8 @@ class Transformer(nnx.Module):
         Raises:
           LayoutError: it tears groups apart in which experts count their capacity, or a mixer needs the natural order.
         """
-        wanted = getattr(self.config.attention, "order", None)
-        order = None if wanted is None else wanted(seq_len)
+        attention = self.config.attention
+        order = attention.order(seq_len) if isinstance(attention, ContextKernel) else None
         if order is not None:
             _check_mixers(self.config)
             _check_groups(self.config, order)
@@ -183,9 +187,19 @@ class Transformer(nnx.Module):
     def refuse_length(self, length: int) -> None:
         """Raises `ConfigError` where texts that grow up to `length` need other positions than they began with."""
         for rotary in (rotary_of(self.config.positions), self.config.local_positions):
-            refuse = getattr(None if rotary is None else rotary.scaling, "refuse_length", None)
-            if refuse is not None:
-                refuse(length)
+            if rotary is not None and isinstance(rotary.scaling, ScalesByLength):
+                rotary.scaling.refuse_length(length)
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of a text; `None` where there is no such limit."""
+        return self.config.max_length
+
+    def check_independent(self) -> None:
+        """Raises `ConfigError` where what layers make of a text depends on the others of a step."""
+        for run in self.runs:
+            for block in run.blocks:
+                block.check_independent()
 
     def head_weight(self) -> Float[Array, "v e"]:
         """The output head as it is kept: the token embedding when tied."""

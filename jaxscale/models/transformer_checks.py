@@ -1,12 +1,15 @@
-"""What is checked of a `TransformerConfig` when it is made, besides what its parts check themselves."""
+"""What is checked of a `TransformerConfig` besides what its parts check themselves, and which settings are idle."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError, near
+from jaxscale.layout import Layout
 from jaxscale.models.block_config import BlockConfig
 from jaxscale.nn import MADE_WITH, Embedding, MemoryPolicy, MixtureOfExperts, SwiGLU
 from jaxscale.other_names import same
@@ -108,3 +111,73 @@ def check_transformer(c: TransformerConfig) -> None:
                 f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
                 "scaling) or 'float32'"
             )
+
+
+def idle(m: TransformerConfig, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
+    """Settings that differ from their default and change nothing: name, value, and why.
+
+    Args:
+      m: the model's.
+      seq_len: tokens of a row.
+      layout: where it runs.
+    """
+    mlps = m.layer_mlps()
+    if m.dense_mlp not in mlps:
+        for name in given(m, "dense_mlp"):
+            yield f"Transformer.{name}", m.dense_mlp, "no layer is dense (Transformer.dense_layers, .mlp_every)"
+    if m.blocks:
+        yield from _of_blocks(m)
+    elif m.mlp not in mlps:
+        yield "Transformer.mlp", m.mlp, "every layer is dense (Transformer.dense_layers, .mlp_every)"
+    if m.mlp == m.dense_mlp:
+        for name in given(m, "dense_layers", "mlp_every"):
+            yield f"Transformer.{name}", getattr(m, name), "Transformer.dense_mlp is Transformer.mlp"
+    windows = [w for w in (*m.windows, *(b.window for b in m.blocks)) if w is not None]
+    if m.local_positions is not None and not windows:
+        yield "Transformer.local_positions", m.local_positions, "no layer has a window"
+    if windows and min(windows) >= seq_len:
+        yield (
+            "Block.window" if m.blocks else "Transformer.windows",
+            tuple(windows) if m.blocks else m.windows,
+            f"no window is shorter than a row (train.seq_len = {seq_len})",
+        )
+    elif len(m.windows) > m.depth:
+        yield "Transformer.windows", m.windows, f"those after the first {m.depth} have no layer (Transformer.depth)"
+    if m.qkv_bias and m.bias:
+        yield "Transformer.qkv_bias", True, "Transformer.bias = True gives every projection one"
+    if m.overlap and (layout is None or "tensor" not in layout.cut("residual_seq")):
+        yield "Transformer.overlap", m.overlap, "no tensor axis splits the sequence (Layout.sequence_sharded)"
+    yield from _of_memory(MemoryPolicy.of(m.memory), seq_len)
+
+
+def _of_blocks(m: TransformerConfig) -> Iterator[tuple[str, Any, str]]:
+    layers = m.layer_specs()
+    for name in given(m, "mlp"):
+        if m.mlp not in m.layer_mlps():
+            yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has an mlp of its own"
+    attends = [layer for layer in layers if layer.mixer == m.attention_layer]
+    for name in given(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
+        if not attends:
+            yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has a mixer of its own"
+    if len(m.blocks) > m.depth:
+        yield "Transformer.blocks", m.blocks, f"those after the first {m.depth} have no layer (Transformer.depth)"
+
+
+def _of_memory(policy: MemoryPolicy, seq_len: int) -> Iterator[tuple[str, Any, str]]:
+    if policy.rest == "keep" and policy.keep:
+        yield "MemoryPolicy.keep", policy.keep, "MemoryPolicy.rest = 'keep' keeps everything"
+    if not policy.tile:
+        for name in given(policy, "tile_size"):
+            yield f"MemoryPolicy.{name}", policy.tile_size, "MemoryPolicy.tile names nothing"
+    elif policy.tile_size >= seq_len:
+        yield (
+            "MemoryPolicy.tile",
+            policy.tile,
+            (f"rows have {seq_len} tokens (train.seq_len), one tile of MemoryPolicy.tile_size = {policy.tile_size}"),
+        )
+
+
+def given(part: Any, *names: str) -> list[str]:
+    """Those of a dataclass's fields that are not at their default."""
+    defaults = {f.name: f.default for f in dataclasses.fields(part)}
+    return [n for n in names if getattr(part, n) != defaults[n]]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,10 +17,11 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, abstract
 from jaxscale.models.block_config import BlockConfig, LayerSpec
-from jaxscale.models.transformer_checks import check_transformer
+from jaxscale.models.transformer_checks import check_transformer, idle
 from jaxscale.nn import (
     AttentionKernel,
     AttentionLayer,
+    ContextKernel,
     Embedding,
     Experts,
     FeedForward,
@@ -33,6 +34,7 @@ from jaxscale.nn import (
     RMSNorm,
     Rotary,
     Run,
+    ScalesByLength,
     SwiGLU,
     dot_product_attention,
 )
@@ -157,18 +159,46 @@ class TransformerConfig:
         head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
         dims = self.attention_layer.dims(head_dim)
         heads = self.heads or max(1, width // dims.key)
-        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if _gated(self.mlp) else 4 * width)
+        hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if gated(self.mlp) else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, dims.key, hidden, dims.value, dims.rotary)
 
     def for_texts_of(self, length: int) -> TransformerConfig:
         """The same model for texts that may reach `length`, where its positions go by that (LongRoPE)."""
-        told = {}
+        told: dict[str, Any] = {}
         for name in ("positions", "local_positions"):
             rotary = getattr(self, name)
-            scaling: Any = getattr(rotary, "scaling", None)
-            if hasattr(scaling, "for_texts_of"):
-                told[name] = dataclasses.replace(rotary, scaling=scaling.for_texts_of(length))
+            if isinstance(rotary, Rotary) and isinstance(rotary.scaling, ScalesByLength):
+                told[name] = dataclasses.replace(rotary, scaling=rotary.scaling.for_texts_of(length))
         return dataclasses.replace(self, **told) if told else self
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of a text, that is of learned positions; `None` where there is no such limit."""
+        return self.positions.length if isinstance(self.positions, Learned) else None
+
+    def dropless(self) -> TransformerConfig:
+        """The same model whose experts take all their tokens, where their router can do without a capacity."""
+        free = lambda mlp: mlp.dropless() if isinstance(mlp, MixtureOfExperts) else mlp  # noqa: E731
+        blocks = tuple(dataclasses.replace(b, mlp=free(b.mlp)) for b in self.blocks)
+        if (free(self.mlp), blocks) == (self.mlp, self.blocks):
+            return self
+        return dataclasses.replace(self, mlp=free(self.mlp), blocks=blocks)
+
+    def idle(self, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
+        """Settings that differ from their default and change nothing: name, value, and why."""
+        return idle(self, seq_len, layout)
+
+    def not_in_formulas(self) -> str | None:
+        """See `jaxscale.models.Plannable`: they know attention, and experts or one kind of dense feed-forward."""
+        if not self.causal:
+            return "Bidirectional"
+        others = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas or m in self.other_mixers]
+        if others:
+            return " and ".join(dict.fromkeys(type(m).__name__ for m in others))
+        mlps = dict.fromkeys(b.mlp for b in self.blocks if b.mlp not in (None, self.mlp))
+        if len(mlps) > 1 or any(isinstance(mlp, MixtureOfExperts) for mlp in mlps):
+            return "blocks whose feed-forward layers are of several kinds besides Transformer.mlp"
+        return None
 
     def at_width(self, width: int) -> TransformerConfig:
         """The same model with another residual width, and all else that is width in proportion.
@@ -211,8 +241,7 @@ class TransformerConfig:
 
     def length_unit(self) -> int:
         """Of what a sequence's length has to be a multiple under the layout in force, as far as attention goes."""
-        unit = getattr(self.attention, "unit", None)
-        return 1 if unit is None else unit()
+        return self.attention.unit() if isinstance(self.attention, ContextKernel) else 1
 
     @functools.cached_property
     def widening(self) -> Widening | None:
@@ -331,7 +360,7 @@ class TransformerConfig:
         for layer in self.layer_specs():
             for name, n in layer.mixer.products(self, batch, seq, layer.window).items():
                 mixed[name] = mixed.get(name, 0) + n
-        through = [(_hidden(m, z.hidden), _gated(m), _scores(m)) for m in self.layer_mlps()]
+        through = [(_hidden(m, z.hidden), gated(m), _scores(m)) for m in self.layer_mlps()]
         per_layer = 2 * batch * seq * z.width
         return mixed | {
             "router": per_layer * sum(scores for _, _, scores in through),
@@ -374,7 +403,7 @@ class TransformerConfig:
 
         stream = {"residual_seq": seq, "embed": z.width}
         last = self.layer_mlps()[layer]
-        gates = 1 + _gated(last)
+        gates = 1 + gated(last)
         up: tuple[Any, ...] = tensors("mlp_up", {"seq": seq, "mlp": z.hidden}, gates)
         if isinstance(last, MixtureOfExperts):
             one, shared = last.widths(z.hidden)
@@ -423,7 +452,8 @@ class Sizes:
     rotary_dim: int
 
 
-def _gated(mlp: Any) -> bool:
+def gated(mlp: Any) -> bool:
+    """Whether a feed-forward layer, or each of its experts, multiplies by a gate."""
     return getattr(mlp, "gated", False)
 
 

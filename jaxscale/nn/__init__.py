@@ -1,8 +1,15 @@
 """Flax layers whose parameters and activations carry logical axis names."""
 
-from jaxscale.nn.attention import Attention, AttentionKernel, Bidirectional, attention_mask, dot_product_attention
+from jaxscale.nn.attention import (
+    Attention,
+    AttentionKernel,
+    Bidirectional,
+    ContextKernel,
+    attention_mask,
+    dot_product_attention,
+)
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
-from jaxscale.nn.block import Block
+from jaxscale.nn.block import Block, SharesCapacity, reports
 from jaxscale.nn.cache import (
     Cache,
     DecodeState,
@@ -34,6 +41,7 @@ from jaxscale.nn.rotary import (
     LongRopeScaling,
     NTKScaling,
     Rotary,
+    ScalesByLength,
     YarnScaling,
     rotate,
 )
@@ -55,6 +63,7 @@ __all__ = [
     "Block",
     "Cache",
     "Context",
+    "ContextKernel",
     "DecodeState",
     "Embedding",
     "ExpertChoiceRouter",
@@ -117,4 +126,7 @@ __all__ = [
     "project",
     "recurrence",
     "rotate",
+    "ScalesByLength",
+    "SharesCapacity",
+    "reports",
 ]

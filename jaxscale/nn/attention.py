@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -43,6 +44,18 @@ class AttentionKernel(Protocol):
         softcap: float | None = None,
         scale: float | None = None,
     ) -> Float[Array, "b s h dv"]: ...
+
+
+@runtime_checkable
+class ContextKernel(Protocol):
+    """An `AttentionKernel` for sequences that devices cut (context parallelism)."""
+
+    def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
+        """The natural place of each token, in the order in which it wants them; `None` for the natural order."""
+
+    def unit(self) -> int:
+        """Of what a sequence's length has to be a multiple under the layout in force."""
+        ...
 
 
 @register
@@ -135,10 +148,13 @@ class Bidirectional:
     def __call__(self, q: Array, k: Array, v: Array, *, causal: bool = True, **options: Any) -> Array:
         return self.kernel(q, k, v, causal=False, **options)
 
-    def __getattr__(self, name: str) -> Any:  # the order and the unit of a sequence, which are the kernel's
-        if name.startswith("_") or name == "kernel":
-            raise AttributeError(name)
-        return getattr(self.kernel, name)
+    def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
+        """See `ContextKernel`."""
+        return self.kernel.order(seq_len) if isinstance(self.kernel, ContextKernel) else None
+
+    def unit(self) -> int:
+        """See `ContextKernel`."""
+        return self.kernel.unit() if isinstance(self.kernel, ContextKernel) else 1
 
 
 class Attention(nnx.Module):

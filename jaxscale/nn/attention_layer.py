@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.mixer import Mixer
-from jaxscale.nn.rotary import Rotary
+from jaxscale.nn.rotary import Rotary, ScalesScores
 
 _OF_MULTI_HEAD = ("qk_norm", "bias", "out_bias", "norm_eps", "overlap")
 """What `Attention` is told and others need not take, whose `check` refuses what would have no effect."""
@@ -95,6 +95,8 @@ class AttentionLayer(Mixer, Protocol):
 class MultiHead(AttentionLayer):
     """Multi-head, grouped-query or multi-query attention: `jaxscale.nn.Attention`."""
 
+    in_formulas: ClassVar[bool] = True
+
     def dims(self, head_dim: int) -> HeadDims:
         """See `AttentionLayer`."""
         return HeadDims(head_dim, head_dim, head_dim)
@@ -147,6 +149,7 @@ class MultiHeadLatent(AttentionLayer):
       ConfigError: a width below 1, or an odd `rotary_dim`.
     """
 
+    in_formulas: ClassVar[bool] = True
     kv_rank: int = 512
     q_rank: int | None = None
     plain_dim: int = 128
@@ -172,7 +175,8 @@ class MultiHeadLatent(AttentionLayer):
 
     def score_scale(self, head_dim: int, rotary: Rotary | None) -> float:
         """See `AttentionLayer`: one over the root of a query's width, times `YarnScaling.score_factor`."""
-        factor = getattr(None if rotary is None else rotary.scaling, "score_factor", 1.0)
+        scaling = None if rotary is None else rotary.scaling
+        factor = scaling.score_factor if isinstance(scaling, ScalesScores) else 1.0
         return (self.plain_dim + self.rotary_dim) ** -0.5 * factor
 
     def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain
+from jaxscale.nn.cache import DecodeState
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.stats import Stats
 
 _NONE = POLICIES["none"]
+
+
+@runtime_checkable
+class SharesCapacity(Protocol):
+    """A feed-forward layer that may drop tokens by what else is in a step."""
+
+    def check_independent(self) -> None:
+        """Raises `ConfigError` where it does."""
 
 
 class Block(nnx.Module):
@@ -69,6 +79,24 @@ class Block(nnx.Module):
         y, stats = self._feed(self._norm(self.mlp_norm, x), context)
         return self._drop(y, context, 1), stats
 
+    @property
+    def decode_state(self) -> DecodeState:
+        """What its mixer keeps of a text between tokens.
+
+        Raises:
+          ConfigError: the mixer does not say.
+        """
+        state: DecodeState | None = getattr(self.attn, "decode_state", None)
+        if state is None:
+            name = type(self.attn).__name__
+            raise ConfigError(f"{name} does not say what it keeps of a text (its `decode_state`)")
+        return state
+
+    def check_independent(self) -> None:
+        """Raises `ConfigError` where what it makes of a text depends on the others of a step."""
+        if isinstance(self.mlp, SharesCapacity):
+            self.mlp.check_independent()
+
     def _attend(self, h: Array, context: Context) -> Array:
         with jax.named_scope("attn"):
             y = self.attn(_for(self.attn, h), context)
@@ -76,7 +104,7 @@ class Block(nnx.Module):
 
     def _feed(self, h: Array, context: Context) -> tuple[Array, Stats]:
         with jax.named_scope("mlp"):
-            if getattr(self.mlp, "reports", False):
+            if reports(self.mlp):
                 y, stats = self.mlp(h, None if context.segment_ids is None else context.segment_ids != 0)
             else:
                 y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
@@ -94,6 +122,11 @@ class Block(nnx.Module):
     def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
         key = None if context.key is None else jax.random.split(context.key)[sub_layer]
         return dropout(_cut(y), self.dropout, key, context.rows, context.order)
+
+
+def reports(layer: nnx.Module) -> bool:
+    """Whether a feed-forward layer is given which tokens are no padding, and returns statistics (an `Experts` does)."""
+    return getattr(layer, "reports", False)
 
 
 def _for(layer: nnx.Module, h: Array) -> Array:

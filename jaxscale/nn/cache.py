@@ -100,8 +100,7 @@ class KeyValues(NamedTuple):
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
         """See `DecodeState`; a single key head is whole everywhere."""
-        axes = getattr(cache, "axes", None)
-        return None if axes is None else tuple(None if a == "kv_heads" and self.kv_heads == 1 else a for a in axes)
+        return tuple(None if a == "kv_heads" and self.kv_heads == 1 else a for a in cache.axes)
 
     def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
         """See `DecodeState`."""
@@ -178,7 +177,11 @@ class Cache(Protocol):
     """How keys and values are kept. A state is of a stack of like layers: arrays whose first dimension is `layers`.
 
     page: positions in a page; `None` where rows have no pages.
+    axes: logical axes of each array of a state.
     """
+
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
 
     @property
     def page(self) -> int | None: ...

@@ -23,11 +23,13 @@ class Mixer(Protocol):
     windowed: it takes a window.
     any_order: it takes a row's tokens in the order of `Context.order`, as attention and `recurrence` do; else it needs
       them in their natural one.
+    in_formulas: the planner's formulas know its arithmetic, memory and collectives; else a run is planned by compiling.
     """
 
     widens: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     any_order: ClassVar[bool] = False
+    in_formulas: ClassVar[bool] = False
 
     def check(self, config: Any) -> None:
         """Raises `ConfigError` for fields of a `TransformerConfig` that do not go with it."""

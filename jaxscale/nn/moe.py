@@ -110,6 +110,12 @@ class MixtureOfExperts:
                 "take it out of MemoryPolicy.tile"
             )
 
+    def dropless(self) -> MixtureOfExperts:
+        """The same without a capacity; itself where there is none, or where its router cannot do without one."""
+        if self.capacity is None or self.router.needs_capacity:
+            return self
+        return dataclasses.replace(self, capacity=None)
+
     @property
     def gated(self) -> bool:
         """Whether an expert has a gate."""
@@ -198,6 +204,20 @@ class Experts(nnx.Module):
         gate = named(normal, "norm")  # as long as a norm's scale, and as little worth gathering
         self.shared_gate = nnx.Param(gate(rngs.params(), (width,), param_dtype)) if c.shared_gate else None
         self.dtype = dtype
+
+    def check_independent(self) -> None:
+        """Raises `ConfigError` where what it makes of a text depends on the others of a step."""
+        c = self.config
+        if c.router.needs_capacity:
+            raise ConfigError(
+                f"{type(c.router).__name__} chooses among all tokens of a step, later ones and padding included, so "
+                "that a text would depend on its company; a model that is to generate is trained with SoftmaxRouter"
+            )
+        if c.capacity is not None:
+            raise ConfigError(
+                f"MixtureOfExperts.capacity = {c.capacity} drops tokens by what else is in a step, so that a text "
+                "would depend on its company; generate with MixtureOfExperts.capacity = None"
+            )
 
     def __call__(
         self, x: Float[Array, "b s e"], real: Bool[Array, "b s"] | None = None

@@ -32,6 +32,8 @@ class ReversibleRun(Run):
       ConfigError: blocks whose sub-layers stand side by side, or a memory policy for activations that do not exist.
     """
 
+    decodable = False
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if any(block.parallel for block in self.blocks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,25 @@ class RotaryScaling(Protocol):
     def __call__(
         self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
     ) -> tuple[Any, float]: ...
+
+
+@runtime_checkable
+class ScalesScores(Protocol):
+    """A `RotaryScaling` that scales all attention scores besides."""
+
+    @property
+    def score_factor(self) -> float: ...
+
+
+@runtime_checkable
+class ScalesByLength(Protocol):
+    """A `RotaryScaling` whose factors are others for long texts."""
+
+    def for_texts_of(self, length: int) -> Any:
+        """The same for texts that may reach `length` tokens."""
+
+    def refuse_length(self, length: int) -> None:
+        """Raises `ConfigError` where texts that grow up to `length` would change from some factors to others."""
 
 
 @register

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
+from jaxscale.errors import ConfigError
 from jaxscale.layout import current
 from jaxscale.nn.block import Block
-from jaxscale.nn.cache import RunCache
+from jaxscale.nn.cache import DecodeState, RunCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
@@ -79,6 +80,9 @@ class Run(nnx.Module):
       scan: apply by `lax.scan`; else unrolled, the same parameters and values; "auto" is as `scanned` says.
     """
 
+    decodable: ClassVar[bool] = True
+    """Whether it can go on from a cache."""
+
     def __init__(
         self,
         make_group: Callable[[nnx.Rngs], Sequence[Block]],
@@ -110,6 +114,18 @@ class Run(nnx.Module):
     def leave(x: Any, dtype: Any) -> Float[Array, "b s e"]:
         """The hidden states, from what the last run returns."""
         return x
+
+    def decode_states(self) -> list[tuple[DecodeState, int]]:
+        """What each block of the group keeps of a text, and how many copies of it there are.
+
+        Raises:
+          ConfigError: a mixer that does not say, or a stack that cannot go on from a cache.
+        """
+        if not self.decodable:
+            raise ConfigError(
+                f"{type(self).__name__} cannot go on from kept keys; generate with Transformer.stack = @Run"
+            )
+        return [(block.decode_state, self.repeats) for block in self.blocks]
 
     def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
         """Applies every layer, to what `enter` or the run before returned; sums what they report.

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
 from jaxscale.nn import (
     GatherAttention,
@@ -21,6 +20,7 @@ from jaxscale.nn import (
 from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.context.order import Chunks, visits
 from jaxscale.plan.collectives import Collective
+from jaxscale.plan.covered import NotCovered
 from jaxscale.plan.moves import Mover
 
 
@@ -93,7 +93,7 @@ def attention_moves(
       backward: how often its backward pass runs.
 
     Raises:
-      ConfigError: an attention that nothing is known of.
+      NotCovered: an attention that nothing is known of.
     """
     over = heads.mover.over("seq")
     if not over:
@@ -103,10 +103,7 @@ def attention_moves(
     if find is None:
         name = getattr(plain, "__name__", type(plain).__name__)
         known = ", ".join(k.__name__ for k in _MOVES)
-        raise ConfigError(
-            f"the attention {name} is given a sequence that {heads.mover.layout} cuts, and what it sends is not known; "
-            f"use one of {known}, or a mesh without {' and '.join(over)}"
-        )
+        raise NotCovered(f"the attention {name} over a sequence that {heads.mover.layout} cuts ({known} are known)")
     tokens = heads.ids * (segments + (segments and window is not None))
     return find(kernel, heads, over, window, tokens, Runs(forward, around, backward))
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.errors import ConfigError
 from jaxscale.layout import Boxes, TensorInfo
-from jaxscale.nn import MemoryPolicy, MixtureOfExperts, MultiHead, MultiHeadLatent
+from jaxscale.nn import MemoryPolicy, MixtureOfExperts, MultiHeadLatent
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.parallel.experts import TOKENS
 from jaxscale.plan.attention_moves import Heads, attention_moves
 from jaxscale.plan.collectives import Collective
+from jaxscale.plan.covered import NotCovered
 from jaxscale.plan.moves import Mover, Product
 
 Tree = Any
@@ -57,16 +57,12 @@ class Blocks:
           last: of its group, so that nothing needs its output again.
 
         Raises:
-          ConfigError: an attention layer that nothing is known of.
+          NotCovered: an attention layer that nothing is known of here.
         """
         latent = isinstance(self.model.attention_layer, MultiHeadLatent)
         unknown = latent and (self.model.parallel or self.mover.over("seq"))
-        if unknown or not (latent or isinstance(self.model.attention_layer, MultiHead)):
-            raise ConfigError(
-                f"what {type(self.model.attention_layer).__name__} sends is not worked out: the planner's collectives "
-                "are those of MultiHead(), and of MultiHeadLatent() where no sequence is cut and blocks are not "
-                "parallel; `jaxscale explain --compile` reads them off the compiled program"
-            )
+        if unknown:
+            raise NotCovered("MultiHeadLatent where a sequence is cut or sub-layers are parallel")
         inside = jax.tree.map(lambda i: dataclasses.replace(i, axes=i.axes[1:], shape=i.shape[1:]), params)
         attn, mlp = inside["attn"], inside["mlp"]
         routed = "router" in mlp

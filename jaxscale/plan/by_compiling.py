@@ -1,34 +1,18 @@
-"""Plans a run whose model or objective the formulas do not cover, from the step compiled for the hardware."""
+"""Plans a run that the formulas do not cover, from its step compiled for the hardware."""
 
 from __future__ import annotations
 
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import Topology
-from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import bytes_of, compile_step
-from jaxscale.plan.covered import not_covered
 from jaxscale.plan.flops import of_step
 from jaxscale.plan.heap import Buffer
 from jaxscale.plan.memory import Estimate
 from jaxscale.plan.remedies import out_of_memory_said
 from jaxscale.plan.roofline import Op, Work
-from jaxscale.step import NextToken, TrainConfig
+from jaxscale.step import TrainConfig
 from jaxscale.step.rates import examples, model_flops
-
-
-def unknown(config: TrainConfig) -> str | None:
-    """Which part of a run the formulas do not cover, as a sentence; `None` where they cover it."""
-    for part, kind in ((config.objective, NextToken), (config.model, TransformerConfig)):
-        if not isinstance(part, kind):
-            return f"no formula knows the arithmetic and memory of {type(part).__name__}"
-    if not config.algorithm.formulas_hold:
-        return f"no formula knows the arithmetic and memory of {config.algorithm.describe()}"
-    if config.adapters is not None and config.adapters.base is not None:
-        return f"no formula knows the arithmetic and memory of {type(config.adapters.base).__name__}"
-    if not config.model.causal:  # type: ignore[attr-defined]
-        return "no formula knows the arithmetic and memory of Bidirectional"
-    return not_covered(config.model)
 
 
 def compiled_plan(config: TrainConfig, there: Topology, why: str, why_not: str | None) -> tuple[Estimate, Work, int]:
@@ -37,7 +21,7 @@ def compiled_plan(config: TrainConfig, there: Topology, why: str, why_not: str |
     Args:
       config: the run's settings, every size of its mesh known.
       there: the hardware.
-      why: what no formula knows (see `unknown`).
+      why: what no formula knows (`NotCovered.why`).
       why_not: why nothing can be compiled for the hardware on this machine, or `None`.
 
     Raises:

@@ -22,7 +22,7 @@ from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.attention_moves import deals_out
 from jaxscale.plan.block_moves import Blocks
 from jaxscale.plan.collectives import Collective
-from jaxscale.plan.covered import check_covered
+from jaxscale.plan.covered import covered
 from jaxscale.plan.moves import Mover
 from jaxscale.step import TrainConfig, blueprint_of, replicas_of, token_loss
 from jaxscale.step.loss import holds_logits
@@ -53,15 +53,7 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
     """
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
-    no_adapters(config)
-    if not config.algorithm.formulas_hold:
-        name = config.algorithm.describe()
-        raise ConfigError(f"no formula knows what {name} sends; `jaxscale plan` reads it off the compiled step")
-    for part in ("memory", "sizes", "runs", "layer_mlps"):
-        if not hasattr(config.model, part):
-            name = type(config.model).__name__
-            raise ConfigError(f"{name} has no '{part}', which planning its communication needs; Transformer has")
-    check_covered(config.model)
+    covered(config)
     there = topology(hardware) if isinstance(hardware, str) else hardware
     layout = sized(config.layout, there.devices)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
@@ -72,19 +64,6 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
         step.scalars,
     )  # fmt: skip
     return [c for part in parts for c in part()]
-
-
-def no_adapters(config: TrainConfig) -> None:
-    """That a run trains its model, of which arithmetic knows what is sent.
-
-    Raises:
-      ConfigError: it trains adapters.
-    """
-    if config.adapters is not None:
-        raise ConfigError(
-            "arithmetic does not know what a step with adapters sends; jaxscale explain --compile reads it off the "
-            "compiled one, and jaxscale.plan.estimate knows its memory"
-        )
 
 
 def sized(layout: Layout, devices: int) -> Layout:

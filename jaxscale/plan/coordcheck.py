@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError
+from jaxscale.models.base import HasWidths, Parametrised, ScansLayers
 from jaxscale.nn import head_logits
 from jaxscale.optim import Constant
 from jaxscale.plan.activations import recorded
@@ -195,7 +196,7 @@ def coordcheck(
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
-    if not hasattr(config.model, "at_width"):
+    if not isinstance(config.model, HasWidths):
         raise ConfigError(f"{type(config.model).__name__} has no at_width(width), so it cannot be had at other widths")
     plain: dict[str, Any] = dict(layout=None, schedule=Constant(), steps=steps, guards=(), eval_batches=0, prompt=None)
     configs = [dataclasses.replace(config, model=config.model.at_width(w), **plain) for w in widths]
@@ -216,14 +217,15 @@ def coordcheck(
 
 
 def _called(model: Any) -> str:
-    parametrisation = getattr(model, "parametrisation", None)
-    return "the standard parametrisation" if parametrisation is None else repr(parametrisation)
+    widening = model.widening if isinstance(model, Parametrised) else None
+    return "the standard parametrisation" if widening is None else repr(widening.parametrisation)
 
 
 def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]:
     """A seed and batches -> before each batch's step, sizes of all activations and of their changes; its loss."""
     model: Any = config.model
-    if getattr(model, "scan", None) == "auto":  # so that a module's layers are recorded side by side
+    scans = isinstance(model, ScansLayers) and model.scan == "auto"
+    if scans:  # so that a module's layers are recorded side by side
         config = dataclasses.replace(config, model=dataclasses.replace(model, scan=True))
     blueprint, schedule = blueprint_of(config)
     step = step_of(blueprint, config, schedule)

@@ -1,34 +1,59 @@
-"""Which models the planner's formulas cover; any other is planned from its compiled step."""
+"""Which runs the planner's formulas cover; any other is planned from its compiled step."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxscale.errors import ConfigError
-from jaxscale.nn import MixtureOfExperts
+from jaxscale.models import Plannable, TransformerConfig
+
+if TYPE_CHECKING:
+    from jaxscale.step import TrainConfig
 
 
-def not_covered(model: Any) -> str | None:
-    """Which layer of a `TransformerConfig` the formulas do not cover, as a sentence; `None` where they cover all.
+class NotCovered(ConfigError):
+    """No formula knows a part of a run, which can be planned from its compiled step all the same.
 
-    They know one kind of attention and, besides `Transformer.mlp`, one kind of dense feed-forward layer.
+    Args:
+      what: that part, in a few words.
     """
-    names = " and ".join(dict.fromkeys(type(m).__name__ for m in getattr(model, "other_mixers", ())))
-    if names:
-        return f"no formula knows the arithmetic and memory of {names}"
-    others = dict.fromkeys(b.mlp for b in getattr(model, "blocks", ()) if b.mlp not in (None, model.mlp))
-    if len(others) > 1 or any(isinstance(mlp, MixtureOfExperts) for mlp in others):
-        return "no formula knows blocks whose feed-forward layers are of several kinds besides Transformer.mlp"
-    return None
+
+    def __init__(self, what: str):
+        self.why = f"no formula knows the arithmetic, memory and traffic of {what}"
+        super().__init__(
+            f"{self.why}; `jaxscale plan`, or `jaxscale explain --compile`, reads them off the compiled step, where "
+            "the hardware can be compiled for"
+        )
 
 
-def check_covered(model: Any) -> None:
-    """That the formulas cover a model.
+def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig:
+    """A run's model, where formulas cover the run.
+
+    Args:
+      config: the run's settings.
+      adapters: whether those of a run are covered, as they are by what it holds and not by what it sends.
 
     Raises:
-      ConfigError: they do not.
+      NotCovered: they do not.
     """
-    if (why := not_covered(model)) is not None:
-        raise ConfigError(
-            f"{why}; `jaxscale plan` reads them off the compiled step, where the hardware can be compiled for"
-        )
+    if not config.objective.in_formulas:
+        raise NotCovered(type(config.objective).__name__)
+    if not config.algorithm.in_formulas:
+        raise NotCovered(config.algorithm.describe())
+    if config.adapters is not None and config.adapters.base is not None:
+        raise NotCovered(type(config.adapters.base).__name__)
+    if config.adapters is not None and not adapters:
+        raise NotCovered(type(config.adapters).__name__)
+    return covered_model(config.model)
+
+
+def covered_model(model: Any) -> TransformerConfig:
+    """A model that formulas cover.
+
+    Raises:
+      NotCovered: they do not.
+    """
+    what = model.not_in_formulas() if isinstance(model, Plannable) else type(model).__name__
+    if what is not None:
+        raise NotCovered(what)
+    return cast(TransformerConfig, model)

@@ -12,6 +12,7 @@ import jax
 from jaxscale.errors import LayoutError
 from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, TensorRow, describe, filled_notes
+from jaxscale.models.base import NamesActivations
 from jaxscale.optim import check_state
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict, sized
@@ -193,8 +194,8 @@ _WHERE = {
 
 def _by_tensor(memory: ProgramMemory, config: TrainConfig, layout: Layout | None) -> dict[str, int]:
     """Activations by name. Told by shape, and by the module that made them where shapes are alike."""
-    named = getattr(config.model, "activations", None)
-    tensors = {} if named is None else named(config.micro_batch, config.seq_len)
+    model = config.model
+    tensors = model.activations(config.micro_batch, config.seq_len) if isinstance(model, NamesActivations) else {}
     shapes: dict[str, set[tuple[int, ...]]] = {
         name: {dims_key(_local(i, layout)) for i in infos} for name, infos in tensors.items() if name != "unnamed"
     }

@@ -15,7 +15,7 @@ from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState
 from jaxscale.plan.communication import sized
-from jaxscale.plan.covered import check_covered
+from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.ends_memory import Ends, Sums
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.layer_memory import (
@@ -84,20 +84,13 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
       ConfigError: a model without memory policies, a run without a layout, or adapters over pipeline stages.
       LayoutError: what cannot be laid out, or an unknown topology.
     """
-    model = model_of(config)
+    model = covered(config, adapters=True)
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
     there = hardware(topology) if isinstance(topology, str) else topology
     layout = sized(config.layout, there.devices)
     if config.adapters is not None and layout.stages > 1:
-        raise ConfigError(
-            "arithmetic knows no adapters over pipeline stages; jaxscale explain --compile reads their step's memory"
-        )
-    if config.adapters is not None and config.adapters.base is not None:
-        raise ConfigError(
-            f"arithmetic does not know what products of {type(config.adapters.base).__name__} hold; jaxscale explain "
-            "--compile reads their step's memory"
-        )
+        raise NotCovered("adapters over pipeline stages")
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     state, gradients, away = held_bytes(blueprint, blueprint.algorithm.infos(blueprint), layout)
@@ -144,24 +137,9 @@ def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> t
     )
 
 
-def model_of(config: TrainConfig) -> Any:
-    """A run's model, which says what its layers make.
-
-    Raises:
-      ConfigError: it does not.
-    """
-    for part in ("memory", "activations", "products", "runs", "dtype"):
-        if not hasattr(config.model, part):
-            raise ConfigError(
-                f"{type(config.model).__name__} has no '{part}', which planning its memory needs; Transformer has"
-            )
-    check_covered(config.model)
-    return config.model
-
-
 def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
     """The buffers of a step that goes through all layers and back; and bytes kept, copied, and in host memory."""
-    model, heap, whole = model_of(config), Heap(), blueprint.of_model()
+    model, heap, whole = covered(config, adapters=True), Heap(), blueprint.of_model()
     infos, trained = jax.tree.leaves(blueprint.frozen or blueprint.infos), jax.tree.leaves(blueprint.infos)
     adapts = blueprint.adaptation is not None
     policy = MemoryPolicy.of(model.memory)

@@ -16,10 +16,11 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
-from jaxscale.plan.by_compiling import compiled_plan, unknown
+from jaxscale.plan.by_compiling import compiled_plan
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
+from jaxscale.plan.covered import NotCovered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
@@ -175,15 +176,16 @@ def plan_for(
     why = why_not_compiled(there)
     if compile == "always" and why is not None:
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
-    if (what := unknown(config)) is not None:
+    try:
+        memory = estimate(config, there)
+        work = work_of(config, _layout(config), memory, as_compiled(predict(config, there), there))
+    except NotCovered as e:
         began = time.perf_counter()
-        memory, work, size = compiled_plan(config, there, what, _FORBIDDEN if compile == "never" else why)
+        memory, work, size = compiled_plan(config, there, e.why, _FORBIDDEN if compile == "never" else why)
         step = step_time(work, there)
         made = Compiled(size, step, time.perf_counter() - began)
-        notes = (f"{what}: all of this is read off the compiled step", *_notes(config, there))
+        notes = (f"{e.why}: all of this is read off the compiled step", *_notes(config, there))
         return with_budget(Plan(config, there, memory, work, step, made, "compiled", None, notes), tokens, price, watts)
-    memory = estimate(config, there)
-    work = work_of(config, _layout(config), memory, as_compiled(predict(config, there), there))
     compiled, how = None, "analytic, as was asked"
     if compile != "never":
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")

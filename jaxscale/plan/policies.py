@@ -12,7 +12,8 @@ import jax
 from jaxscale.errors import ConfigError
 from jaxscale.nn import POLICIES, MemoryPolicy
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
-from jaxscale.plan.memory import Estimate, estimate, model_of
+from jaxscale.plan.covered import covered
+from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import Shown
 from jaxscale.step import TrainConfig
 
@@ -93,7 +94,7 @@ def choose(
       ConfigError: none of them fits, or `estimate`'s reasons.
       LayoutError: as for `compile_step`.
     """
-    model, configs = model_of(config), {}
+    model, configs = covered(config, adapters=True), {}
     for name, policy in policies.items():
         with contextlib.suppress(ConfigError):  # experts are not tiled
             configs[name] = dataclasses.replace(config, model=dataclasses.replace(model, memory=policy))

@@ -19,8 +19,9 @@ import jax
 from jaxscale.errors import ConfigError, JaxscaleError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
-from jaxscale.plan.communication import no_adapters, predict
-from jaxscale.plan.memory import Estimate, estimate, model_of
+from jaxscale.plan.communication import predict
+from jaxscale.plan.covered import covered
+from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.plan_tables import seconds
 from jaxscale.plan.planner import Plan, plan_for, why_not_compiled, with_budget
 from jaxscale.plan.roofline import StepTime, step_time
@@ -151,8 +152,7 @@ def search(
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
     if config.layout is None:
         config = dataclasses.replace(config, layout=TrainConfig().layout)
-    model_of(config)
-    no_adapters(config)
+    covered(config)
     if there.slices > 1 and config.layout.across is None:  # type: ignore[union-attr]
         raise LayoutError(
             f"{there.name} has {there.slices} slices: name the mesh axis that goes over them, as Layout.across = 'data'"

@@ -10,7 +10,7 @@ from typing import Any
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
 from jaxscale.layout.axes import MESH_AXES
-from jaxscale.nn import POLICIES, MixtureOfExperts, dot_product_attention
+from jaxscale.nn import POLICIES, ContextKernel, MixtureOfExperts, dot_product_attention
 from jaxscale.optim import check_state
 from jaxscale.plan.memory import held_bytes
 from jaxscale.step import TrainConfig, blueprint_of
@@ -59,7 +59,8 @@ def axes_of(config: TrainConfig) -> tuple[str, ...]:
     kernel = model.attention
     able = {
         "replica": False,  # without `LocalSteps` it is another `data`, and with it no layout's choice
-        "context": kernel is dot_product_attention or hasattr(kernel, "order"),  # flash attention sees whole sequences
+        # flash attention sees whole sequences
+        "context": kernel is dot_product_attention or isinstance(kernel, ContextKernel),
         "expert": isinstance(model.mlp, MixtureOfExperts),
     }
     return tuple(axis for axis in MESH_AXES if able.get(axis, True))

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 
 from jaxscale.layout import Layout, Pipeline, simulate
 from jaxscale.models import TransformerConfig
+from jaxscale.models.transformer_config import gated
 from jaxscale.nn import MemoryPolicy, MixtureOfExperts, Width, dot_product_attention
 from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
-from jaxscale.plan.covered import check_covered
+from jaxscale.plan.covered import covered, covered_model
 from jaxscale.plan.memory import Estimate, _extra_flops
 from jaxscale.plan.roofline import Op, Work
 from jaxscale.step import TrainConfig, describe_model, replicas_of, token_loss
@@ -68,7 +69,7 @@ class Product:
 
 def products(model: TransformerConfig, seq: int) -> list[Product]:
     """Every product with weights of one forward pass; `Transformer.products`, with the sizes that make them."""
-    check_covered(model)
+    covered_model(model)
     z, depth = model.sizes, model.depth
     found = [Product("qkv", 1, p.inner, p.outer, "outer", p.parts, depth) for p in model.projections()]
     mixed = (Width("heads", z.heads, z.value_dim),)
@@ -76,7 +77,7 @@ def products(model: TransformerConfig, seq: int) -> list[Product]:
     mlps = model.layer_mlps()
     for mlp in dict.fromkeys(mlps):
         layers = mlps.count(mlp)
-        gates = 1 + getattr(mlp, "gated", False)
+        gates = 1 + gated(mlp)
         fed = [(1.0, z.hidden, "mlp", 1)]
         if isinstance(mlp, MixtureOfExperts):
             one, shared = mlp.widths(z.hidden)
@@ -104,9 +105,7 @@ def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: 
     Raises:
       LayoutError: more stages than layers, or a batch that the pipeline's schedule cannot cut.
     """
-    model = config.model
-    assert isinstance(model, TransformerConfig)
-    check_covered(model)
+    model = covered(config, adapters=True)
     at = _Place.of(config, layout)
     ops = [*_multiplied(config, at), *_attended(config, at), *_between(config, at), _update(config, memory)]
     return Work(
@@ -274,7 +273,7 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
         if p.name == "mlp_down":
             spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
             rows = tokens * p.rows * p.layers * at.share(*spread, "layers")
-            gates = 1 + getattr(model.mlp, "gated", False)
+            gates = 1 + gated(model.mlp)
             elements["gates"] += (gates + 1) * rows * p.inner * at.share_of(p, *spread) / at.share(*spread)
             elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # to experts and back
     ops = [Op(name, "memory", 0, n * size * (3 + again), model.dtype) for name, n in elements.items()]

@@ -32,7 +32,7 @@ class Algorithm:
     """
 
     @property
-    def formulas_hold(self) -> bool:
+    def in_formulas(self) -> bool:
         """Whether the planner's formulas, which are `Backprop`'s, cover a step; else it is planned by compiling it."""
         return False
 

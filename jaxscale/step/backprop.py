@@ -31,7 +31,7 @@ class Backprop(Algorithm):
     """The gradient of the objective on the whole batch, and one update of the optimizer a step: the default."""
 
     @property
-    def formulas_hold(self) -> bool:
+    def in_formulas(self) -> bool:
         return True
 
     def step(

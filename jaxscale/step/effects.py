@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxscale.data.markov import Synthetic
 from jaxscale.errors import LayoutError
 from jaxscale.layout import TensorInfo
-from jaxscale.models import TransformerConfig
-from jaxscale.nn import MemoryPolicy
+from jaxscale.models.base import FindsIdle
+from jaxscale.models.transformer_checks import given
 from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
 from jaxscale.optim.storage import check_fits
 from jaxscale.step.config import TrainConfig
@@ -47,15 +47,9 @@ def _short(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
-def _given(part: Any, *names: str) -> list[str]:
-    """Those of a dataclass's fields that are not at their default."""
-    defaults = {f.name: f.default for f in dataclasses.fields(part)}
-    return [n for n in names if getattr(part, n) != defaults[n]]
-
-
 def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
     if isinstance(c.data, Synthetic):
-        for name in _given(c, "tokenizer"):
+        for name in given(c, "tokenizer"):
             yield f"train.{name}", c.tokenizer, "the corpus is of tokens already"
     ends = f"the run ends after train.steps = {c.steps}"
     if c.eval_every and not c.eval_batches:
@@ -67,7 +61,7 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
     if c.checkpoint_every > c.steps:
         yield "train.checkpoint_every", c.checkpoint_every, ends
     once = not c.checkpoint_every or c.checkpoint_every >= c.steps
-    for name in _given(c, "keep") if once else ():
+    for name in given(c, "keep") if once else ():
         yield f"train.{name}", getattr(c, name), "one checkpoint is written, at the end"
     if c.keep_every is not None:
         first = c.keep_every if once else math.lcm(c.keep_every, c.checkpoint_every)
@@ -76,7 +70,7 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
         elif first > c.steps:
             yield "train.keep_every", c.keep_every, f"no checkpoint's step up to {c.steps} is a multiple of it"
     if len(jax.tree.leaves(without_biases(blueprint.infos))) == len(jax.tree.leaves(blueprint.infos)):
-        for name in _given(c, "balance_rate"):
+        for name in given(c, "balance_rate"):
             yield f"train.{name}", c.balance_rate, "no router of the model is balanced by biases (SigmoidRouter)"
 
 
@@ -100,7 +94,7 @@ def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
         if not any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
             yield "train.optimizer", name, "every parameter keeps 32 bits (EightBit.min_size, EightBit.keep)"
         width = optimizer.storage.width
-        for name in _given(optimizer.storage, "block_size") if width else ():
+        for name in given(optimizer.storage, "block_size") if width else ():
             if optimizer.storage.block_size > width:
                 yield f"EightBit.{name}", optimizer.storage.block_size, f"EightBit.width = {width} makes blocks smaller"
 
@@ -149,69 +143,8 @@ def _fit(tiles: Sequence[tuple[TensorInfo, tuple[int, ...]]], c: TrainConfig) ->
 
 
 def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:
-    m = c.model
-    if not isinstance(m, TransformerConfig):
-        return
-    mlps = m.layer_mlps()
-    if m.dense_mlp not in mlps:
-        for name in _given(m, "dense_mlp"):
-            yield f"Transformer.{name}", m.dense_mlp, "no layer is dense (Transformer.dense_layers, .mlp_every)"
-    if m.blocks:
-        yield from _of_blocks(m)
-    elif m.mlp not in mlps:
-        yield "Transformer.mlp", m.mlp, "every layer is dense (Transformer.dense_layers, .mlp_every)"
-    if m.mlp == m.dense_mlp:
-        for name in _given(m, "dense_layers", "mlp_every"):
-            yield f"Transformer.{name}", getattr(m, name), "Transformer.dense_mlp is Transformer.mlp"
-    windows = [w for w in (*m.windows, *(b.window for b in m.blocks)) if w is not None]
-    if m.local_positions is not None and not windows:
-        yield "Transformer.local_positions", m.local_positions, "no layer has a window"
-    if windows and min(windows) >= c.seq_len:
-        yield (
-            "Block.window" if m.blocks else "Transformer.windows",
-            tuple(windows) if m.blocks else m.windows,
-            f"no window is shorter than a row (train.seq_len = {c.seq_len})",
-        )
-    elif len(m.windows) > m.depth:
-        yield "Transformer.windows", m.windows, f"those after the first {m.depth} have no layer (Transformer.depth)"
-    if m.qkv_bias and m.bias:
-        yield "Transformer.qkv_bias", True, "Transformer.bias = True gives every projection one"
-    if m.overlap and (c.layout is None or "tensor" not in _cut(c, "residual_seq")):
-        yield "Transformer.overlap", m.overlap, "no tensor axis splits the sequence (Layout.sequence_sharded)"
-    yield from _of_memory(MemoryPolicy.of(m.memory), c)
-
-
-def _of_blocks(m: TransformerConfig) -> Found:
-    layers = m.layer_specs()
-    for name in _given(m, "mlp"):
-        if m.mlp not in m.layer_mlps():
-            yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has an mlp of its own"
-    attends = [layer for layer in layers if layer.mixer == m.attention_layer]
-    for name in _given(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
-        if not attends:
-            yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has a mixer of its own"
-    if len(m.blocks) > m.depth:
-        yield "Transformer.blocks", m.blocks, f"those after the first {m.depth} have no layer (Transformer.depth)"
-
-
-def _of_memory(policy: MemoryPolicy, c: TrainConfig) -> Found:
-    if policy.rest == "keep" and policy.keep:
-        yield "MemoryPolicy.keep", policy.keep, "MemoryPolicy.rest = 'keep' keeps everything"
-    if not policy.tile:
-        for name in _given(policy, "tile_size"):
-            yield f"MemoryPolicy.{name}", policy.tile_size, "MemoryPolicy.tile names nothing"
-    elif policy.tile_size >= c.seq_len:
-        yield (
-            "MemoryPolicy.tile",
-            policy.tile,
-            (f"rows have {c.seq_len} tokens (train.seq_len), one tile of MemoryPolicy.tile_size = {policy.tile_size}"),
-        )
-
-
-def _cut(c: TrainConfig, axis: str) -> tuple[str, ...]:
-    """Mesh axes larger than 1 that an activation's dimension is cut over."""
-    assert c.layout is not None
-    return tuple(a for a in c.layout.resolved_rules.target("activations", axis) if c.layout.sizes[a] > 1)
+    if isinstance(c.model, FindsIdle):
+        yield from c.model.idle(c.seq_len, c.layout)
 
 
 _LOOKS: tuple[Callable[[TrainConfig, Blueprint], Found], ...] = (_of_run, _of_layout, _of_optimizer, _of_model)

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.models.base import is_causal, vocab_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, NextToken, Totals
 
@@ -34,6 +35,7 @@ class MaskedToken(NextToken):
     """
 
     staged: ClassVar[bool] = False  # the first pipeline stage would have to draw the masks
+    in_formulas: ClassVar[bool] = False
     both_ways: ClassVar[bool] = True
     rate: float = 0.15
     mask: int = -1
@@ -62,13 +64,13 @@ class MaskedToken(NextToken):
 
     def check(self, config: TrainConfig) -> None:
         super().check(config)
-        if getattr(config.model, "causal", True):
+        if is_causal(config.model):
             raise ConfigError(
                 "MaskedToken needs a model whose tokens see those behind them; set Transformer.attention = "
                 "@Bidirectional()"
             )
-        if not isinstance(self.mask, int) or not -1 <= self.mask < config.model.vocab:
-            raise ConfigError(f"MaskedToken.mask = {self.mask} is none of the model's {config.model.vocab} ids")
+        if not isinstance(self.mask, int) or not -1 <= self.mask < vocab_of(config.model):
+            raise ConfigError(f"MaskedToken.mask = {self.mask} is none of the model's {vocab_of(config.model)} ids")
 
     def describe(self, config: TrainConfig) -> str:
         return f"{self.rate:.0%} of tokens masked, {super().describe(config)}"

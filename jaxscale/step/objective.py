@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import meant, register
 from jaxscale.errors import ConfigError
-from jaxscale.models.base import arrange, order_of
+from jaxscale.models.base import LanguageModelConfig, arrange, hidden_and_stats, is_causal, order_of, vocab_of
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import as_weight
@@ -61,12 +61,14 @@ class Objective:
       additive: whether `value` is linear in the terms.
       staged: whether the last pipeline stage can make the terms; then there are `of_hidden` and `loss`, as `NextToken`
         has them.
+      in_formulas: whether the planner's formulas, which are `NextToken`'s, cover it; else it is planned by compiling.
       evaluated: which of the `metrics` an evaluation reports, as `eval_NAME`.
     """
 
     group: ClassVar[int] = 1
     additive: ClassVar[bool] = True
     staged: ClassVar[bool] = False
+    in_formulas: ClassVar[bool] = False
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
@@ -123,8 +125,8 @@ class Objective:
 class NextToken(Objective):
     """Cross-entropy of the next token, a mean over the weighted tokens of the global batch.
 
-    Of a model it asks `hidden(tokens, ...)` and `head_weight()` (see `jaxscale.models.Model`), and never logits, so
-    that the loss can avoid holding them. What layers add to the loss (experts' balance, see `jaxscale.nn.stats`) is a
+    Of a model it asks `hidden` and `head_weight` (see `jaxscale.models.LanguageModel`), and never logits, so that the
+    loss can avoid holding them. What layers add to the loss (experts' balance, see `jaxscale.nn.stats`) is a
     mean over each micro-batch, averaged over those.
 
     Args:
@@ -136,6 +138,7 @@ class NextToken(Objective):
     """
 
     staged: ClassVar[bool] = True
+    in_formulas: ClassVar[bool] = True
     both_ways: ClassVar[bool] = False
     """Whether tokens may see those behind them."""
     loss: Loss = AutoLoss()
@@ -163,9 +166,9 @@ class NextToken(Objective):
         order = order_of(model, batch["tokens"].shape[1])
         if order is not None:  # nothing has to go back to where it was, since all of it is summed
             batch = arrange(batch, order)
-        forward: Any = getattr(model, "hidden_and_stats", lambda *args, **kwargs: (model.hidden(*args, **kwargs), {}))
         inputs: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
-        hidden, stats = forward(batch["tokens"], key=key, **inputs, **({} if order is None else {"arranged": True}))
+        inputs |= {} if order is None else {"arranged": True}
+        hidden, stats = hidden_and_stats(model, batch["tokens"], key=key, **inputs)
         return self.of_hidden(model, hidden, stats, batch)
 
     def of_hidden(self, model: Any, hidden: Float[Array, "b s e"], stats: Stats, batch: Batch, **vocab: int) -> Totals:
@@ -184,20 +187,19 @@ class NextToken(Objective):
         return {"loss": totals["nats"] / jnp.maximum(totals["tokens"], 1.0), **layer_metrics(totals["stats"])}
 
     def check(self, config: TrainConfig) -> None:
-        missing = [name for name in ("vocab", "flops") if not hasattr(config.model, name)]
-        if missing:
+        if not isinstance(config.model, LanguageModelConfig):
             raise ConfigError(
-                f"NextToken trains language models, and {type(config.model).__name__} has no '{missing[0]}'; set "
+                f"NextToken trains language models, and {type(config.model).__name__} has no 'vocab'; set "
                 "train.objective to one that fits it (see jaxscale.step.Objective)"
             )
-        if not self.both_ways and not getattr(config.model, "causal", True):
+        if not self.both_ways and not is_causal(config.model):
             raise ConfigError(
                 f"{type(self).__name__} needs a model whose tokens see none behind them, and this one's attention is "
                 "Bidirectional, so it would read the answers; set train.objective = @MaskedToken()"
             )
 
     def describe(self, config: TrainConfig) -> str:
-        return self.loss.describe(config.model.vocab)
+        return self.loss.describe(vocab_of(config.model))
 
 
 def check_additive(objective: Objective, setting: str, remedy: str) -> None:
@@ -218,4 +220,4 @@ def token_loss(config: TrainConfig) -> Loss:
             f"{type(config.objective).__name__} has no loss of tokens, which this needs; use an objective with one, "
             "such as NextToken()"
         )
-    return loss.of(config.model.vocab) if hasattr(loss, "of") else loss
+    return loss.of(vocab_of(config.model)) if hasattr(loss, "of") else loss

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Table, TensorInfo, constrain, fill, path_name, simulate, unfill
 from jaxscale.layout.schedules import forward_only
-from jaxscale.models.base import arrange, order_of
-from jaxscale.nn import Linear, Part, Stats
+from jaxscale.models.base import Stageable as StageableModel
+from jaxscale.models.base import arrange, hidden_and_stats, order_of
+from jaxscale.nn import Linear, Part, Stats, reports
 from jaxscale.nn.stats import total as sum_of
 from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
 from jaxscale.step.loss import Loss
@@ -55,14 +56,12 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
             f"('of_hidden', see NextToken); {without}"
         )
     loss = objective.loss  # type: ignore[attr-defined]
-    model = type(nnx.merge(blueprint.graphdef, blueprint.infos))
-    parts = {m: hasattr(model, m) for m in ("begin", "context", "layers", "finish")}
-    for part, there in {**parts, "runs": "runs" in blueprint.infos}.items():
-        if not there:
-            raise ConfigError(
-                f"{model.__name__} has no '{part}', so a pipeline cannot take it apart; see "
-                "jaxscale.models.Transformer, or use a mesh without pipeline"
-            )
+    model = nnx.merge(blueprint.graphdef, blueprint.infos)
+    if not isinstance(model, StageableModel):
+        raise ConfigError(
+            f"a pipeline cannot take {type(model).__name__} apart, which is not jaxscale.models.Stageable (it needs "
+            "'runs', 'begin', 'context', 'layers' and 'finish'); use a mesh without pipeline"
+        )
     if not getattr(loss, "of_cut_vocabulary", False):
         raise ConfigError(
             f"the loss {type(loss).__name__} does not say that it works on a vocabulary cut over pipeline stages "
@@ -127,8 +126,8 @@ def replicas_of(graphdef: nnx.GraphDef, infos: Tree, layout: Layout) -> tuple[st
     other axes that cut the batch, the partitioner sums what each micro-batch makes.
     """
     model = nnx.merge(graphdef, infos)
-    reports = any(getattr(node, "reports", False) for _, node in nnx.iter_graph(model))
-    return () if reports else _rows_apart(infos, layout)
+    reporting = any(isinstance(node, nnx.Module) and reports(node) for _, node in nnx.iter_graph(model))
+    return () if reporting else _rows_apart(infos, layout)
 
 
 def _rows_apart(infos: Tree, layout: Layout) -> tuple[str, ...]:
@@ -272,8 +271,7 @@ class Pipelined:
         order = order_of(whole, batch["tokens"].shape[1])
         if order is not None:
             batch = arrange(batch, order)
-        forward: Any = getattr(whole, "hidden_and_stats", lambda _: (None, {}))
-        reported = jax.eval_shape(forward, batch["tokens"])[1]
+        reported = jax.eval_shape(functools.partial(hidden_and_stats, whole), batch["tokens"])[1]
         vocab = whole.head_weight().shape[0]
         filled = self.layout.filled("vocab", vocab)
         of_loss = {} if filled == vocab else {"vocab": vocab}

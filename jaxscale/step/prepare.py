@@ -22,6 +22,7 @@ from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_dev
 from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
+from jaxscale.models.base import CutsSequences, LanguageModelConfig, Parametrised
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.step.algorithm import Step
 from jaxscale.step.backprop import numbered
@@ -34,6 +35,7 @@ from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.texts import text_ids
 
 log = logging.getLogger("jaxscale")
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -104,7 +106,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     if not any(axis for i in jax.tree.leaves(infos) for axis in i.axes):
         infos = _inferred(config, graphdef, infos)
     schedule: Callable[[Any], Any] | None = None
-    widening = getattr(config.model, "widening", None)
+    widening = config.model.widening if isinstance(config.model, Parametrised) else None
     make: Callable[..., Any] = functools.partial(make_params, config.model)
     adaptation = None
     if config.adapters is not None:
@@ -145,6 +147,7 @@ def _inferred(config: TrainConfig, graphdef: nnx.GraphDef, infos: Any) -> Any:
     layout = config.layout
     if layout is None or layout.devices == 1:
         return infos
+
     def value(params: Any, batch: Any) -> Any:
         return _value(config, nnx.merge(graphdef, params), batch)
 
@@ -236,9 +239,7 @@ def prepare(config: TrainConfig) -> Prepared:
         further = {f"/{name}": corpus for name, corpus in config.evaluate_on.items()}
         for name, corpus in {"": config.data, **further}.items():
             rows = _open(corpus, "heldout", config)
-            heldout[name] = list(
-                heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group)
-            )
+            heldout[name] = list(heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group))
     loader = Loader(source, config.batch_size, config.seed, config.objective.group)
     return Prepared(blueprint, schedule, loader, heldout, shardings)
 
@@ -291,7 +292,7 @@ def check_ids(config: TrainConfig) -> None:
 
 
 def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
-    if ids > getattr(config.model, "vocab", ids):
+    if isinstance(config.model, LanguageModelConfig) and ids > config.model.vocab:
         raise ConfigError(
             f"the corpus '{name}' has {ids} token ids and the model {config.model.vocab}; set the model's vocab to "
             f"{ids} or a multiple above it"
@@ -372,7 +373,7 @@ def _check_length(config: TrainConfig, layout: Layout, blueprint: Blueprint) -> 
     for axis in cut:
         if config.seq_len % layout.split(axis):
             with layout:
-                unit = getattr(config.model, "length_unit", lambda: 1)()
+                unit = config.model.length_unit() if isinstance(config.model, CutsSequences) else 1
             unit = math.lcm(unit, *map(layout.split, cut))
             over = " x ".join(f"{m}={layout.sizes[m]}" for m in layout.cut(axis))
             raise LayoutError(

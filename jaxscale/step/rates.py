@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxscale.hardware import chip_of
+from jaxscale.models.base import CountsFlops, CountsProducts
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import describe_model
 
@@ -23,13 +24,13 @@ def model_flops(config: TrainConfig) -> int | None:
     Returns:
       `None` where the model config has no `flops(batch, seq)`.
     """
-    if not hasattr(config.model, "flops"):
-        return None
     model, rows, seq = config.model, config.batch_size, config.seq_len
+    if not isinstance(model, CountsFlops):
+        return None
     if config.adapters is None:
         return model.flops(rows, seq)
     forward = model.flops(rows, seq, training=False)
-    products = model.products(rows, seq) if hasattr(model, "products") else {}
+    products = model.products(rows, seq) if isinstance(model, CountsProducts) else {}
     between = sum(products.get(name, 0) for name in _WITHOUT_WEIGHTS)  # both operands have a gradient
     adapters = config.adapters.adapt(*describe_model(model)).adapters
     beside = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adapters))

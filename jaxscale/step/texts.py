@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxscale.errors import ConfigError
+from jaxscale.models.base import LanguageModelConfig, is_causal, vocab_of
 from jaxscale.step.config import TrainConfig
 
 
@@ -17,9 +18,9 @@ def check_texts(config: TrainConfig) -> None:
 
 def no_texts(config: TrainConfig) -> str | None:
     """Why a run's model continues no text, or `None` where it does."""
-    if not hasattr(config.model, "vocab"):
+    if not isinstance(config.model, LanguageModelConfig):
         return f"{type(config.model).__name__} is no language model, so it has no texts"
-    if not getattr(config.model, "causal", True):
+    if not is_causal(config.model):
         return "the model's attention is Bidirectional, so no token is foreseen from those before it"
     return None
 
@@ -34,7 +35,7 @@ def text_ids(config: TrainConfig, text: str, ids: Int[np.ndarray, " n"] | None =
     check_texts(config)
     if ids is None:
         ids = np.concatenate([[config.tokenizer.eos_id], config.tokenizer.encode(text)]).astype(np.int32)
-    return checked(ids, config.model.vocab)
+    return checked(ids, vocab_of(config.model))
 
 
 def checked(ids: Int[np.ndarray, " n"], vocab: int) -> Int[np.ndarray, " n"]:

@@ -49,8 +49,8 @@ class WeightEMA(Algorithm):
             raise ConfigError(f"WeightEMA.inner must be an algorithm such as Backprop(), not {self.inner!r}")
 
     @property
-    def formulas_hold(self) -> bool:
-        return self.inner.formulas_hold
+    def in_formulas(self) -> bool:
+        return self.inner.in_formulas
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         infos = self.inner.infos(blueprint)

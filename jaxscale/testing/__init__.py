@@ -5,6 +5,7 @@
     js.testing.compare_op(my_kernel, plain, x, w)
 
     js.testing.check_objective(config, batch)
+    js.testing.check_model(my_config)
     js.testing.check_mixer(MyRecurrence())
 
 The first three return an `Agreement`: a table of errors as shares of what is allowed, and `check()`, which raises in a
@@ -13,7 +14,7 @@ test; the others raise themselves.
 
 from jaxscale.testing.compare import Agreement, Difference, assert_leaves_agree, differences
 from jaxscale.testing.layouts import assert_layouts_agree, compare_layouts, random_batch
-from jaxscale.testing.mixers import check_mixer
+from jaxscale.testing.models import check_mixer, check_model
 from jaxscale.testing.objectives import check_objective
 from jaxscale.testing.ops import compare_op
 from jaxscale.testing.optimizers import compare_optimizer
@@ -25,6 +26,7 @@ __all__ = [
     "assert_layouts_agree",
     "assert_leaves_agree",
     "check_mixer",
+    "check_model",
     "check_objective",
     "compare_layouts",
     "compare_op",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig
+from jaxscale.models.base import vocab_of
 from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import NextToken, Objective
@@ -84,7 +85,7 @@ def compare_layouts(
       make_loss_and_grads: of the laid-out training; the truth uses the default.
       tolerance: of every comparison; anything but the default needs a reason beside it.
     """
-    batch = random_batch(model.vocab) if batch is None else batch
+    batch = random_batch(vocab_of(model)) if batch is None else batch
     want = _reference(model, _Frozen(batch), accumulate, objective, steps)  # type: ignore[arg-type]  # models are frozen
     assert want.gradient_norms.min() > CLIP, f"{want.gradient_norms}: clipping at {CLIP} would not be tested"
     near = functools.partial(differences, tolerance=tolerance)

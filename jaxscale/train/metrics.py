@@ -105,7 +105,6 @@ class Tail:
             self._rows[step] = {**numbers, "step": step}
         return [self._rows[step] for step in sorted(self._rows)]
 
-
     def _check_own(self) -> None:
         try:
             reading.check_own(self.path)

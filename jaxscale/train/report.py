@@ -12,11 +12,13 @@ import jax
 
 from jaxscale.layout import TensorRow, describe
 from jaxscale.layout.tensors import tensor_table
+from jaxscale.models.base import DescribesLayers
 from jaxscale.units import WIDTH, clock
 
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
     from jaxscale.step.prepare import Prepared
+
 
 class Reporter:
     """Prints to the terminal or notebook through rich; quiet on all processes but the first.
@@ -70,7 +72,7 @@ class Reporter:
             f"{config.steps} steps{since} · run folder {folder}"
         )
         self.say(f"objective: {config.objective.describe(config)}")
-        if hasattr(config.model, "describe"):
+        if isinstance(config.model, DescribesLayers):
             self.say(config.model.describe(config.layout))
 
     def start(self, steps: int, done: int) -> None:

@@ -215,7 +215,6 @@ class RunFolder:
         return steps[-1]
 
 
-
 def bring_companions(source: RunFolder, to: RunFolder) -> None:
     """Copies what came with an imported checkpoint (tokenizer, chat template) to a run made of it, of the same ids."""
     own = source.imported

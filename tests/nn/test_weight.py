@@ -34,12 +34,13 @@ from jaxscale.nn import (
 from jaxscale.nn.linear import into, out_of
 from jaxscale.optim import SGD, Constant
 from jaxscale.plan import dry_run, explain
-from jaxscale.plan.by_compiling import unknown
+from jaxscale.plan.covered import covered
 from jaxscale.step import LoRA, TrainConfig, blueprint_of, settled
 from jaxscale.step.state import TrainState, describe_model
 from jaxscale.testing.params import random_params
 from jaxscale.train import FromRun
 from jaxscale.train.checkpoints import Checkpoints
+from tests.truth.errors import raises_saying
 
 
 @jax.tree_util.register_dataclass
@@ -220,7 +221,8 @@ def test_the_planner_counts_the_arrays_that_are_there(base):
     assert sum(r.bytes_per_device for r in rows) == there
     codes = {r.path: r.dtype for r in rows}
     assert codes["embed/weight/codes"] == "int8" and codes["runs/0/blocks/0/mlp/up/scale"] == "float32"
-    assert unknown(config) == "no formula knows the arithmetic and memory of Int8"
+    with raises_saying(ConfigError, "no formula knows", "Int8", "compiled step"):
+        covered(config)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]

@@ -75,5 +75,5 @@ def test_a_compiled_step_sums_the_streams_cotangents_once():
 def test_a_plan_names_the_attention_whose_collectives_it_does_not_know(mesh, parallel):
     model = dataclasses.replace(MODEL, parallel=parallel)
     config = TrainConfig(model=model, layout=Layout(mesh), batch_size=4, seq_len=8)
-    with raises_saying(ConfigError, "what MultiHeadLatent sends is not worked out", "jaxscale explain --compile"):
-        plan_for(config, "h100:4")
+    with raises_saying(ConfigError, "no formula knows", "MultiHeadLatent", "has to be compiled for h100:4"):
+        plan_for(config, "h100:4", compile="never")

@@ -132,7 +132,7 @@ def test_what_cannot_be_searched_is_one_sentence():
         search(CONFIG, "v5p:2x2x2*2", compile="never")
     with raises_saying(ConfigError, "compiles = 0", "--analytic"):
         search(CONFIG, "h100:8", compiles=0)
-    with raises_saying(ConfigError, "Bigram", "Transformer"):
+    with raises_saying(ConfigError, "no formula knows", "Bigram", "jaxscale plan"):
         search(dataclasses.replace(CONFIG, model=Bigram()), "h100:8")
 
 

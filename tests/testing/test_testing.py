@@ -10,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.bring_your_own.vit import ViT
 from jaxscale.layout import Layout
-from jaxscale.models import TransformerConfig
-from jaxscale.nn import MultiHead
-from jaxscale.testing import Agreement, check_mixer, compare_op, compare_optimizer, differences
+from jaxscale.models import Learned, Transformer, TransformerConfig
+from jaxscale.nn import Bidirectional, MixtureOfExperts, MultiHead
+from jaxscale.testing import Agreement, check_mixer, check_model, compare_op, compare_optimizer, differences
 from tests.truth.recurrent import GatedRecurrence, Recurrence
+from tests.truth.runs import Bigram
 
 TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)
 
@@ -103,3 +105,45 @@ def test_a_mixer_that_mixes_texts_up_is_told(wrong, said):
 
     with pytest.raises(AssertionError, match=f"^Wrong: .*{said}"):
         check_mixer(Wrong())
+
+
+@pytest.mark.parametrize(
+    ("model", "capabilities"),
+    [
+        (TINY, "Stackable Stageable Decodable LanguageModel Plannable"),
+        (dataclasses.replace(TINY, attention=Bidirectional(), positions=Learned(16)), "Stackable Stageable"),
+        (dataclasses.replace(TINY, mlp=MixtureOfExperts(experts=4, capacity=1.0)), "Decodable"),
+        (Bigram(), "LanguageModel"),
+        (ViT(depth=1), ""),
+    ],
+    ids=["transformer", "encoder", "experts", "language model", "vision"],
+)
+def test_a_model_keeps_what_its_capabilities_promise(model, capabilities):
+    found = check_model(model)
+    assert (
+        set(capabilities.split()) <= set(found)
+        if isinstance(model, TransformerConfig)
+        else found == tuple(capabilities.split())
+    )
+
+
+class LateNorm(Transformer):
+    """Its stages forget the last norm."""
+
+    def finish(self, x):
+        return 2 * super().finish(x)
+
+    def hidden_and_stats(self, tokens, **inputs):
+        x, stats = super().hidden_and_stats(tokens, **inputs)
+        return x / 2, stats
+
+
+@dataclasses.dataclass(frozen=True)
+class WithLateNorm(TransformerConfig):
+    def make(self, rngs):
+        return LateNorm(self, rngs=rngs)
+
+
+def test_a_model_whose_stages_make_something_else_is_named():
+    with pytest.raises(AssertionError, match="WithLateNorm: begin, layers and finish are not hidden"):
+        check_model(WithLateNorm(depth=1, vocab=32, width=16, heads=2, hidden=32))

@@ -29,8 +29,6 @@ def cut(blueprint, *, objective, **how):
     return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=CutLoss()), **how)
 
 
-
-
 @pytest.mark.parametrize(
     "tied, layout",
     [

@@ -44,9 +44,7 @@ def test_training_gives_the_same_numbers_on_every_layout(layout, loss):
     def make(blueprint, *, objective, **how):
         return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=loss), **how)
 
-    assert_layouts_agree(
-        MODEL, [layout], batch=BATCH, objective=NextToken(z_loss=1e-2), make_loss_and_grads=make
-    )
+    assert_layouts_agree(MODEL, [layout], batch=BATCH, objective=NextToken(z_loss=1e-2), make_loss_and_grads=make)
 
 
 @pytest.mark.parametrize("layout", [Layout("tensor=4"), Layout("fsdp=2,tensor=2,pipeline=2")], ids=str)

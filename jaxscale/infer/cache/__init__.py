@@ -4,6 +4,7 @@ from jaxscale.infer.cache.contiguous import Contiguous
 from jaxscale.infer.cache.model import (
     ModelCache,
     cache_bytes,
+    decodable,
     describe_cache,
     generating,
     init_cache,
@@ -17,6 +18,7 @@ __all__ = [
     "ModelCache",
     "Paged",
     "cache_bytes",
+    "decodable",
     "describe_cache",
     "generating",
     "init_cache",

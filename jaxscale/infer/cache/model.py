@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxscale.errors import ConfigError
 from jaxscale.infer.stages import kept_layers, stages_of, turns
 from jaxscale.layout import Layout, constrain, current
-from jaxscale.nn import Cache, DecodeState, Packed, Run, RunCache
+from jaxscale.models import Decodable
+from jaxscale.nn import Cache, DecodeState, Packed, RunCache
 from jaxscale.parallel.pipeline import Stages
 
 ModelCache = tuple[tuple[Any, ...], ...]
@@ -24,22 +25,21 @@ def describe_cache(model: Any) -> tuple[tuple[tuple[DecodeState, int], ...], ...
     Raises:
       ConfigError: a model or a part of it that cannot go on from kept keys.
     """
-    runs = getattr(model, "runs", None)
-    if runs is None:
-        raise ConfigError(f"{type(model).__name__} has no runs of layers, so that nothing can be kept between tokens")
-    for run in runs:
-        if type(run).__call__ is not Run.__call__:
-            raise ConfigError(
-                f"{type(run).__name__} cannot go on from kept keys; generate with Transformer.stack = @Run"
-            )
-    return tuple(tuple((_kept(block.attn), run.repeats) for block in run.blocks) for run in runs)
+    return tuple(tuple(run.decode_states()) for run in decodable(model).runs)
 
 
-def _kept(mixer: Any) -> DecodeState:
-    state = getattr(mixer, "decode_state", None)
-    if state is None:
-        raise ConfigError(f"{type(mixer).__name__} does not say what it keeps of a text (its `decode_state`)")
-    return state
+def decodable(model: Any) -> Decodable:
+    """The model, which can go on from a cache.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    if not isinstance(model, Decodable):
+        raise ConfigError(
+            f"{type(model).__name__} cannot go on from a cache, since it is not jaxscale.models.Decodable: it has no "
+            "runs of layers that say what they keep of a text"
+        )
+    return model
 
 
 def reuses_prefixes(model: Any, how: Cache) -> bool:
@@ -65,8 +65,7 @@ def init_cache(
       LayoutError: it does not divide.
     """
     kept = describe_cache(model)
-    if hasattr(model, "refuse_length"):
-        model.refuse_length(length if longest is None else longest)
+    decodable(model).refuse_length(length if longest is None else longest)
     staged = _Staged.of(model, lanes)
 
     def make() -> ModelCache:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache import Paged, generating, init_cache, reuses_prefixes
+from jaxscale.infer.cache import Paged, decodable, generating, init_cache, reuses_prefixes
 from jaxscale.infer.engine.device import Found, Scored, pick_of, score_of, steps_of
 from jaxscale.infer.engine.packing import Shape, Sizes, Told, how_to_pick, pack, targets_of
 from jaxscale.infer.engine.pages import Pages
@@ -63,8 +63,7 @@ class Cached:
         model = nnx.merge(graphdef, params)
         self.vocab = model.head_weight().shape[0]
         self.end_ids = frozenset(end_ids)
-        learned = getattr(model, "positions", None)
-        positions = None if learned is None else learned.weight.get_value().shape[0]
+        positions = decodable(model).max_length
         self.length = (positions or 1024) if length is None else length
         budget = max(256, 2 * rows) if budget is None else budget
         _check(model, rows, self.length, budget, positions)
@@ -194,11 +193,7 @@ def _room(
 def _check(model: Any, rows: int, length: int, budget: int, positions: int | None) -> None:
     check_sizes(rows=rows, length=length, budget=budget)
     if budget < rows:
-        raise ConfigError(
-            f"budget = {budget} does not give each of the {rows} rows a token; the least is {rows}"
-        )
+        raise ConfigError(f"budget = {budget} does not give each of the {rows} rows a token; the least is {rows}")
     if positions is not None and length > positions:
         raise ConfigError(f"length = {length} is more than the model's {positions} learned positions")
     check_independent(model)
-
-

@@ -119,9 +119,7 @@ class Engine:
             )
         if request.scored and not self.stepper.scores:
             name = type(self.stepper).__name__
-            raise ConfigError(
-                f"{name} gives no log-probabilities of a prompt; ask for those of new tokens alone"
-            )
+            raise ConfigError(f"{name} gives no log-probabilities of a prompt; ask for those of new tokens alone")
 
     def cancel(self, id: Hashable) -> None:
         """Ends a request, whose pages are free at once; of one that is not under way, nothing."""

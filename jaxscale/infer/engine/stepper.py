@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.engine.request import Text
+from jaxscale.nn import SharesCapacity
 
 Top = tuple[tuple[int, float], ...]
 Give = Callable[[Text, int, float, Top], None]
@@ -66,17 +67,5 @@ def check_independent(model: Any) -> None:
     Raises:
       ConfigError: one does.
     """
-    for run in getattr(model, "runs", ()):
-        for block in run.blocks:
-            capacity = getattr(getattr(block.mlp, "config", None), "capacity", None)
-            router = getattr(getattr(block.mlp, "config", None), "router", None)
-            if getattr(router, "needs_capacity", False):
-                raise ConfigError(
-                    f"{type(router).__name__} chooses among all tokens of a step, later ones and padding included, so "
-                    "that a text would depend on its company; a model that is to generate is trained with SoftmaxRouter"
-                )
-            if capacity is not None:
-                raise ConfigError(
-                    f"MixtureOfExperts.capacity = {capacity} drops tokens by what else is in a step, so that a text "
-                    "would depend on its company; generate with MixtureOfExperts.capacity = None"
-                )
+    if isinstance(model, SharesCapacity):
+        model.check_independent()

@@ -17,6 +17,7 @@ from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_le
 from jaxscale.infer.serve.asked import Served
 from jaxscale.infer.steppers import stepper_of
 from jaxscale.layout import Layout
+from jaxscale.models.base import vocab_of
 from jaxscale.nn import WeightFormat
 from jaxscale.step.texts import check_texts
 
@@ -52,7 +53,7 @@ def served_by(run: Run, name: str | None = None, length: int | None = None, *, c
         name=name or Path(run.path).resolve().name,
         tokenizer=tokenizer,
         length=length,
-        vocab=run.config.model.vocab,
+        vocab=vocab_of(run.config.model),
         encode=lambda text: prompt_ids(run, text).tolist(),
         chat=None if template is None else lambda messages: template.ids(messages, tokenizer).tolist(),
         end_ids=frozenset(run.end_ids),
@@ -112,8 +113,6 @@ def engine_of(
         found = load_model(run, layout, generation=True, length=length, weights=weights)
     more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
     more["weights"] = weights
-    engine = Engine(
-        stepper_of(run, found, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more)
-    )
+    engine = Engine(stepper_of(run, found, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more))
     engine.compile(note)
     return engine

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 import jaxscale as js
 from jaxscale.cli import main
+from jaxscale.infer.evaluate import perplexity
 
 pytestmark = pytest.mark.once
 
@@ -158,3 +160,54 @@ def test_a_sample_that_cannot_be_is_one_sentence(run, finished_run, argv, words)
     code, out, err = run("sample", finished_run.path, *argv)
     assert code == 2 and re.fullmatch(r"jaxscale: [^\n]+\n", err), (out, err)
     assert not [w for w in words if w not in err], err
+
+
+# --- forms of weights
+
+ROUNDED = """
+import dataclasses
+import jax.numpy as jnp
+from jaxscale.config import register
+from jaxscale.nn import WeightFormat
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Rounded(WeightFormat):
+    digits: int = 3
+
+    def encode(self, kernel, contracted):
+        return jnp.round(kernel, self.digits)
+"""
+
+
+def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, finished_run, monkeypatch):
+    code, _, err = run("sample", folder, "--weights", "Rounded")
+    assert code == 2 and "no registered weight format has this name" in err
+    Path("own_weights.py").write_text(ROUNDED)
+    chosen = ["--import", "own_weights", "--weights", "Rounded", "--gin.Rounded.digits=1"]
+    argv = ["--prompt", "def ", "--tokens", 8, "--temperature", 0]
+    code, out, err = run("sample", folder, *argv, *chosen)
+    rounded = sys.modules["own_weights"].Rounded(digits=1)
+    text = js.load(folder).generate("def ", weights=rounded, temperature=0, max_tokens=8).text
+    assert (code, out) == (0, f"def {text}\n"), err
+    code, _, err = run("eval", folder, "book.txt", "--out", "rounded.json", *chosen)
+    assert code == 0, err
+    run("eval", folder, "book.txt", "--out", "plain.json")
+    found, plain = (json.loads(Path(f).read_text()) for f in ("rounded.json", "plain.json"))
+    assert found["weights"] == "Rounded(digits=1)" and plain["weights"] is None
+    assert found["nats"] == perplexity(js.load(folder), ["book.txt"], weights=rounded).nats != plain["nats"]
+    for wrong, words in (
+        (
+            ["--weights", "Runded"],
+            "--weights Runded: no registered weight format has this name; did you mean 'Rounded'?",
+        ),
+        (["--weights", "Rounded", "--gin.Rounded.digit=1"], "no parameter 'digit'; did you mean 'digits'?"),
+        (["--weights", "Rounded", "--gin.LoRA.rank=1"], "--gin.LoRA.rank is not part of --weights Rounded"),
+    ):
+        code, out, err = run("sample", folder, *wrong)
+        assert code == 2 and re.fullmatch(r"jaxscale: [^\n]+\n", err) and words in err, err
+    taken = []
+    monkeypatch.setattr("jaxscale.infer.serve.engine_of", lambda *_, weights, **__: taken.append(weights) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("serve", folder, "--port", "0", *chosen)
+    assert taken == [rounded]

@@ -8,7 +8,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, import_argument, layout_arguments, layout_of, no_bindings
+from jaxscale.commands.shared import (
+    TEXT,
+    accept_argument,
+    import_argument,
+    layout_arguments,
+    layout_of,
+    weights_argument,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
@@ -43,13 +51,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of a batch (default 8)")
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     parser.add_argument("--out", metavar="FILE", help="where the JSON goes; must not be there")
+    weights_argument(parser)
     layout_arguments(parser)
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    no_bindings(args, bindings)
+    weights = weights_of(args, bindings)
     from jaxscale import load
     from jaxscale.errors import ConfigError
     from jaxscale.infer.choices import multiple_choice, read_questions
@@ -62,7 +71,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"{out} is there already; name another file with --out")
     trained = load(args.run)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("length", "rows", "step")}
-    options["layout"] = layout_of(args)
+    options |= dict(layout=layout_of(args), weights=weights)
     if args.choices is not None:
         if args.stride is not None:
             raise ConfigError("--stride is of windows over texts; leave it out with --choices")
@@ -88,7 +97,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         if texts.words:
             print(f"perplexity per word {texts.per_word:.4f}")
         results = texts.results()
-    print(f"written to {_written(trained, told | {'mesh': args.mesh} | results, args.choices, out)}")
+    told |= {"mesh": args.mesh, "weights": None if weights is None else repr(weights)}
+    print(f"written to {_written(trained, told | results, args.choices, out)}")
     return 0
 
 

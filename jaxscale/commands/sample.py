@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, import_argument, layout_arguments, layout_of, no_bindings
+from jaxscale.commands.shared import (
+    TEXT,
+    accept_argument,
+    import_argument,
+    layout_arguments,
+    layout_of,
+    weights_argument,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from jaxscale.infer.completion import Completion
@@ -74,13 +82,14 @@ def add(commands: Any) -> None:
         metavar="FROM",
         help="for a model larger than the device's memory: its layers come one by one from the host's, or from disk",
     )
+    weights_argument(parser)
     layout_arguments(parser)
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    no_bindings(args, bindings)
+    weights = weights_of(args, bindings)
     from jaxscale import load
     from jaxscale.data import ChatTemplate
     from jaxscale.errors import ConfigError
@@ -126,7 +135,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     given = [p if template is None else ids_of(p).tolist() for p, _ in asked]
     layout = layout_of(args)
     options: dict[str, Any] = dict(layout=layout, step=args.step, rows=args.rows, draft_tokens=args.draft_tokens)
-    options["stream_layers"] = args.stream_layers
+    options |= dict(stream_layers=args.stream_layers, weights=weights)
     draft = None if args.draft is None else load(args.draft)
     printer = _Printer([p if template is None or args.json else "" for p, _ in asked], args.json)
     for piece in pieces(trained, given, [s for _, s in asked], draft=draft, **options):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_bindings
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, weights_argument, weights_of
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.interrupts import heard
 
@@ -63,6 +63,7 @@ def add(commands: Any) -> None:
         choices=("host", "disk"),
         help="layers come to the device one by one, for models larger than its memory",
     )
+    weights_argument(parser)
     parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default 1 MiB)")
     parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="(default: what --length leaves)")
     parser.add_argument("--max-requests", type=int, metavar="TEXTS", help="that wait or run at once (default 512)")
@@ -80,7 +81,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    no_bindings(args, bindings)
+    weights = weights_of(args, bindings)
     from jaxscale import Layout, load
     from jaxscale.infer.serve import Limits, Server, engine_of, served_by
     from jaxscale.sweep.programs import keep_programs
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         print(f"jaxscale: listening at {server.url}; loading the model", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
         ways = {"draft": draft, "draft_tokens": args.draft_tokens, "stream_layers": args.stream_layers}
+        ways["weights"] = weights
         server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes, **ways))
         stop = _Signals()
         print(f"serving '{served.name}' at {server.url}/v1", flush=True)

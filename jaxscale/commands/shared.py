@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.other_names import same
 
 if TYPE_CHECKING:
     from jaxscale.layout import Layout
+    from jaxscale.nn import WeightFormat
     from jaxscale.run import Run
     from jaxscale.step import TrainConfig
 
@@ -107,6 +108,43 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
     if layout is not None:
         _ = layout.device_mesh  # too few devices: say so first
     return layout
+
+
+def weights_argument(parser: argparse.ArgumentParser) -> None:
+    """`--weights FORMAT`, which `weights_of` makes."""
+    parser.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        help="keep matrices in this form, a registered WeightFormat of a module of yours (--import); its fields are "
+        "set with --gin.FORMAT.FIELD=VALUE",
+    )
+
+
+def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | None:
+    """As `weights_argument` was given, with its fields as the bindings say; `None` without.
+
+    Raises:
+      ConfigError: no weight format has this name, or a binding is none of its fields.
+    """
+    if args.weights is None:
+        no_bindings(args, bindings)
+        return None
+    from jaxscale import config as gin_config
+    from jaxscale.nn import WeightFormat
+
+    formats = [n for n, o in gin_config.registered().items() if isinstance(o, type) and issubclass(o, WeightFormat)]
+    if args.weights not in formats:
+        raise ConfigError(
+            f"--weights {args.weights}: no registered weight format has this name"
+            f"{near(args.weights, formats) or '; name the module that registers it with --import'}"
+        )
+    with gin_config.isolated():
+        gin_config.load([], bindings)
+        found = cast("WeightFormat", gin_config.call(args.weights))
+        unread = gin_config.unused()
+    if unread:
+        raise ConfigError(f"--gin.{unread[0]} is not part of --weights {args.weights}; leave it out")
+    return found
 
 
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:

@@ -15,6 +15,7 @@ from jaxscale.errors import DataError, near
 from jaxscale.infer.loaded import load_model, prompt_ids, say_length
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
+from jaxscale.nn import WeightFormat
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
@@ -130,6 +131,7 @@ def multiple_choice(
     layout: Layout | None = None,
     step: int | None = None,
     rows: int = 8,
+    weights: WeightFormat | None = None,
 ) -> Choices:
     """Which choice a run's model finds likeliest behind each question.
 
@@ -141,7 +143,7 @@ def multiple_choice(
       questions: at least one.
       separator: stands before each choice.
       length: how many tokens the model sees; what is longer loses its beginning.
-      layout, step, rows: as in `jaxscale.infer.evaluate.perplexity`.
+      layout, step, rows, weights: as in `jaxscale.infer.evaluate.perplexity`.
 
     Raises:
       DataError, ConfigError, CheckpointError, RunError: as `jaxscale.infer.evaluate.perplexity`.
@@ -160,7 +162,7 @@ def multiple_choice(
             differs = np.flatnonzero(alone[:n] != whole[:n])
             texts.append(whole)
             first.append(int(differs[0] if len(differs) else n) - 1)
-    loaded = load_model(run, layout, step)
+    loaded = load_model(run, layout, step, weights=weights)
     found = log_probabilities(
         loaded, texts, first=first, length=length, rows=rows, loss=run.config.token_loss, apart=run.config.segments
     )

@@ -18,6 +18,7 @@ from jaxscale.infer.loaded import load_model, say_length, scored_ids
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 from jaxscale.models.base import vocab_of
+from jaxscale.nn import WeightFormat
 from jaxscale.step.texts import check_texts, checked
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def perplexity(
     layout: Layout | None = None,
     step: int | None = None,
     rows: int = 8,
+    weights: WeightFormat | None = None,
 ) -> Perplexity:
     """Perplexity of a run's model on its held-out documents, or on text files, each a document.
 
@@ -113,6 +115,7 @@ def perplexity(
         default, which makes segments.
       layout, step: as in `jaxscale.infer.loaded.load_model`.
       rows: of a batch.
+      weights: a form in which the matrices that it covers are kept; by default as they were trained.
 
     Raises:
       DataError: the texts cannot be read, or hold no token.
@@ -127,7 +130,7 @@ def perplexity(
     tokens = sum(d.tokens for d in documents)
     if not tokens:
         raise DataError("there is no text to evaluate on; give files that are not empty")
-    loaded = load_model(run, layout, step)
+    loaded = load_model(run, layout, step, weights=weights)
     found = log_probabilities(
         loaded,
         [d.ids for d in documents],

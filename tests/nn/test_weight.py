@@ -18,6 +18,7 @@ from jaxscale.infer.engine import Request
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.serve.asked import Served
 from jaxscale.infer.serve.start import engine_of
+from jaxscale.infer.streaming import stream_model
 from jaxscale.layout import abstract, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import (
@@ -250,7 +251,9 @@ def greedy(base):
 ASKED = dict(temperature=0, max_tokens=4, ignore_end=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"stream_layers": "host"}, {"layout": THREE}, {"layout": "pipeline=2"}])
+@pytest.mark.parametrize(
+    "options", [{}, *({"stream_layers": n} for n in ("host", "disk")), *({"layout": n} for n in (THREE, "pipeline=2"))]
+)
 def test_greedy_texts_are_those_of_the_arrays_that_weights_stand_for(base, greedy, options):
     run = js.load(base.path)
     options = {**options, **({"layout": js.Layout(options["layout"])} if "layout" in options else {})}
@@ -271,6 +274,16 @@ def test_a_server_s_engine_takes_them(base, greedy):
     assert found == greedy
 
 
-def test_layers_on_disk_are_in_no_other_form(base):
-    with pytest.raises(ConfigError, match="Int8 is another form; use 'host'"):
-        js.load(base.path).generate(PROMPTS, weights=Int8(), stream_layers="disk")
+def test_a_layer_from_disk_is_read_once_for_all_arrays_of_its_weights(base, monkeypatch):
+    run, seen = js.load(base.path), []
+    arrays = run.checkpoints.arrays(2)
+    read = type(arrays).read
+    monkeypatch.setattr(
+        type(arrays), "read", lambda self, name, regions: seen.append(name) or read(self, name, regions)
+    )
+    _, layers = stream_model(run, "disk", weights=Int8())
+    for _ in layers.each():
+        pass
+    layers.close()
+    kernels = [name for name in seen if name == "params/runs/0/blocks/0/mlp/up"]
+    assert len(kernels) == 3 and layers.resident.whole < sum(x.nbytes for x in jax.tree.leaves(run.params()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxscale.errors import CheckpointError
 from jaxscale.layout import Layout, TensorInfo, shardings_of
+from jaxscale.nn import WeightFormat
 
 Region = tuple[tuple[int, int], ...]
 Tree = Any
@@ -37,6 +39,49 @@ class OnHost:
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
         """See `Source`."""
         return {r: self._params[name][tuple(slice(*ends) for ends in r)] for r in regions}
+
+
+class Encoded:
+    """Parameters in another form, encoded on the host whenever they are read: a source does not have this form.
+
+    Args:
+      source: of the parameters as they are, by the infos' paths behind `prefix`.
+      infos: the model's, a `TensorInfo` for each parameter.
+      weights: the form.
+      prefix: of the source's names.
+    """
+
+    def __init__(self, source: Source, infos: Tree, weights: WeightFormat, prefix: str = ""):
+        self._source, self._weights, self._prefix = source, weights, prefix
+        self._parts = {
+            part.path: (info, n, part.shape)
+            for info in jax.tree.leaves(infos)
+            for n, part in enumerate(jax.tree.leaves(weights.infos(info)))
+        }
+        self._last: tuple[Any, list[np.ndarray]] = None, []
+
+    def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
+        """See `Source`; regions are whole arrays, or one copy of a stack's."""
+        return {region: self._read(name, region) for region in regions}
+
+    def _read(self, name: str, region: Region) -> np.ndarray:
+        info, number, shape = self._parts[name]
+        wanted: Region = tuple((0, n) for n in info.shape)
+        if region != tuple((0, n) for n in shape):
+            wanted = (region[0], *wanted[1:])
+        if name == info.path:
+            return self._source.read(self._prefix + name, [wanted])[wanted]
+        if self._last[0] != (info.path, wanted):  # a weight's arrays are read one after the other
+            kernel = self._source.read(self._prefix + info.path, [wanted])[wanted]
+            with jax.default_device(jax.devices("cpu")[0]):
+                made = _encode(self._weights, kernel, info.contracted)
+            self._last = (info.path, wanted), [np.array(x) for x in jax.tree.leaves(made)]
+        return self._last[1][number]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _encode(weights: WeightFormat, kernel: Any, contracted: tuple[int, ...]) -> Any:
+    return weights.encode(kernel, contracted)
 
 
 class Resident(NamedTuple):

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError, near
 from jaxscale.infer.loaded import dropless, for_texts_of
-from jaxscale.infer.streaming.layers import Layers, OnHost
+from jaxscale.infer.streaming.layers import Encoded, Layers, OnHost
 from jaxscale.layout import Layout
 from jaxscale.nn import WeightFormat
 
@@ -38,7 +38,8 @@ def stream_model(
       layout: where layers come to.
       step: of which checkpoint, by default the newest.
       length: how long texts may become, for positions that go by it.
-      weights: a form in which the matrices that it covers are kept and brought; only from the "host".
+      weights: a form in which the matrices that it covers are kept and brought; from "disk" each layer is encoded
+        whenever it is read.
 
     Raises:
       ConfigError: another source, or a checkpoint that is not what the model computes with.
@@ -62,14 +63,12 @@ def stream_model(
             leaves[info.path] = np.array(x)  # a copy: what JAX lends would stay alive with it
             x.delete()
         return graphdef, Layers(infos, OnHost(leaves), layout)
-    if weights is not None:
-        raise ConfigError(
-            f"stream_layers = 'disk' takes parameters as they are kept, and {type(weights).__name__} is another form; "
-            "use 'host'"
-        )
     blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
     part = blueprint.algorithm.weights_in(blueprint)
     if run.config.adapters is not None or part is None:
         what = "adapters are added to them" if run.config.adapters is not None else "this run averages them"
         raise ConfigError(f"stream_layers = 'disk' takes parameters as they are kept, and {what}; use 'host'")
-    return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix=f"{part}/")
+    arrays = run.checkpoints.arrays(step)
+    if weights is not None:
+        return graphdef, Layers(weights.infos(infos), Encoded(arrays, infos, weights, f"{part}/"), layout)
+    return graphdef, Layers(infos, arrays, layout, prefix=f"{part}/")

@@ -49,9 +49,7 @@ def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
     runs = list(itertools.product(RATES, SEEDS))
     batches = {seed: _batches(prepared, config, seed) for seed in SEEDS}
     of_run = _stacked([batches[seed] for _, seed in runs])
-    heldout = jax.tree.map(
-        lambda *x: jnp.stack(x), *({k: b[k] for k in prepared.batch} for b in prepared.heldout[""])
-    )
+    heldout = jax.tree.map(lambda *x: jnp.stack(x), *({k: b[k] for k in prepared.batch} for b in prepared.heldout[""]))
 
     def train(lr: jax.Array, seed: jax.Array, batches: Any) -> jax.Array:
         blueprint, _ = blueprint_of(dataclasses.replace(config, schedule=Peak(config, lr)))

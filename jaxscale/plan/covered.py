@@ -36,7 +36,7 @@ def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig
     Raises:
       NotCovered: they do not.
     """
-    if not config.objective.in_formulas:
+    if not config.objective.in_formulas or config.objective.reference:
         raise NotCovered(type(config.objective).__name__)
     if not config.algorithm.in_formulas:
         raise NotCovered(config.algorithm.describe())

@@ -16,7 +16,7 @@ from jaxscale.layout import constrain
 from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Batch, Metrics, Step, Tree
 from jaxscale.step.guards import Guard, judge
-from jaxscale.step.objective import Objective, Totals, check_additive
+from jaxscale.step.objective import Objective, Totals, check_additive, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.step.state import Blueprint, TrainState
 
@@ -114,7 +114,7 @@ def make_loss_and_grads(
 
     def value(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[jax.Array, Totals]:
         model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
-        terms = objective.terms(model, batch, key=key)
+        terms = terms_of(objective, model, batch, key=key, reference=blueprint.reference_of(frozen))
         return objective.value(terms | weights), terms
 
     def lay_out(grads: Tree) -> Tree:

@@ -119,7 +119,9 @@ class TrainConfig:
             if name == "model" and not _takes_keys(value.make):
                 raise ConfigError(f"train.model must be {what}, not {_called(value)}")
             if name in _CALLED and not plain:
-                check_method(f"train.{name}", value, *_CALLED[name])
+                method, positional, named = _CALLED[name]
+                named += ("reference",) if name == "objective" and value.reference else ()
+                check_method(f"train.{name}", value, method, positional, named)
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         self._check_start()

@@ -49,7 +49,7 @@ class MaskedToken(NextToken):
         totals = super().weights({"weights": _counted(batch)}, parts)
         return {**totals, "tokens": totals["tokens"] * self.rate}
 
-    def terms(self, model: Any, batch: Batch, *, key: Array | None = None) -> Totals:
+    def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
         masks = jax.random.key(0) if key is None else jax.random.fold_in(key, _STREAM)
         width = batch["tokens"].shape[1:]
 

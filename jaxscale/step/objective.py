@@ -62,6 +62,8 @@ class Objective:
       staged: whether the last pipeline stage can make the terms; then there are `of_hidden` and `loss`, as `NextToken`
         has them.
       in_formulas: whether the planner's formulas, which are `NextToken`'s, cover it; else it is planned by compiling.
+      reference: whether `terms` also takes the model with the parameters that the run started from (`train.start`), as
+        preference optimisation does. They are frozen; of a run that trains adapters they are those under the adapters.
       evaluated: which of the `metrics` an evaluation reports, as `eval_NAME`.
     """
 
@@ -69,6 +71,7 @@ class Objective:
     additive: ClassVar[bool] = True
     staged: ClassVar[bool] = False
     in_formulas: ClassVar[bool] = False
+    reference: ClassVar[bool] = False
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
@@ -90,13 +93,14 @@ class Objective:
         """
         raise NotImplementedError
 
-    def terms(self, model: Any, batch: Batch, *, key: Array | None = None) -> Totals:
+    def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
         """Sums over what the model makes of a batch, by names that `weights` does not use.
 
         Args:
           model: the module that the config's `make` returned.
           batch: the arrays of `inputs`, (B, ...), and `rows`; a part of the whole batch where it is accumulated.
           key: randomness of this step; `None` while evaluating.
+          reference: the module with the run's first parameters; given where the attribute `reference` is True alone.
         """
         raise NotImplementedError
 
@@ -162,7 +166,7 @@ class NextToken(Objective):
     def weights(self, batch: Batch, parts: int) -> Totals:
         return {"tokens": jnp.sum(batch["weights"]), "parts": jnp.asarray(parts, jnp.float32)}
 
-    def terms(self, model: Any, batch: Batch, *, key: Array | None = None) -> Totals:
+    def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
         order = order_of(model, batch["tokens"].shape[1])
         if order is not None:  # nothing has to go back to where it was, since all of it is summed
             batch = arrange(batch, order)
@@ -200,6 +204,12 @@ class NextToken(Objective):
 
     def describe(self, config: TrainConfig) -> str:
         return self.loss.describe(vocab_of(config.model))
+
+
+def terms_of(objective: Objective, model: Any, batch: Batch, *, key: Array | None = None, reference: Any) -> Totals:
+    """`Objective.terms`, with the reference where the objective takes one."""
+    more = {"reference": reference} if objective.reference else {}
+    return objective.terms(model, batch, key=key, **more)
 
 
 def check_additive(objective: Objective, setting: str, remedy: str) -> None:

@@ -50,7 +50,7 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
     assert blueprint.layout is not None
     without = "use a mesh without pipeline"
     check_additive(objective, f"pipeline={blueprint.layout.stages} takes it in micro-batches", without)
-    if not objective.staged:
+    if not objective.staged or objective.reference:
         raise ConfigError(
             f"{type(objective).__name__} cannot be made by the last pipeline stage alone, from the last layer's output "
             f"('of_hidden', see NextToken); {without}"

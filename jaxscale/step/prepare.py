@@ -28,6 +28,7 @@ from jaxscale.step.algorithm import Step
 from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
+from jaxscale.step.objective import terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, together
 from jaxscale.step.pipeline import pipelined
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
@@ -138,7 +139,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
     more: Any = dict(start=config.start, adaptation=adaptation, inputs=config.objective.inputs(config))
-    more["algorithm"] = config.algorithm
+    more |= dict(algorithm=config.algorithm, reference=config.objective.reference)
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
 
 
@@ -181,7 +182,8 @@ def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def _value(config: TrainConfig, model: Any, batch: Any) -> Any:
     """The value of an objective on one batch."""
     objective, batch = config.objective, numbered(batch)
-    totals = together(objective, objective.terms(model, batch), objective.weights(batch, 1))
+    terms = terms_of(objective, model, batch, reference=model)
+    totals = together(objective, terms, objective.weights(batch, 1))
     value = objective.value(totals)
     check_numbers(objective, value, objective.metrics(totals))
     return value
@@ -314,6 +316,11 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
         _check_idle(config.layout)
     if config.tensorboard and find_spec("tensorboardX") is None:
         raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
+    if config.objective.reference and config.start is None:
+        raise ConfigError(
+            f"{type(config.objective).__name__} compares with the parameters that a run starts from; set train.start, "
+            "as FromRun('runs/base') (jaxscale train --from RUN)"
+        )
     blueprint, schedule = blueprint_of(config)
     _check_pipeline(blueprint, config)
     config.algorithm.check(config, blueprint)
@@ -425,7 +432,8 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
 
     def totals(params: Any, frozen: Any, batch: Any) -> Any:
         model, batch = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), numbered(batch)
-        terms, weights = objective.terms(model, batch), objective.weights(batch, config.accumulate)
+        terms = terms_of(objective, model, batch, reference=blueprint.reference_of(frozen))
+        weights = objective.weights(batch, config.accumulate)
         sums = together(objective, terms, weights)
         check_numbers(objective, objective.value(sums), objective.metrics(sums))
         return terms, weights

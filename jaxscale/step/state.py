@@ -36,8 +36,9 @@ class TrainState:
       opt_state: the optimizer's.
       rng: the run's random key; step k folds k into it.
       guards: what the run's guards remember, by name (see `jaxscale.step.guards`).
-      frozen: the model's parameters that no step changes, which adapters are on; `{}` where all are trained. They are
-        donated and returned with the rest, and no checkpoint holds them (see `saved`).
+      frozen: parameters of the model that no step changes: those that adapters are on, or that an objective takes for
+        reference; `{}` where there are none. They are donated and returned with the rest, and no checkpoint holds them
+        (see `saved`).
       extra: what else the algorithm keeps, trees by name (see `jaxscale.step.algorithm`).
     """
 
@@ -74,6 +75,7 @@ class Blueprint:
       adaptation: adapters, which are trained in place of the model's own parameters.
       inputs: the arrays of a batch (see `Objective.inputs`); by default every dimension but the rows is a sequence's.
       algorithm: what owns the state.
+      reference: whether the first parameters are kept for the objective (see `Objective.reference`).
     """
 
     graphdef: nnx.GraphDef
@@ -86,6 +88,7 @@ class Blueprint:
     adaptation: Adaptation | None = None
     inputs: Mapping[str, Input] | None = None
     algorithm: Algorithm = Algorithm()
+    reference: bool = False
 
     def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
         """Logical axes of an array of a batch, without the rows."""
@@ -95,8 +98,15 @@ class Blueprint:
 
     @property
     def frozen(self) -> Tree:
-        """A `TensorInfo` per parameter that the model has and no step changes; none without adapters."""
-        return {} if self.adaptation is None else self.adaptation.base
+        """A `TensorInfo` per parameter of the model that no step changes: under adapters, or for reference."""
+        if self.adaptation is not None:
+            return self.adaptation.base
+        named = lambda i: dataclasses.replace(i, path=f"reference/{i.path}")  # noqa: E731
+        return jax.tree.map(named, self.infos) if self.reference else {}
+
+    def reference_of(self, frozen: Tree) -> Any:
+        """The module with the frozen parameters, for the objective; `None` where it takes none."""
+        return nnx.merge(self.graphdef, frozen) if self.reference else None
 
     def of_model(self) -> Blueprint:
         """The same with the model's own parameters in place of adapters."""
@@ -118,9 +128,11 @@ class Blueprint:
         Raises:
           CheckpointError, RunError: that run cannot be read, or has another model.
         """
-        if self.adaptation is None:
+        if self.adaptation is None and not self.reference:
             return {}
         assert self.start is not None  # see `TrainConfig`
+        if self.adaptation is None:
+            return self.start.params(self.infos, self.layout)
         return self.adaptation.freeze(functools.partial(self.start.params, layout=self.layout), self.layout)
 
     def shardings(self) -> TrainState | None:
@@ -156,7 +168,9 @@ class Blueprint:
             state = jax.jit(self.make, static_argnums=0, out_shardings=where)(seed)
             return state.replace(frozen=self.read_frozen())
         params = self.start.params(self.infos, self.layout)
-        return jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=where)(params, seed)
+        frozen = jax.tree.map(jnp.copy, params) if self.reference else {}
+        state = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=where)(params, seed)
+        return state.replace(frozen=frozen)
 
     def completed(self, state: TrainState) -> TrainState:
         """A restored state with what is not restored: the frozen parameters, and the memory of new guards.

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.objective import terms_of
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.testing.params import random_params
 
@@ -30,7 +31,7 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     """
     objective = config.objective
     blueprint, _ = blueprint_of(config)
-    params = jax.tree.map(jnp.asarray, random_params(blueprint.infos))
+    params, base = (jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=s)) for s in range(2))
     inputs = objective.inputs(config)
     assert set(inputs) <= set(batch), f"the batch has no {sorted(set(inputs) - set(batch))}"
     rows = len(next(iter(batch.values())))
@@ -38,7 +39,8 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     assert rows == 2 * half and half % objective.group == 0, f"{rows} rows make no two halves of whole groups"
 
     def terms(part: Any) -> Any:
-        return objective.terms(nnx.merge(blueprint.graphdef, params), part)
+        model, reference = (nnx.merge(blueprint.graphdef, p) for p in (params, base))
+        return terms_of(objective, model, part, reference=reference)
 
     numbered_batch = numbered({name: jnp.asarray(batch[name]) for name in inputs})
     halves = [{k: x[at] for k, x in numbered_batch.items()} for at in (slice(0, half), slice(half, rows))]

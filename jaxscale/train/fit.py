@@ -71,7 +71,7 @@ def fit(
     reporter = Reporter(quiet or jax.process_index() != 0)
     with preparing(config.watchdog):
         prepared = prepare(config)
-        if config.start is not None and (resume is not True or config.adapters is not None):
+        if config.start is not None and (resume is not True or config.keeps_start):
             config.start.check(prepared.blueprint.of_model().infos)
         path = None if run is None else Path(run)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)

@@ -274,7 +274,7 @@ class Loop:
         params = self.prepared.blueprint.weights(state)
         totals: Any = None
         for i in range(len(batches)):
-            part = jax.device_get(self.evaluate(params, self.prepared.place(batches.__getitem__, i)))
+            part = jax.device_get(self.evaluate(params, state.frozen, self.prepared.place(batches.__getitem__, i)))
             part = jax.tree.map(np.float64, part)
             totals = part if totals is None else jax.tree.map(np.add, totals, part)
         if not any(np.any(b.get("weights", 1)) for b in batches):

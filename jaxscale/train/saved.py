@@ -108,18 +108,18 @@ class Saved:
             )
 
     def _check_start(self, manifest: dict[str, Any]) -> None:
-        """That adapters go on over the parameters that they were trained on."""
-        if self.config.adapters is not None and manifest.get("start") != self._start.get("start"):
+        """That a run whose start is in no checkpoint goes on with the one that it began with."""
+        if self.config.keeps_start and manifest.get("start") != self._start.get("start"):
             raise CheckpointError(
-                f"the adapters of {self.run.path} were trained over other parameters than those of "
+                f"{self.run.path} was trained over other parameters than those of "
                 f"{self.config.start}; bring that checkpoint back, or name it with --gin.FromRun.path and .step"
             )
 
     @functools.cached_property
     def _start(self) -> dict[str, Any]:
-        """What a checkpoint says of where the run started; without adapters nothing depends on it any more."""
+        """What a checkpoint says of where the run started; for most runs nothing depends on it any more."""
         start = self.config.start
-        return {} if start is None or self.config.adapters is None else {"start": start.fingerprint()}
+        return {} if start is None or not self.config.keeps_start else {"start": start.fingerprint()}
 
     def _rows(self) -> dict[str, Any]:
         """The settings that decide what a row of data is."""

@@ -17,6 +17,7 @@ from jaxscale.errors import RunError
 from jaxscale.interop.maps import Bound
 from jaxscale.interop.peft import Pair, adapter_config, check_names, modules_of, write_adapters
 from jaxscale.run import Run
+from jaxscale.step.lora import LoRA, LowRank
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.start import Start
 from jaxscale.train.checkpoints import flatten
@@ -61,7 +62,7 @@ def export_adapters(
     run = run if isinstance(run, Run) else Run(run)
     out = Path(out)
     lora = run.config.adapters
-    if lora is None:
+    if not isinstance(lora, LoRA):
         raise RunError(f"{run.path} has no adapters; leave out --adapters to export its weights")
     chosen, model, _, _ = said_by(run, family or _family(run), dtype)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -90,7 +91,7 @@ def export_adapters(
 def _pairs(run: Run, step: int) -> dict[str, Pair]:
     """The adapters of a checkpoint, float32, by the kernel that they are on."""
     adaptation = blueprint_of(run.config)[0].adaptation
-    assert adaptation is not None
+    assert isinstance(adaptation, LowRank)
     found = {name: np.asarray(x, np.float32) for name, x in flatten(run.trained(step)).items()}
     sites = {site.info.path: site.inputs for site in adaptation.sites}
     return {name: Pair(found[f"{name}/a"], found[f"{name}/b"], inputs) for name, inputs in sites.items()}

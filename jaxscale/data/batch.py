@@ -6,6 +6,7 @@ A *corpus* names documents, a *source* is a corpus after tokenizing, splitting a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -52,6 +53,19 @@ class Ordered(Protocol):
 
     def order(self, rows: Int64[np.ndarray, " b"], seed: int) -> Int64[np.ndarray, " b"]:
         """The ids of the global rows `rows` (0, 1, ... without end), a pure function of them and `seed`."""
+        ...
+
+
+@runtime_checkable
+class OrdersGroups(Ordered, Protocol):
+    """One that also orders rows of which several, one after the other, belong together."""
+
+    def in_groups(self, group: int) -> Callable[[np.ndarray, int], np.ndarray]:
+        """As `order`, of whole groups."""
+        ...
+
+    def group_starts(self, group: int) -> Int64[np.ndarray, " g"]:
+        """The first id of every whole group."""
         ...
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxscale.data.batch import Batch, Source
-from jaxscale.data.order import Grouped, Order, Shuffle, order_of
+from jaxscale.data.order import Order, Shuffle, group_starts, order_of
 from jaxscale.errors import DataError
 
 
@@ -104,9 +104,11 @@ def heldout_batches(source: Source, batch_size: int, count: int | None = None, g
         raise DataError(f"batch_size={batch_size} holds no row; use 1 or more.")
     if count is not None and count < 1:
         raise DataError(f"count={count} asks for no held-out batch; use 1 or more, or None for all.")
-    total = len(source) if count is None else min(len(source), count * batch_size)
+    starts = group_starts(source, group)
+    total = len(starts) * group if count is None else min(len(starts) * group, count * batch_size)
     total -= total % group
-    ids = Grouped(Shuffle(len(source) // group), group)(np.arange(total, dtype=np.int64), 0)
+    nth = Shuffle(len(starts))(np.arange(total // group, dtype=np.int64), 0)
+    ids = (starts[nth][:, None] + np.arange(group)).reshape(-1)
     return (_filled(source, ids[i : i + batch_size], batch_size) for i in range(0, total, batch_size))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from jaxtyping import Int64
 
 from jaxscale.config import register
 from jaxscale.data.batch import Batch, Corpus, Source
-from jaxscale.data.order import derive, order_of, permutation
+from jaxscale.data.order import Order, derive, group_starts, order_of, permutation
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
 
@@ -93,19 +94,31 @@ class MixtureSource:
                 )
         described = " ".join([source.fingerprint for source in sources] + [str(count) for count in self.counts])
         self.fingerprint = hashlib.sha256(f"mixture {described}".encode()).hexdigest()
+        self._orders = {(part, 1): order_of(source) for part, source in enumerate(sources)}
         self._first = np.cumsum([0, *(len(source) for source in sources)])
-        self._orders = [order_of(source) for source in sources]
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def order(self, rows: Int64[np.ndarray, " b"], seed: int) -> Int64[np.ndarray, " b"]:
-        parts, nth = self._place(rows, seed)
+    def order(self, rows: Int64[np.ndarray, " b"], seed: int, group: int = 1) -> Int64[np.ndarray, " b"]:
+        number, within = np.divmod(rows, group)
+        parts, nth = self._place(number, seed)
         ids = np.empty_like(rows)
-        for part, order in enumerate(self._orders):
+        for part in range(len(self.sources)):
             mine = parts == part
-            ids[mine] = self._first[part] + order(nth[mine], derive(seed, part + 1))
+            own = self._orders[part, group]
+            ids[mine] = self._first[part] + own(nth[mine] * group + within[mine], derive(seed, part + 1))
         return ids
+
+    def in_groups(self, group: int) -> Order:
+        """See `OrdersGroups`; it is groups that are interleaved in a block then."""
+        for part, source in enumerate(self.sources):
+            self._orders[part, group] = order_of(source, group)  # raises what cannot be grouped
+        return functools.partial(self.order, group=group)
+
+    def group_starts(self, group: int) -> Int64[np.ndarray, " g"]:
+        """See `OrdersGroups`."""
+        return np.concatenate([f + group_starts(s, group) for f, s in zip(self._first, self.sources, strict=False)])
 
     def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
         ids = np.asarray(ids)

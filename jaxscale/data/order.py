@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Int64
 
-from jaxscale.data.batch import Ordered, Source
+from jaxscale.data.batch import Ordered, OrdersGroups, Source
 from jaxscale.errors import DataError
 
 Order = Callable[[np.ndarray, int], np.ndarray]
@@ -72,9 +72,18 @@ def order_of(source: Source, group: int = 1) -> Order:
       DataError: a source whose own order takes single rows, or that has no whole group.
     """
     if isinstance(source, Ordered):
-        if group > 1:
+        if group == 1:
+            return source.order
+        if not isinstance(source, OrdersGroups):
             raise DataError(f"'{source.name}' orders its rows one by one, and {group} belong together; use one corpus")
-        return source.order
+        return source.in_groups(group)
     if len(source) < group:
         raise DataError(f"'{source.name}' has {len(source)} rows, and {group} belong together; give more data")
     return Grouped(Shuffle(len(source) // group), group) if group > 1 else Shuffle(len(source))
+
+
+def group_starts(source: Source, group: int) -> Int64[np.ndarray, " g"]:
+    """The first id of every whole group of a source's rows."""
+    if group > 1 and isinstance(source, OrdersGroups):
+        return source.group_starts(group)
+    return np.arange(len(source) // group, dtype=np.int64) * group

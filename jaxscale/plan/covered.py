@@ -42,7 +42,7 @@ def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig
         raise NotCovered(config.algorithm.describe())
     if config.adapters is not None and config.adapters.base is not None:
         raise NotCovered(type(config.adapters.base).__name__)
-    if config.adapters is not None and not adapters:
+    if config.adapters is not None and not (adapters and config.adapters.in_formulas):
         raise NotCovered(type(config.adapters).__name__)
     return covered_model(config.model)
 

@@ -18,7 +18,7 @@ from jaxscale.optim import AdamW, AdamW8bit, OnHost
 from jaxscale.plan.communication import sized
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import table_of, text_of
-from jaxscale.step import CutLoss, NextToken, TrainConfig, token_loss
+from jaxscale.step import CutLoss, LoRA, NextToken, TrainConfig, token_loss
 from jaxscale.step.loss import holds_logits
 from jaxscale.units import human_bytes
 
@@ -142,7 +142,7 @@ def _optimizer(config: TrainConfig, there: Topology) -> Changes:
 
 def _frozen(config: TrainConfig, there: Topology) -> Changes:
     lora = config.adapters
-    if lora is None or lora.base_dtype is not None or lora.base is not None:
+    if not isinstance(lora, LoRA) or lora.base_dtype is not None or lora.base is not None:
         return
     if getattr(config.model, "param_dtype", "float32") == "float32":
         changed = dataclasses.replace(config, adapters=dataclasses.replace(lora, base_dtype="bfloat16"))

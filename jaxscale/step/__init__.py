@@ -1,5 +1,6 @@
 """The pure step: settings, objective, state, gradients and their pipeline form; no files, no loop."""
 
+from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.config import TrainConfig
@@ -14,6 +15,7 @@ from jaxscale.step.rates import model_flops
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
+from jaxscale.step.unfreeze import Unfreeze
 from jaxscale.step.watchdog import Watchdog
 from jaxscale.step.weight_ema import WeightEMA
 
@@ -24,7 +26,10 @@ __all__ = [
     "Blueprint",
     "CutLoss",
     "Input",
+    "Adaptation",
+    "Adapters",
     "LoRA",
+    "Unfreeze",
     "LocalSteps",
     "Loss",
     "MaskedToken",

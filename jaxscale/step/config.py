@@ -18,10 +18,10 @@ from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
+from jaxscale.step.adaptation import Adapters
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.guards import FiniteGuard, Guard
-from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import Loss
 from jaxscale.step.objective import NextToken, Objective, token_loss
 from jaxscale.step.objective_checks import check_objective_of
@@ -40,7 +40,8 @@ class TrainConfig:
       data: a corpus, such as `python_stdlib()`.
       start: the run whose parameters are the first ones, as `FromRun('runs/qwen3')`; `None` draws random ones. What
         `model` and `tokenizer` are left at their defaults is then that run's (see `settled`).
-      adapters: what is trained in place of the model's own parameters, which stay as they are: `LoRA()`, or `None`.
+      adapters: what is trained in place of all of the model's parameters, which stay as they are: `LoRA()` beside them,
+        `Unfreeze(targets)` some of them, or `None`.
       layout: where things live; all devices, data-parallel, by default. `None` is one device and no mesh.
       tokenizer: turns text into ids; ignored by corpora that are tokens already.
       steps: optimizer steps of the whole run.
@@ -80,7 +81,7 @@ class TrainConfig:
 
     model: ModelConfig = TransformerConfig()
     start: Start | None = None
-    adapters: LoRA | None = None
+    adapters: Adapters | None = None
     data: Corpus = python_stdlib()
     layout: Layout | None = Layout()
     tokenizer: Tokenizer = ByteTokenizer()
@@ -177,6 +178,11 @@ class TrainConfig:
                 raise ConfigError(
                     f"train.evaluate_on['{name}'] must be a corpus such as text_files('docs/*.md'), not {corpus!r}"
                 )
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether steps go on needing the parameters that the run starts from, which no checkpoint of it holds."""
+        return self.adapters is not None or self.objective.reference
 
     @property
     def micro_batch(self) -> int:

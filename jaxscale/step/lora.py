@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,14 @@ from jaxscale.layout import Layout, TensorInfo, path_name
 from jaxscale.nn import Linear, WeightFormat, as_weight
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import truncated_std
+from jaxscale.step.adaptation import Adapters
 
 Tree = Any
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class LoRA:
+class LoRA(Adapters):
     """Adapters of a low rank (Hu et al. 2021): a projection `x · W` becomes `x · W + scale · (x · A) · B`.
 
     Only A and B are trained. A begins as random numbers of variance 1 / fan-in and B as zeros, so that the first step
@@ -45,6 +46,7 @@ class LoRA:
       ConfigError: a setting out of its range.
     """
 
+    in_formulas: ClassVar[bool] = True
     rank: int = 8
     alpha: float = 16.0
     rank_stabilized: bool = False
@@ -69,12 +71,13 @@ class LoRA:
         """The factor on the product."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def adapt(self, graphdef: nnx.GraphDef, infos: Tree) -> Adaptation:
+    def adapt(self, graphdef: nnx.GraphDef, infos: Tree, *, reference: bool = False) -> LowRank:
         """Puts adapters on a model.
 
         Args:
           graphdef: its structure.
           infos: a `TensorInfo` per parameter.
+          reference: makes no difference: what adapters are on is the reference.
 
         Raises:
           ConfigError: a target that no projection matches.
@@ -88,7 +91,7 @@ class LoRA:
                     f"{near(target, {n for n in names if not n.isdecimal()})}"
                 )
         chosen = tuple(site for site in found if any(site.matches(target) for target in self.targets))
-        return Adaptation(self, chosen, infos)
+        return LowRank(self, chosen, infos)
 
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -140,8 +143,8 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Adaptation:
-    """Adapters on a model.
+class LowRank:
+    """Adapters on a model; see `jaxscale.step.adaptation.Adaptation`.
 
     Args:
       lora: how they are.
@@ -152,6 +155,7 @@ class Adaptation:
     lora: LoRA
     sites: tuple[Site, ...]
     infos: Tree
+    passes: ClassVar[int] = 3
 
     @property
     def base(self) -> Tree:
@@ -188,7 +192,10 @@ class Adaptation:
             _put(tree, site.keys, site.adapters(self.lora.rank, dtype))
         return tree
 
-    def make(self, seed: Any) -> Tree:
+    def first(self, read: Callable[[Tree], Tree]) -> None:
+        """`make` makes them."""
+
+    def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
         """Their first values."""
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), _STREAM), len(self.sites))
         tree: dict[Any, Any] = {}

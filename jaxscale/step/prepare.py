@@ -116,8 +116,8 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
                 f"{type(widening.parametrisation).__name__} has no rule for adapters; leave it out of the model, whose "
                 "parameters are trained already"
             )
-        adaptation = config.adapters.adapt(graphdef, infos)
-        infos, make = adaptation.adapters, adaptation.make
+        adaptation = config.adapters.adapt(graphdef, infos, reference=config.objective.reference)
+        infos, make = adaptation.adapters, functools.partial(adaptation.make, whole=make)
         if config.adapters.base_dtype not in (None, "float32") and config.layout and config.layout.stages > 1:
             raise ConfigError(
                 f"over pipeline stages adapters are added to the weights, which LoRA.base_dtype = "

@@ -32,9 +32,9 @@ def model_flops(config: TrainConfig) -> int | None:
     forward = model.flops(rows, seq, training=False)
     products = model.products(rows, seq) if isinstance(model, CountsProducts) else {}
     between = sum(products.get(name, 0) for name in _WITHOUT_WEIGHTS)  # both operands have a gradient
-    adapters = config.adapters.adapt(*describe_model(model)).adapters
-    beside = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adapters))
-    return 2 * forward + between + 3 * beside
+    adaptation = config.adapters.adapt(*describe_model(model))
+    beside = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adaptation.adapters))
+    return 2 * forward + between + adaptation.passes * beside
 
 
 def peak_flops(device: jax.Device) -> float | None:

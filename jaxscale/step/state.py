@@ -15,9 +15,9 @@ from flax import nnx
 from jaxscale.layout import Layout, abstract, shardings_of
 from jaxscale.models import ModelConfig
 from jaxscale.optim import check_state, place_state
+from jaxscale.step.adaptation import Adaptation
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.guards import Guard, memory_of, with_memory
-from jaxscale.step.lora import Adaptation
 from jaxscale.step.objective import Input
 from jaxscale.step.start import Start
 
@@ -104,7 +104,7 @@ class Blueprint:
         named = lambda i: dataclasses.replace(i, path=f"reference/{i.path}")  # noqa: E731
         return jax.tree.map(named, self.infos) if self.reference else {}
 
-    def reference_of(self, frozen: Tree) -> Any:
+    def reference_of(self, frozen: Tree = None) -> Any:
         """The module with the frozen parameters, for the objective; `None` where it takes none."""
         return nnx.merge(self.graphdef, frozen) if self.reference else None
 
@@ -164,11 +164,14 @@ class Blueprint:
         """The first state. Its values depend on the seed and on the run it starts from, not on the layout."""
         shardings = self.shardings()
         where = None if shardings is None else shardings.saved
-        if self.start is None or self.adaptation is not None:
+        read = None if self.start is None else functools.partial(self.start.params, layout=self.layout)
+        if read is not None:
+            params = read(self.infos) if self.adaptation is None else self.adaptation.first(read)
+        if read is None or params is None:
             state = jax.jit(self.make, static_argnums=0, out_shardings=where)(seed)
             return state.replace(frozen=self.read_frozen())
-        params = self.start.params(self.infos, self.layout)
-        frozen = jax.tree.map(jnp.copy, params) if self.reference else {}
+        copied = self.reference and self.adaptation is None
+        frozen = jax.tree.map(jnp.copy, params) if copied else self.read_frozen()
         state = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=where)(params, seed)
         return state.replace(frozen=frozen)
 

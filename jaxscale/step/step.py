@@ -57,24 +57,29 @@ def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
 
 
 def make_eval(blueprint: Blueprint, batch: Any, objective: Objective = NEXT_TOKEN) -> Callable[..., Totals]:
-    """Jitted `(params, frozen, batch) -> the objective's terms and weights`, which add up over batches; no dropout.
+    """Jitted `(params, batch) -> the objective's terms and weights`, which add up over batches; no dropout.
 
-    The parameters are those of the model (see `Blueprint.model_params`), `frozen` those of the state. On a layout
-    with pipeline stages the forward phases of its schedule run alone: no stage holds another's layers.
+    The parameters are those of the model (see `Blueprint.model_params`). Of an objective with a reference, a third
+    argument is the state's `frozen`. On a layout with pipeline stages the forward phases of its schedule run alone: no
+    stage holds another's layers.
     """
     stages = pipelined(blueprint.of_model(), objective) if is_pipelined(blueprint) else None
 
-    def evaluate(params: Tree, frozen: Tree, batch: Batch) -> Totals:
+    def evaluate(params: Tree, batch: Batch, *frozen: Tree) -> Totals:
         batch = numbered(batch)
         if stages is not None:
             if blueprint.adaptation is not None:  # a stage knows kernels and no adapters
                 params = blueprint.adaptation.dense(params)
             return stages.sums(params, batch) | objective.weights(batch, stages.microbatches(len(batch["rows"])))
-        model, reference = nnx.merge(blueprint.graphdef, params), blueprint.reference_of(frozen)
+        model, reference = nnx.merge(blueprint.graphdef, params), blueprint.reference_of(*frozen)
         return terms_of(objective, model, batch, reference=reference) | objective.weights(batch, 1)
 
     if blueprint.layout is None:
         return jax.jit(evaluate)
     trained, frozen = (shardings_of(infos, blueprint.layout) for infos in (blueprint.infos, blueprint.frozen))
     params = blueprint.model_params(trained, frozen)
-    return jax.jit(evaluate, in_shardings=(params, frozen, batch), out_shardings=blueprint.layout.replicated)
+    return jax.jit(
+        evaluate,
+        in_shardings=(params, batch, *([frozen] if blueprint.reference else [])),
+        out_shardings=blueprint.layout.replicated,
+    )

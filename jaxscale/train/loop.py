@@ -272,9 +272,10 @@ class Loop:
     def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
         """What the objective reports of held-out batches: `eval_loss`, of a further corpus `eval_loss/NAME`."""
         params = self.prepared.blueprint.weights(state)
+        more = (state.frozen,) if self.prepared.blueprint.reference else ()
         totals: Any = None
         for i in range(len(batches)):
-            part = jax.device_get(self.evaluate(params, state.frozen, self.prepared.place(batches.__getitem__, i)))
+            part = jax.device_get(self.evaluate(params, self.prepared.place(batches.__getitem__, i), *more))
             part = jax.tree.map(np.float64, part)
             totals = part if totals is None else jax.tree.map(np.add, totals, part)
         if not any(np.any(b.get("weights", 1)) for b in batches):

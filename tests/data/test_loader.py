@@ -100,6 +100,33 @@ def test_a_mixture_may_hold_a_mixture_and_delivers_its_parts_rows():
     assert same(source.rows(len(source) - 1 - np.arange(4)), last.rows(len(last) - 1 - np.arange(4)))
 
 
+@pytest.mark.parametrize("group", [2, 3])
+def test_rows_that_belong_together_stay_together_in_a_mixture(group):
+    inner = data.mixture(((data.synthetic(50, seed=1), 1), (data.synthetic(50, seed=2, documents=41), 1)))
+    source = data.mixture(((inner, 1), (data.synthetic(70, seed=3), 1))).source(None, seq_len=16, split="train")
+    loader = data.Loader(source, 4 * BLOCK * group, group=group)
+    first = np.array([0, len(source.sources[0].sources[0]), len(source.sources[0])])
+    ids = loader.ids_at(0).reshape(-1, group)
+    parts = np.searchsorted(first, ids, side="right") - 1
+    assert (
+        (np.diff(ids, axis=1) == 1).all()
+        and (parts == parts[:, :1]).all()
+        and ((ids[:, 0] - first[parts[:, 0]]) % group == 0).all()
+    )
+    assert np.array_equal(np.bincount(parts[:, 0]), [BLOCK, BLOCK, 2 * BLOCK])  # proportions are of groups
+    batch = data.Loader(source, 8 * group, group=group)
+    for readers in (2, 4):
+        share = 8 * group // readers
+        pieces = [batch.batch_at(9, slice(r * share, (r + 1) * share)) for r in range(readers)]
+        assert same({key: np.concatenate([p[key] for p in pieces]) for key in data.KEYS}, batch.batch_at(9))
+    heldout = np.concatenate([b["tokens"] for b in data.heldout_batches(source, 4 * group, group=group)])
+    corpora = (*source.sources[0].sources, source.sources[1])
+    starts = [f + np.arange(len(s) // group) * group for f, s in zip(first, corpora, strict=True)]
+    whole = {tuple(source.rows(np.arange(i, i + group))["tokens"].ravel()) for i in np.concatenate(starts)}
+    groups = {tuple(rows.ravel()) for rows in heldout.reshape(-1, group, 16)} - {(0,) * 16 * group}
+    assert groups == whole
+
+
 def test_largest_remainder_shares_out_the_total():
     assert largest_remainder([1, 1, 1], 10).tolist() == [4, 3, 3]
     assert largest_remainder([0.5, 0.25, 0.25], 1000).tolist() == [500, 250, 250]

@@ -17,7 +17,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.optim import Constant
 from jaxscale.plan import explain
 from jaxscale.plan.dry_run import dry_run
-from jaxscale.step import LoRA, NextToken, Objective, TrainConfig, blueprint_of, make_loss_and_grads, settled
+from jaxscale.step import LoRA, NextToken, Objective, TrainConfig, Unfreeze, blueprint_of, make_loss_and_grads, settled
 from jaxscale.step.backprop import numbered
 from jaxscale.step.prepare import prepare
 from jaxscale.testing import check_objective, random_params
@@ -143,6 +143,14 @@ def test_adapters_are_compared_with_what_they_are_on(base, tmp_path):
     run = js.fit(config, run=tmp_path / "run", quiet=True)
     losses = [row["loss"] for row in run.metrics()]
     assert abs(losses[0] - np.log(2)) < 1e-6 and losses[1] != losses[0]
+
+
+def test_parameters_that_are_trained_apart_are_compared_with_their_first_values(base, tmp_path):
+    run = js.fit(config_of(base, adapters=Unfreeze(("head",)), steps=2, lr=1e-2), run=tmp_path / "run", quiet=True)
+    losses = [row["loss"] for row in run.metrics()]
+    assert abs(losses[0] - np.log(2)) < 1e-6 and losses[1] != losses[0]
+    kept, first = (jax.tree.leaves(jax.device_get(tree)) for tree in (run.state.frozen, base.state.params))
+    assert all(np.array_equal(a, b) for a, b in zip(kept, first, strict=True))
 
 
 def test_it_keeps_an_objectives_promises(base):

@@ -174,7 +174,7 @@ class _Programs:
             return stack, _unstack(metrics, count)
 
         def evaluated(lane: jax.Array, params: Tree, batch: Tree) -> Tree:
-            return first.eval_of(_looked_up(configs, lane))(params, {}, batch)
+            return first.eval_of(_looked_up(configs, lane))(params, batch)
 
         def evaluate(params: tuple[Tree, ...], batches: tuple[Tree, ...]) -> tuple[Tree, ...]:
             sums = jax.vmap(evaluated)(jnp.arange(count), _stack(params), _stack(batches))
@@ -221,7 +221,7 @@ class _LanePrepared(Prepared):
         return lambda state, batch: self.lanes.turns.ask(self.lane, self.lanes.step, (state, batch))
 
     def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
-        return lambda params, frozen, batch: self.lanes.turns.ask(self.lane, self.lanes.evaluate, (params, batch))
+        return lambda params, batch: self.lanes.turns.ask(self.lane, self.lanes.evaluate, (params, batch))
 
 
 class _LaneState(TrainState):

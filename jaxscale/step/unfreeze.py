@@ -1,0 +1,142 @@
+"""Training some of a model's parameters, the others staying as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError, near
+from jaxscale.layout import Layout
+from jaxscale.step.adaptation import Adapters
+
+Tree = Any
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Unfreeze(Adapters):
+    """Trains the parameters that are named, of a run that starts from another (`train.adapters = @Unfreeze()`).
+
+    The others have no gradient, no optimizer state, and are in no checkpoint: they are read from where the run started.
+    Layers of a stack are one array, so that all of them are trained or none.
+
+    Args:
+      targets: names on the way to a parameter, as "norm", "head", "attn/q" or "bias", with `*` for any part of one.
+
+    Raises:
+      ConfigError: no targets.
+    """
+
+    targets: tuple[str, ...] = ("*norm*",)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str) or not self.targets:
+            raise ConfigError(
+                f"Unfreeze.targets = {self.targets!r}: must be a tuple of names, such as ('norm', 'head')"
+            )
+        object.__setattr__(self, "targets", tuple(self.targets))
+
+    def adapt(self, graphdef: nnx.GraphDef, infos: Tree, *, reference: bool = False) -> Subset:
+        """Splits a model's parameters.
+
+        Args:
+          graphdef: its structure.
+          infos: a `TensorInfo` per parameter.
+          reference: keep the first values of trained ones, too.
+
+        Raises:
+          ConfigError: a target that no parameter matches.
+        """
+        paths = [i.path for i in jax.tree.leaves(infos)]
+        for target in self.targets:
+            if not any(matches(path, target) for path in paths):
+                names = {part for path in paths for part in path.split("/") if not part.isdecimal()}
+                raise ConfigError(
+                    f"Unfreeze.targets has '{target}', which no parameter of the model matches{near(target, names)}"
+                )
+        return Subset(infos, frozenset(p for p in paths if any(matches(p, t) for t in self.targets)), reference)
+
+
+def matches(path: str, target: str) -> bool:
+    """Whether a path, or as many parts of it in a row as the target has, match the target."""
+    parts, n = path.split("/"), target.count("/") + 1
+    pieces = ("/".join(parts[i : i + n]) for i in range(len(parts) - n + 1))
+    return fnmatchcase(path, target) or any(fnmatchcase(p, target) for p in pieces)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subset:
+    """Some of a model's parameters, which are trained; see `jaxscale.step.adaptation.Adaptation`.
+
+    Args:
+      infos: a `TensorInfo` per parameter of the model.
+      chosen: paths of those that are trained.
+      reference: the first values of trained ones are kept as well.
+    """
+
+    infos: Tree
+    chosen: frozenset[str]
+    reference: bool = False
+    passes: ClassVar[int] = 1
+
+    @property
+    def adapters(self) -> Tree:
+        """A `TensorInfo` per trained parameter."""
+        return self._part(self.infos, trained=True)
+
+    @property
+    def base(self) -> Tree:
+        """A `TensorInfo` per parameter that is kept as it was."""
+        named = lambda i: dataclasses.replace(i, path=f"frozen/{i.path}") if i.path in self.chosen else i  # noqa: E731
+        return jax.tree.map(named, self.infos) if self.reference else self._part(self.infos, trained=False)
+
+    def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
+        """The parameters of `base`."""
+        whole = read(self.infos)
+        return whole if self.reference else self._part(whole, trained=False)
+
+    def first(self, read: Callable[[Tree], Tree]) -> Tree:
+        """Those of the start."""
+        return self._part(read(self.infos), trained=True)
+
+    def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
+        """Those of a model that is drawn by a seed."""
+        return self._part(whole(seed), trained=True)
+
+    def over(self, trained: Tree, frozen: Tree) -> Tree:
+        """All of the model's parameters."""
+        return _merged(frozen, trained)
+
+    merged = over
+
+    def dense(self, params: Tree) -> Tree:
+        """The same parameters."""
+        return params
+
+    def describe(self) -> str:
+        """What is trained, in words."""
+        sizes = [sum(i.size for i in jax.tree.leaves(t)) for t in (self.adapters, self.infos)]
+        names = sorted({"/".join(p for p in path.split("/")[-2:] if not p.isdecimal()) for path in self.chosen})
+        return f"{sizes[0]:,} of {sizes[1]:,} parameters are trained: {', '.join(names)}"
+
+    def _part(self, tree: Tree, *, trained: bool) -> Tree:
+        def pick(infos: Any, values: Any) -> Any:
+            if not isinstance(infos, dict):
+                return values if (infos.path in self.chosen) == trained else None
+            found = {k: pick(infos[k], values[k]) for k in infos}
+            return {k: v for k, v in found.items() if v is not None} or None
+
+        return pick(self.infos, tree) or {}
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    keys = [*below, *(k for k in above if k not in below)]
+    return {k: _merged(below.get(k, above.get(k)), above[k]) if k in above else below[k] for k in keys}

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import jaxscale as js
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
 from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.loaded import Loaded, dropless
 from jaxscale.infer.sampling import Sampling
+from jaxscale.infer.serve import Server, engine_of, served_by
 from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.step.state import describe_model
+from jaxscale.step.state import TrainState, describe_model
 from tests.truth.params import random_params
 from tests.truth.recurrent import GatedRecurrence
+from tests.truth.serving import call
 
 VOCAB, LENGTH = 64, 24
 LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
@@ -101,6 +107,25 @@ def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands():
     there = Engine(WithDraft(*models, draft_tokens=3, rows=4, length=LENGTH))
     assert _served(there, requests) == _greedy(requests)
     assert 0 < there.stats.accepted < there.stats.proposed
+
+
+def test_the_server_answers_with_a_mixed_stack_as_the_run_generates(tmp_path):
+    model = dataclasses.replace(MIXED, vocab=256, depth=2, blocks=(LINEAR, FULL))
+    state = TrainState(jnp.int32(0), random_params(describe_model(model)[1]), {}, jax.random.key(0))
+    run = js.Run(tmp_path, js.TrainConfig(model=model, layout=None, seq_len=LENGTH), state)
+    prompts = ["def ", "a", "def f(x)", "return"]
+    want = [run.generate(p, max_tokens=8, temperature=0) for p in prompts]
+    assert len({tuple(text.ids) for text in want}) > 1  # else any state would do
+    served = served_by(run)
+    with Server(port=0) as server:
+        server.open(served, engine_of(run, served, rows=2, budget=4, page=4))
+        asked = [dict(prompt=p, max_tokens=8, temperature=0, stream=s) for p in prompts for s in (False, True)]
+        with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda body: call(server, body=body, timeout=60), asked))
+    texts = [a[2]["choices"][0]["text"] for a in answers[::2]]
+    lines = [a[2].replace("data: [DONE]", "").split("data: ")[1:] for a in answers[1::2]]
+    streamed = ["".join(c["text"] for part in parts for c in json.loads(part)["choices"]) for parts in lines]
+    assert texts == streamed == [text.text for text in want]
 
 
 def test_experts_of_blocks_take_all_their_tokens_where_a_text_is_generated():

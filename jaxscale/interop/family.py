@@ -83,30 +83,38 @@ _OWN = frozenset(
 )
 """Of a config, how it is computed and trained."""
 
+_LAYERS = frozenset(("blocks", "attention_layer", "mlp", "dense_mlp", "dense_layers", "mlp_every", "windows"))
+"""Of a config, what its layers are made of; `layer_specs` has it layer by layer."""
+
 _SIZES = ("width", "heads", "kv_heads", "head_dim", "hidden")
 
 
 def same_model(a: TransformerConfig, b: TransformerConfig) -> bool:
-    """Whether two configs are of models whose parameters mean the same."""
+    """Whether two configs are of models whose parameters mean the same, also where one has `blocks` and one has not."""
     return _said(a) == _said(b)
 
 
 def _said(c: TransformerConfig) -> dict[str, Any]:
     """What a config says of the model's values, sizes worked out."""
-    found = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in _OWN}
+    found = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in _OWN | _LAYERS}
     found |= {name: getattr(c.sizes, name) for name in _SIZES}
     found |= {"qk_norm": c.qk_norm_of, "attention_scale": c.score_scale, "positions": _values(c.positions)}
-    found["windows"] = tuple(c.layer_windows())
-    found["mlp"] = _forward(c.mlp, c.sizes.hidden)
-    if c.dense_mlp not in c.layer_mlps():
-        found["dense_mlp"] = None
-    if all(isinstance(mlp, MixtureOfExperts) for mlp in c.layer_mlps()):
+    layers = c.layer_specs()
+    found["attention_layer"] = _once([layer.mixer for layer in layers])
+    found["mlp"] = _once([_forward(layer.mlp, c.sizes.hidden) for layer in layers])
+    found["windows"] = tuple(layer.window for layer in layers)
+    if all(isinstance(layer.mlp, MixtureOfExperts) for layer in layers):
         found["hidden"] = None  # of no layer; experts say their own
     if all(w is None for w in found["windows"]):
         found["local_positions"] = None
     found["stack"] = c.stack.__name__
     found["parametrisation"] = c.parametrisation
     return found
+
+
+def _once(parts: list[Any]) -> Any:
+    """The part that all layers have, or those of each."""
+    return parts[0] if all(part == parts[0] for part in parts) else tuple(parts)
 
 
 def _forward(mlp: Any, hidden: int) -> Any:

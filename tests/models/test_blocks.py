@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxscale import config
 from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.interop import same_model
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import GELU, Context, GatherAttention, GeGLU, MixtureOfExperts, RingAttention, SwiGLU
@@ -97,6 +98,8 @@ def test_blocks_that_say_what_flat_fields_say_are_the_same_model():
     same = dataclasses.replace(flat, windows=(None,), mlp_every=1, blocks=blocks)
     assert same.layer_specs() == flat.layer_specs() and same.runs == flat.runs
     assert same.products(2, 16) == flat.products(2, 16)
+    assert same_model(flat, same) and not same_model(flat, dataclasses.replace(same, blocks=blocks[::-1]))
+    assert not same_model(flat, dataclasses.replace(same, blocks=(BlockConfig(mlp=GELU, window=4), FULL)))
     assert same.active_param_count() == flat.active_param_count() < same.param_count() == flat.param_count()
 
 

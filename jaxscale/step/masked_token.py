@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int, UInt
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
@@ -22,8 +22,8 @@ class MaskedToken(NextToken):
     """Cross-entropy of masked tokens (BERT, Devlin et al. 2019), masks drawn anew each step (RoBERTa, Liu et al. 2019).
 
     Each token but padding is replaced by the mask with probability `rate`. Which ones depends on the step and the row's
-    number in the global batch alone; an evaluation draws the same masks each time. The loss is a sum over masked tokens
-    divided by how many there are on average, so that it is exact under accumulation.
+    number in the global batch alone; in an evaluation on the row's tokens alone, whatever the batches. The loss is a
+    sum over masked tokens divided by how many there are on average, so that it is exact under accumulation.
 
     Args:
       loss, z_loss: as of `NextToken`.
@@ -56,7 +56,7 @@ class MaskedToken(NextToken):
         def masked(row: Array) -> Array:
             return jax.random.bernoulli(jax.random.fold_in(masks, row), self.rate, width)
 
-        drawn = jax.vmap(masked)(batch["rows"])
+        drawn = jax.vmap(masked)(batch["rows"] if key is not None else _digest(batch["tokens"]))
         mask = self.mask % model.head_weight().shape[0]
         tokens = jnp.where(drawn, mask, batch["tokens"])
         chosen = {"targets": batch["tokens"], "weights": _counted(batch) * drawn}
@@ -80,6 +80,12 @@ def _counted(batch: Batch) -> Array:
     """1 for each token that is not padding."""
     segments = batch.get("segment_ids")
     return (batch["weights"] if segments is None else segments > 0).astype(jnp.float32)
+
+
+def _digest(tokens: Int[Array, "b s"]) -> UInt[Array, " b"]:
+    """A number of each row that depends on its tokens and their places, modulo 2**32."""
+    powers = jnp.asarray([pow(0x01000193, i, 2**32) for i in range(tokens.shape[1])], jnp.uint32)
+    return jnp.sum(tokens.astype(jnp.uint32) * powers, axis=1, dtype=jnp.uint32)
 
 
 _STREAM = 0x3A5C

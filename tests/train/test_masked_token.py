@@ -51,14 +51,25 @@ def test_the_loss_is_of_masked_tokens_alone_and_of_what_the_model_makes_of_the_o
     objective, (graphdef, infos) = MaskedToken(rate=0.5, mask=31), describe_model(MODEL)
     model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, random_params(infos)))
     batch = {**BATCH, "rows": np.arange(8)}
-    draw = lambda row: jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), row), 0.5, (16,))  # noqa: E731
-    drawn = np.stack([draw(row) for row in range(8)])
+    masks = jax.random.fold_in(jax.random.key(0), 0x3A5C)
+    drawn = np.stack([jax.random.bernoulli(jax.random.fold_in(masks, row), 0.5, (16,)) for row in range(8)])
     tokens = np.where(drawn, 31, BATCH["tokens"])
     logits = model(tokens, positions=BATCH["positions"], segment_ids=BATCH["segment_ids"])
     each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), BATCH["tokens"][..., None], -1)[..., 0]
-    terms = objective.terms(model, batch)
+    terms = objective.terms(model, batch, key=jax.random.key(0))
     np.testing.assert_allclose(terms["nats"], (each * drawn * (BATCH["segment_ids"] > 0)).sum(), rtol=1e-5)
     np.testing.assert_allclose(objective.weights(batch, 1)["tokens"], 0.5 * (BATCH["segment_ids"] > 0).sum())
+
+
+def test_an_evaluation_masks_the_same_tokens_whatever_the_batches():
+    objective, (graphdef, infos) = MaskedToken(rate=0.5), describe_model(MODEL)
+    model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, random_params(infos)))
+    terms = jax.jit(lambda batch: objective.terms(model, batch)["nats"])
+    found = [
+        sum(terms({**{k: x[at] for k, x in BATCH.items()}, "rows": np.arange(len(at))}) for at in parts)
+        for parts in ([np.arange(8)], [np.array([5, 2]), np.array([7, 0, 1, 3, 4, 6])])
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 def test_what_does_not_fit_is_said():

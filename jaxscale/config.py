@@ -311,6 +311,8 @@ def _parts(value: object) -> Parts:
 def _build(obj: Callable, selector: str, scopes: tuple[str, ...], values: dict[str, object]) -> object:
     """Calls `obj`, after asking for what it needs and nobody gave."""
     name = "/".join((*scopes, short(selector)))
+    if missing := ", ".join(sorted(getattr(obj, "__abstractmethods__", ()))):
+        raise ConfigError(f"'{name}' cannot be made: its class has to define {missing}")
     for parameter in parameters(obj).values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue

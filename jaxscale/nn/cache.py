@@ -129,7 +129,7 @@ class RecurrentState(NamedTuple):
     It is kept for the last `back + 1` tokens, by their positions, so that a row may go on from any of them.
 
     Args:
-      arrays: what it is made of.
+      arrays: what it is made of, such as `(StateArray("h", (width,), ("mlp",)),)`.
       per_page: with a paged cache, keep one at the end of every page, so that texts that begin alike share it: as many
         times the memory as a row has pages. Else such texts are computed from their first token on.
     """

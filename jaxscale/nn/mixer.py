@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar, Protocol
 
 from flax import nnx
@@ -14,7 +15,7 @@ MADE_WITH = (
 
 
 class Mixer(Protocol):
-    """Makes a layer `layer(x, context)` that mixes a text's tokens; see `jaxscale.nn.Context` for what it is told.
+    """Makes a layer `layer(x, context)` that mixes a text's tokens; `jaxscale.nn.Context` is what a pass shares.
 
     A layer keeps documents of one row apart (`Context.segment_ids`, 0 is padding). One that is to generate says what
     it keeps of a text in an attribute `decode_state`: a `KeyValues` or a `RecurrentState`.
@@ -34,6 +35,7 @@ class Mixer(Protocol):
     def check(self, config: Any) -> None:
         """Raises `ConfigError` for fields of a `TransformerConfig` that do not go with it."""
 
+    @abstractmethod
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """Matrix-multiplication FLOPs of one layer's forward pass, by a name for each product.
 
@@ -44,6 +46,7 @@ class Mixer(Protocol):
         """
         ...
 
+    @abstractmethod
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
-        """The layer; `options` are those of `jaxscale.nn.Attention`, of which it takes what it has a use for."""
+        """The layer; `options` are those of `MADE_WITH`, of which it takes what it has a use for."""
         ...

@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.interop import same_model
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import GELU, Context, GatherAttention, GeGLU, MixtureOfExperts, RingAttention, SwiGLU
+from jaxscale.nn import GELU, Context, GatherAttention, GeGLU, Mixer, MixtureOfExperts, RingAttention, SwiGLU
 from jaxscale.optim import MuP
 from jaxscale.plan import estimate, plan_for
 from jaxscale.plan.communication import predict
@@ -144,6 +144,19 @@ class InOrder(GatedRecurrence):
     """Needs the natural order."""
 
     any_order = False
+
+
+def test_a_mixer_without_its_products_is_refused_when_it_is_made():
+    @config.register(name="Uncounted")
+    @dataclasses.dataclass(frozen=True)
+    class Uncounted(Mixer):
+        def __call__(self, width, heads, kv_heads, head_dim, **options):
+            return GELU(width, 32, **options)
+
+    bindings = ["train.model = @Transformer()", "Transformer.blocks = (@Block(),)", "Block.mixer = @Uncounted()"]
+    with config.isolated(), raises_saying(ConfigError, "Uncounted", "has to define products"):
+        config.load(bindings=bindings)
+        config.call("train")
 
 
 def test_a_mixer_that_needs_the_natural_order_refuses_another():

@@ -157,7 +157,7 @@ run.plot()
 # Eighty steps are enough for the shape of code, not for its meaning.
 
 # %%
-print(run.sample("def ", tokens=160, temperature=0.6))
+print(run.sample("def ", tokens=56, temperature=0.6))
 
 # %% [markdown]
 # Where everything lives, and which rule put it there (weights of all layers are one tensor with a leading `layers`):

@@ -145,7 +145,7 @@ tuned = js.fit(
 kernel = tuned.state.params["runs"][0]["blocks"][0]["attn"]["q"]["kernel"]
 print("A", kernel["a"].shape, kernel["a"].sharding.spec)
 print("B", kernel["b"].shape, kernel["b"].sharding.spec)
-print(tuned.info["start"])
+print("started from step", tuned.info["start"]["step"], "of", Path(tuned.info["start"]["run"]).name)
 fig, ax = plt.subplots(figsize=(6, 2.4))
 ax.plot([row["loss"] for row in tuned.metrics()])
 ax.set(xlabel="step", ylabel="loss of the answers", yscale="log")

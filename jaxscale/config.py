@@ -21,6 +21,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gin
 from gin.config import ConfigurableReference
@@ -61,7 +62,7 @@ _BINDINGS: dict[Key, Binding] = {}
 _READ: set[Key] = set()
 
 
-class Bound(functools.partial):
+class Bound(functools.partial[Any]):
     """A registered function with arguments bound by a config: a `functools.partial` that compares by value."""
 
     def __eq__(self, other: object) -> bool:
@@ -308,7 +309,7 @@ def _parts(value: object) -> Parts:
 # --- evaluating -------------------------------------------------------------------------------------------------------
 
 
-def _build(obj: Callable, selector: str, scopes: tuple[str, ...], values: dict[str, object]) -> object:
+def _build(obj: Callable[..., Any], selector: str, scopes: tuple[str, ...], values: dict[str, object]) -> object:
     """Calls `obj`, after asking for what it needs and nobody gave."""
     name = "/".join((*scopes, short(selector)))
     if missing := ", ".join(sorted(getattr(obj, "__abstractmethods__", ()))):

@@ -12,7 +12,7 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gin.config import ParserDelegate
 from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
@@ -129,7 +129,7 @@ def _import(statement: ImportStatement, where: str, allowed: bool) -> None:
         raise ConfigError(f"{where}: cannot import '{statement.module}': {error}{hint}") from None
 
 
-def _parsed(text: str, name: str, delegate: ParserDelegate) -> Iterator:
+def _parsed(text: str, name: str, delegate: ParserDelegate) -> Iterator[Any]:
     """gin's statements of a text, each parsed only after the one before it has been handled."""
     try:
         parser = ConfigParser(io.StringIO(text if text.endswith("\n") else text + "\n"), delegate)

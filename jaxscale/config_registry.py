@@ -10,6 +10,7 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import gin
 from gin.config import ConfigurableReference, ParserDelegate
@@ -23,7 +24,7 @@ MACRO = "gin.macro"
 _OF_GIN = ("constant", "macro")
 """What gin makes of `%name`; nobody writes a reference to it, and `@constant()` is a slip of `@Constant()`."""
 
-T = typing.TypeVar("T", bound=Callable)
+T = typing.TypeVar("T", bound=Callable[..., Any])
 Key = tuple[str, str, str]  # scope, full selector, parameter
 
 
@@ -31,7 +32,7 @@ class Entry(typing.NamedTuple):
     """A registered object, the name configs call it by, and gin's full selector."""
 
     name: str
-    obj: Callable
+    obj: Callable[..., Any]
     selector: str
 
 
@@ -77,7 +78,7 @@ def register(obj: typing.Any = None, *, name: str | None = None) -> typing.Any:
     return obj
 
 
-def registered() -> dict[str, Callable]:
+def registered() -> dict[str, Callable[..., Any]]:
     """Name -> object of everything registered, sorted by name."""
     return {name: BY_NAME[name].obj for name in sorted(BY_NAME)}
 
@@ -151,7 +152,7 @@ def behind_gin(value: object) -> Entry | None:
     return entry
 
 
-def _origin(obj: Callable) -> tuple[str, str]:
+def _origin(obj: Callable[..., Any]) -> tuple[str, str]:
     return getattr(obj, "__module__", None) or "", getattr(obj, "__qualname__", repr(obj))
 
 

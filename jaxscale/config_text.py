@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 LOST = "not expressible in gin; pass it again from Python"
 
@@ -83,7 +84,7 @@ def literal(value: object, other: Callable[[object, tuple[str, ...]], str], path
         Inexpressible: There is no such text.
     """
 
-    def items(values: Iterable) -> list[str]:
+    def items(values: Iterable[Any]) -> list[str]:
         return [literal(v, other, (*path, str(i))) for i, v in enumerate(values)]
 
     if value is None or isinstance(value, bool):

@@ -10,11 +10,12 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from gin.config import ConfigurableReference
 
 
-def parameters(obj: Callable) -> dict[str, inspect.Parameter]:
+def parameters(obj: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters of a function or of a class's constructor, by name."""
     skip = 0
     if isinstance(obj, type):
@@ -25,7 +26,7 @@ def parameters(obj: Callable) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(obj).parameters.items())[skip:])
 
 
-def type_hints(obj: Callable) -> dict[str, object]:
+def type_hints(obj: Callable[..., Any]) -> dict[str, object]:
     """Annotations with strings resolved; one that cannot be (imported for type checkers only) is left out."""
     # A dataclass keeps its annotations at the classes that declare the fields, each with names of its own module.
     target = _constructor(obj) if isinstance(obj, type) and not dataclasses.is_dataclass(obj) else obj
@@ -45,7 +46,7 @@ def type_hints(obj: Callable) -> dict[str, object]:
     return hints
 
 
-def _constructor(cls: type) -> Callable:
+def _constructor(cls: type) -> Callable[..., Any]:
     """`__init__`, or `__new__` where only that is defined (named tuples)."""
     init, new = inspect.getattr_static(cls, "__init__"), getattr(cls, "__new__")  # noqa: B009  (untyped)
     return new if init is object.__init__ and new is not object.__new__ else init

@@ -34,13 +34,14 @@ def operations() -> tuple[str, ...]:
 
 
 def configurations(op: str, backend: str) -> Iterator[Configuration]:
-    """What an op ships for a backend: `configurations()` of its `gpu.py` or `tpu.py`.
+    """What an op ships for a backend: `configurations(package)` of its `gpu.py` or `tpu.py`.
 
     Args:
       op: an op's folder.
       backend: "gpu" or "tpu".
     """
-    yield from importlib.import_module(f"pallas_kernels.{op}.{backend}").configurations()
+    package = importlib.import_module(f"pallas_kernels.{op}")
+    yield from importlib.import_module(f"{package.__name__}.{backend}").configurations(package)
 
 
 def gate_gpu(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str) -> tuple[list[Report], str | None]:

@@ -82,10 +82,11 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def _imports() -> dict[str, set[str]]:
-    """By module of the package, the package's own modules that it imports; a package stands for its `__init__`."""
+    """By module of ours, our own modules that it imports; a package stands for its `__init__`."""
     files = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in (ROOT / "jaxscale").rglob("*.py")
+        for package in ("jaxscale", "pallas_kernels")
+        for p in (ROOT / package).rglob("*.py")
     }
     found = {}
     for name, file in files.items():

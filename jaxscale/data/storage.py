@@ -53,7 +53,7 @@ ABANDONED = 3600.0  # seconds without a write after which a partial folder is so
 class _Mapped(Documents):
     """Documents of a token file; a pickle (to a spawned worker) says where they are and opens them there."""
 
-    pickled: tuple = ()
+    pickled: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
         return self.pickled

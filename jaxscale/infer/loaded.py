@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
       step: of the checkpoint, or of the state in memory.
     """
 
-    graphdef: nnx.GraphDef
+    graphdef: nnx.GraphDef[Any]
     params: Any
     layout: Layout | None
     step: int

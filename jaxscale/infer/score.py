@@ -133,7 +133,7 @@ class _Batch:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _losses(graphdef: nnx.GraphDef, loss: Any, params: Any, batch: dict[str, Array]) -> Float[Array, "b s"]:
+def _losses(graphdef: nnx.GraphDef[Any], loss: Any, params: Any, batch: dict[str, Array]) -> Float[Array, "b s"]:
     model = nnx.merge(graphdef, params)
     told = {k: v for k, v in batch.items() if k not in ("tokens", "targets")}
     hidden = model.hidden(batch["tokens"], **told)

@@ -66,7 +66,7 @@ Round = Callable[..., tuple[Judged, list[ModelCache]]]
 
 
 @functools.lru_cache(16)
-def rounds_of(target: nnx.GraphDef, draft: nnx.GraphDef, most: int) -> tuple[Read, Round]:
+def rounds_of(target: nnx.GraphDef[Any], draft: nnx.GraphDef[Any], most: int) -> tuple[Read, Round]:
     """Two models' compiled steps: `read(params, states, tokens, starts, counts)` and `judge(params, states, told)`.
 
     Args:

@@ -65,7 +65,7 @@ def stages_of(runs: Any, layout: Layout) -> Stages:
     return assign(repeats, blocks, layout.stages, 1)
 
 
-def on_stages(graphdef: nnx.GraphDef, params: Tree, infos: Tree, layout: Layout | None) -> Tree:
+def on_stages(graphdef: nnx.GraphDef[Any], params: Tree, infos: Tree, layout: Layout | None) -> Tree:
     """Parameters with the layers of each run on their stages, once and for all steps.
 
     Stages that hold fewer copies of a run than others are filled up with copies that are passed over. Without stages,

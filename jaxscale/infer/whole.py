@@ -53,7 +53,7 @@ class WholeTexts:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
+        graphdef: nnx.GraphDef[Any],
         params: Any,
         *,
         layout: Layout | None = None,
@@ -117,7 +117,7 @@ class WholeTexts:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _last(graphdef: nnx.GraphDef, params: Any, tokens: Int[Array, "b s"], counts: Int[Array, " b"]) -> Array:
+def _last(graphdef: nnx.GraphDef[Any], params: Any, tokens: Int[Array, "b s"], counts: Int[Array, " b"]) -> Array:
     """The final hidden state of each text's last token, (b, 1, e)."""
     hidden = nnx.merge(graphdef, params).hidden(tokens)
     return constrain(jnp.take_along_axis(hidden, counts[:, None, None] - 1, axis=1), "batch", None, None)
@@ -125,7 +125,7 @@ def _last(graphdef: nnx.GraphDef, params: Any, tokens: Int[Array, "b s"], counts
 
 @functools.partial(jax.jit, static_argnums=0)
 def _next(
-    graphdef: nnx.GraphDef,
+    graphdef: nnx.GraphDef[Any],
     params: Any,
     last: Float[Array, "b 1 e"],
     counts: Int[Array, " b"],

@@ -75,7 +75,7 @@ def named(
     return nnx.with_metadata(init, axes=axes, contracted=contracted)
 
 
-def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[nnx.GraphDef, Tree]:
+def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[nnx.GraphDef[Any], Tree]:
     """Describes a module without making its arrays.
 
     Tied and shared parameters stay one leaf.

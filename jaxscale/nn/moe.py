@@ -186,7 +186,7 @@ class Experts(nnx.Module):
         c = self.config = config
         one, shared = c.widths(hidden)
 
-        def made(axes: tuple[str, ...], *shape: int, scale: float = 1.0) -> nnx.Param:
+        def made(axes: tuple[str, ...], *shape: int, scale: float = 1.0) -> nnx.Param[Any]:
             init = jax.nn.initializers.truncated_normal(truncated_std(shape[-2], scale))
             contracted = (-2,) if axes in (UP, DOWN) else None
             return nnx.Param(named(init, *axes, contracted=contracted)(rngs.params(), shape, param_dtype))

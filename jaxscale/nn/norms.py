@@ -18,7 +18,7 @@ from jaxscale.config import register
 from jaxscale.layout import named
 
 
-def _parameter(init: jax.nn.initializers.Initializer, width: int, axis: str, dtype: jnp.dtype) -> nnx.Param:
+def _parameter(init: jax.nn.initializers.Initializer, width: int, axis: str, dtype: jnp.dtype) -> nnx.Param[Any]:
     return nnx.Param(named(init, axis)(jax.random.key(0), (width,), dtype))  # constants: the key is not used
 
 

@@ -250,7 +250,7 @@ def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]
     return run
 
 
-def _activations(config: TrainConfig, graphdef: nnx.GraphDef, batch: dict[str, jax.Array], params: Any) -> Sizes:
+def _activations(config: TrainConfig, graphdef: nnx.GraphDef[Any], batch: dict[str, jax.Array], params: Any) -> Sizes:
     """By module; (B, S, ...), or (layers, B, S, ...)."""
     tokens = batch["tokens"]
 

@@ -26,7 +26,7 @@ class Adapters:
     base: WeightFormat | None = None
     in_formulas: ClassVar[bool] = False
 
-    def adapt(self, graphdef: nnx.GraphDef, infos: Tree, *, reference: bool = False) -> Adaptation:
+    def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Adaptation:
         """Of a model.
 
         Args:

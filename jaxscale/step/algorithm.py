@@ -9,14 +9,13 @@ import jax
 
 from jaxscale.optim import averaged, averages, state_infos
 from jaxscale.step.guards import Guard
-from jaxscale.step.objective import NextToken, Objective
+from jaxscale.step.objective import Batch, NextToken, Objective
 
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
     from jaxscale.step.state import Blueprint, TrainState
 
 Tree = Any
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Step = Callable[["TrainState", Batch], tuple["TrainState", Metrics]]
 NEXT_TOKEN = NextToken()

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxscale.config import register
 from jaxscale.layout import constrain
 from jaxscale.optim import apply_gradients, gradient_norm
-from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Batch, Metrics, Step, Tree
+from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.guards import Guard, judge
-from jaxscale.step.objective import Objective, Totals, check_additive, terms_of
+from jaxscale.step.objective import Batch, Objective, Totals, check_additive, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.step.state import Blueprint, TrainState
 

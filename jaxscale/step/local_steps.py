@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.optim import HostState, apply_gradients, averages
-from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Batch, Metrics, Step, Tree
+from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.guards import Guard
-from jaxscale.step.objective import Objective
+from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.state import Blueprint, TrainState
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ class LoRA(Adapters):
         """The factor on the product."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def adapt(self, graphdef: nnx.GraphDef, infos: Tree, *, reference: bool = False) -> LowRank:
+    def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> LowRank:
         """Puts adapters on a model.
 
         Args:
@@ -237,7 +237,7 @@ _STREAM = 0x10AA
 """Folded into the seed, so that adapters are not the numbers that the model began with."""
 
 
-def _projections(graphdef: nnx.GraphDef, infos: Tree) -> Iterator[Site]:
+def _projections(graphdef: nnx.GraphDef[Any], infos: Tree) -> Iterator[Site]:
     model = nnx.merge(graphdef, infos)
     linear = {path_name((*path, "kernel")): m for path, m in nnx.iter_graph(model) if isinstance(m, Linear)}
     for path, info in jax.tree_util.tree_leaves_with_path(infos):

@@ -24,11 +24,10 @@ from jaxscale.nn import Linear, Part, Stats, reports
 from jaxscale.nn.stats import total as sum_of
 from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
 from jaxscale.step.loss import Loss
-from jaxscale.step.objective import Objective, Totals, check_additive
+from jaxscale.step.objective import Batch, Objective, Totals, check_additive
 from jaxscale.step.state import Blueprint
 
 Tree = Any
-Batch = dict[str, jax.Array]
 
 
 def is_pipelined(blueprint: Blueprint) -> bool:
@@ -119,7 +118,7 @@ def _ways_to_divide(runs: Sequence[Tree], layout: Layout) -> str:
     return ", or ".join(ways or ["a mesh without pipeline"])
 
 
-def replicas_of(graphdef: nnx.GraphDef, infos: Tree, layout: Layout) -> tuple[str, ...]:
+def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tuple[str, ...]:
     """The mesh axes over which a pipeline sums gradients once, after the last micro-batch.
 
     Those that cut the batch and nothing else; none where layers report of all the rows of a micro-batch together. Of
@@ -332,7 +331,7 @@ class Pipelined:
         return Stageable(begin, stage, end, axes, end_axes, kernels_of(graphdef, self.blueprint.infos)["runs"], parts)
 
 
-def kernels_of(graphdef: nnx.GraphDef, infos: Tree) -> Tree:
+def kernels_of(graphdef: nnx.GraphDef[Any], infos: Tree) -> Tree:
     """For each parameter, whether it is the kernel of a `Linear`, which `project` alone reads."""
     model = nnx.merge(graphdef, infos)
     linear = {path_name((*path, "kernel")) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}

@@ -143,7 +143,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
 
 
-def _inferred(config: TrainConfig, graphdef: nnx.GraphDef, infos: Any) -> Any:
+def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Any) -> Any:
     """Infers axis names for a model that names none, from its traced objective; without a layout none are needed."""
     layout = config.layout
     if layout is None or layout.devices == 1:

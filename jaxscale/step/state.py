@@ -78,7 +78,7 @@ class Blueprint:
       reference: whether the first parameters are kept for the objective (see `Objective.reference`).
     """
 
-    graphdef: nnx.GraphDef
+    graphdef: nnx.GraphDef[Any]
     infos: Tree
     tx: optax.GradientTransformation
     layout: Layout | None
@@ -198,7 +198,7 @@ def make_params(model: ModelConfig, seed: int) -> Tree:
     return nnx.to_pure_dict(nnx.split(model.make(nnx.Rngs(params=jax.random.key(seed))))[1])
 
 
-def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
+def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef[Any], Tree]:
     """The model's structure and a `TensorInfo` per parameter; makes no array.
 
     Where none of the parameters has axis names, each of their dimensions is `None` (see `jaxscale.layout.infer_names`).
@@ -211,7 +211,7 @@ def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
     return graphdef, jax.tree.map(lambda i: i, infos)  # a tree of the caller's own
 
 
-def _describe(model: ModelConfig) -> tuple[nnx.GraphDef, Tree]:
+def _describe(model: ModelConfig) -> tuple[nnx.GraphDef[Any], Tree]:
     return abstract(lambda: model.make(nnx.Rngs(params=0)), unnamed=True)
 
 

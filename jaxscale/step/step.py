@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 
 from jaxscale.layout import Layout, shardings_of
-from jaxscale.step.algorithm import NEXT_TOKEN, Batch, Tree
+from jaxscale.step.algorithm import NEXT_TOKEN, Tree
 from jaxscale.step.backprop import numbered
-from jaxscale.step.objective import Input, Objective, Totals, terms_of
+from jaxscale.step.objective import Batch, Input, Objective, Totals, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined
 from jaxscale.step.state import Blueprint
 
@@ -41,7 +41,7 @@ def batch_shardings(layout: Layout | None, inputs: Mapping[str, Input], batch_si
     return {name: sharding(name, i) for name, i in inputs.items()}
 
 
-def jit_step(step: Callable, blueprint: Blueprint, batch: Any) -> Callable:
+def jit_step(step: Callable[..., Any], blueprint: Blueprint, batch: Any) -> Callable[..., Any]:
     """`jit`, donating the state, both sides pinned: without that small parameters drift to other layouts.
 
     Args:

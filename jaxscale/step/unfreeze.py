@@ -42,7 +42,7 @@ class Unfreeze(Adapters):
             )
         object.__setattr__(self, "targets", tuple(self.targets))
 
-    def adapt(self, graphdef: nnx.GraphDef, infos: Tree, *, reference: bool = False) -> Subset:
+    def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Subset:
         """Splits a model's parameters.
 
         Args:

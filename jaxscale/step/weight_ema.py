@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.optim import averages, state_infos
-from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Batch, Metrics, Step, Tree
+from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.guards import Guard
-from jaxscale.step.objective import Objective
+from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.state import Blueprint, TrainState
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxscale.data import Batch
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig
 from jaxscale.models.base import vocab_of
@@ -27,7 +28,6 @@ from jaxscale.testing.compare import TOLERANCE, Agreement, differences, global_n
 from jaxscale.testing.params import random_params
 
 Tree = Any
-Batch = dict[str, np.ndarray]
 MakeLossAndGrads = Callable[..., Any]
 
 SEED = 0

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.data import Batch
 from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import terms_of
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.testing.params import random_params
-
-Batch = dict[str, np.ndarray]
 
 
 def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-5) -> None:

@@ -26,6 +26,7 @@ LLAMA = (
 
 
 def case(
+    op: Any,
     implementation: str,
     name: str,
     rule: Rule,
@@ -37,15 +38,23 @@ def case(
     apply: bool = True,
     format: str = "dynamic",
 ) -> tuple[str, Any, tuple[Any, ...]]:
-    """(name, a function of local arrays, their shapes): one step by a named implementation."""
-    from pallas_kernels.blockwise import update_blockwise
+    """(name, a function of local arrays, their shapes): one step by a named implementation.
+
+    Args:
+      op: the package `pallas_kernels.blockwise`, which imports whoever calls this.
+      implementation: its name.
+      name: of the case.
+      rule, shape, tile: the optimizer's rule, and what one device holds of a parameter.
+      param, grad: dtypes.
+      apply, format: as of `update_blockwise`.
+    """
 
     def states() -> tuple[Any, ...]:
         zero = jnp.zeros(shape, jnp.float32)
         return tuple(quantize_blockwise(zero, tile=tile, signed=signed, format=format) for signed in rule.states)
 
     def step(scalars: Any, p: Any, g: Any, state: Any) -> Any:
-        return update_blockwise(rule, scalars, p, g, state, apply=apply, implementation=implementation)
+        return op.update_blockwise(rule, scalars, p, g, state, apply=apply, implementation=implementation)
 
     scalars = {s: jax.ShapeDtypeStruct((), jnp.float32) for s in rule.scalars}
     arrays = (jax.ShapeDtypeStruct(shape, param), jax.ShapeDtypeStruct(shape, grad))

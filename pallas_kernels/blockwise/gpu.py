@@ -196,8 +196,9 @@ def _layouts(vector: int) -> tuple[Any, Any]:
     return wide, wide.reduce(1)
 
 
-def configurations() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes, each rule once at least."""
+    case = functools.partial(examples.case, op, "mosaic_gpu")
     for entry in entries("blockwise"):
         if not any(name in entry["device"] for name in HOPPER):
             continue
@@ -205,13 +206,13 @@ def configurations() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         dtypes = jnp.dtype(key["param"]), jnp.dtype(key["grad"])
         if key["param"] != key["grad"]:
             name = f"adamw {key['param']} gradient {key['grad']}"
-            yield examples.case("mosaic_gpu", name, ADAMW, (4096, 1792), (1, 128), *dtypes)
+            yield case(name, ADAMW, (4096, 1792), (1, 128), *dtypes)
             continue
         for name, shape, tile in examples.LLAMA:
-            yield examples.case("mosaic_gpu", f"adamw {key['param']} {name}", ADAMW, shape, tile, *dtypes)
+            yield case(f"adamw {key['param']} {name}", ADAMW, shape, tile, *dtypes)
         for rule in [r for r in RULES.values() if r not in (ADAMW, LION)]:
-            yield examples.case("mosaic_gpu", f"{rule.name} {key['param']}", rule, (4096, 1792), (1, 128), *dtypes)
-        yield examples.case("mosaic_gpu", f"update {key['param']}", ADAMW, (4096, 1792), (1, 128), *dtypes, apply=False)
+            yield case(f"{rule.name} {key['param']}", rule, (4096, 1792), (1, 128), *dtypes)
+        yield case(f"update {key['param']}", ADAMW, (4096, 1792), (1, 128), *dtypes, apply=False)
         for format in FORMATS:
             name = f"lion {key['param']} {format}"
-            yield examples.case("mosaic_gpu", name, LION, (4096, 1792), (1, 128), *dtypes, format=format)
+            yield case(name, LION, (4096, 1792), (1, 128), *dtypes, format=format)

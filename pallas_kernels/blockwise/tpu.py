@@ -8,6 +8,7 @@ there the scales, padded to registers, are as many bytes as a bfloat16 parameter
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -280,18 +281,19 @@ def _stack_kernel(
     lax.fori_loop(0, stack // high // few, one, 0)
 
 
-def configurations() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes, each rule once at least."""
+    case = functools.partial(examples.case, op, "mosaic_tpu")
     for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         for name, shape, tile in examples.LLAMA:
             if not isinstance(as_stack(shape, tile), str):
-                yield examples.case("mosaic_tpu", f"adamw {dtype} {name}", ADAMW, shape, tile, dtype, dtype)
+                yield case(f"adamw {dtype} {name}", ADAMW, shape, tile, dtype, dtype)
         for rule in [r for r in RULES.values() if r not in (ADAMW, LION)]:
-            yield examples.case("mosaic_tpu", f"{rule.name} {dtype}", rule, (4096, 1792), (1, 128), dtype, dtype)
-        yield examples.case("mosaic_tpu", f"wide {dtype}", ADAMW, (512, 28672), (1, 128), dtype, dtype)
+            yield case(f"{rule.name} {dtype}", rule, (4096, 1792), (1, 128), dtype, dtype)
+        yield case(f"wide {dtype}", ADAMW, (512, 28672), (1, 128), dtype, dtype)
         for tile in ((2, 128), (8, 128)):
-            yield examples.case("mosaic_tpu", f"adamw {dtype} {tile}", ADAMW, (4096, 1792), tile, dtype, dtype)
-        yield examples.case("mosaic_tpu", f"update {dtype}", ADAMW, (4096, 1792), (1, 128), dtype, dtype, apply=False)
+            yield case(f"adamw {dtype} {tile}", ADAMW, (4096, 1792), tile, dtype, dtype)
+        yield case(f"update {dtype}", ADAMW, (4096, 1792), (1, 128), dtype, dtype, apply=False)
         for format in FORMATS:
             name = f"lion {dtype} {format}"
-            yield examples.case("mosaic_tpu", name, LION, (4096, 1792), (1, 128), dtype, dtype, format=format)
+            yield case(name, LION, (4096, 1792), (1, 128), dtype, dtype, format=format)

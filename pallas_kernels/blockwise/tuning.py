@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels import blockwise
 from pallas_kernels.blockwise import examples
 from pallas_kernels.blockwise.rules import ADAMW
 from pallas_kernels.tiles import trying
@@ -38,7 +39,7 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
     """AdamW with a tile, and the shapes of its arguments."""
     shape, block = _SHAPES[key.get("form", "matrix")]
     dtypes = (jnp.dtype(key.get(which, "float32")) for which in ("param", "grad"))
-    _, step, shapes = examples.case(f"mosaic_{platform}", "", ADAMW, shape, block, *dtypes)
+    _, step, shapes = examples.case(blockwise, f"mosaic_{platform}", "", ADAMW, shape, block, *dtypes)
 
     def tried(*args: Any) -> Any:
         with trying("blockwise", tile):

@@ -250,7 +250,7 @@ def spans(
     )(x, w, rows)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, arguments)."""
     target = Target("NVIDIA H200", "cuda")
     for entry in entries("cut_cross_entropy"):

@@ -175,7 +175,7 @@ def _fit(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> tuple
     return tokens, words
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, arguments)."""
     for entry in entries("cut_cross_entropy"):
         if not entry["device"].startswith("TPU"):

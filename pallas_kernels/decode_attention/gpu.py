@@ -340,7 +340,7 @@ def parts(
     )(q, k, v, at, tables, plan, of_rows, first)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, arguments)."""
     for width in WIDTHS:
         for name, options in FEATURES.items():

@@ -205,7 +205,7 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
     return found[:, :rows].reshape(b, n, h, dv), lse[:, :rows].reshape(b, n, h)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, shapes)."""
     for name, case in CASES.items():
         yield (name, *examples.case(run, **case))

@@ -11,7 +11,6 @@ First-order differentiable in reverse mode in q, k, v and bias. Under `jax.check
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import cudnn, gpu, reference, tpu, xla
-from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score, checked
+from pallas_kernels.flash_attention.inputs import Inputs, Kind, Settings, checked
 from pallas_kernels.flash_attention.masks import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, tile_table, visible
 
 __all__ = [
@@ -108,7 +107,7 @@ def flash_attention(
         return_lse=return_lse,
         blocks=blocks,
     )
-    how = _How(mask, score, bool(return_lse), bool(deterministic), implementation)
+    how = Settings(mask, score, bool(return_lse), bool(deterministic), implementation)
     out, lse = _attend(inputs, how)
     return (out, lse) if return_lse else out
 
@@ -170,27 +169,16 @@ def gradients(
         return_lse=True,
         blocks=None,
     )
-    how = _How(mask, score, True, bool(deterministic), implementation)
+    how = Settings(mask, score, True, bool(deterministic), implementation)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
     dq, dk, dv, _ = _run("backward", how, inputs, out, lse, dout, dlse)
     return dq, dk, dv
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
-    """All that is known before tracing besides shapes."""
-
-    mask: Mask
-    score: Score
-    return_lse: bool
-    deterministic: bool
-    implementation: str | None
-
-
 # ---- implementations
 
 
-def _run_plain(room: Any, target: Target, inputs: Inputs, *others: Any, direction: str, how: _How, **_: Any) -> Any:
+def _run_plain(room: Any, target: Target, inputs: Inputs, *others: Any, direction: str, how: Settings, **_: Any) -> Any:
     if direction == "forward":
         return room.forward(inputs, how.mask, how.score)
     return room.backward(inputs, how.mask, how.score, *others)
@@ -218,7 +206,7 @@ _BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
 """What has to be asked for."""
 
 
-def _run(direction: str, how: _How, inputs: Inputs, *others: Any) -> Any:
+def _run(direction: str, how: Settings, inputs: Inputs, *others: Any) -> Any:
     q, k, v, bias, tokens = inputs
     case = {
         "direction": direction,
@@ -239,18 +227,18 @@ def _run(direction: str, how: _How, inputs: Inputs, *others: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(inputs: Inputs, how: _How) -> tuple[jax.Array, jax.Array | None]:
+def _attend(inputs: Inputs, how: Settings) -> tuple[jax.Array, jax.Array | None]:
     return _run("forward", how, inputs)
 
 
-def _attend_forward(inputs: Inputs, how: _How) -> tuple[Any, tuple[Inputs, jax.Array, jax.Array | None]]:
+def _attend_forward(inputs: Inputs, how: Settings) -> tuple[Any, tuple[Inputs, jax.Array, jax.Array | None]]:
     out, lse = _run("forward", how, inputs)
     out = checkpoint_name(out, NAMES[0])
     lse = None if lse is None else checkpoint_name(lse, NAMES[1])
     return (out, lse), (inputs, out, lse)
 
 
-def _attend_backward(how: _How, kept: tuple[Inputs, jax.Array, jax.Array | None], given: Any) -> tuple[Inputs]:
+def _attend_backward(how: Settings, kept: tuple[Inputs, jax.Array, jax.Array | None], given: Any) -> tuple[Inputs]:
     inputs, out, lse = kept
     dout, dlse = given
     dq, dk, dv, dbias = _run("backward", how, inputs, out, lse, dout, dlse)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import device
-from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score
+from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score, Settings
 from pallas_kernels.flash_attention.masks import Mask, Tokens
 
 
@@ -43,10 +43,8 @@ def case(
       segments, positions: whether tokens have them.
       deterministic: of the backward pass.
     """
-    from pallas_kernels.flash_attention import _How
-
     t = s if t is None else t
-    how = _How(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, deterministic, None)
+    how = Settings(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, deterministic, None)
 
     def array(*shape: int, dtype: str = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -295,7 +295,7 @@ def _pack(inputs: Inputs, mask: Mask) -> Inputs:
     return Inputs(q, k, v, None, tokens)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, arguments), every width with every feature that changes a kernel."""
     for width in WIDTHS:
         for name, options in FEATURES.items():

@@ -44,6 +44,17 @@ class Score:
     shift: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All that is known before tracing besides shapes."""
+
+    mask: Mask
+    score: Score
+    return_lse: bool
+    deterministic: bool
+    implementation: str | None
+
+
 def checked(
     q: Any,
     k: Any,

@@ -72,7 +72,7 @@ def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, 
     return (forward if direction == "forward" else backward)(target, inputs, how.mask, how.score, *others)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """What ships, for the gate: (name, function, shapes)."""
     for name, case in CASES.items():
         for direction in ("forward", "backward"):

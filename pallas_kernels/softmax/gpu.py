@@ -113,7 +113,7 @@ def _shape(rows: int, columns: int, dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, columns), dtype)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """Every tile of the table on a shape of its own: (name, function, arguments), for the gate."""
     for entry in entries("softmax"):
         key = entry["key"]

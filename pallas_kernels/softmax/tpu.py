@@ -237,7 +237,7 @@ def _tile(target: Target, columns: int, dtype: str) -> dict[str, int]:
     return lookup("softmax", target.kind or "TPU", kernel="rows", dtype=dtype, columns=columns)
 
 
-def configurations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """Every tile of the table on a shape of its own: (name, function, arguments), for the gate."""
     for entry in entries("softmax"):
         if not entry["device"].startswith("TPU"):

@@ -48,7 +48,7 @@ class Cached:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
+        graphdef: nnx.GraphDef[Any],
         params: Any,
         *,
         layout: Layout | None = None,

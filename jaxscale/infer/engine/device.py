@@ -60,7 +60,7 @@ Steps = Callable[[Any, ModelCache, Told, Any, Any], tuple[Found, ModelCache]]
 
 
 @functools.lru_cache(16)
-def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps]:
+def steps_of(graphdef: nnx.GraphDef[Any], how: Cache, most: int) -> tuple[Step, Steps]:
     """A model's compiled steps: `one(params, states, told)`, and `ahead(params, states, told, steps, until_end)`.
 
     The first one gives the final hidden states of the texts' last tokens, for `pick_of`, and of all, for `score_of`:
@@ -108,7 +108,7 @@ def steps_of(graphdef: nnx.GraphDef, how: Cache, most: int) -> tuple[Step, Steps
 
 
 @functools.lru_cache(16)
-def pick_of(graphdef: nnx.GraphDef) -> Pick:
+def pick_of(graphdef: nnx.GraphDef[Any]) -> Pick:
     """A model's compiled `pick(params, last, told)`: what follows each text, of `told` what `how_to_pick` leaves."""
 
     @jax.jit
@@ -120,7 +120,7 @@ def pick_of(graphdef: nnx.GraphDef) -> Pick:
 
 
 @functools.lru_cache(16)
-def score_of(graphdef: nnx.GraphDef) -> Scores:
+def score_of(graphdef: nnx.GraphDef[Any]) -> Scores:
     """A model's compiled `score(params, hidden, targets)`, see `given_tokens`."""
     return jax.jit(lambda params, hidden, targets: given_tokens(nnx.merge(graphdef, params), hidden, targets))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def stream_model(
     step: int | None = None,
     length: int | None = None,
     weights: WeightFormat | None = None,
-) -> tuple[nnx.GraphDef, Layers]:
+) -> tuple[nnx.GraphDef[Any], Layers]:
     """A run's model, its layers outside of the device.
 
     Args:

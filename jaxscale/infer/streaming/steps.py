@@ -36,7 +36,7 @@ class Streamed(Cached):
       ConfigError, LayoutError: see `Cached`; and layers lie on pipeline stages.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, layers: Layers, *, layout: Layout | None = None, **options: Any):
+    def __init__(self, graphdef: nnx.GraphDef[Any], layers: Layers, *, layout: Layout | None = None, **options: Any):
         if layout is not None and layout.stages > 1:
             raise LayoutError("layers that lie on pipeline stages stay there; stream them on a mesh without 'pipeline'")
         if "runs" not in layers.infos:
@@ -52,7 +52,7 @@ class Streamed(Cached):
         return self.layers.resident
 
 
-def streamed_steps(graphdef: nnx.GraphDef, layers: Layers, how: Cache) -> tuple[Step, Steps, Pick, Scores]:
+def streamed_steps(graphdef: nnx.GraphDef[Any], layers: Layers, how: Cache) -> tuple[Step, Steps, Pick, Scores]:
     """As `jaxscale.infer.engine.device` gives them; a step is three programs (before, in, after layers).
 
     Args:

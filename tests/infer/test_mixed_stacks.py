@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from experiments.bring_your_own.recurrence import GatedRecurrence
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
 from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.loaded import Loaded, dropless
@@ -25,7 +26,6 @@ from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.step.state import TrainState, describe_model
 from tests.truth.params import random_params
-from tests.truth.recurrent import GatedRecurrence
 from tests.truth.serving import call
 
 VOCAB, LENGTH = 64, 24

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.bring_your_own.recurrence import GatedRecurrence
 from jaxscale import config
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.interop import same_model
@@ -26,7 +27,6 @@ from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch
 from tests.truth.params import random_params
-from tests.truth.recurrent import GatedRecurrence
 
 LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
 MIXED = TransformerConfig(

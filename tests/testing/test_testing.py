@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.bring_your_own.recurrence import GatedRecurrence, Recurrence
 from experiments.bring_your_own.vit import ViT
 from jaxscale.layout import Layout
 from jaxscale.models import Learned, Transformer, TransformerConfig
 from jaxscale.nn import Bidirectional, MixtureOfExperts, MultiHead
 from jaxscale.testing import Agreement, check_mixer, check_model, compare_op, compare_optimizer, differences
-from tests.truth.recurrent import GatedRecurrence, Recurrence
 from tests.truth.runs import Bigram
 
 TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)

@@ -2,6 +2,7 @@
 
 from jaxscale.parallel.anywhere import anywhere
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
+from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_no_copies
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
 from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
@@ -20,18 +21,22 @@ __all__ = [
     "Weights",
     "anywhere",
     "as_weight",
+    "average_copies",
     "expert_mlp",
     "cut_already",
+    "each_copy",
     "gather_matmul",
     "linear_scan",
     "logsumexp_over",
     "matmul_scatter",
+    "mean_copy",
     "share_over",
     "sharded_cross_entropy",
     "sharded_logsumexp",
     "sharded_lookup",
     "sharded_op",
     "sum_over",
+    "why_no_copies",
     "why_no_overlap",
     "wire_rows",
 ]

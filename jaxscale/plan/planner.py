@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -184,7 +185,7 @@ def plan_for(
         memory, work, size = compiled_plan(config, there, e.why, _FORBIDDEN if compile == "never" else why)
         step = step_time(work, there)
         made = Compiled(size, step, time.perf_counter() - began)
-        notes = (f"{e.why}: all of this is read off the compiled step", *_notes(config, there))
+        notes = (f"{e.why}: all of this is read off the compiled step", *_branches(work), *_notes(config, there))
         return with_budget(Plan(config, there, memory, work, step, made, "compiled", None, notes), tokens, price, watts)
     compiled, how = None, "analytic, as was asked"
     if compile != "never":
@@ -253,6 +254,13 @@ def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:
     seconds = time.perf_counter() - began
     found = tuple(collectives(program, work.sizes, work.crosses))
     return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=found), there), seconds)
+
+
+def _branches(work: Work) -> Iterator[str]:
+    """A sentence where a compiled step sends something under a branch that need not be taken."""
+    axes = sorted({" × ".join(c.axes) for c in work.collectives if not c.certain})
+    if axes:
+        yield f"what is sent along {', '.join(axes)} in some steps alone counts as if every step sent it"
 
 
 def _notes(config: TrainConfig, there: Topology) -> tuple[str, ...]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.optim import HostState, apply_gradients, averages
+from jaxscale.parallel import average_copies, each_copy, mean_copy, why_no_copies
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.guards import Guard
@@ -70,27 +71,13 @@ class LocalSteps(Algorithm):
         guards: Sequence[Guard] = (),
     ) -> Step:
         of_one = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
-        over = () if blueprint.layout is None else blueprint.layout.cut("replicas", "params")
-
-        def each(f: Callable[..., Tree], shared: Tree, *trees: Tree) -> Tree:
-            """`f(shared, *own)` of every replica's own part of stacked trees; stacked alike."""
-
-            def here(shared: Tree, *trees: Tree) -> Tree:
-                if len(jax.tree.leaves(trees)[0]) > 1:
-                    return jax.lax.map(lambda own: f(shared, *own), trees)
-                return jax.tree.map(lambda x: x[None], f(shared, *jax.tree.map(lambda x: x[0], trees)))
-
-            split, whole = PartitionSpec(over), PartitionSpec()
-            specs: Any = dict(in_specs=(whole, *(split for _ in trees)), out_specs=split, axis_names=set(over))
-            return (jax.shard_map(here, **specs, check_vma=False) if over else here)(shared, *trees)
+        each = functools.partial(each_copy, layout=blueprint.layout)
 
         def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree) -> tuple[Metrics, Tree]:
-            def own(shared: Tree, number: jax.Array, params: Tree, batch: Batch) -> tuple[Metrics, Tree]:
-                key = jax.random.fold_in(jax.random.wrap_key_data(shared["key"]), number)
-                return of_one(params, batch, key, shared["frozen"])
-
-            shared = {"key": jax.random.key_data(key), "frozen": frozen}
-            metrics, grads = each(own, shared, jnp.arange(self.replicas), params, self._rows(batch))
+            own_key = lambda number: jax.random.key_data(jax.random.fold_in(key, number))  # noqa: E731
+            of_own = lambda frozen, key, *own: of_one(*own, jax.random.wrap_key_data(key), frozen)  # noqa: E731
+            keys = jax.vmap(own_key)(jnp.arange(self.replicas))
+            metrics, grads = each(of_own, frozen, keys, params, self._rows(batch))
             return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics), grads
 
         def apply(tx: Any, *trees: Tree) -> tuple[Tree, Tree]:
@@ -100,19 +87,13 @@ class LocalSteps(Algorithm):
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state, metrics = apart(state, batch)
-            meet = lambda: jax.tree.map(lambda p: jnp.broadcast_to(_mean(p), p.shape), state.params)  # noqa: E731
-            with jax.named_scope("average_replicas"):
-                params = jax.lax.cond(state.step % self.every == 0, meet, lambda: state.params)
+            params = jax.lax.cond(state.step % self.every == 0, average_copies, lambda params: params, state.params)
             return state.replace(params=params), metrics
 
         return step
 
     def weights(self, state: TrainState) -> Tree:
-        def where(p: jax.Array) -> Any:
-            at = p.sharding
-            return NamedSharding(at.mesh, PartitionSpec(*at.spec[1:])) if isinstance(at, NamedSharding) else at
-
-        return jax.jit(_means, out_shardings=jax.tree.map(where, state.params))(state.params)
+        return mean_copy(state.params)
 
     def weights_in(self, blueprint: Blueprint) -> str | None:
         return None
@@ -123,34 +104,16 @@ class LocalSteps(Algorithm):
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         layout, state = config.layout, super().infos(blueprint)["opt_state"]
-        if averages(state) or any(isinstance(s, HostState) for s in jax.tree.leaves(state, is_leaf=_on_host)):
+        on_host = lambda s: isinstance(s, HostState)  # noqa: E731
+        if averages(state) or any(on_host(s) for s in jax.tree.leaves(state, is_leaf=on_host)):
             raise ConfigError(f"LocalSteps does not go with {type(config.optimizer).__name__}; use AdamW()")
-        axis = 1 if layout is None else layout.sizes["replica"]
-        if self.replicas % axis or (layout is not None and layout.stages > 1):
-            raise ConfigError(
-                f"LocalSteps.replicas = {self.replicas} on {layout}: the mesh axis 'replica' has to divide it, and "
-                f"there may be no pipeline; use the mesh 'replica={self.replicas}'"
-            )
-        if layout is not None and layout.sizes["context"] > 1 and layout.sizes["tensor"] > 1:
-            raise ConfigError(  # the partitioner aborts the process (jax 0.10.2, with RingAttention)
-                f"LocalSteps does not compile on {layout}, which cuts both 'context' and 'tensor'; use one of the two"
-            )
-        unit = self.replicas * (1 if layout is None else layout.split("batch") // axis) * config.objective.group
+        if why := why_no_copies(layout, self.replicas):
+            raise ConfigError(f"LocalSteps.replicas = {self.replicas} on {layout}: {why}")
+        parts = 1 if layout is None else layout.split("batch") // layout.sizes["replica"]
+        unit = self.replicas * parts * config.objective.group
         if config.micro_batch % unit:
             more = -(-config.micro_batch // unit) * unit * config.accumulate
             raise ConfigError(f"train.batch_size = {config.batch_size} does not divide over {self}; set it to {more}")
 
     def _rows(self, batch: Tree) -> Tree:
         return jax.tree.map(lambda x: x.reshape(self.replicas, -1, *x.shape[1:]), batch)
-
-
-def _mean(x: jax.Array) -> jax.Array:
-    return jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
-
-
-def _means(tree: Tree) -> Tree:
-    return jax.tree.map(_mean, tree)
-
-
-def _on_host(state: Any) -> bool:
-    return isinstance(state, HostState)

@@ -14,9 +14,11 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
-from jaxscale.optim import ScheduleFreeSGD
+from jaxscale.models import TransformerConfig
+from jaxscale.optim import AdamW8bit, EightBit, ScheduleFreeSGD
+from jaxscale.plan import plan_for
 from jaxscale.plan.collectives import collectives
-from jaxscale.step import LocalSteps, TrainConfig, WeightEMA, blueprint_of, check, prepare
+from jaxscale.step import Backprop, LocalSteps, LoRA, TrainConfig, WeightEMA, blueprint_of, check, prepare
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard
 from jaxscale.train.elastic import Elastic
 from jaxscale.train.skips import SKIPS
@@ -96,6 +98,32 @@ def test_replicas_are_a_plain_loop_on_every_mesh(name, simulated):
     assert_leaves_agree(host(LOCAL.weights(state)), mean, gradient_norm=0.0)
 
 
+@pytest.mark.parametrize("name", ["8-bit states", "adapters"])
+def test_quantised_states_and_adapters_are_two_runs_whose_parameters_are_averaged(name, tmp_path):
+    changes = dict(optimizer=AdamW8bit(storage=EightBit(min_size=0, width=4)))
+    if name == "adapters":
+        model = TransformerConfig(depth=1, width=16, heads=2, vocab=32, hidden=16)
+        base = js.fit(config(model=model, algorithm=Backprop(), steps=1), run=tmp_path / "base", quiet=True)
+        changes = dict(model=model, start=js.train.FromRun(str(base.path)), adapters=LoRA(rank=2, targets=("q",)))
+    both = prepare(one := config(layout=Layout("replica=2,fsdp=2"), **changes))
+    alone = prepare(half := config(algorithm=Backprop(), batch_size=4, **changes))
+    step, states = alone.step_of(half), [alone.blueprint.init(0) for _ in range(2)]
+    for i in range(3):
+        batch = both.loader.batch_at(i)
+        states = [step(s, {k: v[4 * r : 4 * r + 4] for k, v in batch.items()})[0] for r, s in enumerate(states)]
+    want = jax.tree.map(lambda *x: np.broadcast_to(np.mean(x, 0), (2, *x[0].shape)), *(host(s.params) for s in states))
+    with one.layout:
+        state, step = both.blueprint.init(0), both.step_of(one)
+        for i in range(3):
+            state, _ = step(state, both.place(both.loader, i))
+    assert_leaves_agree(host(state.params), want, gradient_norm=0.0)
+    found, *copies = (jax.tree.leaves(host(s.opt_state)) for s in (state, *states))
+    assert any(x.dtype == np.uint8 for x in found) or name == "adapters"
+    for x, *each in zip(found, *copies, strict=True):
+        if x.dtype != np.uint8:  # codes may round up on one side and down on the other
+            np.testing.assert_allclose(x, np.stack(each), rtol=1e-4, atol=1e-7)
+
+
 def test_between_averagings_nothing_but_numbers_crosses_replica():
     layout = MESHES["replica, data, tensor"]
     prepared = prepare(one := config(layout=layout))
@@ -103,10 +131,17 @@ def test_between_averagings_nothing_but_numbers_crosses_replica():
         args = prepared.blueprint.init(0), prepared.place(prepared.loader, 0)
         program = prepared.step_of(one).lower(*args).compile()
     sent = [c for c in collectives(program, layout.sizes) if "replica" in c.axes]
-    averaging = [c for c in sent if "average_replicas" in c.name]
+    averaging = [c for c in sent if "average_copies" in c.name]
     assert all(not c.certain for c in averaging), "under a branch that need not be taken"
     assert sum(c.payload for c in averaging) == 2 * 32 * 8 * 4 // 4  # both tables, cut by tensor and by data (zero1)
     assert sent != averaging and all(c.payload <= 32 for c in sent if c not in averaging)
+
+
+@pytest.mark.tpu_aot
+def test_a_plan_is_of_the_compiled_step_and_says_that_not_every_step_averages():
+    plan = plan_for(config(layout=Layout("replica=2,data=2")), "v5e:2x2")
+    assert plan.notes[0].startswith("no formula knows the arithmetic, memory and traffic of LocalSteps")
+    assert plan.notes[1] == "what is sent along replica in some steps alone counts as if every step sent it"
 
 
 def test_a_run_keeps_every_replica_and_goes_on_on_another_mesh(tmp_path):

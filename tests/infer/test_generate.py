@@ -129,6 +129,16 @@ def test_a_stored_runs_model_and_engine_are_kept(stored):
     assert engine.stats.running == 0 and engine.stats.pages_used == 0
 
 
+def test_the_same_layout_on_other_devices_generates_on_those(stored):
+    layout, texts = js.Layout("tensor=2"), []
+    for devices in (jax.devices()[:2], jax.devices()[2:4]):
+        texts.append(stored.generate("def ", max_tokens=3, layout=layout.on(devices)).ids)
+        engine = stored.session._engine[-1]
+        for tree in (engine.stepper._params, engine.stepper._states):
+            assert all(x.sharding.device_set == set(devices) for x in jax.tree.leaves(tree))
+    assert texts[0] == texts[1]
+
+
 def test_two_texts_under_way_on_one_run_get_all_their_tokens(stored):
     wanted = {p: stored.generate(p, max_tokens=20, ignore_end=True).text for p in ("ab", "xyz")}
     first = stored.stream("ab", max_tokens=20, ignore_end=True)

@@ -39,7 +39,7 @@ from jaxscale.parallel.sharded import cut_over
 
 
 @dataclasses.dataclass(frozen=True)
-class _ContextParallel:
+class ContextParallel:
     """What the four have in common.
 
     Args:
@@ -152,7 +152,7 @@ class _ContextParallel:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class RingAttention(_ContextParallel):
+class RingAttention(ContextParallel):
     """Keys and values go round (`jaxscale.parallel.context.ring_attention`).
 
     Args:
@@ -166,7 +166,7 @@ class RingAttention(_ContextParallel):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class TokenRingAttention(_ContextParallel):
+class TokenRingAttention(ContextParallel):
     """Queries go round, and what they found returns (`jaxscale.parallel.context.token_ring_attention`).
 
     Args: those of `RingAttention`.
@@ -177,7 +177,7 @@ class TokenRingAttention(_ContextParallel):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class GatherAttention(_ContextParallel):
+class GatherAttention(ContextParallel):
     """Every device gathers all keys and values (`jaxscale.parallel.context.gather_attention`).
 
     Args: those of `RingAttention`.
@@ -188,7 +188,7 @@ class GatherAttention(_ContextParallel):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class UlyssesAttention(_ContextParallel):
+class UlyssesAttention(ContextParallel):
     """Every device gets whole sequences of a few heads (`jaxscale.parallel.context.ulysses_attention`).
 
     Args:

@@ -17,6 +17,7 @@ from jaxscale.nn import (
     UlyssesAttention,
     dot_product_attention,
 )
+from jaxscale.nn.context_parallel import ContextParallel
 from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.context.order import Chunks, visits
 from jaxscale.plan.collectives import Collective
@@ -110,7 +111,9 @@ def attention_moves(
 
 def deals_out(kernel: Any, devices: int) -> bool:
     """Whether an attention over so many devices wants a sequence in another order than its own."""
-    return devices > 1 and getattr(kernel, "zigzag", False) and getattr(kernel, "ring", devices) > 1
+    if not isinstance(kernel, ContextParallel) or not kernel.zigzag or devices == 1:
+        return False
+    return not isinstance(kernel, UlyssesAttention) or kernel.ring > 1
 
 
 def _ring(

@@ -115,7 +115,7 @@ class LayerBytes:
             min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0,
             sorted_rows,
             sent,
-            local_bytes(tensors["qkv"][1], layout) * layout.split("seq") if _gathers_keys(model) else 0,
+            local_bytes(tensors["qkv"][1], layout) * layout.split("seq") * isinstance(model.attention, GatherAttention),
         )
 
     def frozen(self) -> LayerBytes:
@@ -127,10 +127,6 @@ class LayerBytes:
     def stream(self) -> int:
         """The residual stream's."""
         return self.tensors["residual"]
-
-
-def _gathers_keys(model: Any) -> bool:
-    return isinstance(getattr(model, "attention", None), GatherAttention)
 
 
 def _dispatched(moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:

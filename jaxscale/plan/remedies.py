@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale.errors import JaxscaleError, OutOfMemory
 from jaxscale.hardware import Topology, chip_of, topology
@@ -20,6 +21,7 @@ from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import table_of, text_of
 from jaxscale.step import CutLoss, LoRA, NextToken, TrainConfig, token_loss
 from jaxscale.step.loss import holds_logits
+from jaxscale.step.state import describe_model
 from jaxscale.units import human_bytes
 
 SHOWN, LARGEST = 16, 10
@@ -144,7 +146,8 @@ def _frozen(config: TrainConfig, there: Topology) -> Changes:
     lora = config.adapters
     if not isinstance(lora, LoRA) or lora.base_dtype is not None or lora.base is not None:
         return
-    if getattr(config.model, "param_dtype", "float32") == "float32":
+    kernels = [i for i in jax.tree.leaves(describe_model(config.model)[1]) if len(i.shape) > 1]
+    if any(i.dtype == jnp.float32 for i in kernels):
         changed = dataclasses.replace(config, adapters=dataclasses.replace(lora, base_dtype="bfloat16"))
         yield "frozen matrices in half the bytes: LoRA.base_dtype = 'bfloat16'", changed
 

@@ -280,6 +280,13 @@ def arrange(tree: Any, order: Int[np.ndarray, "s"]) -> Any:
     def one(x: Array) -> Array:
         if x.ndim < 2:
             return x
-        return constrain(jnp.take(x, order, axis=1), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
+        return constrain(taken(x), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
+
+    def taken(x: Array) -> Array:
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return jnp.take(x, order, axis=1)
+        # Inside of a shard_map over some mesh axes, the partitioner aborts on this gather (jax 0.10.2).
+        pieces = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
+        return jnp.concatenate([x[:, piece[0] : piece[-1] + 1] for piece in pieces], axis=1)
 
     return jax.tree.map(one, tree)

@@ -67,7 +67,4 @@ def why_no_copies(layout: Layout | None, copies: int) -> str | None:
         return None
     if copies % layout.sizes["replica"] or layout.stages > 1:
         return f"the mesh axis 'replica' has to divide {copies}, without a pipeline; use the mesh 'replica={copies}'"
-    if layout.sizes["context"] > 1 and layout.sizes["tensor"] > 1:
-        # the partitioner aborts the process (jax 0.10.2, with RingAttention)
-        return "it does not compile on a mesh that cuts both 'context' and 'tensor'; use one of the two"
     return None

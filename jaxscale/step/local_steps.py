@@ -35,6 +35,8 @@ class LocalSteps(Algorithm):
     and as `grad_norm` the norm of all replicas' gradients together. Evaluation, sampling and export see the mean.
 
     The mesh axis divides the replicas, and those of one device take turns, so that a checkpoint goes on on any mesh.
+    Where it leaves a replica two axes, as `replica=2,data=2,tensor=2`, XLA's partitioner aborts (jax 0.10.2) on a gather
+    along a dimension that is cut: an objective of your own says `one_hot` instead of `take_along_axis`.
 
     Args:
       replicas: how many there are.

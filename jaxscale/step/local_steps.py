@@ -31,12 +31,10 @@ class LocalSteps(Algorithm):
 
     Of B rows the first `B / replicas` are replica 0's. A replica's loss is the mean over its rows; clipping and dropout
     are its own. Every `every` steps the parameters become their mean, made in float32; optimizer states do not. Between
-    these, the mesh axis `replica` carries nothing but the numbers that a step reports and guards judge: the mean loss,
-    and as `grad_norm` the norm of all replicas' gradients together. Evaluation, sampling and export see the mean.
-
-    The mesh axis divides the replicas, and those of one device take turns, so that a checkpoint goes on on any mesh.
-    Where it leaves a replica two axes, as `replica=2,data=2,tensor=2`, XLA's partitioner aborts (jax 0.10.2) on a gather
-    along a dimension that is cut: an objective of your own says `one_hot` instead of `take_along_axis`.
+    these, the mesh axis `replica` carries only what a step reports and guards judge: the mean loss, and as `grad_norm`
+    the norm of all replicas' gradients together. Evaluation, sampling and export see the mean.
+    The mesh axis divides the replicas; those of one device take turns, so that checkpoints go on on any mesh. XLA aborts
+    on gathers along a cut dimension where a replica has two axes (jax 0.10.2): use `one_hot`, not `take_along_axis`.
 
     Args:
       replicas: how many there are.

@@ -19,6 +19,7 @@ from jaxscale.sweep.base import BAD, DAMAGED, FAILED, RUNNING, STOPPED, WAITING,
 from jaxscale.sweep.outcomes import FILE as OUTCOME
 from jaxscale.sweep.outcomes import Outcome, Progress
 from jaxscale.train.files import altered_lines, read_json, write_json
+from jaxscale.train.folders import is_new
 from jaxscale.train.metrics import open_to_append
 
 log = logging.getLogger("jaxscale")
@@ -226,7 +227,7 @@ def try_again(run: Path) -> None:
     try:
         number = next(n for n in itertools.count(1) if not job_file(run, f"failed-{n}.json").exists())
         (run / OUTCOME).rename(job_file(run, f"failed-{number}.json"))
-        if any(run.iterdir()):  # else it never began, and a run begins in an empty folder
+        if not is_new(run):  # else it never began, and a run begins in an empty folder
             Outcome(STOPPED, 0, outcome.seconds).write(run)
     except OSError as e:
         raise RunError(f"cannot write into {run}: {e.strerror}") from e

@@ -25,7 +25,7 @@ from jaxscale.sweep.search import Grid
 from jaxscale.sweep.storage import Storage
 from jaxscale.sweep.table import Result, write_results
 from jaxscale.train.files import read_gin, write_gin
-from jaxscale.train.folders import new_folder
+from jaxscale.train.folders import is_new, new_folder
 from jaxscale.train.signals import stop_signals
 
 _OWN = ("runner", "runs", "storage")
@@ -206,7 +206,7 @@ def open_folder(path: Path | None, text: str, name: str) -> Path:
     Raises:
       RunError: it is another's.
     """
-    if path is None or not path.exists() or not any(path.iterdir()):
+    if path is None or not path.exists() or is_new(path):
         path = new_folder(path, name)
         write_gin(path / "sweep.gin", text)
         return path

@@ -85,6 +85,11 @@ def check_files(path: Path) -> None:
             read(path / name)
 
 
+def is_new(path: Path) -> bool:
+    """Whether a folder holds nothing but what a process left that was killed while it wrote its first file."""
+    return all(p.name.endswith(".partial") for p in path.iterdir())
+
+
 def new_folder(path: Path | None, stem: str = "run") -> Path:
     """Makes the folder of a new run: `path`, or the next free `runs/<stem>-<n>`.
 
@@ -94,7 +99,7 @@ def new_folder(path: Path | None, stem: str = "run") -> Path:
     try:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            if not is_new(path):
                 raise RunError(f"{path} is there already; resume it with --resume {path}, or name another folder")
             return path
         root = Path("runs")

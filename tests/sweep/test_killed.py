@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from jaxscale.sweep.configs import Base
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.sweep.programs import environment as pool_environment
 from jaxscale.sweep.runners.pool import Worker
+from jaxscale.sweep.sweep import open_folder
 from jaxscale.train.checkpoints import Checkpoints
+from jaxscale.train.folders import is_new, new_folder
 from tests.truth.runs import ROOT, environment
 from tests.truth.sweeps import BASE
 
@@ -73,8 +76,8 @@ def sweeps(tmp_path_factory) -> Iterator[Callable[..., None]]:
         process.stdin.flush()
         child = int(process.stdout.readline())
         if until is not None:
-            while not until():
-                time.sleep(0.002)
+            while not until() and not select.select([process.stdout], [], [], 0.002)[0]:  # or it has ended by itself
+                pass
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         return int(process.stdout.readline())
@@ -116,6 +119,19 @@ def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
     asked = [json.loads(line)["id"] for line in (folder / "trials.jsonl").read_text().splitlines()]
     assert asked == [0, 1]
     assert {row["run"] for row in Result(folder).table()} == {"000", "001"}
+
+
+def test_a_sweep_killed_while_it_wrote_its_first_file_begins_anew(sweeps):
+    """As is a run: `sweep.gin` and `config.gin` are written under another name, and then renamed."""
+    folder = sweeps.folder / "first"
+    folder.mkdir()
+    (folder / "sweep.gin.partial").write_text("sw")
+    assert is_new(folder) and open_folder(folder, "sweep.x = 1\n", "s") == folder
+    assert not is_new(folder) and open_folder(folder, "sweep.x = 1\n", "s") == folder
+    run = sweeps.folder / "run"
+    run.mkdir()
+    (run / "config.gin.partial").write_text("tr")
+    assert new_folder(run) == run
 
 
 def test_a_process_of_a_pool_calculates_as_this_one_does():

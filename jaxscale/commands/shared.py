@@ -121,7 +121,7 @@ def weights_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | None:
-    """As `weights_argument` was given, with its fields as the bindings say; `None` without.
+    """The weight format of `--weights`, its fields set by the bindings; `None` without the option.
 
     Raises:
       ConfigError: no weight format has this name, or a binding is none of its fields.
@@ -140,11 +140,11 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
         )
     with gin_config.isolated():
         gin_config.load([], bindings)
-        found = cast("WeightFormat", gin_config.call(args.weights))
+        weights = cast("WeightFormat", gin_config.call(args.weights))
         unread = gin_config.unused()
     if unread:
         raise ConfigError(f"--gin.{unread[0]} is not part of --weights {args.weights}; leave it out")
-    return found
+    return weights
 
 
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:

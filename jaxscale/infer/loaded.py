@@ -126,9 +126,7 @@ def dropless(model: Any) -> Any:
     """A model whose experts have room for all tokens, where their router can do without a capacity; this is said."""
     if not isinstance(model, DropsTokens) or (free := model.dropless()) == model:
         return model
-    log.warning(
-        "experts take all their tokens here; in training their capacity was limited (MixtureOfExperts.capacity)"
-    )
+    log.warning("experts drop no tokens in generation; in training they may have (MixtureOfExperts.capacity)")
     return free
 
 

@@ -1,25 +1,25 @@
-"""What a model and its config may offer. Each capability is a protocol, and whoever needs one asks for it by its name.
+"""Capabilities of a model and of its config, one protocol each. Callers test for a protocol, never for a class.
 
-Of a config, only `make` is needed to train with an objective of one's own:
+A config needs only `make` to be trained with a custom objective:
 
     ModelConfig           make                              training
-    LanguageModelConfig   vocab                             next-token objectives, texts
+    LanguageModelConfig   vocab                             next-token objectives, evaluation and generation of text
     CountsFlops           flops                             model FLOPs utilisation
-    CountsProducts        products                          the same with adapters
-    Plannable             not_in_formulas                   planning by formulas; others are planned by compiling
-    ExtendsContext        for_texts_of                      positions that go by a text's length
+    CountsProducts        products                          model FLOPs utilisation with adapters
+    Plannable             not_in_formulas                   planning by formulas (else by compiling the step)
+    ExtendsContext        for_texts_of                      positions that depend on the sequence length
     HasWidths             at_width                          the coordinate check of parametrisations
 
-Of the module that it makes, only named parameters:
+The module that it makes needs only parameters with axis names:
 
     LanguageModel         hidden, head_weight, logit_softcap    next-token objectives
-    ReportsStats          hidden_and_stats                      losses of layers (experts' balance)
-    ReordersTokens        order                                 attention that wants another order of a row
-    Stackable             runs                                  layers in scanned stacks
+    ReportsStats          hidden_and_stats                      auxiliary losses of layers (load balance)
+    ReordersTokens        order                                 attention on reordered sequences (zigzag)
+    Stackable             runs                                  scanned stacks of layers
     Stageable             ... begin, context, layers, finish    pipeline stages
     Decodable             ... hidden_and_stats                  generation with a cache
 
-`jaxscale.testing.check_model` tells which a model has, and holds it to them.
+`jaxscale.testing.check_model` lists the capabilities of a model and tests them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from jaxscale.parallel import Weight
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """Makes a model; a frozen dataclass, so that a run can write it down."""
+    """Makes a model. Write it as a frozen dataclass, so that a run can save it in its config."""
 
     def make(self, rngs: nnx.Rngs) -> Any: ...
 
 
 @runtime_checkable
 class LanguageModelConfig(ModelConfig, Protocol):
-    """Makes a `LanguageModel`. Its tokens see none behind them, unless it has a `causal` that is False."""
+    """Makes a `LanguageModel`, which is causal unless the config has an attribute `causal` that is False."""
 
     @property
     def vocab(self) -> int: ...
@@ -59,62 +59,62 @@ class LanguageModelConfig(ModelConfig, Protocol):
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """Knows the matrix-multiplication FLOPs of a pass over `batch` rows of `seq` tokens (see `Transformer.flops`)."""
+    """Counts the matrix-multiplication FLOPs of a pass over `batch` rows of `seq` tokens (see `Transformer.flops`)."""
 
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int: ...
 
 
 @runtime_checkable
 class CountsProducts(Protocol):
-    """Knows the FLOPs of a forward pass by product, "scores" and "attn_out" being those of two activations."""
+    """Counts the FLOPs of a forward pass by product; "scores" and "attn_out" multiply two activations."""
 
     def products(self, batch: int, seq: int) -> dict[str, int]: ...
 
 
 @runtime_checkable
 class NamesActivations(Protocol):
-    """Knows what a layer leaves for its backward pass, by the names of `jaxscale.nn.TENSORS`."""
+    """Lists the residuals of a layer, by the names of `jaxscale.nn.TENSORS`."""
 
     def activations(self, batch: int, seq: int, layer: int = -1) -> dict[str, tuple[TensorInfo, ...]]: ...
 
 
 @runtime_checkable
 class Plannable(CountsProducts, NamesActivations, Protocol):
-    """One that the planner's formulas may cover; others are planned from their compiled step."""
+    """The planner's formulas may cover it. Any other config is planned from its compiled step."""
 
     def not_in_formulas(self) -> str | None:
-        """What of it no formula knows, in a few words, or `None`."""
+        """The part that the formulas do not cover, in a few words, or `None`."""
         ...
 
 
 @runtime_checkable
 class ExtendsContext(Protocol):
-    """Has other positions for longer texts."""
+    """Has position embeddings that depend on the sequence length (LongRoPE)."""
 
     def for_texts_of(self, length: int) -> Any:
-        """The config for texts that may reach `length` tokens; itself where they change nothing."""
+        """The config for sequences of up to `length` tokens; the same object if nothing changes."""
         ...
 
 
 @runtime_checkable
 class DropsTokens(Protocol):
-    """May drop tokens in training."""
+    """Has experts that may drop tokens in training."""
 
     def dropless(self) -> Any:
-        """The config of the same model dropping none, as generation has it; itself where it drops none."""
+        """The config of the same model without dropped tokens; the same object if it drops none."""
         ...
 
 
 @runtime_checkable
 class HasWidths(Protocol):
-    """Can be had at other widths."""
+    """Can be scaled to another width."""
 
     def at_width(self, width: int) -> Any: ...
 
 
 @runtime_checkable
 class Parametrised(Protocol):
-    """Has initial values, learning rates and logits that may follow the width (see `jaxscale.optim.mup`)."""
+    """May scale initial values, learning rates and logits with the width (see `jaxscale.optim.mup`)."""
 
     @property
     def widening(self) -> Widening | None:
@@ -124,7 +124,7 @@ class Parametrised(Protocol):
 
 @runtime_checkable
 class LimitsLength(Protocol):
-    """May have no positions behind a certain length."""
+    """May limit the sequence length (learned positions)."""
 
     @property
     def max_length(self) -> int | None: ...
@@ -132,26 +132,26 @@ class LimitsLength(Protocol):
 
 @runtime_checkable
 class CutsSequences(Protocol):
-    """Wants sequences of certain lengths where devices cut them."""
+    """Restricts the sequence length when devices shard the sequence."""
 
     def length_unit(self) -> int:
-        """Of what a length has to be a multiple under the layout in force."""
+        """The sequence length must be a multiple of this under the current layout."""
         ...
 
 
 @runtime_checkable
 class DescribesLayers(Protocol):
-    """Says at the start of a run how its layers are applied."""
+    """Describes at the start of a run how its layers are applied."""
 
     def describe(self, layout: Layout | None) -> str: ...
 
 
 @runtime_checkable
 class FindsIdle(Protocol):
-    """Knows which of its settings change nothing."""
+    """Lists its settings that have no effect."""
 
     def idle(self, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
-        """Settings that differ from their default and change nothing in a run: name, value, and why."""
+        """Settings that differ from their default and have no effect in a run: name, value, reason."""
         ...
 
 
@@ -164,12 +164,12 @@ class ScansLayers(Protocol):
 
 
 def is_causal(model: Any) -> bool:
-    """Whether no token of a config's model sees one behind it; so it is where the config does not say."""
+    """Whether a config's model is causal, which is assumed if the config has no attribute `causal`."""
     return bool(getattr(model, "causal", True))
 
 
 def vocab_of(model: Any) -> int:
-    """How many token ids a config's model has.
+    """The vocabulary size of a config's model.
 
     Raises:
       ConfigError: it is no language model.
@@ -212,7 +212,7 @@ class ReportsStats(Protocol):
 
 @runtime_checkable
 class ReordersTokens(Protocol):
-    """Wants a sequence's columns in an order of its own; then `hidden` takes `arranged`."""
+    """Reorders the tokens of a sequence; `hidden` then takes a keyword `arranged`."""
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """The natural place of each column under the layout in force; `None` for the natural order."""
@@ -243,11 +243,10 @@ class Stageable(Stackable, LanguageModel, Protocol):
 
 @runtime_checkable
 class Decodable(Stackable, LanguageModel, Protocol):
-    """A language model that goes on from a cache, of which each block's mixer says what it keeps (`decode_state`).
+    """A language model that decodes with a cache; the mixer of each block describes its state (`decode_state`).
 
-    `max_length` is the most tokens of a text, `None` where there is no such limit; `refuse_length` raises `ConfigError`
-    where texts that grow up to a length cannot be gone on with, and `check_independent` where a text would depend on
-    the others of a step.
+    `max_length` is the longest sequence in tokens, or `None`. `refuse_length` raises `ConfigError` if sequences cannot
+    be decoded up to a length, `check_independent` if a sequence would depend on the others of its batch.
     """
 
     @property
@@ -263,7 +262,7 @@ class Decodable(Stackable, LanguageModel, Protocol):
 
 
 def hidden_and_stats(model: Any, tokens: Int[Array, "b s"], **inputs: Any) -> tuple[Float[Array, "b s e"], Stats]:
-    """A language model's hidden states, and what its layers report, which is nothing where it has no such method."""
+    """Hidden states of a language model and the statistics of its layers; `{}` without a `hidden_and_stats` method."""
     if isinstance(model, ReportsStats):
         return model.hidden_and_stats(tokens, **inputs)
     return model.hidden(tokens, **inputs), {}
@@ -285,7 +284,7 @@ def arrange(tree: Any, order: Int[np.ndarray, "s"]) -> Any:
     def taken(x: Array) -> Array:
         if not jax.sharding.get_abstract_mesh().manual_axes:
             return jnp.take(x, order, axis=1)
-        # Inside of a shard_map over some mesh axes, the partitioner aborts on this gather (jax 0.10.2).
+        # XLA's partitioner aborts on this gather inside a shard_map over a part of the mesh axes (jax 0.10.2).
         pieces = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
         return jnp.concatenate([x[:, piece[0] : piece[-1] + 1] for piece in pieces], axis=1)
 

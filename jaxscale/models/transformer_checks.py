@@ -1,4 +1,4 @@
-"""What is checked of a `TransformerConfig` besides what its parts check themselves, and which settings are idle."""
+"""Checks of a `TransformerConfig` beyond those of its parts, and its settings without effect."""
 
 from __future__ import annotations
 
@@ -114,23 +114,23 @@ def check_transformer(c: TransformerConfig) -> None:
 
 
 def idle(m: TransformerConfig, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
-    """Settings that differ from their default and change nothing: name, value, and why.
+    """Settings that differ from their default and have no effect: name, value, reason.
 
     Args:
-      m: the model's.
+      m: the model's config.
       seq_len: tokens of a row.
       layout: where it runs.
     """
     mlps = m.layer_mlps()
     if m.dense_mlp not in mlps:
-        for name in given(m, "dense_mlp"):
+        for name in not_default(m, "dense_mlp"):
             yield f"Transformer.{name}", m.dense_mlp, "no layer is dense (Transformer.dense_layers, .mlp_every)"
     if m.blocks:
         yield from _of_blocks(m)
     elif m.mlp not in mlps:
         yield "Transformer.mlp", m.mlp, "every layer is dense (Transformer.dense_layers, .mlp_every)"
     if m.mlp == m.dense_mlp:
-        for name in given(m, "dense_layers", "mlp_every"):
+        for name in not_default(m, "dense_layers", "mlp_every"):
             yield f"Transformer.{name}", getattr(m, name), "Transformer.dense_mlp is Transformer.mlp"
     windows = [w for w in (*m.windows, *(b.window for b in m.blocks)) if w is not None]
     if m.local_positions is not None and not windows:
@@ -152,11 +152,11 @@ def idle(m: TransformerConfig, seq_len: int, layout: Layout | None) -> Iterator[
 
 def _of_blocks(m: TransformerConfig) -> Iterator[tuple[str, Any, str]]:
     layers = m.layer_specs()
-    for name in given(m, "mlp"):
+    for name in not_default(m, "mlp"):
         if m.mlp not in m.layer_mlps():
             yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has an mlp of its own"
     attends = [layer for layer in layers if layer.mixer == m.attention_layer]
-    for name in given(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
+    for name in not_default(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
         if not attends:
             yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has a mixer of its own"
     if len(m.blocks) > m.depth:
@@ -167,7 +167,7 @@ def _of_memory(policy: MemoryPolicy, seq_len: int) -> Iterator[tuple[str, Any, s
     if policy.rest == "keep" and policy.keep:
         yield "MemoryPolicy.keep", policy.keep, "MemoryPolicy.rest = 'keep' keeps everything"
     if not policy.tile:
-        for name in given(policy, "tile_size"):
+        for name in not_default(policy, "tile_size"):
             yield f"MemoryPolicy.{name}", policy.tile_size, "MemoryPolicy.tile names nothing"
     elif policy.tile_size >= seq_len:
         yield (
@@ -177,7 +177,7 @@ def _of_memory(policy: MemoryPolicy, seq_len: int) -> Iterator[tuple[str, Any, s
         )
 
 
-def given(part: Any, *names: str) -> list[str]:
+def not_default(part: Any, *names: str) -> list[str]:
     """Those of a dataclass's fields that are not at their default."""
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     return [n for n in names if getattr(part, n) != defaults[n]]

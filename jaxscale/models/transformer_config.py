@@ -164,12 +164,12 @@ class TransformerConfig:
 
     def for_texts_of(self, length: int) -> TransformerConfig:
         """The same model for texts that may reach `length`, where its positions go by that (LongRoPE)."""
-        told: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         for name in ("positions", "local_positions"):
             rotary = getattr(self, name)
             if isinstance(rotary, Rotary) and isinstance(rotary.scaling, ScalesByLength):
-                told[name] = dataclasses.replace(rotary, scaling=rotary.scaling.for_texts_of(length))
-        return dataclasses.replace(self, **told) if told else self
+                changes[name] = dataclasses.replace(rotary, scaling=rotary.scaling.for_texts_of(length))
+        return dataclasses.replace(self, **changes) if changes else self
 
     @property
     def max_length(self) -> int | None:
@@ -177,7 +177,7 @@ class TransformerConfig:
         return self.positions.length if isinstance(self.positions, Learned) else None
 
     def dropless(self) -> TransformerConfig:
-        """The same model whose experts take all their tokens, where their router can do without a capacity."""
+        """The same model without dropped tokens, if its router does not need a capacity."""
         free = lambda mlp: mlp.dropless() if isinstance(mlp, MixtureOfExperts) else mlp  # noqa: E731
         blocks = tuple(dataclasses.replace(b, mlp=free(b.mlp)) for b in self.blocks)
         if (free(self.mlp), blocks) == (self.mlp, self.blocks):
@@ -192,9 +192,9 @@ class TransformerConfig:
         """See `jaxscale.models.Plannable`: they know attention, and experts or one kind of dense feed-forward."""
         if not self.causal:
             return "Bidirectional"
-        others = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas or m in self.other_mixers]
-        if others:
-            return " and ".join(dict.fromkeys(type(m).__name__ for m in others))
+        uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
+        if uncovered or self.other_mixers:  # the formulas take all layers for alike
+            return " and ".join(dict.fromkeys(type(m).__name__ for m in uncovered or self.other_mixers))
         mlps = dict.fromkeys(b.mlp for b in self.blocks if b.mlp not in (None, self.mlp))
         if len(mlps) > 1 or any(isinstance(mlp, MixtureOfExperts) for mlp in mlps):
             return "blocks whose feed-forward layers are of several kinds besides Transformer.mlp"

@@ -21,7 +21,7 @@ _NONE = POLICIES["none"]
 
 @runtime_checkable
 class SharesCapacity(Protocol):
-    """A feed-forward layer that may drop tokens by what else is in a step."""
+    """A feed-forward layer that may drop tokens depending on the rest of the batch."""
 
     def check_independent(self) -> None:
         """Raises `ConfigError` where it does."""

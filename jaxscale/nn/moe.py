@@ -210,13 +210,13 @@ class Experts(nnx.Module):
         c = self.config
         if c.router.needs_capacity:
             raise ConfigError(
-                f"{type(c.router).__name__} chooses among all tokens of a step, later ones and padding included, so "
-                "that a text would depend on its company; a model that is to generate is trained with SoftmaxRouter"
+                f"{type(c.router).__name__} chooses among all tokens of a batch, later ones and padding included, so "
+                "that a sequence would depend on the others; train a model for generation with SoftmaxRouter"
             )
         if c.capacity is not None:
             raise ConfigError(
-                f"MixtureOfExperts.capacity = {c.capacity} drops tokens by what else is in a step, so that a text "
-                "would depend on its company; generate with MixtureOfExperts.capacity = None"
+                f"MixtureOfExperts.capacity = {c.capacity} drops tokens depending on the rest of the batch, so "
+                "that a sequence would depend on the others; generate with MixtureOfExperts.capacity = None"
             )
 
     def __call__(

@@ -119,11 +119,11 @@ class Run(nnx.Module):
         """What each block of the group keeps of a text, and how many copies of it there are.
 
         Raises:
-          ConfigError: a mixer that does not say, or a stack that cannot go on from a cache.
+          ConfigError: a mixer without `decode_state`, or a stack that cannot decode with a cache.
         """
         if not self.decodable:
             raise ConfigError(
-                f"{type(self).__name__} cannot go on from kept keys; generate with Transformer.stack = @Run"
+                f"{type(self).__name__} cannot decode with a cache; generate with Transformer.stack = @Run"
             )
         return [(block.decode_state, self.repeats) for block in self.blocks]
 

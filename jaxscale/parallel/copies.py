@@ -66,5 +66,5 @@ def why_no_copies(layout: Layout | None, copies: int) -> str | None:
     if layout is None:
         return None
     if copies % layout.sizes["replica"] or layout.stages > 1:
-        return f"the mesh axis 'replica' has to divide {copies}, without a pipeline; use the mesh 'replica={copies}'"
+        return f"'replica' must divide {copies} and pipeline stages are not supported; use the mesh 'replica={copies}'"
     return None

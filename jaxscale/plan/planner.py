@@ -257,10 +257,10 @@ def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:
 
 
 def _branches(work: Work) -> Iterator[str]:
-    """A sentence where a compiled step sends something under a branch that need not be taken."""
+    """A note about collectives of the compiled step that are in a branch."""
     axes = sorted({" × ".join(c.axes) for c in work.collectives if not c.certain})
     if axes:
-        yield f"what is sent along {', '.join(axes)} in some steps alone counts as if every step sent it"
+        yield f"collectives over {', '.join(axes)} that only some steps execute are counted in every step"
 
 
 def _notes(config: TrainConfig, there: Topology) -> tuple[str, ...]:

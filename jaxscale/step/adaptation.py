@@ -1,4 +1,4 @@
-"""What may be trained in place of all of a model's parameters; `train.adapters` names it."""
+"""Training fewer parameters than a model has: the interface of `train.adapters`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Adapters:
     """Makes an `Adaptation`. Subclass it, as `LoRA` and `Unfreeze` do.
 
     Attributes:
-      base_dtype: what the frozen matrices are kept in; `None` leaves the model's type.
-      base: a form in which they are kept, such as quantised ones.
-      in_formulas: whether the planner's formulas know what a step holds; else it is planned by compiling.
+      base_dtype: dtype of the frozen matrices; `None` is the model's own.
+      base: storage format of the frozen matrices, such as a quantised one.
+      in_formulas: whether the planner's formulas cover its memory; otherwise the step is compiled.
     """
 
     base_dtype: str | None = None
@@ -27,7 +27,7 @@ class Adapters:
     in_formulas: ClassVar[bool] = False
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Adaptation:
-        """Of a model.
+        """Splits a model's parameters into trained and frozen ones, and may add new ones.
 
         Args:
           graphdef: its structure.
@@ -35,16 +35,16 @@ class Adapters:
           reference: the objective compares with the parameters that the run started from.
 
         Raises:
-          ConfigError: it does not go with the model.
+          ConfigError: it does not fit the model.
         """
         raise NotImplementedError
 
 
 class Adaptation(Protocol):
-    """Parameters that are trained and others that are not, which together are a model's.
+    """Trained and frozen parameters, which together are those of a model.
 
     Attributes:
-      passes: how often a step multiplies by each trained parameter besides the products of the model itself.
+      passes: matrix products of a step per trained parameter, besides those of the frozen model.
     """
 
     passes: ClassVar[int]
@@ -55,34 +55,34 @@ class Adaptation(Protocol):
 
     @property
     def adapters(self) -> Tree:
-        """A `TensorInfo` per parameter that is trained."""
+        """A `TensorInfo` per trained parameter."""
 
     @property
     def base(self) -> Tree:
-        """A `TensorInfo` per array that stays as it is."""
+        """A `TensorInfo` per frozen array."""
 
     def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
         """The arrays of `base`, laid out.
 
         Args:
-          read: gives the start's parameters in the types of a tree of `TensorInfo`, each device its shards.
-          layout: where they are.
+          read: reads the checkpoint of `train.start` as arrays of a tree of `TensorInfo`, sharded.
+          layout: their layout; `None` is one device.
         """
 
     def first(self, read: Callable[[Tree], Tree]) -> Tree | None:
-        """First values of trained parameters, where they are the start's; `None` where `make` makes them."""
+        """Initial trained parameters from the checkpoint of `train.start`; `None` if `make` initialises them."""
 
     def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
-        """Trained parameters drawn by a seed, traced; `whole` draws a model's."""
+        """Initial trained parameters from a seed, traced; `whole(seed)` initialises all of the model."""
 
     def over(self, trained: Tree, frozen: Tree) -> Tree:
-        """The model's parameters, as `nnx.merge` wants them."""
+        """All parameters of the model, for `nnx.merge`."""
 
     def merged(self, trained: Tree, frozen: Tree) -> Tree:
-        """The same as arrays of the model's types."""
+        """All parameters of the model as plain arrays of its dtypes."""
 
     def dense(self, params: Tree) -> Tree:
-        """The same, of what `over` gives."""
+        """The result of `over` as plain arrays of the model's dtypes."""
 
     def describe(self) -> str:
         """What is trained, in words."""

@@ -40,8 +40,7 @@ class TrainConfig:
       data: a corpus, such as `python_stdlib()`.
       start: the run whose parameters are the first ones, as `FromRun('runs/qwen3')`; `None` draws random ones. What
         `model` and `tokenizer` are left at their defaults is then that run's (see `settled`).
-      adapters: what is trained in place of all of the model's parameters, which stay as they are: `LoRA()` beside them,
-        `Unfreeze(targets)` some of them, or `None`.
+      adapters: `LoRA()` trains adapters beside a frozen model, `Unfreeze(targets)` some of its parameters; `None` all.
       layout: where things live; all devices, data-parallel, by default. `None` is one device and no mesh.
       tokenizer: turns text into ids; ignored by corpora that are tokens already.
       steps: optimizer steps of the whole run.
@@ -159,7 +158,7 @@ class TrainConfig:
             if value is not None and not all(hasattr(type(value), method) for method in methods):
                 raise ConfigError(f"train.{name} must be {example} or None, not {_called(value)}{meant(value)}")
         if self.adapters is not None and self.start is None:
-            raise ConfigError("train.adapters adapts a model that is trained; set train.start, as FromRun('runs/base')")
+            raise ConfigError("train.adapters needs a trained model; set train.start, as FromRun('runs/base')")
 
     def _check_guards(self) -> None:
         if not isinstance(self.guards, tuple | list) or not all(isinstance(g, Guard) for g in self.guards):
@@ -181,7 +180,7 @@ class TrainConfig:
 
     @property
     def keeps_start(self) -> bool:
-        """Whether steps go on needing the parameters that the run starts from, which no checkpoint of it holds."""
+        """Whether every step needs the parameters of `train.start`, which are not in the run's own checkpoints."""
         return self.adapters is not None or self.objective.reference
 
     @property

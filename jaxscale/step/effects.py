@@ -15,7 +15,7 @@ from jaxscale.data.markov import Synthetic
 from jaxscale.errors import LayoutError
 from jaxscale.layout import TensorInfo
 from jaxscale.models.base import FindsIdle
-from jaxscale.models.transformer_checks import given
+from jaxscale.models.transformer_checks import not_default
 from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
 from jaxscale.optim.storage import check_fits
 from jaxscale.step.config import TrainConfig
@@ -49,7 +49,7 @@ def _short(value: Any) -> str:
 
 def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
     if isinstance(c.data, Synthetic):
-        for name in given(c, "tokenizer"):
+        for name in not_default(c, "tokenizer"):
             yield f"train.{name}", c.tokenizer, "the corpus is of tokens already"
     ends = f"the run ends after train.steps = {c.steps}"
     if c.eval_every and not c.eval_batches:
@@ -61,7 +61,7 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
     if c.checkpoint_every > c.steps:
         yield "train.checkpoint_every", c.checkpoint_every, ends
     once = not c.checkpoint_every or c.checkpoint_every >= c.steps
-    for name in given(c, "keep") if once else ():
+    for name in not_default(c, "keep") if once else ():
         yield f"train.{name}", getattr(c, name), "one checkpoint is written, at the end"
     if c.keep_every is not None:
         first = c.keep_every if once else math.lcm(c.keep_every, c.checkpoint_every)
@@ -70,7 +70,7 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
         elif first > c.steps:
             yield "train.keep_every", c.keep_every, f"no checkpoint's step up to {c.steps} is a multiple of it"
     if len(jax.tree.leaves(without_biases(blueprint.infos))) == len(jax.tree.leaves(blueprint.infos)):
-        for name in given(c, "balance_rate"):
+        for name in not_default(c, "balance_rate"):
             yield f"train.{name}", c.balance_rate, "no router of the model is balanced by biases (SigmoidRouter)"
 
 
@@ -94,7 +94,7 @@ def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
         if not any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
             yield "train.optimizer", name, "every parameter keeps 32 bits (EightBit.min_size, EightBit.keep)"
         width = optimizer.storage.width
-        for name in given(optimizer.storage, "block_size") if width else ():
+        for name in not_default(optimizer.storage, "block_size") if width else ():
             if optimizer.storage.block_size > width:
                 yield f"EightBit.{name}", optimizer.storage.block_size, f"EightBit.width = {width} makes blocks smaller"
 

@@ -1,4 +1,4 @@
-"""Training some of a model's parameters, the others staying as they are."""
+"""Training some of a model's parameters while the others are frozen."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Tree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class Unfreeze(Adapters):
-    """Trains the parameters that are named, of a run that starts from another (`train.adapters = @Unfreeze()`).
+    """Trains the named parameters of a model and freezes the others (`train.adapters = @Unfreeze()`).
 
-    The others have no gradient, no optimizer state, and are in no checkpoint: they are read from where the run started.
-    Layers of a stack are one array, so that all of them are trained or none.
+    Needs `train.start`. Frozen parameters have no gradient and no optimizer state and are not in the run's checkpoints;
+    they are read from the checkpoint that the run starts from. A scanned stack of layers is trained or frozen as one.
 
     Args:
-      targets: names on the way to a parameter, as "norm", "head", "attn/q" or "bias", with `*` for any part of one.
+      targets: parts of parameter paths, such as "norm", "head", "attn/q" or "bias"; `*` matches any characters.
 
     Raises:
       ConfigError: no targets.
@@ -48,7 +48,7 @@ class Unfreeze(Adapters):
         Args:
           graphdef: its structure.
           infos: a `TensorInfo` per parameter.
-          reference: keep the first values of trained ones, too.
+          reference: also keep the initial values of the trained parameters, for the objective.
 
         Raises:
           ConfigError: a target that no parameter matches.
@@ -77,7 +77,7 @@ class Subset:
     Args:
       infos: a `TensorInfo` per parameter of the model.
       chosen: paths of those that are trained.
-      reference: the first values of trained ones are kept as well.
+      reference: whether initial values of the trained parameters are kept as well.
     """
 
     infos: Tree
@@ -92,7 +92,7 @@ class Subset:
 
     @property
     def base(self) -> Tree:
-        """A `TensorInfo` per parameter that is kept as it was."""
+        """A `TensorInfo` per frozen parameter."""
         named = lambda i: dataclasses.replace(i, path=f"frozen/{i.path}") if i.path in self.chosen else i  # noqa: E731
         return jax.tree.map(named, self.infos) if self.reference else self._part(self.infos, trained=False)
 
@@ -102,11 +102,11 @@ class Subset:
         return whole if self.reference else self._part(whole, trained=False)
 
     def first(self, read: Callable[[Tree], Tree]) -> Tree:
-        """Those of the start."""
+        """The initial trained parameters, from the checkpoint of `train.start`."""
         return self._part(read(self.infos), trained=True)
 
     def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
-        """Those of a model that is drawn by a seed."""
+        """Initial trained parameters from a seed."""
         return self._part(whole(seed), trained=True)
 
     def over(self, trained: Tree, frozen: Tree) -> Tree:
@@ -129,8 +129,8 @@ class Subset:
         def pick(infos: Any, values: Any) -> Any:
             if not isinstance(infos, dict):
                 return values if (infos.path in self.chosen) == trained else None
-            found = {k: pick(infos[k], values[k]) for k in infos}
-            return {k: v for k, v in found.items() if v is not None} or None
+            picked = {k: pick(infos[k], values[k]) for k in infos}
+            return {k: v for k, v in picked.items() if v is not None} or None
 
         return pick(self.infos, tree) or {}
 

@@ -41,9 +41,9 @@ def check_model(config: ModelConfig, *, tolerance: float = 1e-4) -> tuple[str, .
       no token sees a later one, where the model is causal.
     - Stackable: layers give the same scanned and unrolled.
     - Stageable: `begin`, `layers` and `finish` make what `hidden` makes.
-    - Decodable: tokens of several texts, some at a time, give what whole texts give, also after going back by a few
-      tokens and where a text takes another's place.
-    - Plannable: the FLOPs of its products are those of a forward pass.
+    - Decodable: tokens of several sequences, a few at a time, give what whole sequences give, also after going back
+      and after a row is reused. A causal model whose mixers all have a `decode_state` is checked.
+    - Plannable: the FLOPs of its products add up to those of a forward pass (`flops`).
 
     That it is the same on several devices is `compare_layouts`' to say.
 
@@ -71,8 +71,8 @@ def _check(config: Any, name: str, tolerance: float) -> tuple[str, ...]:
         error = float(np.max(np.abs(got - want))) / max(1.0, float(np.max(np.abs(want))))
         assert error <= tolerance, f"{name}: {what}; the largest difference is {error:.1e} of the largest number"
 
-    offered = (Stackable, Stageable, LanguageModel, *([Decodable] if is_causal(config) else []))
-    capabilities: list[type] = [p for p in offered if isinstance(model, p)]
+    capabilities: list[type] = [p for p in (Stackable, Stageable, LanguageModel) if isinstance(model, p)]
+    capabilities += [Decodable] if _decodes(config, model) else []
     capabilities += [Plannable] if isinstance(config, Plannable) else []
     if isinstance(config, Plannable) and isinstance(config, CountsFlops):
         counted, products = config.flops(2, SEQ, training=False), sum(config.products(2, SEQ).values())
@@ -96,6 +96,12 @@ def check_mixer(mixer: Mixer, *, tolerance: float = 1e-4, **fields: Any) -> None
     sizes: dict[str, Any] = dict(vocab=VOCAB, width=32, heads=4, head_dim=8, hidden=32)
     config = TransformerConfig(depth=1, blocks=(BlockConfig(mixer=mixer),), **(sizes | fields))
     _check(config, type(mixer).__name__, tolerance)
+
+
+def _decodes(config: Any, model: Any) -> bool:
+    if not is_causal(config) or not isinstance(model, Decodable):
+        return False
+    return all(hasattr(block.attn, "decode_state") for run in model.runs for block in run.blocks)
 
 
 def _check_language_model(config: Any, model: Any, same: Same) -> None:
@@ -138,11 +144,7 @@ def _check_language_model(config: Any, model: Any, same: Same) -> None:
             return model.finish(model.layers(model.begin(tokens, inputs["positions"]), model.context(SEQ, **inputs))[0])
 
         same(np.asarray(jax.jit(staged)(texts))[real], expected[real], "begin, layers and finish are not hidden")
-    if (
-        is_causal(config)
-        and isinstance(model, Decodable)
-        and all(hasattr(b.attn, "decode_state") for run in model.runs for b in run.blocks)
-    ):
+    if _decodes(config, model):
         whole = np.asarray(jax.jit(model.hidden)(texts[1:4]))
         _check_decoding(model, texts[1:4], whole, same)
 

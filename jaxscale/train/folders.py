@@ -86,7 +86,7 @@ def check_files(path: Path) -> None:
 
 
 def is_new(path: Path) -> bool:
-    """Whether a folder holds nothing but what a process left that was killed while it wrote its first file."""
+    """Whether a folder is empty, apart from a file that a killed process had not finished writing."""
     return all(p.name.endswith(".partial") for p in path.iterdir())
 
 

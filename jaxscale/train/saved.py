@@ -111,7 +111,7 @@ class Saved:
         """That a run whose start is in no checkpoint goes on with the one that it began with."""
         if self.config.keeps_start and manifest.get("start") != self._start.get("start"):
             raise CheckpointError(
-                f"{self.run.path} was trained over other parameters than those of "
+                f"{self.run.path} was trained with other frozen parameters than those of "
                 f"{self.config.start}; bring that checkpoint back, or name it with --gin.FromRun.path and .step"
             )
 

@@ -242,7 +242,7 @@ def test_a_run_of_adapters_saves_them_alone_goes_on_and_is_a_model_when_loaded(b
     # over other parameters they are not gone on with
     shutil.copytree(base.path, tmp_path / "other")
     js.fit(run=tmp_path / "other", resume=True, steps=3, quiet=True)
-    with pytest.raises(CheckpointError, match="trained over other parameters"):
+    with pytest.raises(CheckpointError, match="trained with other frozen parameters"):
         js.fit(run=tmp_path / "whole", resume=True, steps=5, start=FromRun(str(tmp_path / "other"), 3), quiet=True)
 
 

@@ -119,12 +119,12 @@ def test_a_run_on_devices_and_resumed_elsewhere_has_the_numbers_of_one_device(ba
     elsewhere = dataclasses.replace(config, layout=js.Layout("fsdp=4"))
     two = js.fit(elsewhere, run=tmp_path / "two", resume=True, quiet=True)
     for name in ("loss", "grad_norm"):
-        found, want = ([row[name] for row in run.metrics()] for run in (two, one))
-        np.testing.assert_allclose(found, want, rtol=1e-4)
+        got, want = ([row[name] for row in run.metrics()] for run in (two, one))
+        np.testing.assert_allclose(got, want, rtol=1e-4)
     np.testing.assert_allclose(two.metrics()[-1]["eval_loss"], one.metrics()[-1]["eval_loss"], rtol=1e-4)
     assert not any("reference" in name or "frozen" in name for name in two.checkpoints.manifest(3)["leaves"])
-    kept, first = (jax.tree.leaves(jax.device_get(tree)) for tree in (two.state.frozen, base.state.params))
-    assert all(np.array_equal(a, b) for a, b in zip(kept, first, strict=True))
+    frozen, first = (jax.tree.leaves(jax.device_get(tree)) for tree in (two.state.frozen, base.state.params))
+    assert all(np.array_equal(a, b) for a, b in zip(frozen, first, strict=True))
 
 
 def test_it_is_counted_and_described(base):
@@ -149,8 +149,8 @@ def test_parameters_that_are_trained_apart_are_compared_with_their_first_values(
     run = js.fit(config_of(base, adapters=Unfreeze(("head",)), steps=2, lr=1e-2), run=tmp_path / "run", quiet=True)
     losses = [row["loss"] for row in run.metrics()]
     assert abs(losses[0] - np.log(2)) < 1e-6 and losses[1] != losses[0]
-    kept, first = (jax.tree.leaves(jax.device_get(tree)) for tree in (run.state.frozen, base.state.params))
-    assert all(np.array_equal(a, b) for a, b in zip(kept, first, strict=True))
+    frozen, first = (jax.tree.leaves(jax.device_get(tree)) for tree in (run.state.frozen, base.state.params))
+    assert all(np.array_equal(a, b) for a, b in zip(frozen, first, strict=True))
 
 
 def test_it_keeps_an_objectives_promises(base):

@@ -61,10 +61,10 @@ def test_steps_are_those_of_optax_with_the_others_masked(base, tmp_path):
 
         updates, state = tx.update(jax.jit(jax.grad(loss))(params), state, params)
         params = optax.apply_updates(params, updates)
-    found, want, before = flatten(run.params()), flatten(params), flatten(base.state.params)
+    got, want, before = flatten(run.params()), flatten(params), flatten(base.state.params)
     for path in want:
-        np.testing.assert_allclose(found[path], want[path], rtol=2e-5, atol=2e-6, err_msg=path)
-        assert chosen(path) != np.array_equal(found[path], before[path]), path
+        np.testing.assert_allclose(got[path], want[path], rtol=2e-5, atol=2e-6, err_msg=path)
+        assert chosen(path) != np.array_equal(got[path], before[path]), path
     state = run.state
     count = lambda tree: sum(np.size(x) for x in jax.tree.leaves(tree))  # noqa: E731
     trained = sum(np.size(x) for path, x in before.items() if chosen(path))
@@ -80,8 +80,8 @@ def test_on_devices_resumed_elsewhere_evaluated_and_sampled(base, tmp_path):
     )
     two = js.fit(dataclasses.replace(config, layout=js.Layout("fsdp=4")), run=tmp_path / "two", resume=True, quiet=True)
     for name in ("loss", "grad_norm"):
-        found, want = ([row[name] for row in run.metrics()] for run in (two, one))
-        np.testing.assert_allclose(found, want, rtol=1e-4)
+        got, want = ([row[name] for row in run.metrics()] for run in (two, one))
+        np.testing.assert_allclose(got, want, rtol=1e-4)
     np.testing.assert_allclose(two.metrics()[-1]["eval_loss"], one.metrics()[-1]["eval_loss"], rtol=1e-5)
     assert all(
         chosen(name.removeprefix("params/")) for name in two.checkpoints.manifest(3)["leaves"] if "params/" in name

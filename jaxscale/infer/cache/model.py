@@ -29,15 +29,15 @@ def describe_cache(model: Any) -> tuple[tuple[tuple[DecodeState, int], ...], ...
 
 
 def decodable(model: Any) -> Decodable:
-    """The model, which can go on from a cache.
+    """The model, checked to be able to decode with a cache.
 
     Raises:
       ConfigError: it cannot.
     """
     if not isinstance(model, Decodable):
         raise ConfigError(
-            f"{type(model).__name__} cannot go on from a cache, since it is not jaxscale.models.Decodable: it has no "
-            "runs of layers that say what they keep of a text"
+            f"{type(model).__name__} cannot decode with a cache, because it is not jaxscale.models.Decodable (it needs "
+            "'runs' of blocks, 'max_length', 'refuse_length', 'check_independent' and 'hidden_and_stats')"
         )
     return model
 

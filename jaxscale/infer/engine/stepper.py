@@ -62,7 +62,7 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def check_independent(model: Any) -> None:
-    """That no text of a model depends on its company.
+    """Checks that no sequence depends on the others of its batch.
 
     Raises:
       ConfigError: one does.

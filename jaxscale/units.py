@@ -7,11 +7,11 @@ WIDTH = 132
 
 
 def human_bytes(n: int) -> str:
-    """`n` bytes in the largest unit that leaves a number above 1."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n} B"
+    """`n` bytes in three digits (four from 1000 to 1023), of the largest unit that leaves at least 1."""
+    size, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while round(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
 
 
 def clock(seconds: float) -> str:

@@ -16,6 +16,7 @@ from jaxscale.hardware import topology
 from jaxscale.nn import flash_attention
 from jaxscale.plan import estimate, plan_for
 from jaxscale.plan.planner import count_of, groups
+from jaxscale.units import human_bytes
 from tests.truth.errors import raises_saying
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -53,6 +54,15 @@ def test_a_number_of_tokens_takes_days_energy_and_money():
 @pytest.mark.parametrize("text, count", [("300B", 3e11), ("1.5T", 1.5e12), ("2e12", 2e12), ("512", 512), ("10m", 1e7)])
 def test_tokens_are_counted_as_people_write_them(text, count):
     assert count_of(text) == count
+
+
+@pytest.mark.parametrize(
+    "n, words",
+    [(0, "0 B"), (1000, "1000 B"), (2**20 - 1, "1 MiB"), (1000 * 2**20, "1000 MiB"), (1023 * 2**20, "1023 MiB")]
+    + [(2**30 - 2**18, "1 GiB"), (round(15.75 * 2**30), "15.8 GiB"), (3 * 2**39, "1.5 TiB"), (2**52, "4096 TiB")],
+)
+def test_bytes_are_three_digits_without_an_exponent(n, words):
+    assert human_bytes(n) == words
 
 
 def test_a_mesh_need_not_take_all_devices():

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -147,9 +147,12 @@ class TransformerConfig:
     parametrisation: Parametrisation | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", tuple(self.windows))
-        object.__setattr__(self, "overlap", tuple(self.overlap))
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for name in ("windows", "overlap", "blocks"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                nearest = () if value is None and name != "windows" else (value,)
+                raise ConfigError(f"Transformer.{name} = {value!r}: must be a tuple, as {nearest!r}")
+            object.__setattr__(self, name, tuple(value))
         check_transformer(self)
 
     @functools.cached_property

@@ -140,6 +140,14 @@ class CutsSequences(Protocol):
 
 
 @runtime_checkable
+class ChecksRows(Protocol):
+    """Says before it is traced which rows it refuses."""
+
+    def check_row(self, seq_len: int) -> None:
+        """Raises what a forward pass over rows of `seq_len` tokens would raise under the layout in force."""
+
+
+@runtime_checkable
 class DescribesLayers(Protocol):
     """Describes at the start of a run how its layers are applied."""
 

@@ -13,18 +13,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import constrain, current
+from jaxscale.layout import constrain
 from jaxscale.models.base import arrange
 from jaxscale.models.block_config import LayerSpec
-from jaxscale.models.transformer_config import Learned, TransformerConfig, rotary_of
+from jaxscale.models.transformer_checks import check_order, check_positions
+from jaxscale.models.transformer_config import TransformerConfig, rotary_of
 from jaxscale.nn import (
     Block,
     Context,
     ContextKernel,
     Embedding,
     MemoryPolicy,
-    MixtureOfExperts,
     Part,
     RunCache,
     ScalesByLength,
@@ -119,7 +118,7 @@ class Transformer(nnx.Module):
                 x = x * jnp.asarray(c.embed_scale, x.dtype)
             if self.positions is not None:
                 if not packed:
-                    _check_length(c, tokens.shape[1])
+                    check_positions(c, tokens.shape[1])
                 x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions, order), tokens.shape))
             return c.stack.enter(x)
 
@@ -180,8 +179,7 @@ class Transformer(nnx.Module):
         attention = self.config.attention
         order = attention.order(seq_len) if isinstance(attention, ContextKernel) else None
         if order is not None:
-            _check_mixers(self.config)
-            _check_groups(self.config, order)
+            check_order(self.config, order)
         return order
 
     def refuse_length(self, length: int) -> None:
@@ -264,38 +262,3 @@ def _place(seq: int, positions: Array | None, order: np.ndarray | None) -> Array
     if positions is not None:
         return positions
     return jnp.asarray(np.arange(seq) if order is None else order, jnp.int32)[None]
-
-
-def _check_mixers(c: TransformerConfig) -> None:
-    for layer in c.layer_specs():
-        if not layer.mixer.any_order:
-            kernel, mixer = type(c.attention).__name__, type(layer.mixer).__name__
-            raise LayoutError(
-                f"{kernel} deals a row's tokens out to devices in an order of its own, and {mixer} needs the natural "
-                f"one; set {kernel}.zigzag = False"
-            )
-
-
-def _check_groups(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
-    chunk = math.gcd(len(order), *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
-    for mlp in c.layer_mlps():
-        slots = mlp.slots(len(order)) if isinstance(mlp, MixtureOfExperts) else None
-        if slots is not None and chunk % slots.group:
-            assert isinstance(mlp, MixtureOfExperts)
-            layout = current()
-            piece = len(order) // (1 if layout is None else layout.split("expert_seq"))
-            ways = [f"MixtureOfExperts.group = {math.gcd(chunk, slots.group, piece)}"]
-            ways += [] if mlp.router.needs_capacity else ["MixtureOfExperts.capacity = None"]
-            ways += [] if piece % slots.group else [f"{type(c.attention).__name__}.zigzag = False"]
-            raise LayoutError(
-                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, which tear "
-                f"apart the groups of {slots.group} in which experts count their capacity; set {', or '.join(ways)}"
-            )
-
-
-def _check_length(c: TransformerConfig, seq: int) -> None:
-    if isinstance(c.positions, Learned) and seq > c.positions.length:
-        raise ConfigError(
-            f"a sequence of {seq} tokens is longer than the {c.positions.length} learned positions; set "
-            f"LearnedPositions.length = {seq} or a shorter train.seq_len"
-        )

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
 
-from jaxscale.errors import ConfigError, near
-from jaxscale.layout import Layout
+from jaxscale.errors import ConfigError, LayoutError, near
+from jaxscale.layout import Layout, current
 from jaxscale.models.block_config import BlockConfig
-from jaxscale.nn import MADE_WITH, Embedding, MemoryPolicy, MixtureOfExperts, SwiGLU
+from jaxscale.nn import (
+    MADE_WITH,
+    CheckedKernel,
+    ContextKernel,
+    Embedding,
+    MemoryPolicy,
+    MixtureOfExperts,
+    SwiGLU,
+)
 from jaxscale.other_names import same
 from jaxscale.signatures import check_call
 
@@ -111,6 +122,61 @@ def check_transformer(c: TransformerConfig) -> None:
                 f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
                 "scaling) or 'float32'"
             )
+
+
+def check_row(c: TransformerConfig, seq: int) -> None:
+    """That a row of `seq` tokens goes with the model's positions, attention and experts under the layout in force.
+
+    Raises:
+      ConfigError, LayoutError: what training raises once it traces the model.
+    """
+    check_positions(c, seq)
+    attends = any(layer.mixer.windowed for layer in c.layer_specs())
+    if attends and isinstance(c.attention, CheckedKernel):
+        c.attention.check(seq, c.sizes.heads, c.sizes.kv_heads)
+    if isinstance(c.attention, ContextKernel) and (order := c.attention.order(seq)) is not None:
+        check_order(c, order)
+    for mlp in c.layer_mlps():
+        if isinstance(mlp, MixtureOfExperts):
+            mlp.slots(seq)
+
+
+def check_order(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
+    """That mixers and experts take a row's tokens in the order of `order`.
+
+    Raises:
+      LayoutError: one does not.
+    """
+    for layer in c.layer_specs():
+        if not layer.mixer.any_order:
+            kernel, mixer = type(c.attention).__name__, type(layer.mixer).__name__
+            raise LayoutError(
+                f"{kernel} deals a row's tokens out to devices in an order of its own, and {mixer} needs the natural "
+                f"one; set {kernel}.zigzag = False"
+            )
+    chunk = math.gcd(len(order), *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
+    for mlp in c.layer_mlps():
+        slots = mlp.slots(len(order)) if isinstance(mlp, MixtureOfExperts) else None
+        if slots is not None and chunk % slots.group:
+            assert isinstance(mlp, MixtureOfExperts)
+            layout = current()
+            piece = len(order) // (1 if layout is None else layout.split("expert_seq"))
+            ways = [f"MixtureOfExperts.group = {math.gcd(chunk, slots.group, piece)}"]
+            ways += [] if mlp.router.needs_capacity else ["MixtureOfExperts.capacity = None"]
+            ways += [] if piece % slots.group else [f"{type(c.attention).__name__}.zigzag = False"]
+            raise LayoutError(
+                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, which tear "
+                f"apart the groups of {slots.group} in which experts count their capacity; set {', or '.join(ways)}"
+            )
+
+
+def check_positions(c: TransformerConfig, seq: int) -> None:
+    """Raises `ConfigError` where a sequence of `seq` tokens has more than there are learned positions."""
+    if c.max_length is not None and seq > c.max_length:
+        raise ConfigError(
+            f"a sequence of {seq} tokens is longer than the {c.max_length} learned positions; set "
+            f"LearnedPositions.length = {seq} or a shorter train.seq_len"
+        )
 
 
 def idle(m: TransformerConfig, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:

@@ -17,7 +17,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, abstract
 from jaxscale.models.block_config import BlockConfig, LayerSpec
-from jaxscale.models.transformer_checks import check_transformer, idle
+from jaxscale.models.transformer_checks import check_row, check_transformer, idle
 from jaxscale.nn import (
     AttentionKernel,
     AttentionLayer,
@@ -245,6 +245,10 @@ class TransformerConfig:
     def length_unit(self) -> int:
         """Of what a sequence's length has to be a multiple under the layout in force, as far as attention goes."""
         return self.attention.unit() if isinstance(self.attention, ContextKernel) else 1
+
+    def check_row(self, seq_len: int) -> None:
+        """See `jaxscale.models.base.ChecksRows`."""
+        check_row(self, seq_len)
 
     @functools.cached_property
     def widening(self) -> Widening | None:

@@ -58,6 +58,14 @@ class ContextKernel(Protocol):
         ...
 
 
+@runtime_checkable
+class CheckedKernel(Protocol):
+    """An `AttentionKernel` that says what it refuses before it is called."""
+
+    def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
+        """Raises `LayoutError` where the layout in force cuts what it cannot take cut."""
+
+
 @register
 def dot_product_attention(
     q: Float[Array, "b s h d"],
@@ -155,6 +163,11 @@ class Bidirectional:
     def unit(self) -> int:
         """See `ContextKernel`."""
         return self.kernel.unit() if isinstance(self.kernel, ContextKernel) else 1
+
+    def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
+        """See `CheckedKernel`."""
+        if isinstance(self.kernel, CheckedKernel):
+            self.kernel.check(seq_len, heads, kv_heads)
 
 
 class Attention(nnx.Module):

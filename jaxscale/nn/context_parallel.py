@@ -96,14 +96,12 @@ class ContextParallel:
                 q, k, v, causal=causal, segment_ids=segment_ids, positions=positions, window=window, softcap=softcap,
                 scale=scale, deterministic=self.deterministic, implementation=self.implementation,
             )  # fmt: skip
-        refuse_split(name, "head_dim")
         if q.shape[1] != k.shape[1]:
             raise LayoutError(
                 f"{name} cuts one sequence into queries and keys alike, and was given {q.shape[1]} queries and "
                 f"{k.shape[1]} keys; use a mesh without {' and '.join(ring.axes)}, or attention=dot_product_attention"
             )
-        self._check_length(q.shape[1], ring)
-        self._check_heads(q.shape[2], k.shape[2], ring)
+        self.check(q.shape[1], q.shape[2], k.shape[2])
         attend = Attend(causal, window, softcap, scale, self.deterministic, self.implementation, each=self._each(ring))
 
         def local(q: Array, k: Array, v: Array, segments: Array | None, positions: Array | None) -> Array:
@@ -132,6 +130,13 @@ class ContextParallel:
         """Of what a sequence's length has to be a multiple under the layout in force."""
         ring = self._ring()
         return 1 if ring is None else math.lcm(ring.size * ring.inner, ring.size * self._each(ring))
+
+    def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
+        """See `CheckedKernel`: a sequence or heads that do not divide."""
+        if (ring := self._ring()) is not None:
+            refuse_split(type(self).__name__, "head_dim")
+            self._check_length(seq_len, ring)
+            self._check_heads(heads, kv_heads, ring)
 
     def _check_length(self, seq_len: int, ring: Ring) -> None:
         unit, layout = self.unit(), current()

@@ -27,7 +27,7 @@ from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
-from jaxscale.step import TrainConfig
+from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
 from pallas_kernels.aot import why_no_gpu, why_no_tpu
 
 if TYPE_CHECKING:
@@ -180,7 +180,12 @@ def plan_for(
     try:
         memory = estimate(config, there)
         work = work_of(config, _layout(config), memory, as_compiled(predict(config, there), there))
+    except LayoutError:
+        _check_as_training(config, there)
+        raise
     except NotCovered as e:
+        if compile == "never" or why is not None:
+            _check_as_training(config, there)
         began = time.perf_counter()
         memory, work, size = compiled_plan(config, there, e.why, _FORBIDDEN if compile == "never" else why)
         step = step_time(work, there)
@@ -201,8 +206,8 @@ def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
     """A run's settings with a mesh whose every size is known, and checked to fit batch and model.
 
     Raises:
-      ConfigError: a run without a layout.
-      LayoutError: too few devices, a -1 that they do not fill, or a batch that does not divide.
+      ConfigError: a run without a layout, or what training refuses.
+      LayoutError: too few devices, a -1 that they do not fill, or what training refuses.
     """
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
@@ -215,10 +220,21 @@ def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
     sizes = sized(config.layout, there.devices).sizes
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
     layout = dataclasses.replace(config.layout.specification, mesh=mesh)
+    check_trainable(dataclasses.replace(config, layout=layout))
     for rows, name in ((config.batch_size, "a batch"), (config.micro_batch, "a micro-batch")):
         for array, i in config.objective.inputs(config).items():
             layout.spec(("batch", *i.axes), (rows, *i.shape), kind="activations", name=f"{name}'s {array}")
     return dataclasses.replace(config, layout=layout)
+
+
+def check_trainable(config: TrainConfig) -> None:
+    """Refuses what training refuses before it traces a model; the layout's sizes are known, and it needs no devices.
+
+    Raises:
+      LayoutError, ConfigError: those of training (see `jaxscale.step.check_quickly`).
+    """
+    config = dataclasses.replace(config, layout=_layout(config).abstract())
+    check_quickly(blueprint_of(config)[0], config)
 
 
 def why_not_compiled(there: Topology) -> str | None:
@@ -243,6 +259,11 @@ def groups(memory: Estimate) -> dict[str, int]:
 def _layout(config: TrainConfig) -> Layout:
     assert config.layout is not None
     return config.layout
+
+
+def _check_as_training(config: TrainConfig, there: Topology) -> None:
+    """Raises what training raises, if it does: of what cannot be planned, that says more."""
+    check(dataclasses.replace(config, layout=_layout(config).abstract(kind=next(iter(there.chip.kinds), None))))
 
 
 def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:

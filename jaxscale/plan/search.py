@@ -23,7 +23,7 @@ from jaxscale.plan.communication import predict
 from jaxscale.plan.covered import covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.plan_tables import seconds
-from jaxscale.plan.planner import Plan, plan_for, why_not_compiled, with_budget
+from jaxscale.plan.planner import Plan, check_trainable, plan_for, why_not_compiled, with_budget
 from jaxscale.plan.roofline import StepTime, step_time
 from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.space import Candidate, Space, candidates
@@ -74,6 +74,7 @@ class Search(Shown):
       hardware: what was searched for.
       within: how much slower than the fastest the front was looked for, as a factor.
       considered: how many candidates there are.
+      refused: how many of those training would refuse (see `jaxscale.step.check_quickly`).
       worked_out: how many of those were worked out whole.
       fitting: how many of those fit.
       compiled: how many were compiled.
@@ -86,6 +87,7 @@ class Search(Shown):
     hardware: Topology
     within: float
     considered: int
+    refused: int
     worked_out: int
     fitting: int
     compiled: int
@@ -94,7 +96,7 @@ class Search(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
-        names = ("within", "considered", "worked_out", "fitting", "compiled", "seconds", "how")
+        names = ("within", "considered", "refused", "worked_out", "fitting", "compiled", "seconds", "how")
         front = [
             _words(f) | {"bytes": f.bytes, "host": f.host, "seconds": f.step.total, "mfu": f.step.mfu}
             | {"compiled": None if f.plan is None or f.plan.compiled is None else {
@@ -106,8 +108,8 @@ class Search(Shown):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield search_table(self)
         yield (
-            f"{self.considered:,} candidates, {self.worked_out:,} worked out, {self.fitting:,} of them fit, "
-            f"{self.compiled} compiled ({self.how}); {self.seconds:.0f} s\n"
+            f"{self.considered:,} candidates, {self.refused:,} that training refuses, {self.worked_out:,} worked out, "
+            f"{self.fitting:,} of them fit, {self.compiled} compiled ({self.how}); {self.seconds:.0f} s\n"
         )
         yield self.winner
 
@@ -158,7 +160,11 @@ def search(
             f"{there.name} has {there.slices} slices: name the mesh axis that goes over them, as Layout.across = 'data'"
         )
     every = list(_counted(candidates(config, there.devices, space or Space()), tell))
-    found, worked_out = _walk(every, there, within, tell)
+    allowed, refusal = _trainable(every)
+    if every and not allowed:
+        assert refusal is not None
+        raise refusal
+    found, worked_out = _walk(allowed, there, within, tell)
     best = front(found)
     done: dict[int, Found] = {}
     refused: list[str] = []
@@ -180,7 +186,8 @@ def search(
         how = f"{'compiled' if plans else 'analytic'}; the compiler refused {len(refused)}, first {refused[0]}"
     winner = with_budget(winner, tokens, price, watts)
     seconds = time.perf_counter() - began
-    return Search(winner, best, there, within, len(every), worked_out, len(found), len(plans), seconds, how)
+    unfit = len(every) - len(allowed)
+    return Search(winner, best, there, within, len(every), unfit, worked_out, len(found), len(plans), seconds, how)
 
 
 def front(found: Sequence[Found]) -> tuple[Found, ...]:
@@ -197,6 +204,23 @@ def _counted(every: Iterator[Candidate], tell: Tell) -> Iterator[Candidate]:
         if n % 100 == 0:
             tell("laying out", n, 0)
         yield candidate
+
+
+def _trainable(every: Sequence[Candidate]) -> tuple[list[Candidate], JaxscaleError | None]:
+    """Those that training does not refuse, and why it refuses the first of the others."""
+    refused: dict[tuple[Layout, int], JaxscaleError | None] = {}  # memory policies have no part in it
+    allowed: list[Candidate] = []
+    for c in every:
+        key = (_layout(c), c.config.accumulate)
+        if key not in refused:
+            try:
+                check_trainable(c.config)
+                refused[key] = None
+            except (LayoutError, ConfigError) as e:
+                refused[key] = e
+        if refused[key] is None:
+            allowed.append(c)
+    return allowed, next((e for e in refused.values() if e is not None), None)
 
 
 def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell) -> tuple[list[Found], int]:

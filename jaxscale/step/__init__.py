@@ -10,7 +10,7 @@ from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.masked_token import MaskedToken
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
-from jaxscale.step.prepare import blueprint_of, check, prepare, settled, step_of
+from jaxscale.step.prepare import blueprint_of, check, check_quickly, prepare, settled, step_of
 from jaxscale.step.rates import model_flops
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
@@ -45,6 +45,7 @@ __all__ = [
     "batch_shardings",
     "blueprint_of",
     "check",
+    "check_quickly",
     "describe_model",
     "is_pipelined",
     "jit_step",

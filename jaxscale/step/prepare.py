@@ -22,7 +22,7 @@ from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_dev
 from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
-from jaxscale.models.base import CutsSequences, LanguageModelConfig, Parametrised
+from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, Parametrised
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.step.algorithm import Step
 from jaxscale.step.backprop import numbered
@@ -312,8 +312,6 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
     Raises:
       LayoutError, ConfigError: naming what does not fit.
     """
-    if config.layout is not None:
-        _check_idle(config.layout)
     if config.tensorboard and find_spec("tensorboardX") is None:
         raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
     if config.objective.reference and config.start is None:
@@ -322,18 +320,45 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
             "as FromRun('runs/base') (jaxscale train --from RUN)"
         )
     blueprint, schedule = blueprint_of(config)
-    _check_pipeline(blueprint, config)
-    config.algorithm.check(config, blueprint)
+    check_quickly(blueprint, config)
     blueprint.shardings()  # raises what cannot be laid out
     shardings_of(blueprint.frozen, config.layout)
-    if config.layout is not None:
-        _check_rows(config, config.layout)
-        _check_length(config, config.layout, blueprint)
     slow = filled_notes([blueprint.infos, blueprint.frozen], config.layout)
-    for sentence in (*without_effect(config, blueprint), *_whole_state(blueprint), *slow):
+    for sentence in (
+        *_of_stages(blueprint, config),
+        *without_effect(config, blueprint),
+        *_whole_state(blueprint),
+        *slow,
+    ):
         log.warning("%s", sentence)
     _trace(blueprint, config)
     return blueprint, schedule
+
+
+def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
+    """Those of `check`'s checks that need neither a trace nor the optimizer's state: the planner makes them too.
+
+    Args:
+      blueprint: of the run.
+      config: its settings.
+
+    Raises:
+      LayoutError, ConfigError: naming what does not fit.
+    """
+    layout = config.layout
+    if layout is not None:
+        _check_idle(layout)
+        if layout.stages > 1:
+            found = pipelined(blueprint.of_model(), config.objective)
+            for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation
+                found.table(rows)
+    config.algorithm.check(config, blueprint)
+    if layout is not None:
+        _check_rows(config, layout)
+        _check_length(config, layout, blueprint)
+    if isinstance(config.model, ChecksRows):
+        with layout if layout is not None else contextlib.nullcontext():
+            config.model.check_row(config.seq_len)
 
 
 def _whole_state(blueprint: Blueprint) -> list[str]:
@@ -396,20 +421,15 @@ def _nearest(size: int, unit: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
-def _check_pipeline(blueprint: Blueprint, config: TrainConfig) -> None:
-    """That the stages have layers, the schedule a batch it divides; says what padding they need."""
+def _of_stages(blueprint: Blueprint, config: TrainConfig) -> list[str]:
+    """What pipeline stages cost beyond their schedule: padding, and gradients that adapters have no use for."""
     if config.layout is None or config.layout.stages == 1:
-        return
-    found = pipelined(blueprint.of_model(), config.objective)
-    if blueprint.adaptation is not None:
-        log.warning(
-            "over pipeline stages gradients of the frozen kernels are made, and those of the adapters from them: it is "
-            "a step's time and memory of full training, without its optimizer state"
-        )
-    for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation
-        found.table(rows)
-    for note in found.notes(config.micro_batch)[1:]:
-        log.warning("%s", note)
+        return []
+    said = [] if blueprint.adaptation is None else [
+        "over pipeline stages gradients of the frozen kernels are made, and those of the adapters from them: it is "
+        "a step's time and memory of full training, without its optimizer state"
+    ]  # fmt: skip
+    return [*said, *pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)[1:]]
 
 
 def _check_same_everywhere(source: Source) -> None:

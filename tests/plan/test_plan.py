@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import topology
-from jaxscale.nn import flash_attention
+from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
+from jaxscale.optim import AdamW8bit
 from jaxscale.plan import estimate, plan_for
 from jaxscale.plan.planner import count_of, groups
+from jaxscale.step import check
 from jaxscale.units import human_bytes
 from tests.truth.errors import raises_saying
 
@@ -139,6 +142,34 @@ def test_the_flagships_fit_the_pods_they_are_written_for(name, hardware, capfd):
 def test_what_cannot_be_planned_is_one_sentence(change, hardware, words):
     with raises_saying(LayoutError, *words):
         plan(dataclasses.replace(TINY, **change), hardware)
+
+
+UNTRAINABLE = {
+    "positions beyond the table": dict(positions=js.models.Learned(16)),
+    "fewer key heads than devices": dict(heads=4, kv_heads=2, attention=UlyssesAttention(), layout="context=4"),
+    "groups that no ring divides": dict(attention=UlyssesAttention(ring=3), layout="context=4"),
+    "a zigzag that does not divide": dict(attention=RingAttention(), layout="context=4", seq_len=36),
+    "whole sequences, cut": dict(layout="context=4"),
+    "experts' groups that do not divide": dict(mlp=MixtureOfExperts(group=5, capacity=1.0), layout="data=4"),
+    "experts' groups torn apart": dict(
+        attention=RingAttention(), mlp=MixtureOfExperts(capacity=1.0), layout="context=4"
+    ),
+    "an axis that splits nothing": dict(layout=js.Layout("data=4,tensor=2", rules="fsdp")),
+    "tiles that are cut": dict(layout="fsdp=8", optimizer=AdamW8bit()),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINABLE)
+def test_what_training_refuses_is_refused_in_its_words(case):
+    changes = {"layout": "fsdp=4", **UNTRAINABLE[case]}
+    layout = changes["layout"] if isinstance(changes["layout"], js.Layout) else js.Layout(changes["layout"])
+    of_run = {name: changes.pop(name) for name in ("optimizer", "seq_len") if name in changes} | {"layout": layout}
+    del changes["layout"]
+    config = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, **changes), **of_run)
+    with pytest.raises((ConfigError, LayoutError)) as trained:
+        check(dataclasses.replace(config, layout=layout.abstract()))
+    with pytest.raises(type(trained.value), match=re.escape(str(trained.value))):
+        plan(config, "v5p:2x2x2")
 
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypatch):

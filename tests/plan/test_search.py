@@ -14,7 +14,7 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
-from jaxscale.nn import MixtureOfExperts, RingAttention, flash_attention
+from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.plan import Space, plan_for, search
 from jaxscale.plan.planner import Compiled
 from jaxscale.plan.space import axes_of, candidates, meshes
@@ -104,6 +104,18 @@ def test_where_nothing_fits_the_closest_is_named():
     odd = dataclasses.replace(CONFIG, batch_size=3)
     with raises_saying(ConfigError, "no mesh of 7 devices"):
         search(odd, devices_of(2**30, 7), space=SMALL, compile="never")
+
+
+def test_layouts_that_training_refuses_are_counted_and_not_chosen():
+    model = dataclasses.replace(MODEL, kv_heads=2, attention=UlyssesAttention())
+    space = Space(axes=("data", "context"), policies=("none", "full"), accumulate=(1,))
+    found = search(dataclasses.replace(CONFIG, model=model), devices_of(2**40), space=space, compile="never", within=9)
+    assert found.refused == 2 and found.considered == 6  # context=4, of 2 key heads, with either policy
+    assert "2 that training refuses" in str(found) and found.to_json()["refused"] == 2
+    assert not [f for f in found.front if "context=4" in f.candidate.config.layout.mesh]
+    short = dataclasses.replace(MODEL, positions=js.models.Learned(16))
+    with raises_saying(ConfigError, "64 tokens", "16 learned positions"):
+        search(dataclasses.replace(CONFIG, model=short), devices_of(2**40), space=space, compile="never")
 
 
 def test_the_winner_is_written_as_a_file_that_trains_as_it_is(tmp_path, capfd, monkeypatch):

@@ -20,6 +20,7 @@ _OPCODE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-t
 _BETWEEN_SLICES = re.compile(
     r" send\(%?([\w.-]+).*_xla_megascale_target=\"\{([^}]*)\}.*_xla_megascale_transfer_type=\"(\w+)\""
 )
+_MOVES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert", "get-tuple-element")
 _BITS = {"pred": 8, "f8": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 # An element is held by one of these, or by whatever number its name ends with.
 _ARRAY = re.compile(r"\b(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]")
@@ -166,7 +167,8 @@ class Program:
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a TPU's, of which each device keeps its own piece
         payload = given * devices if kind == "all-gather" else given
-        name = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', caller)
+        said = next(filter(_named, (line, *map(self._maker, operands), caller)), None)
+        name = _named(said) if said else None
         return Collective(
             kind,
             axes,
@@ -176,7 +178,7 @@ class Program:
             certain,
             ring,
             name[1] if name else "",
-            self.source(line) or self.source(caller),
+            self.source(line) or (self.source(said) if said else "") or self.source(caller),
             tuple((a, b) for a, b in pairs),
         )
 
@@ -198,6 +200,19 @@ class Program:
             name=name[1] if name else "",
             source=self.source(line) or self.source(caller),
         )
+
+    def _maker(self, operand: str) -> str:
+        """The instruction that makes an operand, past those without a name that only move it.
+
+        TPUs' compiler makes an all-reduce of a reduce-scatter, and leaves the name behind.
+        """
+        for _ in range(16):
+            text = self.made.get(operand, "")
+            moved = None if _named(text) else re.search(rf" (?:{'|'.join(_MOVES)})\(%([\w.-]+)", text)
+            if moved is None:
+                return text
+            operand = moved[1]
+        return ""
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:
         if known := re.search(r'known_trip_count[":{]+n"?:"?(\d+)', line):
@@ -280,6 +295,11 @@ class Program:
 
 _PLUMBING = ("site-packages", "jaxscale/layout/", "jaxscale/parallel/", "jaxscale/nn/linear.py", "pallas_kernels/")
 """What multiplies and lays things out for everybody: its caller is who asked."""
+
+
+def _named(instruction: str) -> re.Match[str] | None:
+    """Of an instruction's text, the operation it came from."""
+    return re.search(r'op_name="([^"]*)"', instruction)
 
 
 def type_of(instruction: str) -> str:

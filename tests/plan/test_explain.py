@@ -16,6 +16,7 @@ import jaxscale as js
 from jaxscale.errors import LayoutError
 from jaxscale.plan import compile_step
 from jaxscale.plan.collectives import collectives
+from jaxscale.plan.traffic import traffic
 from tests.truth.errors import raises_saying
 
 MODEL = js.models.Transformer.Config(depth=2, width=64, heads=8, hidden=128)
@@ -159,6 +160,23 @@ def test_collectives_in_groups_are_all_there_are(compiled):
     found = collectives(compile_step(config, None), config.layout.sizes)
     assert sum(t.sent for t in compiled.compiled.traffic) == sum(c.sent for c in found)
     assert sum(t.instructions for t in compiled.compiled.traffic) == len(found)
+
+
+def test_a_collective_without_a_name_has_that_of_what_makes_its_operand():
+    """As TPUs' compiler leaves an all-reduce that it made of a table's reduce-scatter."""
+    metadata = 'metadata={op_name="jit(step)/transpose(jvp(embed))/scatter-add" source_file="model.py" source_line=3}'
+    program = f"""HloModule step
+
+ENTRY %main (table: f32[8,4]) -> f32[8,4] {{
+  %table = f32[8,4]{{1,0}} parameter(0)
+  %scatter = f32[8,4]{{1,0}} negate(%table), {metadata}
+  %copy-start = (f32[8,4]{{0,1}}, f32[8,4]{{1,0}}, u32[]) copy-start(%scatter)
+  %copy-done = f32[8,4]{{0,1}} copy-done(%copy-start)
+  ROOT %all-reduce = f32[8,4]{{0,1}} all-reduce(%copy-done), replica_groups={{{{0,1}}}}, to_apply=%add
+}}
+"""
+    (row,) = traffic(collectives(program, {"fsdp": 2}))
+    assert (row.module, row.stage, row.source) == ("embed", "backward", "model.py:3")
 
 
 def test_memory_of_a_compiled_step_is_told_by_group(compiled):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 
+from jaxscale.parallel.pipeline import BACKWARD, FORWARD
+
 PASSES = ("forward", "recomputed", "backward", "other")
 """Where in a step: the last is what is neither differentiated nor a derivative, such as the optimizer's update."""
 
 
 def stage_of(name: str) -> str:
-    """Which of `PASSES` an operation is of, by its name: what is made again within a derivative is that first."""
-    marks = ((_AGAIN, "recomputed"), ("transpose(", "backward"), ("jvp(", "forward"))
+    """Which of `PASSES` an operation is of, by its name: what is made again within a derivative is that first.
+
+    A pipeline's stage goes forward without being differentiated, and once more in its backward phase.
+    """
+    again = "recomputed" if BACKWARD in name else "forward"
+    marks = [(_AGAIN, "recomputed"), ("transpose(", "backward"), ("jvp(", again)]
+    marks += [(BACKWARD, "backward"), (FORWARD, "forward")]
     return next((stage for mark, stage in marks if mark in name), "other")
 
 
@@ -25,4 +32,7 @@ def scopes_of(name: str) -> str:
 
 _AGAIN = "rematted_computation"
 _WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
-_CONTROL = re.compile(r"\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|eval_jaxpr")
+_CONTROL = re.compile(
+    rf"{FORWARD}|{BACKWARD}|\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|"
+    "eval_jaxpr"
+)

@@ -16,7 +16,8 @@ import jaxscale as js
 from jaxscale.errors import LayoutError
 from jaxscale.plan import compile_step
 from jaxscale.plan.collectives import collectives
-from jaxscale.plan.traffic import traffic
+from jaxscale.plan.scopes import stage_of
+from jaxscale.plan.traffic import module_of, traffic
 from tests.truth.errors import raises_saying
 
 MODEL = js.models.Transformer.Config(depth=2, width=64, heads=8, hidden=128)
@@ -177,6 +178,22 @@ ENTRY %main (table: f32[8,4]) -> f32[8,4] {{
 """
     (row,) = traffic(collectives(program, {"fsdp": 2}))
     assert (row.module, row.stage, row.source) == ("embed", "backward", "model.py:3")
+
+
+@pytest.mark.parametrize(
+    "name, module, stage",
+    [
+        ("stage_forward/cond/branch_1_fun/runs/0/mlp/up/dot", "runs/0/mlp/up", "forward"),
+        ("stage_forward/ppermute", "", "forward"),
+        ("stage_backward/cond/branch_1_fun/jvp(runs/0)/mlp/up/dot", "runs/0/mlp/up", "recomputed"),
+        ("stage_backward/cond/branch_1_fun/transpose(jvp(runs/0))/mlp/up/dot", "runs/0/mlp/up", "backward"),
+        ("stage_backward/cond/branch_1_fun/psum", "", "backward"),
+        ("cond/branch_1_fun/jvp(loss)/dot", "loss", "forward"),
+    ],
+)
+def test_the_phases_of_a_pipelines_stages_are_passes(name, module, stage):
+    name = f"jit(step)/shard_map/while/body/closed_call/{name}"
+    assert (module_of(name), stage_of(name)) == (module, stage)
 
 
 def test_memory_of_a_compiled_step_is_told_by_group(compiled):

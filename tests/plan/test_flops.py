@@ -100,6 +100,7 @@ def test_a_pipeline_runs_its_layers_again_and_nothing_while_it_idles(schedule):
     ticks = js.layout.simulate(config.layout.schedule.table(2, 4)).ticks
     assert found.matmul * ticks == traced.matmul * 4
     assert found.certain and not traced.certain
+    assert set(traced.by("stage", matmul=True)) <= {"forward", "recomputed", "backward"}
 
 
 def test_accumulation_changes_when_and_not_how_much():

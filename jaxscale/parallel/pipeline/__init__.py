@@ -1,8 +1,8 @@
 """Pipeline parallelism: one executor that runs any schedule's table (GPipe, Huang et al. 2019; Megatron-LM)."""
 
-from jaxscale.parallel.pipeline.executor import Gradients, Stageable, execute
+from jaxscale.parallel.pipeline.executor import BACKWARD, FORWARD, Gradients, Stageable, execute
 from jaxscale.parallel.pipeline.slots import Slots, lower
 from jaxscale.parallel.pipeline.split import Split
 from jaxscale.parallel.pipeline.stages import Stages, assign
 
-__all__ = ["Gradients", "Slots", "Split", "Stageable", "Stages", "assign", "execute", "lower"]
+__all__ = ["BACKWARD", "FORWARD", "Gradients", "Slots", "Split", "Stageable", "Stages", "assign", "execute", "lower"]

@@ -25,6 +25,9 @@ from jaxscale.parallel.pipeline.split import Split
 
 Tree = Any
 AXIS = "pipeline"
+FORWARD, BACKWARD = "stage_forward", "stage_backward"
+"""Scopes of a stage's phases: its forward pass is not differentiated where it stands, so nothing else names it."""
+
 _STREAM = ("batch", "residual_seq", "embed")
 
 
@@ -117,6 +120,7 @@ def execute(
     return sums, grads and _over_replicas(grads, model)
 
 
+@jax.named_scope("sum_gradients")
 def _over_replicas(grads: Gradients, model: Stageable) -> Gradients:
     """The sums of replicas' gradients: the partitioner's, which reduces straight to where they go."""
     return Gradients(
@@ -187,18 +191,24 @@ class _Stage:
             if self._split is not None:
                 pairs = _put(pairs, now.mine["b_pairs"], new)
                 chunks = self._weights(now, _at(pairs, now.mine["w_pairs"]), chunks)
-            cts = _put(cts, now.mine["b_recv"], self._shift(dx, -1))
+            with jax.named_scope(BACKWARD):
+                back = self._shift(dx, -1)
+            cts = _put(cts, now.mine["b_recv"], back)
             grads = self._lay_out(Gradients(chunks, ends))
-        inputs = _put(inputs, now.mine["f_recv"], self._shift(y, 1))
+        with jax.named_scope(FORWARD):
+            on = self._shift(y, 1)
+        inputs = _put(inputs, now.mine["f_recv"], on)
         return _Carry(_stream(inputs), _stream(cts), pairs, grads, sums)
 
     # Slots are read and written outside of branches: a buffer that a branch is given is copied whole.
 
+    @jax.named_scope(FORWARD)
     def _begin(self, now: _Now) -> Tree:
         """The first layer's input, worked out by all."""
         m = now.all["begin"]
         return lax.cond(m >= 0, lambda: self.model.begin(self.ends, self._micro(m)), lambda: self._zero)
 
+    @jax.named_scope(FORWARD)
     def _forward(self, now: _Now, x: Tree) -> Tree:
         y = lax.cond(now.enter[F], lambda x: self._layers(now, F)(self._chunk(now, F), x), lambda x: self._zero, x)
         return _where(now.mine["v"][F] >= 0, y)  # spare slots stay finite
@@ -208,7 +218,8 @@ class _Stage:
         m = now.all["end"]
 
         def end(sums: Tree, grads: Tree, y: Tree) -> tuple[Tree, Tree, Tree]:
-            y = psum_float32(_where(now.runs(F, self._last), y), (AXIS,))
+            with jax.named_scope(FORWARD):
+                y = psum_float32(_where(now.runs(F, self._last), y), (AXIS,))
             if not self._trains:
                 return _add(sums, self.model.end(self.ends, y, self._micro(m))[1]), grads, None
             loss = lambda ends, y: self.model.end(ends, y, self._micro(m))  # noqa: E731
@@ -219,6 +230,7 @@ class _Stage:
         nothing = self._zero if self._trains else None
         return lax.cond(m >= 0, end, lambda sums, grads, y: (sums, grads, nothing), sums, grads, y)
 
+    @jax.named_scope(BACKWARD)
     def _backward(self, now: _Now, x: Tree, ct: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
         """The stage is run again from its stashed input, and differentiated as its own memory policy has it."""
         ct = _where(now.mine["v"][B] >= 0, ct)  # 0 adds 0 where a stage idles
@@ -235,6 +247,7 @@ class _Stage:
         nothing = () if split is None else split.zeros()
         return lax.cond(now.enter[B], backward, lambda x, ct, grads: (self._zero, grads, nothing), x, ct, grads)
 
+    @jax.named_scope(BACKWARD)
     def _back(self, now: _Now, dx: Tree, grads: Tree) -> Tree:
         """What the first layer's input passes on, worked out by all."""
         m = now.all["back"]
@@ -246,6 +259,7 @@ class _Stage:
 
         return lax.cond(m >= 0, back, lambda dx, grads: grads, dx, grads)
 
+    @jax.named_scope(BACKWARD)
     def _weights(self, now: _Now, pairs: Tree, grads: Tree) -> Tree:
         """Where a stage idles, the pairs are the spare slot's, whose cotangents are 0."""
         split = self._split

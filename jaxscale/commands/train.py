@@ -109,7 +109,8 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     name = "jaxscale" if shutil.which("jaxscale") else f"python {program}" if program.endswith(".py") else program
     devices = jax.device_count()
     simulated = f" --devices {devices}" if jax.default_backend() == "cpu" and devices > 1 else ""
-    mesh = f"fsdp={devices // 2},tensor=2" if devices % 2 == 0 else "data=-1"
+    halves = devices // 2
+    mesh = "data=-1" if devices % 2 else f"fsdp={halves},tensor=2" if halves > 1 else "tensor=2"
     stopped = run.info.get("status") == "stopped"
     own = imports_of(run)
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"

@@ -2,7 +2,7 @@
 
 from jaxscale.parallel.anywhere import anywhere
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
-from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_no_copies
+from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_no_copies, why_no_gathers
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
 from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
@@ -37,6 +37,7 @@ __all__ = [
     "sharded_op",
     "sum_over",
     "why_no_copies",
+    "why_no_gathers",
     "why_no_overlap",
     "wire_rows",
 ]

@@ -68,3 +68,13 @@ def why_no_copies(layout: Layout | None, copies: int) -> str | None:
     if copies % layout.sizes["replica"] or layout.stages > 1:
         return f"'replica' must divide {copies} and pipeline stages are not supported; use the mesh 'replica={copies}'"
     return None
+
+
+def why_no_gathers(layout: Layout | None) -> str | None:
+    """Why a program taken by `each_copy` may not gather along a sharded dimension, and what to do, or `None`."""
+    if layout is None or sum(size > 1 for axis, size in layout.sizes.items() if axis != "replica") < 2:
+        return None
+    return (
+        f"if that dimension is sharded, XLA (jax 0.10.2) aborts while it compiles for {layout}, whose replicas have "
+        "two mesh axes; write jax.nn.one_hot and a sum instead, or give a replica one axis"
+    )

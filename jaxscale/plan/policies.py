@@ -16,6 +16,7 @@ from jaxscale.plan.covered import covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import Shown
 from jaxscale.step import TrainConfig
+from jaxscale.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -167,8 +168,6 @@ def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any
     """A rich table: policy, estimated and compiled bytes per device, bytes in host memory, extra FLOPs, verdict."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
-
-    from jaxscale.units import human_bytes
 
     title = f"memory policies on {topology}, {human_bytes(budget)} per device"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -33,8 +33,7 @@ class LocalSteps(Algorithm):
     are its own. Every `every` steps the parameters become their mean, made in float32; optimizer states do not. Between
     these, the mesh axis `replica` carries only what a step reports and guards judge: the mean loss, and as `grad_norm`
     the norm of all replicas' gradients together. Evaluation, sampling and export see the mean.
-    The mesh axis divides the replicas; those of one device take turns, so checkpoints go on on any mesh. XLA aborts
-    on gathers along a cut dimension where a replica has two axes (jax 0.10.2): use `one_hot`, not `take_along_axis`.
+    The mesh axis divides the replicas; those of one device take turns, so checkpoints go on on any mesh.
 
     Args:
       replicas: how many there are.

@@ -24,6 +24,7 @@ from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
 from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, Parametrised
 from jaxscale.optim import balanced, chain, state_infos, without_biases
+from jaxscale.parallel import why_no_gathers
 from jaxscale.step.algorithm import Step
 from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
@@ -34,6 +35,7 @@ from jaxscale.step.pipeline import pipelined
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.texts import text_ids
+from jaxscale.step.trace import gathers
 
 log = logging.getLogger("jaxscale")
 
@@ -460,7 +462,11 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
 
     with config.layout if config.layout is not None else contextlib.nullcontext():
         shapes = (_shapes(blueprint.infos), _shapes(blueprint.frozen), abstract_inputs(config))
-        terms, weights = jax.eval_shape(totals, *shapes)
+        closed, (terms, weights) = jax.make_jaxpr(totals, return_shape=True)(*shapes)
+    copied = any("replicas" in i.axes for i in jax.tree.leaves(config.algorithm.infos(blueprint)))
+    if copied and (why := why_no_gathers(config.layout)):
+        for line in gathers(closed.jaxpr):
+            log.warning("%s gathers or scatters: %s", line, why)
     if config.accumulate > 1:
         parts = f"train.accumulate = {config.accumulate} takes the batch in parts"
         check_linear(objective, terms, weights, parts, "set train.accumulate = 1")

@@ -86,6 +86,24 @@ def quickly(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fn, compiler_options=options)
 
 
+def gathers(jaxpr: core.Jaxpr, caller: str = "") -> list[str]:
+    """The lines of a program that gather or scatter outside of any `shard_map`, such as "model.py:12", each once.
+
+    Args:
+      jaxpr: of the program.
+      caller: the line that called it; functions of `jax.numpy` are traced by themselves and have no line of their own.
+    """
+    lines: dict[str, None] = {}
+    for eqn in jaxpr.eqns:
+        line = _source(eqn) or caller
+        if eqn.primitive.name.startswith(("gather", "scatter")):
+            lines[line] = None
+        elif eqn.primitive.name != "shard_map":
+            inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
+            lines |= dict.fromkeys(found for x in inner if isinstance(x, core.Jaxpr) for found in gathers(x, line))
+    return list(lines)
+
+
 def _steps(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
 ) -> Iterator[tuple[core.JaxprEqn, list[Any], list[Any]]]:

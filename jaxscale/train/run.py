@@ -27,6 +27,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.rates import parameter_count
 from jaxscale.step.state import TrainState, describe_model
+from jaxscale.step.texts import text_ids
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, write_gin
 from jaxscale.train.metrics import read_metrics
@@ -134,8 +135,6 @@ class RunFolder:
           ConfigError: the model does not know one of them.
           DataError: the text cannot be encoded.
         """
-        from jaxscale.step.texts import text_ids
-
         imported = self.imported
         return text_ids(self.config, prompt, None if imported is None else imported.prompt_ids(prompt))
 

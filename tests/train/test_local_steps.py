@@ -19,7 +19,7 @@ from jaxscale.nn import RingAttention, dot_product_attention
 from jaxscale.optim import AdamW8bit, EightBit, ScheduleFreeSGD
 from jaxscale.plan import plan_for
 from jaxscale.plan.collectives import collectives
-from jaxscale.step import Backprop, LocalSteps, LoRA, TrainConfig, WeightEMA, blueprint_of, check, prepare
+from jaxscale.step import Backprop, LocalSteps, LoRA, NextToken, TrainConfig, WeightEMA, blueprint_of, check, prepare
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard
 from jaxscale.train.elastic import Elastic
 from jaxscale.train.skips import SKIPS
@@ -187,6 +187,26 @@ def test_devices_are_lost_and_no_replica_is():
     wide = Elastic(config(layout=Layout("replica=2,data=4")))
     with raises_saying(LayoutError, "does not divide 8 rows"):
         wide.lose(wide.alive[3::4])
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering(NextToken):
+    """Takes a logit of each target by an index."""
+
+    def terms(self, model, batch, *, key=None):
+        rows = jnp.take_along_axis(model(batch["tokens"]), batch["targets"][..., None], -1)
+        return super().terms(model, batch, key=key) | {"logits": jnp.sum(rows)}
+
+
+def test_a_gather_that_aborts_the_compiler_is_warned_of_with_its_line(caplog):
+    for mesh, lines in (("replica=2,data=2", 0), ("replica=2,data=2,tensor=2", 1)):
+        for objective in (NextToken(), Gathering()):
+            for algorithm in (LOCAL, WeightEMA(inner=LOCAL)):
+                caplog.clear()
+                check(config(layout=Layout(mesh), objective=objective, algorithm=algorithm))
+                said = [m for m in caplog.messages if "gathers" in m]
+                assert len(said) == lines * isinstance(objective, Gathering)
+                assert all("test_local_steps.py:" in m and "jax.nn.one_hot" in m for m in said)
 
 
 def test_an_average_goes_around_it_and_what_does_not_fit_is_refused():

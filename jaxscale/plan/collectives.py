@@ -113,6 +113,7 @@ class Program:
         self.roots: dict[str, str] = {}
         self.header, self.entry = text.partition("\n")[0], ""
         self.tables: dict[str, dict[int, str]] = defaultdict(dict)
+        self.chains: dict[tuple[str, ...], str] = {}
         body: list[str] | None = None
         inside = table = ""
         for line in text.splitlines():
@@ -135,6 +136,10 @@ class Program:
         """The collectives of a computation that runs so often; what has no name and source has its caller's."""
         for line in self.computations.get(computation, ()):
             if op := _OPCODE.search(line):
+                # a TPU's asynchronous one stands in its start, in what is fused with it, and in its end
+                chain = re.search(r"channel_id=(\d+),.*chain_id=\"(\d+)\"", line)
+                if chain and self.chains.setdefault(chain.groups(), line) != line:
+                    continue
                 yield self._collective(line, op, times, certain, ring, computation, caller)
             elif transfer := _BETWEEN_SLICES.search(line):
                 yield self._between_slices(line, transfer, times, certain, caller)
@@ -285,7 +290,7 @@ class Program:
             location, parent = (int(i) for i in re.findall(r"=(\d+)", frames[at])[:2])
             file, _, row = (int(i) for i in re.findall(r"=(\d+)", self.tables["FileLocations"][location])[:3])
             path = self.tables["FileNames"][file].strip('"')
-            if not any(part in path for part in _PLUMBING):
+            if not any(part in path for part in PLUMBING):
                 return f"{path}:{row}"
             if parent - 1 in (at, 0):  # parents are numbered from one further on
                 break
@@ -293,7 +298,7 @@ class Program:
         return ""
 
 
-_PLUMBING = ("site-packages", "jaxscale/layout/", "jaxscale/parallel/", "jaxscale/nn/linear.py", "pallas_kernels/")
+PLUMBING = ("site-packages", "jaxscale/layout/", "jaxscale/parallel/", "jaxscale/nn/linear.py", "pallas_kernels/")
 """What multiplies and lays things out for everybody: its caller is who asked."""
 
 

@@ -129,8 +129,8 @@ class _Walk:
                 one[i] += n
 
     def shard_map(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
-        mesh, manual = eqn.params["mesh"], _manual(eqn)
-        self.jaxpr(_plain(eqn.params["jaxpr"]), place, times * math.prod(mesh.shape[a] for a in manual), certain)
+        mesh, manual = eqn.params["mesh"], manual_axes(eqn)
+        self.jaxpr(plain_jaxpr(eqn.params["jaxpr"]), place, times * math.prod(mesh.shape[a] for a in manual), certain)
 
     def kernel(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
         cost = eqn.params.get("cost_estimate")
@@ -210,14 +210,14 @@ def _jaxprs(params: Any) -> Iterator[Any]:
         if isinstance(value, tuple | list):
             yield from _jaxprs(value)
         elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-            yield _plain(value)
+            yield plain_jaxpr(value)
 
 
-def _plain(jaxpr: Any) -> Any:
+def plain_jaxpr(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _manual(eqn: Any) -> Any:
+def manual_axes(eqn: Any) -> Any:
     """The mesh axes over which a `shard_map` cuts what was whole before."""
     return eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
 

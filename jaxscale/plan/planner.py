@@ -19,9 +19,9 @@ from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.plan.by_compiling import compiled_plan
 from jaxscale.plan.collectives import collectives
-from jaxscale.plan.communication import predict, sized
+from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
-from jaxscale.plan.covered import NotCovered
+from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
@@ -179,7 +179,7 @@ def plan_for(
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
     try:
         memory = estimate(config, there)
-        work = work_of(config, _layout(config), memory, as_compiled(predict(config, there), there))
+        work = traced_work(config, there, memory)
     except LayoutError:
         _check_as_training(config, there)
         raise
@@ -197,6 +197,23 @@ def plan_for(
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, _notes(config, there))
     return with_budget(plan, tokens, price, watts)
+
+
+def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
+    """A step's work: its traffic and the optimizer's products from the traced step, the rest by formulas.
+
+    Args:
+      config: the run's settings, every size of its mesh known.
+      there: the hardware.
+      memory: `jaxscale.plan.estimate` of the same.
+
+    Raises:
+      NotCovered: what no formula knows.
+    """
+    covered(config)
+    traced = partition(config, there)
+    sent = as_compiled(traced.collectives, there)
+    return work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
 
 
 _FORBIDDEN = "compile='never' (--analytic) forbids it; leave that out"

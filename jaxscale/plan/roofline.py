@@ -186,7 +186,8 @@ def hides_behind(c: Collective, hidden: tuple[str, ...] = ()) -> str | None:
 
     Weights are gathered a layer ahead and gradients summed a layer behind: they go over the axes that split a batch. A
     ring's next part, and a stage's next micro-batch, travel while this one is worked on. Sums over `tensor`, gathered
-    sequences, and tokens on their way to experts and back are waited for, unless the program makes rings of them.
+    sequences, and tokens on their way to experts and back are waited for, unless the program makes rings of permutes of
+    them (`Transformer.overlap`).
 
     Args:
       c: the collective.
@@ -197,7 +198,7 @@ def hides_behind(c: Collective, hidden: tuple[str, ...] = ()) -> str | None:
     if c.kind == "all-reduce" and set(c.axes) <= {"context", "expert"}:
         return "layers"  # gradients of what holds a part of the sequence
     if c.kind == "collective-permute":
-        return {"context": "attention", "pipeline": "layers"}.get("+".join(c.axes))
+        return {"context": "attention", "pipeline": "layers", "tensor": "layers"}.get("+".join(c.axes))
     return None
 
 

@@ -19,15 +19,13 @@ import jax
 from jaxscale.errors import ConfigError, JaxscaleError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
-from jaxscale.plan.communication import predict
 from jaxscale.plan.covered import covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.plan_tables import seconds
-from jaxscale.plan.planner import Plan, check_trainable, plan_for, why_not_compiled, with_budget
+from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
 from jaxscale.plan.roofline import StepTime, step_time
 from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.space import Candidate, Space, candidates
-from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig
 from jaxscale.units import human_bytes
@@ -250,8 +248,7 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
             memory = estimate(c.config, there)
             sizes[at] = memory.device
             if memory.device <= there.chip.capacity:
-                sent = as_compiled(predict(c.config, there), there)
-                step = step_time(work_of(c.config, _layout(c), memory, sent), there)
+                step = step_time(traced_work(c.config, there, memory), there)
                 found.append(Found(c, memory.device, memory.host, step))
                 fastest = min(fastest, step.total)
     if not found and not sizes:

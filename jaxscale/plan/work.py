@@ -93,7 +93,13 @@ def products(model: TransformerConfig, seq: int) -> list[Product]:
     return [*found, Product("logits", 1, z.width, model.vocab, "outer", (Width("vocab", model.vocab),), 1)]
 
 
-def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: Sequence[Collective]) -> Work:
+def work_of(
+    config: TrainConfig,
+    layout: Layout,
+    memory: Estimate,
+    collectives: Sequence[Collective],
+    update: Mapping[str, float] | None = None,
+) -> Work:
     """A run's step, as `step_time` wants it.
 
     Args:
@@ -101,13 +107,15 @@ def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: 
       layout: where it runs, every size of its mesh known.
       memory: `jaxscale.plan.estimate` of the same.
       collectives: what it sends.
+      update: FLOPs of the optimizer's own products on a device, by dtype (`jaxscale.plan.partition`).
 
     Raises:
       LayoutError: more stages than layers, or a batch that the pipeline's schedule cannot cut.
     """
-    model = covered(config, adapters=True)
+    model = covered(config)
     at = _Place.of(config, layout)
     ops = [*_multiplied(config, at), *_attended(config, at), *_between(config, at), _update(config, memory)]
+    ops += [Op("update's products", "matmul", flops, 0.0, dtype, False) for dtype, flops in (update or {}).items()]
     return Work(
         tuple(op for op in ops if op.flops or op.bytes),
         tuple(collectives),
@@ -117,8 +125,7 @@ def work_of(config: TrainConfig, layout: Layout, memory: Estimate, collectives: 
         model.dtype,
         at.bubble,
         2.0 * memory.host,
-        ("tensor",) if model.overlap and layout.sizes["tensor"] > 1 else (),
-        layout.across,
+        crosses=layout.across,
     )
 
 

@@ -202,17 +202,22 @@ class _Stage:
 
     # Slots are read and written outside of branches: a buffer that a branch is given is copied whole.
 
+    # By these named scopes a plan counts how often a branch is taken (`jaxscale.plan.communication`).
+
     @jax.named_scope(FORWARD)
+    @jax.named_scope("begin_phase")
     def _begin(self, now: _Now) -> Tree:
         """The first layer's input, worked out by all."""
         m = now.all["begin"]
         return lax.cond(m >= 0, lambda: self.model.begin(self.ends, self._micro(m)), lambda: self._zero)
 
     @jax.named_scope(FORWARD)
+    @jax.named_scope("forward_phase")
     def _forward(self, now: _Now, x: Tree) -> Tree:
         y = lax.cond(now.enter[F], lambda x: self._layers(now, F)(self._chunk(now, F), x), lambda x: self._zero, x)
         return _where(now.mine["v"][F] >= 0, y)  # spare slots stay finite
 
+    @jax.named_scope("end_phase")
     def _end(self, now: _Now, y: Tree, sums: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
         """The loss of what the last stage made, worked out by all."""
         m = now.all["end"]
@@ -231,6 +236,7 @@ class _Stage:
         return lax.cond(m >= 0, end, lambda sums, grads, y: (sums, grads, nothing), sums, grads, y)
 
     @jax.named_scope(BACKWARD)
+    @jax.named_scope("backward_phase")
     def _backward(self, now: _Now, x: Tree, ct: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
         """The stage is run again from its stashed input, and differentiated as its own memory policy has it."""
         ct = _where(now.mine["v"][B] >= 0, ct)  # 0 adds 0 where a stage idles
@@ -248,6 +254,7 @@ class _Stage:
         return lax.cond(now.enter[B], backward, lambda x, ct, grads: (self._zero, grads, nothing), x, ct, grads)
 
     @jax.named_scope(BACKWARD)
+    @jax.named_scope("back_phase")
     def _back(self, now: _Now, dx: Tree, grads: Tree) -> Tree:
         """What the first layer's input passes on, worked out by all."""
         m = now.all["back"]
@@ -260,6 +267,7 @@ class _Stage:
         return lax.cond(m >= 0, back, lambda dx, grads: grads, dx, grads)
 
     @jax.named_scope(BACKWARD)
+    @jax.named_scope("weights_phase")
     def _weights(self, now: _Now, pairs: Tree, grads: Tree) -> Tree:
         """Where a stage idles, the pairs are the spare slot's, whose cotangents are 0."""
         split = self._split

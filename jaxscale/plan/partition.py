@@ -287,7 +287,7 @@ class _Walk:
             dtype = next((i.dtype for i in ins if i.dtype), None)
             users = [u.primitive.name for u in self.users[-1][0].get(out, ())]
             if partial and eqn.primitive.name == "convert_element_type" and users == ["add"]:
-                dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # terms are widened first, and summed with the rest
+                dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # terms are widened, then summed
             outs.append(self.fresh(Boxes(self.fits(shape, _finest(found)), partial), dtype))
         return outs
 

@@ -33,6 +33,6 @@ def scopes_of(name: str) -> str:
 _AGAIN = "rematted_computation"
 _WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
 _CONTROL = re.compile(
-    rf"{FORWARD}|{BACKWARD}|\w+_phase|\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|pjit|"
-    "eval_jaxpr"
+    rf"{FORWARD}|{BACKWARD}|\w+_phase|\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|"
+    "pjit|eval_jaxpr"
 )

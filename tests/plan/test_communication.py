@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 
 import jax
@@ -14,11 +15,13 @@ import experiments.planner_accuracy.communication as measured
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.nn import flash_attention
-from jaxscale.plan import compile_for
+from jaxscale.optim import AdamW, Muon
+from jaxscale.optim.layers import is_hidden_matrix, view_of
+from jaxscale.plan import compile_for, plan_for
 from jaxscale.plan.collectives import Collective, collectives
-from jaxscale.plan.communication import predict
+from jaxscale.plan.communication import partition, predict
 from jaxscale.plan.stand_ins import as_compiled
-from jaxscale.step import TrainConfig
+from jaxscale.step import TrainConfig, blueprint_of
 from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
 from tests.truth.errors import raises_saying
 
@@ -131,3 +134,60 @@ def test_what_cannot_be_planned_is_said():
     cut = dataclasses.replace(MODEL, attention=flash_attention)
     with raises_saying(LayoutError, "flash_attention", "RingAttention", "context"):
         predict(config_of(js.Layout("context=4"), cut), "v5p:2x2x1")
+
+
+def test_an_optimizers_own_products_and_exchanges_are_planned():
+    model = dataclasses.replace(MODEL, depth=4)
+    config = config_of(js.Layout("fsdp=4"), model, optimizer=Muon())
+    traced = partition(config, "v5p:2x2x1")
+    of_update = [c for c in traced.collectives if c.name.startswith("optimizer") and c.kind == "all-to-all"]
+    matrices = [i for i in jax.tree.leaves(blueprint_of(config)[0].infos) if is_hidden_matrix(i)]
+    # each matrix goes whole to one device, float32, and its update back: a device sends 3/4 of its quarter each way
+    assert sum(c.sent for c in of_update) == 2 * sum(4 * i.size * 3 // 16 for i in matrices)
+    (flops,) = traced.flops_within("optimizer").values()
+    made = 0
+    for i in matrices:
+        *stack, m, n = view_of(i).shape
+        m, n = min(m, n), max(m, n)
+        made += math.prod(stack) * 5 * 2 * (2 * m * m * n + m**3)  # Newton-Schulz: a gram, its square, and a product
+    assert flops == made // 4
+    configs = (dataclasses.replace(config, optimizer=AdamW()), config)
+    plain, muon = (plan_for(c, "v5p:2x2x1", compile="never").step for c in configs)
+    assert muon.compute > plain.compute and muon.total > plain.total
+
+
+def test_overlap_hides_what_travels_in_rings_and_no_more():
+    layout, wide = js.Layout("tensor=4", sequence_sharded=True), dict(width=4096, hidden=16384, heads=32, head_dim=128)
+    none, some, both = (
+        plan_for(
+            config_of(layout, dataclasses.replace(MODEL, overlap=o, **wide), seq_len=4096), "v5p:2x2x1", compile="never"
+        ).step.exposed
+        for o in ((), ("mlp",), ("mlp", "attention"))
+    )
+    assert 0 < both < some < none
+
+
+ASYNCHRONOUS = """HloModule step
+
+%start (p: bf16[1,64]) -> bf16[4,64] {
+  %p = bf16[1,64]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[4,64]{1,0} all-gather(%p), channel_id=60, replica_groups={{0,1,2,3}}, chain_id="3"
+}
+
+%done (p.2: bf16[1,64]) -> bf16[4,64] {
+  %p.2 = bf16[1,64]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[4,64]{1,0} all-gather(%p.2), channel_id=60, replica_groups={{0,1,2,3}}, chain_id="3"
+}
+
+ENTRY %main (x: bf16[1,64]) -> bf16[4,64] {
+  %x = bf16[1,64]{1,0} parameter(0)
+  %a = bf16[4,64]{1,0} fusion(%x), kind=kCustom, calls=%start
+  ROOT %b = bf16[4,64]{1,0} fusion(%x), kind=kCustom, calls=%done
+}
+"""
+
+
+def test_an_asynchronous_collective_is_counted_once():
+    (found,) = collectives(ASYNCHRONOUS, js.Layout("fsdp=4").abstract().sizes)
+    assert (found.kind, found.axes, found.payload) == ("all-gather", ("fsdp",), 4 * 64 * 2)
+    assert len(collectives(ASYNCHRONOUS.replace('chain_id="3"', ""), js.Layout("fsdp=4").abstract().sizes)) == 2

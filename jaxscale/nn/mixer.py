@@ -24,7 +24,7 @@ class Mixer(Protocol):
     windowed: it takes a window.
     any_order: it takes a row's tokens in the order of `Context.order`, as attention and `recurrence` do; else it needs
       them in their natural one.
-    in_formulas: the planner's formulas know its arithmetic, memory and collectives; else a run is planned by compiling.
+    in_formulas: the planner's formulas know its arithmetic and memory; else a run is planned by compiling.
     """
 
     widens: ClassVar[bool] = False

@@ -19,7 +19,7 @@ class NotCovered(ConfigError):
     """
 
     def __init__(self, what: str):
-        self.why = f"no formula knows the arithmetic, memory and traffic of {what}"
+        self.why = f"no formula knows the arithmetic and memory of {what}"
         super().__init__(
             f"{self.why}; `jaxscale plan`, or `jaxscale explain --compile`, reads them off the compiled step, where "
             "the hardware can be compiled for"
@@ -31,7 +31,7 @@ def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig
 
     Args:
       config: the run's settings.
-      adapters: whether those of a run are covered, as they are by what it holds and not by what it sends.
+      adapters: whether those of a run are covered, as they are by what it holds and not by what it computes.
 
     Raises:
       NotCovered: they do not.

@@ -15,6 +15,8 @@ from jaxscale.step.objective import Input, NextToken, Objective, check_additive
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
 
+_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
+
 RESERVED = ("step", "time", "grad_norm", "lr", "skipped", "host_seconds")
 """Metrics that training itself writes, as it does those that begin with `eval_` or end with `_per_second`."""
 
@@ -29,8 +31,16 @@ def check_objective_of(config: TrainConfig) -> None:
     name = type(objective).__name__
     if not isinstance(objective, Objective):
         raise ConfigError(f"train.objective = {objective!r} is no subclass of jaxscale.step.Objective; make it one")
-    if not isinstance(objective.group, int) or objective.group < 1:
-        raise ConfigError(f"{name}.group = {objective.group!r}: must be at least 1, the rows that belong together")
+    for method in ("inputs", "weights", "terms", "value"):
+        if getattr(type(objective), method) is getattr(Objective, method):
+            raise ConfigError(f"{name} has no method '{method}'; write it, as jaxscale.step.Objective says")
+    group = objective.group
+    if not isinstance(group, int) or isinstance(group, bool) or group < 1:
+        raise ConfigError(
+            f"{name}.group = {group!r}: must be a whole number of at least 1, the rows that belong together"
+        )
+    if isinstance(objective.evaluated, str):
+        raise ConfigError(f"{name}.evaluated = {objective.evaluated!r}: give a tuple, as ('{objective.evaluated}',)")
     objective.check(config)
     for array, declared in _mapping(objective.inputs(config), f"{name}.inputs").items():
         _check_input(f"{name}.inputs['{array}']", array, declared)
@@ -45,15 +55,21 @@ def _check_input(where: str, array: str, declared: Any) -> None:
         raise ConfigError(f"{where} is {declared!r}; give an Input, such as Input((5,), 'float32', (None,))")
     if array == "rows":
         raise ConfigError(f"{where}: a batch's 'rows' are the numbers of its rows; give the array another name")
+    if not isinstance(declared.shape, tuple | list) or not isinstance(declared.axes, tuple | list):
+        raise ConfigError(f"{where} is {declared!r}; give tuples, as Input((5,), 'float32', (None,))")
+    if not all(isinstance(n, int) and n >= 1 for n in declared.shape):
+        raise ConfigError(f"{where} has the shape {tuple(declared.shape)}; give whole numbers of at least 1")
     if len(declared.axes) != len(declared.shape):
         raise ConfigError(
             f"{where} has the shape {tuple(declared.shape)} and {len(declared.axes)} axes; give each dimension a name "
             f"or None, as {(None,) * len(declared.shape)}"
         )
     try:
-        dtype = np.dtype(declared.dtype)
+        dtype = np.dtype(declared.dtype if declared.dtype is not None else "?None")
     except TypeError:
         raise ConfigError(f"{where} has the dtype {declared.dtype!r}, which NumPy does not know") from None
+    if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
+        raise ConfigError(f"{where} has the dtype {dtype}, which is of no numbers; take 'float32', 'int32' or 'bool'")
     held = jax.dtypes.canonicalize_dtype(dtype)
     if held != dtype:
         raise ConfigError(f"{where} has the dtype {dtype}, which JAX holds as {held}; take {held}, in the data as well")
@@ -81,6 +97,10 @@ def together(objective: Objective, terms: Any, weights: Any) -> dict[str, Any]:
     both = sorted(set(terms) & set(weights))
     if both:
         raise ConfigError(f"{name}: terms and weights both have '{both[0]}'; give one of them another name")
+    for path, x in jax.tree_util.tree_leaves_with_path({**terms, **weights}):
+        if not isinstance(x, _NUMBERS):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ConfigError(f"{name}: the sum '{where}' is {x!r}; give an array")
     return {**terms, **weights}
 
 
@@ -93,10 +113,12 @@ def check_numbers(objective: Objective, value: Any, metrics: Any) -> None:
     name = type(objective).__name__
     metrics = _mapping(metrics, f"{name}.metrics")
     for what, x in {"its value": value, **{f"the metric '{k}'": v for k, v in metrics.items()}}.items():
-        if not isinstance(x, jax.Array | np.ndarray | np.generic | int | float):
+        if not isinstance(x, _NUMBERS):
             raise ConfigError(f"{name}: {what} is {x!r}; give a scalar")
         if jnp.shape(x) != ():
             raise ConfigError(f"{name}: {what} has the shape {jnp.shape(x)}; give a scalar")
+        if not any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+            raise ConfigError(f"{name}: {what} is of {jnp.result_type(x)}; give a real number")
     kind = jnp.result_type(value)
     if kind != jnp.float32:
         raise ConfigError(f"{name}: its value is {kind}; give float32, as with value.astype(jnp.float32)")
@@ -129,8 +151,9 @@ def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, r
     fixed = draw(weights)
     grad = jax.jit(jax.grad(lambda t: objective.value({**t, **fixed}), allow_int=True))
     a, b = (jax.tree.leaves(grad(draw(terms))) for _ in range(2))
-    for x, y in zip(a, b, strict=True):
-        if x.dtype != jax.dtypes.float0 and np.isfinite([x, y]).all() and not np.allclose(x, y, rtol=1e-3):
+    for x, y in ((np.asarray(x), np.asarray(y)) for x, y in zip(a, b, strict=True) if x.dtype != jax.dtypes.float0):
+        x, y = x.astype(np.float32), y.astype(np.float32)
+        if np.isfinite([x, y]).all() and not np.allclose(x, y, rtol=1e-3):
             raise ConfigError(
                 f"{type(objective).__name__}.value is not linear in its terms, and {setting}; {remedy}, and say "
                 "additive = False in the objective"

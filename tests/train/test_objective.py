@@ -112,8 +112,19 @@ WRONG = {
     "axes": (with_input(y=Input((), "float32", (None,))), {}, ["Own.inputs['y']", "1 axes", "as ()"]),
     "dtype": (with_input(y=Input((), "float31", ())), {}, ["'float31', which NumPy does not know"]),
     "64 bits": (with_input(y=Input((), "float64", ())), {}, ["JAX holds as float32; take float32"]),
+    "no tuple": (with_input(y=Input(5, "float32", (None,))), {}, ["give tuples, as Input((5,)"]),
+    "no axes": (with_input(y=Input((), "float32", None)), {}, ["give tuples, as Input((5,)"]),
+    "no size": (with_input(y=Input((-1,), "float32", (None,))), {}, ["the shape (-1,); give whole numbers"]),
+    "words": (with_input(y=Input((), "U4", ())), {}, ["dtype <U4, which is of no numbers; take 'float32'"]),
+    "no dtype": (with_input(y=Input((), None, ())), {}, ["the dtype None, which NumPy does not know"]),
     "no arrays": (changed(inputs=lambda self, config: {}), {}, ["Own.inputs gives {}"]),
-    "group": (changed(group=0), {}, ["Own.group = 0: must be at least 1"]),
+    "group": (changed(group=0), {}, ["Own.group = 0: must be a whole number of at least 1"]),
+    "a real group": (changed(group=2.0), {}, ["Own.group = 2.0: must be a whole number"]),
+    "evaluated": (changed(evaluated="loss"), {}, ["Own.evaluated = 'loss': give a tuple, as ('loss',)"]),
+    "no inputs": (changed(inputs=Objective.inputs), {}, ["Own has no method 'inputs'; write it"]),
+    "a word": (changed(terms=lambda self, model, batch, *, key=None: {"each": "5"}), {}, ["the sum 'each' is '5'"]),
+    "complex": (with_metric(each=jnp.complex64(1)), {}, ["the metric 'each' is of complex64; give a real number"]),
+    "a key": (with_metric(each=jax.random.key(0)), {}, ["the metric 'each' is of key<fry>; give a real number"]),
     "groups of parts": (Pairs(), dict(batch_size=12, accumulate=4), ["each of 4 parts", "nearest that does is 16"]),
     "shared": (
         changed(weights=lambda self, batch, parts: {"count": 1.0, "squares": 1.0}), {}, ["both have 'squares'"],
@@ -138,6 +149,13 @@ WRONG = {
 def test_a_wrong_objective_is_said_before_anything_is_compiled(objective, settings, words):
     with raises_saying(ConfigError, *words):
         prepare(config_of(objective, **settings))
+
+
+def test_a_term_of_fewer_bits_is_taken_in_parts():
+    terms = lambda self, model, batch, *, key=None: {  # noqa: E731
+        **Pairs.terms(self, model, batch), "few": jnp.bfloat16(1)
+    }  # fmt: skip
+    prepare(config_of(changed(terms=terms, value=lambda self, totals: Pairs.value(self, totals)), accumulate=2))
 
 
 @pytest.mark.parametrize("remedy", [dict(batch_size=16, accumulate=4), dict(batch_size=12, accumulate=2)])

@@ -1,7 +1,7 @@
-"""What a training step has to send, from its traced program: no compiler, no devices.
+"""The collectives of a training step, from its traced program: no compiler, no devices.
 
-A layout says how parameters, activations and gradients lie, and the step constrains them so; every collective is what
-brings one sharding to the next (`jaxscale.plan.partition`). No layer, objective or optimizer has to be known.
+The step constrains parameters, activations and gradients to the layout's shardings; its collectives are the changes
+from one sharding to the next (`jaxscale.plan.partition`), whatever the layers, the objective and the optimizer are.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jaxscale.step.step import batch_shardings
 
 
 def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False) -> list[Collective]:
-    """Every collective that a run's layout demands of a training step, named and placed as in its compiled program.
+    """Every collective of a training step, with named scopes and source lines as in its compiled program.
 
-    A compiler may put others in their place, joins small ones, and moves a few scalars besides
-    (`experiments/planner_accuracy/COMMUNICATION.md` compares). A ragged exchange of experts' tokens is counted as
-    routers send it that drop nothing.
+    A compiler may replace some by others, merges small ones, and adds a few scalars
+    (`experiments/planner_accuracy/COMMUNICATION.md` compares). A ragged all-to-all of experts' tokens is counted as
+    if no token were dropped. See `jaxscale.plan.partition.partitioned` for primitives that have no rule.
 
     Args:
       config: the run's settings, with a layout.
@@ -47,9 +47,9 @@ def partition(config: TrainConfig, hardware: str | Topology, *, every_branch: bo
     """What a device computes and sends in a training step; arguments as `predict`."""
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
-    there = topology(hardware) if isinstance(hardware, str) else hardware
-    kind = there.chip.kinds[0] if there.chip.kinds else None
-    layout = config.layout.abstract(there.devices, kind=kind)
+    target = topology(hardware) if isinstance(hardware, str) else hardware
+    kind = target.chip.kinds[0] if target.chip.kinds else None
+    layout = config.layout.abstract(target.devices, kind=kind)
     config = dataclasses.replace(config, layout=layout, guards=())
     blueprint, schedule = blueprint_of(config)
     batch = batch_shardings(layout, config.objective.inputs(config), config.batch_size)
@@ -57,10 +57,10 @@ def partition(config: TrainConfig, hardware: str | Topology, *, every_branch: bo
     with layout:
         args = (blueprint.abstract_state(), abstract_batch(config))
     boxes: Any = jax.tree.map(functools.partial(_boxes, layout), args, shardings)
-    taken = {} if every_branch or layout.stages == 1 else _taken(config, layout)
-    platform = {"gpu": "cuda"}.get(there.chip.platform, there.chip.platform)
+    shares = {} if every_branch or layout.stages == 1 else _branch_shares(config, layout)
+    platform = {"gpu": "cuda"}.get(target.chip.platform, target.chip.platform)
     step = step_of(blueprint, config, schedule)
-    return partitioned(step, args, boxes, layout, out=boxes[0], platform=platform, taken=taken)
+    return partitioned(step, args, boxes, layout, out=boxes[0], platform=platform, branch_shares=shares)
 
 
 def sized(layout: Layout, devices: int) -> Layout:
@@ -77,8 +77,8 @@ def _boxes(layout: Layout, x: Any, sharding: Any) -> Boxes:
     return Boxes(tuple(tuple(a for a in axes if layout.sizes[a] > 1) for axes in split))
 
 
-def _taken(config: TrainConfig, layout: Layout) -> dict[str, float]:
-    """In which share of its ticks a pipeline enters each branch, by the scopes of `parallel/pipeline/executor`."""
+def _branch_shares(config: TrainConfig, layout: Layout) -> dict[str, float]:
+    """The share of a pipeline's ticks that enter each branch, by the named scopes of `parallel/pipeline/executor`."""
     rows, split = config.micro_batch, layout.split("batch")
     table = layout.schedule.table(layout.stages, layout.schedule.microbatches_of(layout.stages, rows, split))
     ticks = len(table.slots)

@@ -1,4 +1,4 @@
-"""Collectives out of changes of signature: what must be sent so that an array lies as its next user wants it."""
+"""The collectives that change an array from one sharding to another."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _SENT = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
 def change(
     shape: Sequence[int], itemsize: int, before: Boxes, after: Boxes, sizes: Mapping[str, int]
 ) -> list[Collective]:
-    """What turns one signature of an array into another; moves of a kind in a row are one collective.
+    """The collectives from one sharding of an array to another; moves of one kind in a row are one collective.
 
     Args:
       shape: of the whole array.
-      itemsize: bytes of an element as it travels.
+      itemsize: bytes of an element as it is sent.
       before, after: see `jaxscale.layout.rebox`.
       sizes: devices by mesh axis.
     """
     moves = rebox(before, after, shape, itemsize, sizes)
-    found = []
+    collectives = []
     for kind, group in itertools.groupby((m for m in moves if m.kind in _SENT), key=lambda m: m.kind):
         together = list(group)
         payloads = [_payload(m, sizes[m.axis]) for m in together]
         payload = payloads[-1] if kind == "all-gather" else payloads[0]
-        found += send(kind, [m.axis for m in together], payload, sizes)
-    return found
+        collectives += send(kind, [m.axis for m in together], payload, sizes)
+    return collectives
 
 
 def send(kind: str, over: Sequence[str], payload: int, sizes: Mapping[str, int]) -> list[Collective]:
-    """One collective over these mesh axes; none where they have one device, or nothing is sent."""
+    """One collective over these mesh axes; none where they span one device or `payload` is 0."""
     axes = tuple(a for a in MESH_AXES if a in over and sizes[a] > 1)
     if not axes or not payload:
         return []
@@ -51,5 +51,5 @@ def devices(over: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def _payload(move: Move, n: int) -> int:
-    """The whole that a move is about, from what each device sends of it by the ring algorithms."""
+    """`Collective.payload` of a move, from the bytes that each device sends by the ring algorithms."""
     return round(move.sent * n / (n - 1) / (2 if move.kind == "all-reduce" else 1))

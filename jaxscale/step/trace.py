@@ -95,7 +95,7 @@ def gathers(jaxpr: core.Jaxpr, caller: str = "") -> list[str]:
     """
     lines: dict[str, None] = {}
     for eqn in jaxpr.eqns:
-        line = _source(eqn) or caller
+        line = source_line(eqn) or caller
         if eqn.primitive.name.startswith(("gather", "scatter")):
             lines[line] = None
         elif eqn.primitive.name != "shard_map":
@@ -205,7 +205,7 @@ def _origin(eqn: core.JaxprEqn, given: Sequence[Any], made: Sequence[Any], here:
     floats = [np.abs(np.asarray(x, np.float64)) for x in given if _is_float(x) and np.size(x)]
     largest = max((float(x[np.isfinite(x)].max(initial=0)) for x in floats), default=math.nan)
     kind = "NaN" if any(int(m) & NAN for m in _marks(made)) else "an infinity"
-    return Origin(kind, eqn.primitive.name, _plain(stack), "transpose(" in stack, _source(eqn), largest)
+    return Origin(kind, eqn.primitive.name, _plain(stack), "transpose(" in stack, source_line(eqn), largest)
 
 
 def _plain(stack: str) -> str:
@@ -215,13 +215,19 @@ def _plain(stack: str) -> str:
     return "/".join(part for part in stack.split("/") if part).replace("/[", "[")  # the number of a layer
 
 
-def _source(eqn: core.JaxprEqn) -> str:
-    """The innermost line of ours, or of whoever wrote the model."""
+def source_line(eqn: core.JaxprEqn, skip: Sequence[str] = ("site-packages",)) -> str:
+    """The innermost "file:line" that called an operation, or "".
+
+    Args:
+      eqn: the operation.
+      skip: files whose path contains one of these are passed over.
+    """
     traceback = eqn.source_info.traceback
     frames: Sequence[Any] = () if traceback is None else traceback.frames
     for frame in frames:
         path = Path(frame.file_name)
-        if "site-packages" not in path.parts and path.suffix == ".py" and path != Path(__file__):
+        skipped = any(part in frame.file_name for part in skip)
+        if not skipped and path.suffix == ".py" and path != Path(__file__):
             name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
             return f"{name}:{frame.line_num}"
     return ""

@@ -1,0 +1,240 @@
+"""How single operations of a program shard their results, and what they send: a rule for each kind of primitive."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.layout import Boxes
+from jaxscale.plan.moves import send
+
+if TYPE_CHECKING:
+    from jaxscale.plan.partition import Value, Walk
+
+HIGHEST = 6
+"""Passes of bfloat16 that a TPU takes for a product of float32 at `precision="highest"` (as in
+`jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6`). How much slower a GPU is there is not modelled."""
+
+Split = tuple[tuple[str, ...], ...]
+"""For each dimension the mesh axes that shard it, outermost first."""
+
+ADDS = ("add", "add_any", "sub")
+
+LINEAR = frozenset(
+    "sharding_constraint convert_element_type transpose reshape squeeze expand_dims jit pjit closed_call remat2 "
+    "checkpoint custom_jvp_call custom_vjp_call core_call copy name psum psum2 psum_invariant".split()
+)
+"""Primitives whose result is a partial sum where their operand is one, or that reduce it themselves."""
+
+SAME_SHAPE = frozenset(
+    "add add_any sub mul div max min neg tanh logistic exp convert_element_type copy sharding_constraint select_n "
+    "integer_pow square name".split()
+)
+"""Primitives whose operands a compiler shards as their result."""
+
+SHARED = frozenset(
+    "sharding_constraint convert_element_type transpose reshape squeeze expand_dims slice pad broadcast_in_dim "
+    "name all_gather all_gather_invariant ppermute".split()
+)
+"""Primitives that a compiler executes once for equal operands (common subexpressions)."""
+
+_COLLECTIVES = {
+    "psum": "all-reduce", "psum2": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce",
+    "pmin": "all-reduce", "all_gather": "all-gather", "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}  # fmt: skip
+
+
+def finest(splits: Sequence[Split]) -> Split:
+    """For each dimension the sharding of the most mesh axes."""
+    return tuple(max(axes, key=len) for axes in zip(*splits, strict=True))
+
+
+def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """Results are sharded as operands are, in dimensions of equal size; the finest sharding wins.
+
+    Also of a primitive without a rule of its own, which is taken to send nothing.
+    """
+    outputs = []
+    for out in eqn.outvars:
+        shape = getattr(out.aval, "shape", ())
+        splits: list[Split] = [((),) * len(shape)]
+        for v, x in zip(eqn.invars, inputs, strict=True):
+            if len(x.boxes.split) == len(shape):
+                sizes = zip(x.boxes.split, v.aval.shape, shape, strict=True)
+                splits.append(tuple(axes if m == n else () for axes, m, n in sizes))
+        partial = inputs[0].boxes.partial if inputs else frozenset()  # of LINEAR alone; others' operands are reduced
+        dtype = next((x.dtype for x in inputs if x.dtype), None)
+        users = [u.primitive.name for u in walk.users_of(out)]
+        if partial and eqn.primitive.name == "convert_element_type" and users == ["add"]:
+            dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # cast first, and reduced afterwards
+        outputs.append(walk.new(Boxes(walk.divisible(shape, finest(splits)), partial), dtype))
+    return outputs
+
+
+def constraint(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """`with_sharding_constraint`. A partial sum stays one along axes that it does not shard; and a dimension that it
+    does not shard stays sharded where all users are elementwise and sharded so."""
+    spec, before, out = getattr(eqn.params["sharding"], "spec", None), inputs[0].boxes, eqn.outvars[0]
+    if spec is None:
+        return [inputs[0]]
+    asked = [tuple(a for a in axes if a not in walk.manual) for axes in walk.split_of(spec, len(before.split))]
+    free = eqn.params.get("unconstrained_dims") or ()
+    split = tuple(before.split[d] if d in free else axes for d, axes in enumerate(asked))
+    elementwise_users = all(u.primitive.name in SAME_SHAPE for u in walk.users_of(out))
+    if elementwise_users and (later := walk.split_in_use(out)) is not None:
+        each = zip(split, before.split, later, strict=True)
+        split = tuple(b if s == b[: len(s)] and b == used[: len(b)] else s for s, b, used in each)
+    after = Boxes(split, before.partial - {a for axes in split for a in axes})
+    return [walk.reshard(eqn.invars[0], inputs[0], after, walk.scopes(eqn), eqn)]
+
+
+def product(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """A matrix product. Where one mesh axis shards two different dimensions, the dimension keeps it that users of the
+    result have sharded by it, else that of the larger operand; the other operand is gathered."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    letters = [[f"{side}{d}" for d in range(v.aval.ndim)] for side, v in zip("lr", eqn.invars, strict=True)]
+    for pairs, kind in ((contracted, "k"), (batched, "b")):
+        for n, (left, right) in enumerate(zip(*pairs, strict=True)):
+            letters[0][left] = letters[1][right] = f"{kind}{n}"
+    own = [[n for n in names if n[0] == side] for side, names in zip("lr", letters, strict=True)]
+    out = [*(f"b{n}" for n in range(len(batched[0]))), *own[0], *own[1]]
+    in_use = walk.split_in_use(eqn.outvars[0]) or ()
+    preferred = {a: name for name, axes in zip(out, in_use, strict=False) for a in axes}
+    sharded_by: dict[str, set[str]] = defaultdict(set)
+    for names, x in zip(letters, inputs, strict=True):
+        for name, axes in zip(names, x.boxes.split, strict=True):
+            for a in axes:
+                sharded_by[a].add(name)
+    gathered = {
+        (a, name)
+        for a, names in sharded_by.items()
+        if preferred.get(a) in names
+        for name in names
+        if name != preferred[a]
+    }
+    order = sorted((0, 1), key=lambda i: -math.prod(eqn.invars[i].aval.shape))
+    split: dict[str, tuple[str, ...]] = {}
+    sizes: dict[str, int] = {}
+    for i in order:
+        used = {a for axes in split.values() for a in axes}
+        for name, n, axes in zip(letters[i], eqn.invars[i].aval.shape, inputs[i].boxes.split, strict=True):
+            sizes[name] = n
+            if not split.get(name):
+                split[name] = tuple(a for a in axes if a not in used and (a, name) not in gathered)
+    for i in order:
+        operand = Boxes(tuple(split[name] for name in letters[i]))
+        walk.reshard(eqn.invars[i], inputs[i], operand, walk.scopes(eqn), eqn)
+    flops = 2.0 * math.prod(sizes.values()) / walk.pieces([a for axes in split.values() for a in axes])
+    dtype = max((v.aval.dtype for v in eqn.invars), key=lambda d: d.itemsize).name
+    highest = eqn.params.get("precision") == (jax.lax.Precision.HIGHEST,) * 2 and dtype == "float32"
+    walk.flops[walk.scopes(eqn), dtype] += flops * walk.times * (HIGHEST if highest else 1)
+    partial = frozenset(a for name, axes in split.items() if name[0] == "k" for a in axes)
+    return [walk.new(Boxes(tuple(split[name] for name in out), partial), eqn.outvars[0].aval.dtype)]
+
+
+def reduction(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """A sum or a maximum over dimensions: partial along the mesh axes that shard these."""
+    reduced, split = set(eqn.params["axes"]), inputs[0].boxes.split
+    partial = frozenset(a for d in reduced for a in split[d])
+    boxes = Boxes(tuple(axes for d, axes in enumerate(split) if d not in reduced), partial)
+    return [walk.new(boxes, v.aval.dtype) for v in eqn.outvars]
+
+
+def broadcast(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """`broadcast_in_dim`: dimensions of the operand's own size stay sharded."""
+    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    split: list[tuple[str, ...]] = [()] * len(shape)
+    for d, to in enumerate(places):
+        if eqn.invars[0].aval.shape[d] == shape[to]:
+            split[to] = inputs[0].boxes.split[d]
+    return [walk.new(Boxes(tuple(split)))]
+
+
+def transpose(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """The dimensions' shardings, permuted as they are."""
+    boxes = inputs[0].boxes
+    split = tuple(boxes.split[d] for d in eqn.params["permutation"])
+    return [walk.new(Boxes(split, boxes.partial), inputs[0].dtype)]
+
+
+def reshape(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """Of dimensions that are joined or parted, the outermost stays sharded; others are gathered."""
+    before, after, boxes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, inputs[0].boxes
+    split: list[tuple[str, ...]] = [()] * len(after)
+    if not math.prod(before):
+        return [walk.new(Boxes(tuple(split)))]
+    ungathered: list[tuple[str, ...]] = [()] * len(before)
+    for old, new in _regrouped(before, after):
+        first = next((d for d in old if before[d] > 1), None)
+        to = next((d for d in new if after[d] > 1), None)
+        if first is not None and to is not None and after[to] % walk.pieces(boxes.split[first]) == 0:
+            split[to] = ungathered[first] = boxes.split[first]
+    walk.reshard(eqn.invars[0], inputs[0], Boxes(tuple(ungathered), boxes.partial), walk.scopes(eqn), eqn)
+    return [walk.new(Boxes(tuple(split), boxes.partial), inputs[0].dtype)]
+
+
+def pad_or_slice(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """A dimension that grows or shrinks by less than there are shards stays sharded."""
+    before, after, boxes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, inputs[0].boxes
+    sizes = zip(boxes.split, before, after, strict=True)
+    return [walk.new(Boxes(tuple(axes if abs(m - n) < walk.pieces(axes) else () for axes, m, n in sizes)))]
+
+
+def collective(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """A collective that the program calls itself, inside of a `shard_map`."""
+    primitive, axes = eqn.primitive.name, eqn.params.get("axes", eqn.params.get("axis_name"))
+    names = (axes,) if isinstance(axes, str) else axes
+    over = tuple(a for a in names if isinstance(a, str) and walk.layout.sizes[a] > 1)
+    operands = list(zip(eqn.invars, inputs, strict=True))
+    if primitive.startswith("psum"):  # a partial sum, so that one which a loop only adds to is reduced after the loop
+        outputs = []
+        for v, x in operands:
+            walk.reshard(v, x, Boxes(x.boxes.split), walk.scopes(eqn), eqn)
+            outputs.append(walk.new(Boxes(x.boxes.split, frozenset(over)), x.dtype or v.aval.dtype))
+        return outputs
+    if primitive.startswith("ragged"):  # the smaller of the input and the output buffer
+        operands = [min(operands[:2], key=lambda operand: math.prod(operand[0].aval.shape))]
+    kind = _COLLECTIVES[primitive]
+    for v, x in operands:
+        payload = math.prod(v.aval.shape) * v.aval.dtype.itemsize // math.prod(map(walk.pieces, x.boxes.split))
+        payload *= walk.pieces(over) if kind == "all-gather" else 1
+        walk.send(send(kind, over, payload, walk.layout.sizes), walk.scopes(eqn), eqn)
+    return elementwise(walk, eqn, inputs)
+
+
+def _regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Of a reshape, the smallest groups of dimensions that hold the same elements on both sides."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = [i] if i < len(before) else [], [j] if j < len(after) else []
+        i, j = i + len(old), j + len(new)
+        a, b = (math.prod(shape[d] for d in group) for shape, group in ((before, old), (after, new)))
+        while a != b:
+            if a < b:
+                old.append(i)
+                a, i = a * before[i], i + 1
+            else:
+                new.append(j)
+                b, j = b * after[j], j + 1
+        yield old, new
+
+
+Rule = Callable[["Walk", Any, Sequence["Value"]], list["Value"]]
+RULES: dict[str, Rule] = {
+    "sharding_constraint": constraint,
+    "dot_general": product,
+    "broadcast_in_dim": broadcast,
+    "transpose": transpose,
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), reshape),
+    **dict.fromkeys(("pad", "slice"), pad_or_slice),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), reduction),
+    **dict.fromkeys(_COLLECTIVES, collective),
+}
+"""By primitive; `elementwise` for all others."""

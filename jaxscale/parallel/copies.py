@@ -75,6 +75,6 @@ def why_no_gathers(layout: Layout | None) -> str | None:
     if layout is None or sum(size > 1 for axis, size in layout.sizes.items() if axis != "replica") < 2:
         return None
     return (
-        f"if that dimension is sharded, XLA (jax 0.10.2) aborts while it compiles for {layout}, whose replicas have "
-        "two mesh axes; write jax.nn.one_hot and a sum instead, or give a replica one axis"
+        f"along a sharded dimension this makes XLA (jax 0.10.2) abort while it compiles for {layout}, whose replicas "
+        "have several mesh axes; use jax.nn.one_hot and a sum, or a mesh with one axis in each replica"
     )

@@ -136,7 +136,7 @@ class Program:
         """The collectives of a computation that runs so often; what has no name and source has its caller's."""
         for line in self.computations.get(computation, ()):
             if op := _OPCODE.search(line):
-                # a TPU's asynchronous one stands in its start, in what is fused with it, and in its end
+                # on TPUs the start, the fusions and the end of an asynchronous collective all contain it
                 chain = re.search(r"channel_id=(\d+),.*chain_id=\"(\d+)\"", line)
                 if chain and self.chains.setdefault(chain.groups(), line) != line:
                     continue
@@ -172,8 +172,8 @@ class Program:
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a TPU's, of which each device keeps its own piece
         payload = given * devices if kind == "all-gather" else given
-        said = next(filter(_named, (line, *map(self._maker, operands), caller)), None)
-        name = _named(said) if said else None
+        named = next(filter(_named, (line, *map(self._maker, operands), caller)), None)
+        name = _named(named) if named else None
         return Collective(
             kind,
             axes,
@@ -183,7 +183,7 @@ class Program:
             certain,
             ring,
             name[1] if name else "",
-            self.source(line) or (self.source(said) if said else "") or self.source(caller),
+            self.source(line) or (self.source(named) if named else "") or self.source(caller),
             tuple((a, b) for a, b in pairs),
         )
 

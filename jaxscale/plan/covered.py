@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxscale.errors import ConfigError
 from jaxscale.models import Plannable, TransformerConfig
+from jaxscale.nn import MultiHeadLatent, dot_product_attention
+from jaxscale.nn.context_parallel import ContextParallel
 
 if TYPE_CHECKING:
+    from jaxscale.layout import Layout
     from jaxscale.step import TrainConfig
 
 
@@ -45,6 +49,22 @@ def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig
     if config.adapters is not None and not (adapters and config.adapters.in_formulas):
         raise NotCovered(type(config.adapters).__name__)
     return covered_model(config.model)
+
+
+def check_attention(model: TransformerConfig, layout: Layout) -> None:
+    """That formulas cover a model's attention on a layout.
+
+    Raises:
+      NotCovered: latent attention of a sharded sequence or beside the feed-forward layer, or a user's kernel over
+        a sharded sequence.
+    """
+    sharded = layout.split("seq") > 1
+    if isinstance(model.attention_layer, MultiHeadLatent) and (model.parallel or sharded):
+        raise NotCovered("MultiHeadLatent where a sequence is sharded or sub-layers are parallel")
+    kernel = model.attention.func if isinstance(model.attention, functools.partial) else model.attention
+    if sharded and kernel is not dot_product_attention and not isinstance(kernel, ContextParallel):
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        raise NotCovered(f"the attention {name} over a sequence that {layout} shards")
 
 
 def covered_model(model: Any) -> TransformerConfig:

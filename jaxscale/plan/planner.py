@@ -21,7 +21,7 @@ from jaxscale.plan.by_compiling import compiled_plan
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
-from jaxscale.plan.covered import NotCovered, covered
+from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
@@ -155,8 +155,8 @@ def plan_for(
 ) -> Plan:
     """Plans a run: bytes, FLOPs, traffic and time of a step, and what a number of tokens takes.
 
-    By arithmetic always, from names, rules and data sheets; and from the step itself, compiled for the hardware by its
-    own compiler, where that is installed. Nothing is allocated.
+    Always without a compiler: collectives from the traced step, memory and FLOPs by formulas, rates from data sheets.
+    Where the hardware's own compiler is installed, from the compiled step as well. Nothing is allocated.
 
     Args:
       config: the run's settings; its data is not opened. A mesh of fewer devices than there are uses the first ones.
@@ -200,7 +200,7 @@ def plan_for(
 
 
 def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
-    """A step's work: its traffic and the optimizer's products from the traced step, the rest by formulas.
+    """A step's work: collectives and the optimizer's matrix products of the traced step, the rest by formulas.
 
     Args:
       config: the run's settings, every size of its mesh known.
@@ -210,7 +210,7 @@ def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
     Raises:
       NotCovered: what no formula knows.
     """
-    covered(config)
+    check_attention(covered(config), _layout(config))
     traced = partition(config, there)
     sent = as_compiled(traced.collectives, there)
     return work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))

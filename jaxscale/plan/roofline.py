@@ -63,7 +63,7 @@ class Work:
       tokens: of a step, whole machine.
       dtype: of the arithmetic whose peak MFU is a share of.
       host: bytes that a device moves to and from host memory.
-      hidden: mesh axes whose communication, though layers wait for it, runs beside their products (`overlap`).
+      hidden: mesh axes whose communication is assumed to run beside products, whatever the collectives are.
       crosses: the mesh axis that spans slices, where there are several.
     """
 

@@ -64,12 +64,14 @@ def _check_input(where: str, array: str, declared: Any) -> None:
             f"{where} has the shape {tuple(declared.shape)} and {len(declared.axes)} axes; give each dimension a name "
             f"or None, as {(None,) * len(declared.shape)}"
         )
+    if declared.dtype is None:
+        raise ConfigError(f"{where} has no dtype; give one, as Input((5,), 'float32', (None,))")
     try:
-        dtype = np.dtype(declared.dtype if declared.dtype is not None else "?None")
+        dtype = np.dtype(declared.dtype)
     except TypeError:
         raise ConfigError(f"{where} has the dtype {declared.dtype!r}, which NumPy does not know") from None
     if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
-        raise ConfigError(f"{where} has the dtype {dtype}, which is of no numbers; take 'float32', 'int32' or 'bool'")
+        raise ConfigError(f"{where} has the dtype {dtype}, which is not numeric; use 'float32', 'int32' or 'bool'")
     held = jax.dtypes.canonicalize_dtype(dtype)
     if held != dtype:
         raise ConfigError(f"{where} has the dtype {dtype}, which JAX holds as {held}; take {held}, in the data as well")

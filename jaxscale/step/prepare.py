@@ -427,11 +427,11 @@ def _of_stages(blueprint: Blueprint, config: TrainConfig) -> list[str]:
     """What pipeline stages cost beyond their schedule: padding, and gradients that adapters have no use for."""
     if config.layout is None or config.layout.stages == 1:
         return []
-    said = [] if blueprint.adaptation is None else [
+    notes = [] if blueprint.adaptation is None else [
         "over pipeline stages gradients of the frozen kernels are made, and those of the adapters from them: it is "
         "a step's time and memory of full training, without its optimizer state"
     ]  # fmt: skip
-    return [*said, *pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)[1:]]
+    return [*notes, *pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)[1:]]
 
 
 def _check_same_everywhere(source: Source) -> None:
@@ -449,7 +449,7 @@ def _check_same_everywhere(source: Source) -> None:
 
 
 def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
-    """Traces the model and the objective, so that what they have to say about these shapes is said now."""
+    """Traces the model and the objective, so that errors about these shapes are raised now."""
     objective = config.objective
 
     def totals(params: Any, frozen: Any, batch: Any) -> Any:
@@ -466,7 +466,7 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     copied = any("replicas" in i.axes for i in jax.tree.leaves(config.algorithm.infos(blueprint)))
     if copied and (why := why_no_gathers(config.layout)):
         for line in gathers(closed.jaxpr):
-            log.warning("%s gathers or scatters: %s", line, why)
+            log.warning("%s gathers or scatters; %s", line, why)
     if config.accumulate > 1:
         parts = f"train.accumulate = {config.accumulate} takes the batch in parts"
         check_linear(objective, terms, weights, parts, "set train.accumulate = 1")

@@ -87,11 +87,11 @@ def quickly(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathers(jaxpr: core.Jaxpr, caller: str = "") -> list[str]:
-    """The lines of a program that gather or scatter outside of any `shard_map`, such as "model.py:12", each once.
+    """The source lines that gather or scatter outside of any `shard_map`, each once, as "model.py:12".
 
     Args:
       jaxpr: of the program.
-      caller: the line that called it; functions of `jax.numpy` are traced by themselves and have no line of their own.
+      caller: the line that called it: operations inside of `jax.numpy` functions have no line of their own.
     """
     lines: dict[str, None] = {}
     for eqn in jaxpr.eqns:

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from experiments.calculators.long_context import cache_bytes
+from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig, deepseek_v3
 from jaxscale.nn import MultiHeadLatent
@@ -16,6 +17,7 @@ from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import predict
 from jaxscale.plan.work import products
 from jaxscale.step import TrainConfig
+from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(
     depth=2, vocab=64, width=32, heads=4, hidden=64, attention_layer=MultiHeadLatent(16, 16, 8, 4, 8)
@@ -70,9 +72,11 @@ def test_a_compiled_step_sums_the_streams_cotangents_once():
     assert abs(sent - ours) < stream / 10
 
 
-@pytest.mark.parametrize(("mesh", "parallel"), [("fsdp=4", True), ("tensor=4", True)])
-def test_a_plan_of_sublayers_side_by_side(mesh, parallel):
-    config = TrainConfig(
-        model=dataclasses.replace(MODEL, parallel=parallel), layout=Layout(mesh), batch_size=4, seq_len=8
-    )
-    assert plan_for(config, "h100:4", compile="never").step.exposed > 0
+@pytest.mark.parametrize(
+    ("mesh", "parallel"), [("fsdp=2,context=2", False), ("tensor=4", True)], ids=["cut", "parallel"]
+)
+def test_a_plan_names_the_attention_whose_memory_and_arithmetic_it_does_not_know(mesh, parallel):
+    model = dataclasses.replace(MODEL, parallel=parallel)
+    config = TrainConfig(model=model, layout=Layout(mesh), batch_size=4, seq_len=8)
+    with raises_saying(ConfigError, "no formula knows", "MultiHeadLatent", "has to be compiled for h100:4"):
+        plan_for(config, "h100:4", compile="never")

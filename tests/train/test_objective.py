@@ -115,8 +115,8 @@ WRONG = {
     "no tuple": (with_input(y=Input(5, "float32", (None,))), {}, ["give tuples, as Input((5,)"]),
     "no axes": (with_input(y=Input((), "float32", None)), {}, ["give tuples, as Input((5,)"]),
     "no size": (with_input(y=Input((-1,), "float32", (None,))), {}, ["the shape (-1,); give whole numbers"]),
-    "words": (with_input(y=Input((), "U4", ())), {}, ["dtype <U4, which is of no numbers; take 'float32'"]),
-    "no dtype": (with_input(y=Input((), None, ())), {}, ["the dtype None, which NumPy does not know"]),
+    "words": (with_input(y=Input((), "U4", ())), {}, ["dtype <U4, which is not numeric; use 'float32'"]),
+    "no dtype": (with_input(y=Input((), None, ())), {}, ["Own.inputs['y'] has no dtype; give one"]),
     "no arrays": (changed(inputs=lambda self, config: {}), {}, ["Own.inputs gives {}"]),
     "group": (changed(group=0), {}, ["Own.group = 0: must be a whole number of at least 1"]),
     "a real group": (changed(group=2.0), {}, ["Own.group = 2.0: must be a whole number"]),
@@ -151,10 +151,10 @@ def test_a_wrong_objective_is_said_before_anything_is_compiled(objective, settin
         prepare(config_of(objective, **settings))
 
 
-def test_a_term_of_fewer_bits_is_taken_in_parts():
-    terms = lambda self, model, batch, *, key=None: {  # noqa: E731
-        **Pairs.terms(self, model, batch), "few": jnp.bfloat16(1)
-    }  # fmt: skip
+def test_a_bfloat16_term_is_accumulated():
+    def terms(self, model, batch, *, key=None):
+        return {**Pairs.terms(self, model, batch), "few": jnp.bfloat16(1)}
+
     prepare(config_of(changed(terms=terms, value=lambda self, totals: Pairs.value(self, totals)), accumulate=2))
 
 

@@ -202,7 +202,7 @@ class _Stage:
 
     # Slots are read and written outside of branches: a buffer that a branch is given is copied whole.
 
-    # By these named scopes a plan counts how often a branch is taken (`jaxscale.plan.communication`).
+    # The planner counts how often each branch is taken by these named scopes (`jaxscale.plan.communication`).
 
     @jax.named_scope(FORWARD)
     @jax.named_scope("begin_phase")

@@ -1,14 +1,17 @@
 """Searching for the layout that trains fastest in the memory there is: arithmetic first, then the compiler.
 
-Every candidate has a time that it cannot beat, that of its arithmetic alone, which costs a thousandth of a second to
-work out. They are worked out whole in that order (branch and bound), until what remains cannot come near the fastest
-that fits: nothing better is passed over. The fastest of those that no other beats in both time and memory are compiled.
+Every candidate has a time that it cannot beat, that of its arithmetic, which costs a thousandth of a second to work
+out; for those that fit, what its layout sends without recomputing and micro-batches is added, traced once a layout.
+They are worked out whole in that order (branch and bound), until what remains cannot come near the fastest that fits;
+what is beaten in time and memory by one that was worked out is left out. Nothing better is passed over. The fastest of
+those that no other beats in both time and memory are compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +22,8 @@ import jax
 from jaxscale.errors import ConfigError, JaxscaleError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
+from jaxscale.plan.collectives import Collective
+from jaxscale.plan.communication import partition
 from jaxscale.plan.covered import covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.plan_tables import seconds
@@ -26,6 +31,7 @@ from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, 
 from jaxscale.plan.roofline import StepTime, step_time
 from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.space import Candidate, Space, candidates
+from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig
 from jaxscale.units import human_bytes
@@ -162,7 +168,7 @@ def search(
     if every and not allowed:
         assert refusal is not None
         raise refusal
-    found, worked_out = _walk(allowed, there, within, tell)
+    found, worked_out, fitting = _walk(allowed, there, within, tell)
     best = front(found)
     done: dict[int, Found] = {}
     refused: list[str] = []
@@ -185,7 +191,7 @@ def search(
     winner = with_budget(winner, tokens, price, watts)
     seconds = time.perf_counter() - began
     unfit = len(every) - len(allowed)
-    return Search(winner, best, there, within, len(every), unfit, worked_out, len(found), len(plans), seconds, how)
+    return Search(winner, best, there, within, len(every), unfit, worked_out, fitting, len(plans), seconds, how)
 
 
 def front(found: Sequence[Found]) -> tuple[Found, ...]:
@@ -221,36 +227,50 @@ def _trainable(every: Sequence[Candidate]) -> tuple[list[Candidate], JaxscaleErr
     return allowed, next((e for e in refused.values() if e is not None), None)
 
 
-def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell) -> tuple[list[Found], int]:
-    """Everything that fits and is at most `within` times slower than the fastest; and how many were worked out.
+def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell) -> tuple[list[Found], int, int]:
+    """What no other candidate beats in time and memory, of those at most `within` times slower than the fastest.
+
+    Returns:
+      these, and possibly some that are beaten; how many candidates were worked out; and how many of those fit.
 
     Raises:
       ConfigError: nothing fits.
     """
-    bounds: list[tuple[float, int]] = []
+    bounds: list[tuple[float, int, bool]] = []  # seconds, a candidate's index, whether they count communication
     for n, c in enumerate(every):
         if n % 100 == 0:
             tell("bounding", n, len(every))
         if c.floor <= there.chip.capacity:
             with contextlib.suppress(LayoutError):  # stages without layers, micro-batches that do not divide
-                bounds.append((_at_least(c, there), n))
+                bounds.append((_at_least(c, there, ()), n, False))
+    total = len(bounds)
+    heapq.heapify(bounds)
     found: list[Found] = []
-    sizes = {n: c.floor for n, c in enumerate(every)} if not bounds else {}
-    fastest, worked_out = math.inf, 0
-    for bound, at in sorted(bounds):
-        if bound > within * fastest:
-            break
-        if worked_out % 20 == 0:
-            tell("working out", worked_out, len(bounds))
-        worked_out += 1
+    estimates: dict[int, Estimate] = {}
+    sent: dict[Layout, tuple[Collective, ...]] = {}
+    fastest, worked_out, fitting = math.inf, 0, 0
+    while bounds and bounds[0][0] <= within * fastest:
+        bound, at, sends = heapq.heappop(bounds)
         c = every[at]
         with contextlib.suppress(LayoutError, ConfigError):  # what a kernel refuses
-            memory = estimate(c.config, there)
-            sizes[at] = memory.device
-            if memory.device <= there.chip.capacity:
+            if not sends:
+                if worked_out % 20 == 0:
+                    tell("working out", worked_out, total)
+                worked_out += 1
+                estimates[at] = estimate(c.config, there)
+                if estimates[at].device <= there.chip.capacity:
+                    fitting += 1
+                    if _layout(c) not in sent:
+                        sent[_layout(c)] = _sends_at_least(c, there)
+                    heapq.heappush(bounds, (_at_least(c, there, sent[_layout(c)]), at, True))
+            elif not any(f.step.total <= bound and f.bytes <= estimates[at].device for f in found):
+                memory = estimates[at]
                 step = step_time(traced_work(c.config, there, memory), there)
                 found.append(Found(c, memory.device, memory.host, step))
                 fastest = min(fastest, step.total)
+    sizes = (
+        {at: memory.device for at, memory in estimates.items()} if total else {n: c.floor for n, c in enumerate(every)}
+    )
     if not found and not sizes:
         raise ConfigError(
             f"no mesh of {there.devices} devices can be laid out for the model and its batch; try another number of "
@@ -258,14 +278,21 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
         )
     if not found:
         closest = min(sizes, key=lambda at: sizes[at])
-        how = f"with memory '{every[closest].policy}', {'takes' if bounds else 'takes for state alone'}"
+        how = f"with memory '{every[closest].policy}', {'takes' if total else 'takes for state alone'}"
         raise ConfigError(_nothing_fits(there, f"the closest, {_layout(every[closest])} {how}", sizes[closest]))
-    return [f for f in found if f.step.total <= within * fastest], worked_out
+    return [f for f in found if f.step.total <= within * fastest], worked_out, fitting
 
 
-def _at_least(c: Candidate, there: Topology) -> float:
-    """Seconds that a step of a candidate cannot beat: its arithmetic's, with nothing sent and nothing updated."""
-    return step_time(work_of(c.config, _layout(c), NOTHING, ()), there).total
+def _at_least(c: Candidate, there: Topology, sent: Sequence[Collective]) -> float:
+    """Seconds that a step of a candidate cannot beat: those of its arithmetic, with nothing updated."""
+    return step_time(work_of(c.config, _layout(c), NOTHING, sent), there).total
+
+
+def _sends_at_least(c: Candidate, there: Topology) -> tuple[Collective, ...]:
+    """What every candidate of the same layout sends: recomputing and further micro-batches only add to it."""
+    model = dataclasses.replace(c.config.model, memory="none")  # type: ignore[type-var]
+    whole = dataclasses.replace(c.config, model=model, accumulate=1)
+    return tuple(as_compiled(partition(whole, there).collectives, there))
 
 
 def _compile(best: Sequence[Found], there: Topology, compiles: int, tell: Tell) -> tuple[dict[int, Found], list[str]]:

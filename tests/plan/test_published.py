@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -23,7 +24,14 @@ RUNS = {r["name"]: (f, r) for f in FILES.values() for r in f.get("runs", [])}
 def test_every_run_is_either_fitted_on_or_held_out():
     split = FILES["split"]
     assert sorted(split["fit"] + split["held_out"]) == sorted(RUNS)
-    assert len(split["held_out"]) > 2 * len(split["fit"])
+    assert len(split["held_out"]) > len(split["fit"])
+
+
+@pytest.mark.parametrize(("part", "parity"), [("fit", 0), ("held_out", 1)])
+def test_runs_that_were_not_drawn_by_hand_are_split_by_a_hash_of_their_name(part, parity):
+    names = FILES["split"][part][FILES["split"]["drawn"][part] :]
+    assert names
+    assert {hashlib.sha256(name.encode()).digest()[0] % 2 for name in names} == {parity}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -36,7 +44,7 @@ def test_a_run_names_its_source_its_model_and_a_layout_of_ours(name):
     memory = ours["memory"]
     MemoryPolicy.of(memory if isinstance(memory, str) else MemoryPolicy(**memory))
     sizes = parse_mesh(layout.mesh)
-    rows = math.prod(sizes.get(a, 1) for a in ("data", "fsdp")) * ours["accumulate"]
+    rows = math.prod(sizes.get(a, 1) for a in ("data", "fsdp", "expert")) * ours["accumulate"]
     microbatches = layout.schedule.microbatches if ours["pipeline"] else 1
     assert run["global_batch"] == run["micro_batch"] * rows * microbatches
     assert math.prod(sizes.values()) == topology(run["topology"]).devices

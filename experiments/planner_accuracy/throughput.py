@@ -24,7 +24,18 @@ import jaxscale.hardware
 from jaxscale.hardware import Topology, read_chip, topology
 from jaxscale.layout import Layout
 from jaxscale.models import Learned, TransformerConfig
-from jaxscale.nn import GELU, LayerNorm, MemoryPolicy, RingAttention, RMSNorm, Rotary, SwiGLU, flash_attention
+from jaxscale.nn import (
+    GELU,
+    LayerNorm,
+    MemoryPolicy,
+    MixtureOfExperts,
+    MultiHeadLatent,
+    RingAttention,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+    flash_attention,
+)
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.step import TrainConfig
 
@@ -58,6 +69,21 @@ class Run:
     @property
     def family(self) -> str:
         return self.there.chip.name
+
+    @property
+    def regime(self) -> str:
+        """What sets it apart: experts, a long sequence, a small model, or nothing."""
+        model = self.config.model
+        if isinstance(model.mlp, MixtureOfExperts):  # type: ignore[attr-defined]
+            return "experts"
+        if self.config.seq_len >= LONG:
+            return "long"
+        return "small" if model.param_count() < SMALL else "dense"
+
+    @property
+    def split(self) -> str:
+        """ "fit" or "held_out": whether constants may be fitted on it."""
+        return "fit" if self.name in SPLIT["fit"] else "held_out"
 
     def published(self) -> float:
         """Tokens a second and device."""
@@ -105,7 +131,10 @@ def run_of(fields: dict[str, Any], sizes: dict[str, Any]) -> Run:
     return Run(fields, config, ours if system is None else system(config, there), ours, there)
 
 
-SYSTEMS: dict[str, Callable[[TrainConfig, Topology], Work]] = {"nemo": megatron.work_of_stage}
+SYSTEMS: dict[str, Callable[[TrainConfig, Topology], Work]] = {
+    "automodel": megatron.work_unpadded,
+    "nemo": megatron.work_of_stage,
+}
 """Systems that go about a step otherwise than ours, by the first word of their runs' names."""
 
 
@@ -113,21 +142,25 @@ def config_of(fields: dict[str, Any], sizes: dict[str, Any]) -> TrainConfig:
     """The same shapes, batch, layout and memory policy, in our words."""
     ours, memory = fields["ours"], fields["ours"]["memory"]
     gated = sizes["gated"]
+    dense = SwiGLU if gated else GELU
+    mixed: dict[str, Any] = {"attention_layer": MultiHeadLatent(**sizes["latent"])} if "latent" in sizes else {}
+    if "experts" in sizes:
+        mixed |= {"mlp": MixtureOfExperts(**sizes["experts"]), "dense_layers": sizes.get("dense_layers", 0)}
     model = TransformerConfig(
         depth=sizes["layers"],
         vocab=sizes["vocab"],
         width=sizes["width"],
         heads=sizes["heads"],
-        kv_heads=sizes["kv_heads"],
-        head_dim=sizes["head_dim"],
+        kv_heads=None if "latent" in sizes else sizes["kv_heads"],
+        head_dim=None if "latent" in sizes else sizes["head_dim"],
         hidden=sizes["hidden"],
-        mlp=SwiGLU if gated else GELU,
         norm=RMSNorm if gated else LayerNorm,
         tied=sizes["tied"],
         positions=Rotary() if sizes["positions"] == "rotary" else Learned(fields["sequence"]),
         attention=RingAttention() if "context=" in ours["mesh"] else flash_attention,
         memory=memory if isinstance(memory, str) else MemoryPolicy(**{k: tuple(v) for k, v in memory.items()}),
         dtype="bfloat16",
+        **{"mlp": dense, **mixed},
     )
     slices = "*" in fields["topology"]
     return TrainConfig(
@@ -147,33 +180,68 @@ def config_of(fields: dict[str, Any], sizes: dict[str, Any]) -> TrainConfig:
 
 # ---- constants
 
+REGIMES = ("dense", "long", "experts", "small")
+"""What sets runs apart (`Run.regime`)."""
+LONG = 16384
+"""Tokens of a sequence from which on a run counts as long."""
+SMALL = 3e9
+"""Parameters below which a model counts as small."""
+ENOUGH = {"long": 3, "experts": 2}
+"""Runs for fitting that a chip needs before these are given a share of their own."""
 
-def fit(found: list[Run], names: Sequence[str]) -> dict[str, float]:
-    """Shares of peak, of one chip's runs for fitting: those with the least squared logarithms of `ratio`.
 
-    Among equals the largest: a constant on which nothing depends stays 1 and is left out.
+def fit(found: Sequence[Run], names: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
+    """Shares of peak: those with the least squared logarithms of `ratio`, every regime weighing the same.
+
+    Args:
+      found: one chip's runs for fitting.
+      names: of `jaxscale.plan.roofline.EFFICIENCIES`.
+      given: other shares, which stay.
     """
+    regimes = [[run for run in found if run.regime == name] for name in sorted({run.regime for run in found})]
 
     def error(values: Sequence[int]) -> float:
-        shares = {name: v / 100 for name, v in zip(names, values, strict=True)}
-        return round(sum(math.log(run.ratio(shares)) ** 2 for run in found), 9)
+        shares = {**given, **{name: v / 100 for name, v in zip(names, values, strict=True)}}
+        return round(sum(statistics.mean(math.log(r.ratio(shares)) ** 2 for r in some) for some in regimes), 9)
 
-    best = (100,) * len(names)
-    for step, reach in ((10, 70), (2, 10), (1, 2)):
-        around = [range(max(20, v - reach), min(100, v + reach) + 1, step) for v in best]
+    best = (95,) * len(names)
+    for step, reach in ((10, 90), (2, 10), (1, 2)):
+        around = [range(max(5, v - reach), min(100, v + reach) + 1, step) for v in best]
         best = min(itertools.product(*around), key=lambda values: (error(values), -sum(values)))
-    return {name: v / 100 for name, v in zip(names, best, strict=True) if v < 100}
+    return {name: v / 100 for name, v in zip(names, best, strict=True)}
 
 
-def write_constants(found: list[Run], names: Sequence[str]) -> None:
+def constants(mine: Sequence[Run]) -> dict[str, tuple[dict[str, float], list[str]]]:
+    """A chip's shares of peak, and the runs they are fitted on.
+
+    Products with weights and attention go by the runs without experts, attention only where enough of them are long;
+    else the long ones say nothing about the products either, and are left out. Experts' products come after that, and
+    are given a share of their own only where it is below that of other products.
+
+    Args:
+      mine: the chip's runs for fitting.
+    """
+    some = {name: [run for run in mine if run.regime == name] for name in ("dense", "small", "long", "experts")}
+    long = some["long"] if len(some["long"]) >= ENOUGH["long"] else []
+    plain = [*some["dense"], *some["small"], *long]
+    shares = fit(plain, ["matmul", *(["attention"] if long else [])], {})
+    found = {", ".join(shares): (shares, [run.name for run in plain])}
+    if len(some["experts"]) >= ENOUGH["experts"]:
+        experts = fit(some["experts"], ["experts"], shares)
+        if experts["experts"] < shares["matmul"]:
+            found["experts"] = (experts, [run.name for run in some["experts"]])
+    return found
+
+
+def write_constants(found: list[Run]) -> None:
     """Fits every chip's and writes them into its file."""
     for family in sorted({run.family for run in found}):
-        mine = [run for run in found if run.family == family and run.name in SPLIT["fit"]]
         path = CHIPS / f"{family}.json"
         fields = json.loads(path.read_text())
-        fields["efficiency"] = fit(mine, names)
-        fields["sources"]["efficiency"] = "fitted by experiments/planner_accuracy/throughput.py --fit on " + ", ".join(
-            run.name for run in mine
+        fitted = constants([run for run in found if run.family == family and run.split == "fit"])
+        fields["efficiency"] = {name: share for shares, _ in fitted.values() for name, share in shares.items()}
+        fields["sources"]["efficiency"] = "fitted by experiments/planner_accuracy/throughput.py --fit: " + "; ".join(
+            f"{names} on {', '.join(on)}" for names, (_, on) in fitted.items()
         )
         path.write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -187,7 +255,8 @@ def row_of(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "chip": run.family,
-        "fitted_on": run.name in SPLIT["fit"],
+        "regime": run.regime,
+        "split": run.split,
         "fully_stated": run.fields["fully_stated"],
         "published": run.published(),
         "ratio": round(run.ratio(), 3),
@@ -198,47 +267,66 @@ def row_of(run: Run) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median of predicted over published and of its distance from 1, for all and by chip."""
+    """Of predicted over published the median, that of its distance from 1, and the ends: for all, by regime and chip.
 
-    def of(some: list[dict[str, Any]]) -> dict[str, float]:
-        ratios = [row["ratio"] for row in some]
-        far = [abs(r - 1) for r in ratios]
-        return {
-            "runs": len(some),
-            "median_ratio": round(statistics.median(ratios), 3),
-            "median_error": round(statistics.median(far), 3),
-            "largest_error": round(max(far), 3),
-        }
+    Under "fit" of the runs for fitting, under "held_out" of the others.
+    """
 
-    held = [row for row in rows if not row["fitted_on"]]
+    def of(**fields: Any) -> dict[str, Any]:
+        found = {}
+        for split in ("fit", "held_out"):
+            ratios = [row["ratio"] for row in rows if row.items() >= {**fields, "split": split}.items()]
+            if ratios:
+                found[split] = {
+                    "runs": len(ratios),
+                    "median_ratio": round(statistics.median(ratios), 3),
+                    "median_error": round(statistics.median(abs(r - 1) for r in ratios), 3),
+                    "lowest": min(ratios),
+                    "highest": max(ratios),
+                }
+        return found
+
+    chips = sorted({row["chip"] for row in rows})
+    by_chip = {f"{regime}, {chip}": of(regime=regime, chip=chip) for regime in REGIMES for chip in chips}
     return {
-        "fitted on": of([row for row in rows if row["fitted_on"]]),
-        "held out": of(held),
-        "held out, fully stated": of([row for row in held if row["fully_stated"]]),
-        **{f"held out, {c}": of([r for r in held if r["chip"] == c]) for c in sorted({r["chip"] for r in held})},
+        "all": of(),
+        "fully stated": of(fully_stated=True),
+        **{regime: of(regime=regime) for regime in REGIMES},
+        **{name: found for name, found in by_chip.items() if found},
     }
 
 
 def main() -> None:
     """Predicts, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--fit", nargs="*", metavar="NAME", help="fit the chips' constants first: of 'matmul' alone")
+    parser.add_argument("--fit", action="store_true", help="fit the chips' constants first")
     args = parser.parse_args()
-    if args.fit is not None:
-        write_constants(list(runs()), args.fit or ["matmul"])
+    if args.fit:
+        write_constants(list(runs()))
         read_chip.cache_clear()
     rows = [row_of(run) for run in runs()]
     (HERE / "throughput.json").write_text(json.dumps({"summary": summary(rows), "runs": rows}, indent=1) + "\n")
-    print("| run | chip | tokens/s/device | predicted over it | at peak | as ours | |")
+    print("| run | chip | tokens/s/device | predicted over it | at peak | as we would run it | |")
     print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        kind = "fitted on" if row["fitted_on"] else "held out" if row["fully_stated"] else "held out, not fully stated"
+    for row in sorted(rows, key=lambda row: REGIMES.index(row["regime"])):
+        kind = row["regime"] + (", fitted on" if row["split"] == "fit" else ", held out")
+        kind += "" if row["fully_stated"] else ", not fully stated"
         print(
             f"| {row['name']} | {row['chip']} | {row['published']:.0f} | {row['ratio']:.2f} "
             f"| {row['ratio_at_peak']:.2f} | {row['ratio_as_ours']:.2f} | {kind} |"
         )
+    print("\n| runs | fitted on | median | error | from | to | held out | median | error | from | to |")
+    print("|" + "---|" * 11)
     for name, found in summary(rows).items():
-        print(f"{name}: {found}")
+        cells = [c for split in ("fit", "held_out") for c in _cells(found.get(split))]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def _cells(found: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if found is None:
+        return ("",) * 5
+    ends = (f"{found['lowest']:.2f}", f"{found['highest']:.2f}")
+    return str(found["runs"]), f"{found['median_ratio']:.2f}", f"{found['median_error']:.1%}", *ends
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jaxscale.plan.collectives import Collective
 EFFICIENCIES: dict[str, str] = {
     "matmul": "share of peak FLOP/s that products with weights reach",
     "attention": "share of peak FLOP/s that attention's own products reach; 'matmul' where it is not given",
+    "experts": "share of peak FLOP/s that products of routed experts reach; 'matmul' where it is not given",
     "memory": "share of HBM bandwidth that what reads and writes reaches",
     "link": "share of a link's bandwidth that collectives reach; a link's own name for one of them",
     "overlap": "share of the arithmetic behind which communication that may be hidden is",
@@ -35,11 +36,12 @@ class Op:
 
     Args:
       name: what is made, as "mlp_up", "scores", "update".
-      kind: "matmul", "attention" or "memory" (of `EFFICIENCIES`): what bounds it.
+      kind: "matmul", "attention", "experts" or "memory" (of `EFFICIENCIES`): what bounds it.
       flops: FLOPs, those made again included.
       bytes: read from and written to the device's memory.
       dtype: of the arithmetic.
       staged: whether a pipeline's stages take turns at it: layers do, the optimizer's update does not.
+      width: of attention's products, a head's width, one of the three sizes of each; `None` of other arithmetic.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Op:
     bytes: float
     dtype: str
     staged: bool = True
+    width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +163,10 @@ def step_time(work: Work, topology: Topology) -> StepTime:
       LayoutError: the chip has no rate for a dtype of the step, or its mesh does not fit the topology.
     """
     chip = topology.chip
-    compute = [op.flops / (chip.rate(op.dtype) * _share(chip, op.kind, "matmul")) for op in work.ops]
+    compute = [
+        op.flops * _filled_up(chip, op.width) / (chip.rate(op.dtype) * _share(chip, op.kind, "matmul"))
+        for op in work.ops
+    ]
     moving = [op.bytes / (chip.bandwidth * _share(chip, "memory")) for op in work.ops]
     memory = [max(0.0, m - c) for m, c in zip(moving, compute, strict=True)]
     each = list(zip(work.ops, compute, memory, strict=True))
@@ -258,6 +264,16 @@ def _traffic(work: Work, topology: Topology, beside: Mapping[str, float]) -> tup
         total = sum(seconds[axes, h] for h in (None, "attention", "layers"))
         rows.append(Traffic(axes, link.name, bandwidth, sent[axes], total, shown))
     return tuple(rows)
+
+
+def _filled_up(chip: Chip, width: int | None) -> float:
+    """What a TPU computes of a product, over what is asked of it: rows of its systolic array that a head leaves idle.
+
+    Heads of 128 fill half of the 256 x 256 array of v6e and later (Austin et al. 2025, "How to Scale Your Model"). A
+    GPU's matrix units are narrower than any head.
+    """
+    side = chip.tile[2]
+    return 1.0 if width is None or chip.platform != "tpu" else math.ceil(width / side) * side / width
 
 
 def _share(chip: Chip, *names: str) -> float:

@@ -217,7 +217,7 @@ def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
         ops.append(
             Op(
                 p.name,
-                "matmul",
+                "experts" if p.weights > 1 else "matmul",
                 tokens * p.flops * cut * at.passes(p.name),
                 p.layers * moved * size * at.passes(p.name),
                 model.dtype,
@@ -242,7 +242,14 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
     streamed = {name: rows * heads * d for name, d in width.items()}
     if model.attention is not dot_product_attention:
         return [
-            Op(name, "attention", made[name] * share * at.passes(name), n * at.passes(name), model.dtype)
+            Op(
+                name,
+                "attention",
+                made[name] * share * at.passes(name),
+                n * at.passes(name),
+                model.dtype,
+                width=width[name],
+            )
             for name, n in streamed.items()
         ]
     kept = {"scores": FLOAT32 * pairs, "attn_out": size * pairs}
@@ -253,6 +260,7 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
             2 * pairs * width[name] * share * at.passes(name),
             (streamed[name] + held * share) * at.passes(name),
             model.dtype,
+            width=width[name],
         )
         for name, held in kept.items()
     ]

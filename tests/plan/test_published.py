@@ -59,7 +59,17 @@ def test_constants_are_fitted_on_runs_for_fitting_alone(name):
     assert all(RUNS[run][1]["topology"].startswith(name + ":") for run in runs)
 
 
-@pytest.mark.parametrize("name", ["maxtext-v5p-64b-1x128", "nemo-h100-llama3-8b-64", "torchtitan-a100-llama3-70b-64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "maxtext-v5p-64b-1x128",
+        "maxtext-tpu7x-llama3-8b-1048576-64",
+        "maxtext-v6e-mixtral-8x22b-256",
+        "mpt-a100-7b-32768-8",
+        "nemo-h100-llama3-70b-64",
+        "torchtitan-a100-llama3-70b-64",
+    ],
+)
 def test_a_held_out_run_is_predicted_from_its_configuration(name, monkeypatch):
     """Within a quarter: the experiment's tables say how closely; here, that nothing between is broken."""
     monkeypatch.syspath_prepend(str(FOLDER.parent))

@@ -97,6 +97,13 @@ def test_experts_are_computed_where_they_are():
     assert {n: op.flops for n, op in spread.items()} == {n: op.flops for n, op in whole.items()}
 
 
+def test_products_of_experts_have_a_kind_of_their_own():
+    model = deepseek_moe_16b()
+    config = TrainConfig(model=model, layout=js.Layout("data=1"), batch_size=1, seq_len=1024)
+    found = [(op.name, op.kind) for op in work_of(config, config.layout, NOTHING, ()).ops if op.name == "mlp_up"]
+    assert sorted(found) == [("mlp_up", "experts"), ("mlp_up", "matmul"), ("mlp_up", "matmul")]
+
+
 def test_dense_attention_computes_what_its_mask_hides():
     flops = {}
     for attention in (flash_attention, js.nn.dot_product_attention):
@@ -119,10 +126,32 @@ def test_efficiencies_are_shares_of_the_data_sheet():
     chip = dataclasses.replace(CHIP, efficiency={"matmul": 0.5, "attention": 0.25, "memory": 0.8})
     ops = [
         Op(kind, kind, 10e12 * (kind != "memory"), 8 * GB * (kind == "memory"), "bfloat16")
-        for kind in ("matmul", "attention", "memory")
+        for kind in ("matmul", "attention", "experts", "memory")
     ]
     found = step_time(_work(ops), Topology("", chip, (32,)))
-    assert math.isclose(found.compute, 0.2 + 0.4) and math.isclose(found.memory, 0.01)
+    assert math.isclose(found.compute, 0.2 + 0.4 + 0.2) and math.isclose(found.memory, 0.01)
+    chip = dataclasses.replace(chip, efficiency={**chip.efficiency, "experts": 0.1})
+    assert math.isclose(step_time(_work(ops), Topology("", chip, (32,))).compute, 0.2 + 0.4 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "width", "times"),
+    [("v6e:4x8", 128, 2), ("v6e:4x8", 192, 4 / 3), ("v6e:4x8", 256, 1), ("v5e:4x8", 128, 1), ("h100:8x4", 64, 1)],
+)
+def test_heads_narrower_than_a_tpus_systolic_array_take_as_long_as_ones_that_fill_it(hardware, width, times):
+    there = topology(hardware)
+    plain, narrow = (Op("scores", "attention", 1e15, 0, "bfloat16", width=w) for w in (None, width))
+    whole, found = (step_time(_work([op]), there).compute for op in (plain, narrow))
+    assert math.isclose(found, whole * times)
+
+
+@pytest.mark.parametrize("attention", [flash_attention, js.nn.dot_product_attention])
+def test_attentions_products_have_the_width_of_a_head(attention):
+    model = llama3_8b(attention=attention)
+    config = TrainConfig(model=model, layout=js.Layout("data=1"), batch_size=1, seq_len=1024)
+    ops = work_of(config, config.layout, NOTHING, ()).ops
+    assert {op.name for op in ops if op.width == 128} == {"scores", "attn_out"}
+    assert {op.name for op in ops if op.width is not None} == {"scores", "attn_out"}
 
 
 @pytest.mark.parametrize(

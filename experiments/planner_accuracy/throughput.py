@@ -190,18 +190,18 @@ ENOUGH = {"long": 3, "experts": 2}
 """Runs for fitting that a chip needs before these are given a share of their own."""
 
 
-def fit(found: Sequence[Run], names: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
+def fit(found: Sequence[Run], names: Sequence[str], fixed: Mapping[str, float]) -> dict[str, float]:
     """Shares of peak: those with the least squared logarithms of `ratio`, every regime weighing the same.
 
     Args:
       found: one chip's runs for fitting.
       names: of `jaxscale.plan.roofline.EFFICIENCIES`.
-      given: other shares, which stay.
+      fixed: other shares, which stay as they are.
     """
     regimes = [[run for run in found if run.regime == name] for name in sorted({run.regime for run in found})]
 
     def error(values: Sequence[int]) -> float:
-        shares = {**given, **{name: v / 100 for name, v in zip(names, values, strict=True)}}
+        shares = {**fixed, **{name: v / 100 for name, v in zip(names, values, strict=True)}}
         return round(sum(statistics.mean(math.log(r.ratio(shares)) ** 2 for r in some) for some in regimes), 9)
 
     best = (95,) * len(names)
@@ -221,7 +221,7 @@ def constants(mine: Sequence[Run]) -> dict[str, tuple[dict[str, float], list[str
     Args:
       mine: the chip's runs for fitting.
     """
-    some = {name: [run for run in mine if run.regime == name] for name in ("dense", "small", "long", "experts")}
+    some = {name: [run for run in mine if run.regime == name] for name in REGIMES}
     long = some["long"] if len(some["long"]) >= ENOUGH["long"] else []
     plain = [*some["dense"], *some["small"], *long]
     shares = fit(plain, ["matmul", *(["attention"] if long else [])], {})

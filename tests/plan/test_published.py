@@ -57,6 +57,19 @@ def test_constants_are_fitted_on_runs_for_fitting_alone(name):
     runs = re.findall(r"[a-z]+(?:-[a-z0-9]+){3,}", said)
     assert set(runs) <= set(FILES["split"]["fit"])
     assert all(RUNS[run][1]["topology"].startswith(name + ":") for run in runs)
+    long = [run for run in runs if RUNS[run][1]["sequence"] >= 16384]
+    assert ("attention" in chip(name).efficiency) == (len(long) >= 3) == bool(long)
+
+
+def test_the_committed_ratios_say_each_runs_regime_and_split():
+    rows = json.loads((FOLDER.parent / "throughput.json").read_text())["runs"]
+    assert sorted(row["name"] for row in rows) == sorted(RUNS)
+    for row in rows:
+        file, run = RUNS[row["name"]]
+        assert row["name"] in FILES["split"][row["split"]]
+        assert (row["regime"] == "experts") == ("experts" in file["models"][run["model"]])
+        assert (row["regime"] == "long") == (run["sequence"] >= 16384 and row["regime"] != "experts")
+        assert row["chip"] == run["topology"].split(":")[0] and row["ratio"] > 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
     python experiments/planner_accuracy/memory.py --cells 1   # one more; --only NAME that one; --whole to the end
     python experiments/planner_accuracy/memory.py --predict   # does the arithmetic of all compiled cells again
     python experiments/planner_accuracy/memory.py --table     # the table of MEMORY.md; --why NAME
+    python experiments/planner_accuracy/memory.py --calibrate # writes jaxscale/plan/error_bars.json, and tests it
 
 Needs `make install EXTRAS=tpu` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU is given. Each compiled
 cell is a line of memory.jsonl, written as soon as it is known. A compiler is stopped once it has dealt out memory: the
@@ -16,7 +17,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import hashlib
 import json
+import math
 import os
 import re
 import statistics
@@ -31,19 +34,30 @@ from typing import Any
 import jax
 
 import jaxscale as js
+from jaxscale import optim
+from jaxscale.hardware import topology
+from jaxscale.layout.mesh import parse_mesh
 from jaxscale.models import presets
-from jaxscale.nn import GatherAttention, RingAttention, UlyssesAttention, flash_attention
-from jaxscale.plan import compiled_bytes, estimate
+from jaxscale.nn import GatherAttention, RingAttention, UlyssesAttention, dot_product_attention, flash_attention
+from jaxscale.plan import compiled_bytes, error_bars, estimate
+from jaxscale.plan.by_tracing import traced_plan
+from jaxscale.plan.planner import on_hardware
 from jaxscale.step import LoRA
 from jaxscale.train import FromRun
 
 HERE = Path(__file__).parent
 ROWS = HERE / "memory.jsonl"
+PAIRS = HERE / "memory_pairs.txt"
+"""Names of cells that cover pairs of model, optimizer, accumulation, packing, policy, mesh, chip and adapters."""
 BEFORE = HERE.parent / "memory_policies" / "cells.jsonl"
 """Cells that were compiled before, all of them Llama 3 8B on a v5p of eight chips."""
 
+LOOKED_AT = 79
+"""So many of `PAIRS` had been compiled when the rules of tracing were chosen; the others were compiled after."""
+
 ATTENTION = {
     "flash": flash_attention,
+    "dense": dot_product_attention,
     "ring": RingAttention(),
     "ulysses": UlyssesAttention(),
     "gather": GatherAttention(),
@@ -64,6 +78,9 @@ class Cell:
       pipeline: the schedule.
       attention: a key of `ATTENTION`.
       lora: the rank of adapters on every projection, the model itself being frozen in bfloat16; 0 trains it.
+      optimizer: a class of `jaxscale.optim`, with its defaults.
+      accumulate: micro-batches.
+      segments: whether sequences are packed.
       held_out: not looked at before the arithmetic was done.
     """
 
@@ -78,6 +95,9 @@ class Cell:
     pipeline: str | None = None
     attention: str = "flash"
     lora: int = 0
+    optimizer: str = "AdamW"
+    accumulate: int = 1
+    segments: bool = False
     held_out: bool = False
 
     @property
@@ -87,8 +107,32 @@ class Cell:
         more += [self.pipeline] if self.pipeline else []
         more += [self.attention] if self.attention != "flash" else []
         more += [f"lora:{self.lora}"] if self.lora else []
+        more += [self.optimizer] if self.optimizer != "AdamW" else []
+        more += [f"accumulate:{self.accumulate}"] if self.accumulate > 1 else []
+        more += ["segments"] if self.segments else []
         size = f"{self.rows}x{self.seq}"
         return " ".join([f"{self.model}:{self.depth}", self.topology, self.mesh, *more, size, self.policy])
+
+    @classmethod
+    def named(cls, name: str) -> Cell:
+        """The cell of a name."""
+        model, hardware, mesh, *more, size, policy = name.split(" ")
+        rows, _, seq = size.partition("x")
+        found: dict[str, Any] = {}
+        for word in more:
+            key, _, value = word.partition(":")
+            if key in ("lora", "accumulate"):
+                found[key] = int(value)
+            elif word == "segments":
+                found[word] = True
+            elif word in ATTENTION:
+                found["attention"] = word
+            elif hasattr(optim, word):
+                found["optimizer"] = word
+            else:
+                found["pipeline" if "pipeline" in parse_mesh(mesh) and value else "rules"] = word
+        preset, _, depth = model.partition(":")
+        return cls(preset, int(depth), mesh, hardware, int(rows), int(seq), policy, **found)
 
     @property
     def config(self) -> js.TrainConfig:
@@ -97,7 +141,15 @@ class Cell:
         model = make(depth=self.depth, attention=ATTENTION[self.attention], memory=self.policy)
         rules, cut, _ = self.rules.partition("+")
         layout = js.Layout(self.mesh, rules=rules, sequence_sharded=bool(cut), pipeline=self.pipeline)
-        run = js.TrainConfig(model=model, layout=layout, batch_size=self.rows, seq_len=self.seq, segments=False)
+        run = js.TrainConfig(
+            model=model,
+            layout=layout,
+            batch_size=self.rows,
+            seq_len=self.seq,
+            optimizer=getattr(optim, self.optimizer)(),
+            accumulate=self.accumulate,
+            segments=self.segments,
+        )
         if not self.lora:
             return run
         return dataclasses.replace(run, start=FromRun("runs/base"), adapters=LoRA(self.lora, base_dtype="bfloat16"))
@@ -145,6 +197,7 @@ CELLS = (
     Cell("llama3_8b", 8, "fsdp=2,tensor=4", "v5p:2x2x2", 8, 4096, "dots", lora=16),
     _held("qwen3", 8, "fsdp=4,tensor=4", "v5p:2x2x4", 16, 4096, "attention_only", lora=16),
     _held("gemma3", 12, "fsdp=8", "v5p:2x2x2", 8, 8192, lora=16),
+    *map(Cell.named, PAIRS.read_text().splitlines()),
 )
 """What is compiled, most telling first."""
 
@@ -178,7 +231,9 @@ def predicted(cell: Cell) -> dict[str, Any]:
     """By arithmetic."""
     found = estimate(cell.config, cell.topology)
     parts = ("state", "gradients", "copies", "kept", "working", "host")
-    return {"predicted": found.device, "parts": {p: getattr(found, p) for p in parts}}
+    there = topology(cell.topology)
+    traced = traced_plan(on_hardware(cell.config, there), there)[0].device
+    return {"predicted": found.device, "traced": traced, "parts": {p: getattr(found, p) for p in parts}}
 
 
 def assigned(folder: Path) -> int | None:
@@ -242,20 +297,60 @@ def again() -> None:
     write(now)
 
 
+def calibrate() -> str:
+    """Writes the factors between which 90% of the calibration cells lie, and says how many of the others do.
+
+    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are order statistics of conformal
+    prediction (Vovk, Gammerman & Shafer 2005): of n cases the one at 0.05 and at 0.95 of n + 1.
+    """
+    rows = [r for r in read().values() if "traced" in r]
+    kinds = {r["cell"]: error_bars.regime(Cell.named(r["cell"]).config) for r in rows}
+    even = {r["cell"]: hashlib.sha256(r["cell"].encode()).digest()[0] % 2 == 0 for r in rows}
+    bars: dict[str, dict[str, Any]] = {}
+    out = [
+        "| method | regime | cells | from | to | held out | of them within | above |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method, field in (("formulas", "predicted"), ("traced", "traced")):
+        for kind in error_bars.REGIMES:
+            of = [r for r in rows if kinds[r["cell"]] == kind]
+            known = sorted(r["compiled"] / r[field] for r in of if even[r["cell"]])
+            rest = [r["compiled"] / r[field] for r in of if not even[r["cell"]]]
+            n = len(known)
+            low = round(known[max(0, math.floor(0.05 * (n + 1)) - 1)], 3)
+            high = round(known[min(n, math.ceil(0.95 * (n + 1))) - 1], 3)
+            sizes = [r[field] for r in of]
+            bar = {"low": low, "high": high, "cases": n, "smallest": min(sizes), "largest": max(sizes)}
+            bars.setdefault(method, {})[kind] = bar
+            within, above = sum(low <= x <= high for x in rest), sum(x > high for x in rest)
+            out.append(f"| {method} | {kind} | {n} | {low:.2f} | {high:.2f} | {len(rest)} | {within} | {above} |")
+    Path(error_bars.__file__).with_suffix(".json").write_text(json.dumps(bars, indent=2) + "\n")
+    return "\n".join(out)
+
+
 def table(held_out: bool | None = None) -> str:
     """A line per cell, and the medians."""
     rows = [r for r in read().values() if held_out is None or r["held_out"] == held_out]
-    out = ["| cell | compiled, GiB | arithmetic, GiB | ratio | |", "|---|---|---|---|---|"]
+    out = ["| cell | compiled, GiB | formulas, GiB | ratio | traced | |", "|---|---|---|---|---|---|"]
     for r in rows:
         sizes = f"{r['compiled'] / 2**30:.2f} | {r['predicted'] / 2**30:.2f} | {r['ratio']:.3f}"
+        sizes += f" | {r['traced'] / r['compiled']:.3f}" if "traced" in r else " | "
         opened = f"held out: {r['opened']:.3f}" if r["held_out"] else ""
         out += [f"| {r['cell']} | {sizes} | {opened} |"]
-    for name, of, which in (
-        ("looked at", (False,), "ratio"),
-        ("held out, when opened", (True,), "opened"),
-        ("all, now", (False, True), "ratio"),
+    pairs = PAIRS.read_text().splitlines()
+    first = [r for r in rows if r["cell"] not in pairs]
+    looked_at, fresh = ([r for r in rows if r["cell"] in of] for of in (pairs[:LOOKED_AT], pairs[LOOKED_AT:]))
+    for name, of, field in (
+        ("without pairs, looked at, formulas", [r for r in first if not r["held_out"]], "ratio"),
+        ("without pairs, held out, when opened, formulas", [r for r in first if r["held_out"]], "opened"),
+        ("without pairs, formulas", first, "ratio"),
+        ("without pairs, traced", first, "traced"),
+        ("pairs, formulas, which were not changed for them", [*looked_at, *fresh], "ratio"),
+        ("pairs, looked at, traced", looked_at, "traced"),
+        ("pairs, held out, traced", fresh, "traced"),
     ):
-        errors = [abs(r.get(which, r["ratio"]) - 1) for r in rows if r["held_out"] in of]
+        of = [r for r in of if field in r]
+        errors = [abs((r["traced"] / r["compiled"] if field == "traced" else r[field]) - 1) for r in of]
         if errors:
             within = sum(e <= 0.05 for e in errors)
             median, worst = 100 * statistics.median(errors), 100 * max(errors)
@@ -276,6 +371,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=len(CELLS), help="compile at most so many")
     parser.add_argument("--only", help="the cell of this name")
     parser.add_argument("--predict", action="store_true", help="do the arithmetic again, and compile nothing")
+    parser.add_argument("--calibrate", action="store_true", help="write error bars from the compiled cells")
     parser.add_argument("--table", action="store_true", help="print the table, and compile nothing")
     parser.add_argument("--seen", action="store_true", help="with --table, only what is not held out")
     parser.add_argument("--why", help="what the cell of this name holds at its peak, by arithmetic")
@@ -290,6 +386,8 @@ def main() -> None:
         print(why(args.why))
     elif args.predict:
         again()
+    elif args.calibrate:
+        print(calibrate())
     elif args.table:
         print(table(False if args.seen else None))
     else:

@@ -6,7 +6,7 @@ A config needs only `make` to be trained with a custom objective:
     LanguageModelConfig   vocab                             next-token objectives, evaluation and generation of text
     CountsFlops           flops                             model FLOPs utilisation
     CountsProducts        products                          model FLOPs utilisation with adapters
-    Plannable             not_in_formulas                   planning by formulas (else by compiling the step)
+    Plannable             not_in_formulas                   planning by formulas (else from the traced step)
     ExtendsContext        for_texts_of                      positions that depend on the sequence length
     HasWidths             at_width                          the coordinate check of parametrisations
 
@@ -80,7 +80,7 @@ class NamesActivations(Protocol):
 
 @runtime_checkable
 class Plannable(CountsProducts, NamesActivations, Protocol):
-    """The planner's formulas may cover it. Any other config is planned from its compiled step."""
+    """The planner's formulas may cover it. Any other config is planned from its traced step."""
 
     def not_in_formulas(self) -> str | None:
         """The part that the formulas do not cover, in a few words, or `None`."""

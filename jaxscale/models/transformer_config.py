@@ -399,8 +399,8 @@ class TransformerConfig:
         mixer = self.layer_specs()[layer].mixer
         if mixer != self.attention_layer:
             raise ConfigError(
-                f"what {type(mixer).__name__} leaves for its backward pass is not known here; `jaxscale explain "
-                "--compile` reads it off the compiled step"
+                f"what {type(mixer).__name__} leaves for its backward pass is not known here; `jaxscale plan` takes it "
+                "from the traced step"
             )
         z = self.sizes
 

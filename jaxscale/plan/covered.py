@@ -1,4 +1,4 @@
-"""Which runs the planner's formulas cover; any other is planned from its compiled step."""
+"""Which runs the planner's formulas cover; any other is planned from its traced step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NotCovered(ConfigError):
-    """No formula knows a part of a run, which can be planned from its compiled step all the same.
+    """No formula knows a part of a run, which can be planned from its traced step all the same.
 
     Args:
       what: that part, in a few words.
@@ -24,10 +24,7 @@ class NotCovered(ConfigError):
 
     def __init__(self, what: str):
         self.why = f"no formula knows the arithmetic and memory of {what}"
-        super().__init__(
-            f"{self.why}; `jaxscale plan`, or `jaxscale explain --compile`, reads them off the compiled step, where "
-            "the hardware can be compiled for"
-        )
+        super().__init__(f"{self.why}; `jaxscale plan` without --search takes them from the traced step")
 
 
 def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig:

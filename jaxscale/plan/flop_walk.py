@@ -176,6 +176,16 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
     "conv_general_dilated": _convolution,
 }
 
+
+def product_flops(eqn: Any) -> int:
+    """Operations of a product of matrices, or of a kernel as it declares them; 0 of any other."""
+    if eqn.primitive.name == "pallas_call":
+        cost = eqn.params.get("cost_estimate")
+        return 0 if cost is None else int(cost.flops)
+    count = _PRODUCTS.get(eqn.primitive.name)
+    return 0 if count is None else count(eqn)
+
+
 _WITHIN = ("reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add",
            "scatter_mul", "scatter_min", "scatter_max", "reduce_window", "select_and_scatter", "custom_partitioning",
            "sort")  # fmt: skip

@@ -28,6 +28,7 @@ from jaxscale.plan.collectives import PLUMBING, Collective
 from jaxscale.plan.flop_walk import manual_axes, plain_jaxpr
 from jaxscale.plan.moves import change, devices
 from jaxscale.plan.partition_rules import ADDS, LINEAR, RULES, SAME_SHAPE, SHARED, Rule, Split, elementwise, finest
+from jaxscale.plan.program import Operation, Program, Recorder
 from jaxscale.plan.stand_ins import SMALL_SCATTER
 from jaxscale.step.trace import parts_of_scan, source_line
 
@@ -37,13 +38,15 @@ class Partitioned:
     """A program on one device.
 
     Args:
-      flops: of matrix products outside of kernels, by named scopes and dtype; a product that takes several passes at
-        the dtype's rate counts as many times.
+      flops: of matrix products, and of kernels as they declare, by named scopes and dtype; a product that takes
+        several passes at the dtype's rate counts as many times.
       collectives: what the device sends.
+      program: the operations and the arrays that they read and write.
     """
 
     flops: Mapping[tuple[str, str], float]
     collectives: tuple[Collective, ...]
+    program: Program
 
     def flops_within(self, scope: str) -> dict[str, float]:
         """FLOPs of products in a named scope, by dtype."""
@@ -88,10 +91,13 @@ def partitioned(
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     walk = Walk(layout, platform, dict(branch_shares or {}))
     before, after = (jax.tree.leaves(t, is_leaf=lambda x: isinstance(x, Boxes)) for t in (list(boxes), out))
-    results = walk.run(jaxpr, [walk.new(b) for b in before])
-    for var, value, sharding in zip(jaxpr.outvars, results, after, strict=False):
-        walk.reshard(var, value, sharding, "")
-    return Partitioned(dict(walk.flops), tuple(walk.collectives))
+    inputs = [walk.new(b) for b in before]
+    results = walk.run(jaxpr, inputs)
+    each = itertools.zip_longest(jaxpr.outvars, results, after)
+    results = [value if sharding is None else walk.reshard(var, value, sharding, "") for var, value, sharding in each]
+    arguments = {x.number: walk.record.bytes_of(v, x.boxes) for v, x in zip(jaxpr.invars, inputs, strict=True)}
+    program = Program(tuple(walk.record.operations), arguments, tuple(x.number for x in results))
+    return Partitioned(dict(walk.flops), tuple(walk.collectives), program)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +144,7 @@ class Walk:
         self.cache: dict[Any, list[Value]] = {}
         self.numbers = itertools.count(1)
         self.reduced: dict[Any, frozenset[str]] = {}
+        self.record = Recorder(layout.sizes, platform)
         self._frames: list[tuple[Mapping[Any, Sequence[Any]], Mapping[Any, Value]]] = []
 
     def nested(
@@ -192,14 +199,22 @@ class Walk:
             if name not in LINEAR and name != "scan" and not _adds_partial_sums(eqn, env):
                 self._reduce_operands(eqn, env)
             operands = [read(v) for v in eqn.invars]
+            self.record.resharded = {}
             rule = _CALLS.get(name) or RULES.get(name, elementwise)
             if name in SHARED:
-                key = (name, str(eqn.params), *(x.number for x in operands))
-                if key not in self.cache:
+                params = id(eqn.params["jaxpr"]) if name == "pallas_call" else str(eqn.params)
+                key = (name, params, self.manual, *(x.number for x in operands))
+                executed = key not in self.cache
+                if executed:
                     self.cache[key] = rule(self, eqn, operands)
                 outputs = self.cache[key]
             else:
-                outputs = rule(self, eqn, operands)
+                executed, outputs = True, rule(self, eqn, operands)
+            if executed and name not in _CALLS and name != "sharding_constraint":
+                each = zip(eqn.invars, operands, strict=True)
+                reads = [0 if isinstance(v, core.Literal) else x.number for v, x in each]
+                made = ((v, x.number, x.boxes) for v, x in zip(eqn.outvars, outputs, strict=True))
+                self.record.operation(eqn, reads, made, self.scopes(eqn))
             env.update(zip(eqn.outvars, outputs, strict=True))
         self._frames.pop()
         return [read(v) for v in jaxpr.outvars]
@@ -260,7 +275,11 @@ class Walk:
                     steps = [value.boxes, Boxes(value.boxes.split), after]
                 for a, b in itertools.pairwise(steps):
                     self.send(change(shape, itemsize, a, b, self.layout.sizes), scopes, eqn)
-            self.cache[key] = [self.new(after, value.dtype)]
+            made = self.new(after, value.dtype)
+            sliced = not value.boxes.partial and _finer(after, value.boxes)
+            self.record.reshard(value.number, var, made.number, after, scopes, sliced=sliced)
+            self.cache[key] = [made]
+        self.record.resharded[value.number] = self.cache[key][0].number
         return self.cache[key][0]
 
     def _padded(self, var: Any, *boxes: Boxes) -> tuple[int, ...]:
@@ -270,6 +289,7 @@ class Walk:
 
     def send(self, collectives: Sequence[Collective], scopes: str, eqn: Any = None) -> None:
         """Adds collectives, each as often as the jaxpr is executed."""
+        self.record.sent += tuple(collectives)
         if collectives:
             fields: dict[str, Any] = dict(name=scopes, times=max(1, round(self.times)), certain=self.certain)
             if eqn is not None:
@@ -314,7 +334,10 @@ def _call(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 def _remat(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     """`jax.checkpoint`, which recomputes unless the compiler may share its operations with the forward pass."""
     if eqn.params.get("prevent_cse", True):
-        inputs = [walk.new(x.boxes, x.dtype) for x in inputs]
+        same = [walk.new(x.boxes, x.dtype) for x in inputs]
+        for x, y in zip(inputs, same, strict=True):
+            walk.record.alias(x.number, y.number)
+        inputs = same
     return _call(walk, eqn, inputs)
 
 
@@ -326,16 +349,44 @@ def _scan(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         [walk.reshard(v, x, Boxes(x.boxes.split), scopes, eqn) for v, x in zip(variables, values, strict=True)]
         for variables, values in ((const_vars, consts), (stacked_vars, stacked))
     )
-    rows = []
+    rows: list[Value] = []
+    known = {x.number for x in stacked if ("row", x.number) in walk.cache}
     for x in stacked:
         boxes = Boxes(x.boxes.split[1:])
         rows.append(walk.cached(("row", x.number), boxes) if length == 1 else walk.new(boxes))
     body = eqn.params["jaxpr"].jaxpr
     outputs, final, initial = _loop(walk, eqn, body, [*consts], [*carry], rows, length, True)
+    record = walk.record
+    loop = record.operations.pop()
     for v, x, boxes in zip(carry_vars, carry, initial, strict=True):
         if x.boxes.partial:
             walk.reshard(v, x, boxes, scopes, eqn)
-    return [*final, *(walk.new(Boxes(((), *x.boxes.split))) for x in outputs)]
+    made = [walk.new(Boxes(((), *x.boxes.split))) for x in outputs]
+    if length == 1:  # no loop for a compiler
+        for row, x in zip(rows, stacked, strict=True):
+            if x.number not in known:
+                record.alias(x.number, row.number)
+        for i, (before, _, _) in loop.carried.items():
+            record.alias(before, i)
+        record.operations += loop.body
+        for x, y in zip(outputs, made, strict=True):
+            record.alias(x.number, y.number)
+            walk.cache["row", y.number] = [x]
+        return [*final, *made]
+    stacks = {y.number: record.bytes_of(v, y.boxes) for v, y in zip(eqn.outvars[len(final) :], made, strict=True)}
+    row_vars = parts_of_scan(eqn.params, body.invars)[2]
+    changed = dict(
+        reads=(*loop.reads, *(x.number for x in stacked)),
+        writes={**loop.writes, **stacks},
+        rows={
+            row.number: (x.number, record.bytes_of(v, row.boxes))
+            for v, row, x in zip(row_vars, rows, stacked, strict=True)
+        },
+        stacked={x.number: y.number for x, y in zip(outputs, made, strict=True)},
+        length=length,
+    )
+    record.operations.append(dataclasses.replace(loop, **changed))
+    return [*final, *made]
 
 
 def _while(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -369,11 +420,18 @@ def _loop(
     before = walk.times, walk.certain, walk.scope
     scope = f"{walk.scopes(eqn)}/while/body"
     walk.times, walk.certain, walk.scope = walk.times * length, walk.certain and certain, scope
+    outside, walk.record.operations = walk.record.operations, []
     outputs = [
         x if accumulated else walk.reshard(v, x, Boxes(x.boxes.split), scope)
         for v, x, accumulated in itertools.zip_longest(body.outvars, walk.run(body, [*consts, *inside, *rows]), partial)
     ]
     walk.times, walk.certain, walk.scope = before
+    inner, walk.record.operations = tuple(walk.record.operations), outside
+    each = zip(body.invars[len(consts) : len(consts) + n], carry, inside, outputs, strict=False)
+    carried = {i.number: (x.number, o.number, walk.record.bytes_of(v, i.boxes)) for v, x, i, o in each}
+    reads = tuple(x.number for x in (*consts, *carry))
+    writes = {end: size for _, end, size in carried.values()}
+    outside.append(Operation("loop", reads, writes, scope, body=inner, carried=carried))
     return outputs[n:], outputs[:n], [Boxes(x.boxes.split) for x in inside]
 
 
@@ -394,7 +452,17 @@ def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     costs = [(sum(w.flops.values()), sum(c.sent for c in w.collectives)) for w in walks]
     most = costs.index(max(costs))
     walk.add(walks[most])
-    return [walk.new(x.boxes) for x in results[most]]
+    made = [walk.new(x.boxes) for x in results[most]]
+    branch = Operation(
+        "branch",
+        tuple(x.number for x in inputs[1:]),
+        {x.number: walk.record.bytes_of(v, x.boxes) for v, x in zip(eqn.outvars, made, strict=True)},
+        walk.scopes(eqn),
+        body=tuple(walks[most].record.operations),
+        results=tuple(x.number for x in results[most]),
+    )
+    walk.record.operations.append(branch)
+    return made
 
 
 def _shard_map(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -407,12 +475,15 @@ def _shard_map(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         automatic = tuple(tuple(a for a in axes if a not in manual) for axes in x.boxes.split)
         each = zip(walk.split_of(spec, len(automatic)), automatic, strict=True)
         outside = walk.reshard(v, x, Boxes(tuple((*m, *a) for m, a in each)), walk.scopes(eqn), eqn)
-        local.append(walk.cached(("local", outside.number, outside.boxes), Boxes(automatic)))
+        local.append(walk.cached(("local", outside.number, outside.boxes, manual), Boxes(automatic)))
+        walk.record.alias(outside.number, local[-1].number)
     results = inner.run(plain_jaxpr(eqn.params["jaxpr"]), local)
+    walk.record.operations += inner.record.operations
     walk.add(inner)
     for x, spec in zip(results, eqn.params["out_specs"], strict=True):
         each = zip(walk.split_of(spec, len(x.boxes.split)), x.boxes.split, strict=True)
         outputs.append(walk.new(Boxes(tuple((*m, *a) for m, a in each), x.boxes.partial), x.dtype))
+        walk.record.alias(x.number, outputs[-1].number)
     return outputs
 
 
@@ -424,6 +495,11 @@ _CALLS: dict[str, Rule] = {
     "cond": _cond,
     "shard_map": _shard_map,
 }
+
+
+def _finer(after: Boxes, before: Boxes) -> bool:
+    """Whether a sharding only splits another's shards further, so that each device slices what it has."""
+    return all(b == a[: len(b)] for a, b in zip(after.split, before.split, strict=True))
 
 
 def _replicated(v: Any) -> Boxes:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.layout import Boxes
+from jaxscale.plan.flop_walk import product_flops
 from jaxscale.plan.moves import send
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ SAME_SHAPE = frozenset(
 
 SHARED = frozenset(
     "sharding_constraint convert_element_type transpose reshape squeeze expand_dims slice pad broadcast_in_dim "
-    "name all_gather all_gather_invariant ppermute".split()
+    "name all_gather all_gather_invariant ppermute dot_general ragged_dot_general pallas_call add add_any sub mul div "
+    "max min neg exp log tanh logistic rsqrt sqrt integer_pow pow erf sin cos square abs sign floor clamp select_n "
+    "eq ne lt le gt ge and or not reduce_sum reduce_max argmax cumsum sort gather iota concatenate dynamic_slice "
+    "reduce_precision psum".split()
 )
 """Primitives that a compiler executes once for equal operands (common subexpressions)."""
 
@@ -75,6 +79,15 @@ def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         if partial and eqn.primitive.name == "convert_element_type" and users == ["add"]:
             dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # cast first, and reduced afterwards
         outputs.append(walk.new(Boxes(walk.divisible(shape, finest(splits)), partial), dtype))
+    return outputs
+
+
+def counted(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """A kernel, or a product with a rule of its own dimensions: sharded as elementwise operations are."""
+    outputs = elementwise(walk, eqn, inputs)
+    dtype = max((v.aval.dtype for v in eqn.invars), key=lambda d: (jnp.issubdtype(d, jnp.floating), d.itemsize)).name
+    pieces = walk.pieces([a for axes in outputs[0].boxes.split for a in axes]) if outputs else 1
+    walk.flops[walk.scopes(eqn), dtype] += product_flops(eqn) / pieces * walk.times
     return outputs
 
 
@@ -235,6 +248,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), reshape),
     **dict.fromkeys(("pad", "slice"), pad_or_slice),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), reduction),
+    **dict.fromkeys(("pallas_call", "ragged_dot_general", "ragged_dot", "conv_general_dilated"), counted),
     **dict.fromkeys(_COLLECTIVES, collective),
 }
 """By primitive; `elementwise` for all others."""

@@ -45,10 +45,12 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
         line += "" if b.kilowatt_hours is None else f", {b.kilowatt_hours:,.0f} kWh of the devices alone"
         yield line + ("" if b.cost is None else f", costing {b.cost:,.0f}")
     if not plan.fits:
-        over = human_bytes(plan.bytes - plan.hardware.chip.capacity)
+        capacity = plan.hardware.chip.capacity
+        over = human_bytes(max(plan.bytes, plan.bytes_range[1]) - capacity)
+        sure = plan.bytes > capacity
         yield (
-            f"this does not fit: it is {over} over what a device has; --search looks for what does, and explain "
-            "--topology lists remedies"
+            f"this {'does not fit: it is' if sure else 'may not fit: the upper end of its error bar is'} {over} over "
+            "what a device has; --search looks for what does, and explain --topology lists remedies"
         )
     yield from plan.notes
 
@@ -65,6 +67,10 @@ def memory_table(plan: Plan) -> Any:
         table.add_row(name, human_bytes(size), f"{size / capacity:.1%}")
     table.add_section()
     table.add_row("by arithmetic", human_bytes(plan.memory.device), f"{plan.memory.device / capacity:.1%}")
+    if plan.compiled is None and plan.bar is not None:
+        low, high = plan.bytes_range
+        shares = f"{low / capacity:.1%} to {high / capacity:.1%}"
+        table.add_row("in nine of ten cases", f"{human_bytes(low)} to {human_bytes(high)}", shares)
     if plan.compiled is not None:
         table.add_row("compiled", human_bytes(plan.compiled.bytes), f"{plan.compiled.bytes / capacity:.1%}")
     if plan.memory.host:

@@ -17,11 +17,12 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
-from jaxscale.plan.by_compiling import compiled_plan
+from jaxscale.plan.by_tracing import traced_plan
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
+from jaxscale.plan.error_bars import ErrorBar, error_bar
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
@@ -86,6 +87,7 @@ class Plan(Shown):
       how: "compiled", or why not.
       budget: of a number of tokens, where one was given.
       notes: what else to know, a sentence each.
+      bar: how far `memory` may be off.
     """
 
     config: TrainConfig
@@ -97,6 +99,7 @@ class Plan(Shown):
     how: str
     budget: Budget | None
     notes: tuple[str, ...] = ()
+    bar: ErrorBar | None = None
 
     @property
     def bytes(self) -> int:
@@ -110,8 +113,13 @@ class Plan(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether it fits the devices' memory."""
-        return self.bytes <= self.hardware.chip.capacity
+        """Whether it fits the devices' memory, where it was not compiled even at the upper end of its error bar."""
+        return self.bytes_range[1] <= self.hardware.chip.capacity
+
+    @property
+    def bytes_range(self) -> tuple[int, int]:
+        """Between which bytes on each device it is in nine of ten cases; of a compiled step, what it takes."""
+        return (self.bytes, self.bytes) if self.compiled is not None or self.bar is None else self.bar.bytes(self.bytes)
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -129,6 +137,8 @@ class Plan(Shown):
             "fits": self.fits,
             "capacity": self.hardware.chip.capacity,
             "bytes": self.bytes,
+            "bytes_range": list(self.bytes_range),
+            "error_bar": None if self.bar is None else dataclasses.asdict(self.bar),
             "memory": groups(self.memory) | {"host": self.memory.host},
             "flops": {"model": self.work.flops, "device": sum(op.flops for op in self.work.ops)},
             "step": self.step.to_json(),
@@ -155,8 +165,9 @@ def plan_for(
 ) -> Plan:
     """Plans a run: bytes, FLOPs, traffic and time of a step, and what a number of tokens takes.
 
-    Always without a compiler: collectives from the traced step, memory and FLOPs by formulas, rates from data sheets.
-    Where the hardware's own compiler is installed, from the compiled step as well. Nothing is allocated.
+    Always without a compiler: collectives from the traced step, memory and FLOPs by formulas, or where these do not
+    cover a run from the traced step as well; rates from data sheets. Where the hardware's own compiler is installed,
+    from the compiled step as well. Nothing is allocated.
 
     Args:
       config: the run's settings; its data is not opened. A mesh of fewer devices than there are uses the first ones.
@@ -167,7 +178,7 @@ def plan_for(
       compile: "auto", "never" or "always".
 
     Raises:
-      ConfigError: a run without a layout, a model that nothing is known of, or an argument out of its range.
+      ConfigError: a run without a layout, what training refuses, or an argument out of its range.
       LayoutError: an unknown topology, what cannot be laid out, or `compile="always"` without a compiler.
     """
     if compile not in COMPILE:
@@ -177,6 +188,8 @@ def plan_for(
     why = why_not_compiled(there)
     if compile == "always" and why is not None:
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
+    notes: tuple[str, ...] = ()
+    method = "formulas"
     try:
         memory = estimate(config, there)
         work = traced_work(config, there, memory)
@@ -184,18 +197,17 @@ def plan_for(
         _check_as_training(config, there)
         raise
     except NotCovered as e:
-        if compile == "never" or why is not None:
-            _check_as_training(config, there)
-        began = time.perf_counter()
-        memory, work, size = compiled_plan(config, there, e.why, _FORBIDDEN if compile == "never" else why)
-        step = step_time(work, there)
-        made = Compiled(size, step, time.perf_counter() - began)
-        notes = (f"{e.why}: all of this is read off the compiled step", *_branches(work), *_notes(config, there))
-        return with_budget(Plan(config, there, memory, work, step, made, "compiled", None, notes), tokens, price, watts)
+        _check_as_training(config, there)
+        memory, work = traced_plan(config, there)
+        method, notes = "traced", (f"{e.why}: they are those of the traced step", *_branches(work))
     compiled, how = None, "analytic, as was asked"
     if compile != "never":
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
-    plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, _notes(config, there))
+    bar = error_bar(config, there, memory.device, method)
+    if compiled is None:
+        notes = (str(bar), *notes)
+    notes = (*notes, *_notes(config, there))
+    plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar)
     return with_budget(plan, tokens, price, watts)
 
 
@@ -214,9 +226,6 @@ def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
     traced = partition(config, there)
     sent = as_compiled(traced.collectives, there)
     return work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
-
-
-_FORBIDDEN = "compile='never' (--analytic) forbids it; leave that out"
 
 
 def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:

@@ -3,7 +3,8 @@
 Every candidate has a time that it cannot beat, that of its arithmetic, which costs a thousandth of a second to work
 out; for those that fit, what its layout sends without recomputing and micro-batches is added, traced once a layout.
 They are worked out whole in that order (branch and bound), until what remains cannot come near the fastest that fits;
-what is beaten in time and memory by one that was worked out is left out. Nothing better is passed over. The fastest of
+what is beaten in time and memory by one that was worked out is left out. To fit is to fit at the upper end of the error
+bar (`jaxscale.plan.error_bars`). Nothing better is passed over. The fastest of
 those that no other beats in both time and memory are compiled.
 """
 
@@ -25,6 +26,7 @@ from jaxscale.layout import Layout
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.communication import partition
 from jaxscale.plan.covered import covered
+from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.plan_tables import seconds
 from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
@@ -55,7 +57,7 @@ class Found:
 
     Args:
       candidate: the settings.
-      bytes: on each device, by arithmetic.
+      bytes: on each device, by arithmetic; what fits does so at the upper end of its error bar.
       host: in host memory, of each device.
       step: its time, by arithmetic.
       plan: the whole plan where it was compiled.
@@ -247,6 +249,7 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
     heapq.heapify(bounds)
     found: list[Found] = []
     estimates: dict[int, Estimate] = {}
+    sizes: dict[int, int] = {}  # the upper ends of their error bars
     sent: dict[Layout, tuple[Collective, ...]] = {}
     fastest, worked_out, fitting = math.inf, 0, 0
     while bounds and bounds[0][0] <= within * fastest:
@@ -258,7 +261,8 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
                     tell("working out", worked_out, total)
                 worked_out += 1
                 estimates[at] = estimate(c.config, there)
-                if estimates[at].device <= there.chip.capacity:
+                sizes[at] = error_bar(c.config, there, estimates[at].device).bytes(estimates[at].device)[1]
+                if sizes[at] <= there.chip.capacity:
                     fitting += 1
                     if _layout(c) not in sent:
                         sent[_layout(c)] = _sends_at_least(c, there)
@@ -268,9 +272,8 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
                 step = step_time(traced_work(c.config, there, memory), there)
                 found.append(Found(c, memory.device, memory.host, step))
                 fastest = min(fastest, step.total)
-    sizes = (
-        {at: memory.device for at, memory in estimates.items()} if total else {n: c.floor for n, c in enumerate(every)}
-    )
+    if not total:
+        sizes = {n: c.floor for n, c in enumerate(every)}
     if not found and not sizes:
         raise ConfigError(
             f"no mesh of {there.devices} devices can be laid out for the model and its batch; try another number of "
@@ -278,7 +281,7 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
         )
     if not found:
         closest = min(sizes, key=lambda at: sizes[at])
-        how = f"with memory '{every[closest].policy}', {'takes' if total else 'takes for state alone'}"
+        how = f"with memory '{every[closest].policy}', {'may take' if total else 'takes for state alone'}"
         raise ConfigError(_nothing_fits(there, f"the closest, {_layout(every[closest])} {how}", sizes[closest]))
     return [f for f in found if f.step.total <= within * fastest], worked_out, fitting
 

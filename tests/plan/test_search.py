@@ -65,7 +65,8 @@ def test_what_is_found_is_the_best_of_all(every, share):
     sizes = sorted(size for _, size in every)
     memory = sizes[int(share * (len(sizes) - 1))]
     fitting = [(t, size) for t, size in every if size <= memory]
-    found = search(CONFIG, devices_of(memory), space=SMALL, compile="never", within=1.5)
+    upper = error_bar(CONFIG, devices_of(memory), memory).bytes(memory)[1]
+    found = search(CONFIG, devices_of(upper), space=SMALL, compile="never", within=1.5)
     assert found.winner.step.total == fitting[0][0] and found.winner.fits
     near = [(t, size) for t, size in fitting if t <= 1.5 * fitting[0][0]]
     front = [(t, size) for i, (t, size) in enumerate(near) if all(size < other for _, other in near[:i])]

@@ -81,7 +81,7 @@ def test_adapters_have_gradients_and_states_and_what_is_frozen_has_neither():
 
 def test_adapters_over_stages_are_not_known():
     layout = js.Layout("pipeline=2,fsdp=2")
-    with raises_saying(ConfigError, "adapters over pipeline stages", "jaxscale explain --compile"):
+    with raises_saying(ConfigError, "adapters over pipeline stages", "jaxscale plan"):
         estimate(_with("full", layout=layout, start=FromRun("runs/base"), adapters=LoRA()), TOPOLOGY)
 
 

@@ -16,6 +16,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.plan import Space, plan_for, search
+from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.planner import Compiled
 from jaxscale.plan.space import axes_of, candidates, meshes
 from tests.truth.errors import raises_saying

@@ -109,7 +109,12 @@ tpu7x: v7 v7x ironwood tpuv7 tpuv7x
 a100: ampere a10040gb a10080gb
 h100: hopper gpu cuda h10080gb h100sxm
 h200: gpu h200sxm
-b200: blackwell b100 gb200
+b200: blackwell b100
+b300: blackwellultra
+gb200: graceblackwell gb200nvl72
+gb300: gb300nvl72
+mi300x: amd instinct mi300
+mi355x: mi355 mi350 mi350x
 train: fit run finetune pretrain resume trainer training
 sample: generate chat inference infer predict complete
 eval: evaluate perplexity

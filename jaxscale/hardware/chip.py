@@ -47,7 +47,8 @@ class Chip:
       name: as topologies begin, "v5p".
       kinds: what JAX calls it, or how that begins: `device.device_kind`.
       platform: "tpu", "gpu" or "cpu".
-      flops: dense FLOP/s by the dtype that is multiplied: "bfloat16", "float32", "float8", "int8" where they exist.
+      flops: dense FLOP/s by the dtype that is multiplied: "bfloat16", "float32", and "float8", "int8", "float4" where
+        the hardware has them.
       memory: bytes of device memory.
       usable: bytes of it that the compiler lets a program have, where that is known.
       bandwidth: bytes/s of device memory, reads and writes together.
@@ -103,12 +104,17 @@ class Chip:
         return "x".join(map(str, self.smallest if count <= math.prod(smallest) else sizes))
 
     def rate(self, dtype: str) -> float:
-        """Dense FLOP/s for products of a dtype; a float8 or other variant by its family's name.
+        """Dense FLOP/s for products of a dtype.
+
+        Args:
+          dtype: its name; those of eight and four bits as their family, "float8", or in full, "float8_e4m3fn",
+            "float8_e5m2", "float4_e2m1fn".
 
         Raises:
           LayoutError: the chip does not multiply it, or how fast is not known.
         """
-        name = "float8" if str(dtype).startswith("float8") else str(dtype)
+        family = str(dtype).partition("_")[0]
+        name = family if family in ("float8", "float4") else str(dtype)
         if name not in self.flops:
             raise LayoutError(f"how fast {self.name} multiplies {dtype} is not known{near(name, self.flops)}")
         return self.flops[name]

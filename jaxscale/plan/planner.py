@@ -29,7 +29,7 @@ from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
-from pallas_kernels.aot import why_no_gpu, why_no_tpu
+from pallas_kernels.aot import GPUS, why_no_gpu, why_no_tpu
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -269,6 +269,8 @@ def why_not_compiled(there: Topology) -> str | None:
         return "a CPU's compiler says nothing of accelerators"
     if there.name.partition(":")[0].endswith(".json"):
         return "hardware of a file is known by its figures alone"
+    if there.chip.platform == "gpu" and there.chip.name not in GPUS:
+        return f"XLA's compiler has no description of {there.chip.name} here, only of {', '.join(GPUS)}"
     return {"tpu": why_no_tpu, "gpu": why_no_gpu}[there.chip.platform]()
 
 

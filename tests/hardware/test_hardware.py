@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 
+import jax.numpy as jnp
 import pytest
 
 from jaxscale.errors import LayoutError
@@ -14,7 +15,8 @@ from jaxscale.layout import MESH_AXES
 from pallas_kernels.aot import GPUS, SMALLEST
 from tests.truth.errors import raises_saying
 
-ALL = ("a100", "b200", "cpu", "h100", "h200", "tpu7x", "v4", "v5e", "v5p", "v6e")
+NVIDIA = ("a100", "b200", "b300", "gb200", "gb300", "h100", "h200")
+ALL = tuple(sorted((*NVIDIA, "mi300x", "mi355x", "cpu", "tpu7x", "v4", "v5e", "v5p", "v6e")))
 
 
 def sizes(**given: int) -> dict[str, int]:
@@ -38,6 +40,30 @@ def test_a_chips_figures_are_consistent_and_have_sources(name):
     assert pickle.loads(pickle.dumps(c)) == c and hash(c) == hash(read_chip.__wrapped__(_path(name)))
 
 
+@pytest.mark.parametrize(
+    "name, float8, int8, float4",
+    [
+        ("h100", 1979e12, 1979e12, None),
+        ("b200", 4.5e15, 4.5e15, 9e15),
+        ("gb200", 5e15, 5e15, 10e15),
+        ("gb300", 5e15, 0.165e15, 15e15),  # Blackwell Ultra gave up int8 for float4
+        ("mi300x", 304 * 4096 * 2.1e9, 304 * 4096 * 2.1e9, None),  # compute units x operations a clock x clock
+        ("mi355x", 256 * 8192 * 2.4e9, 256 * 8192 * 2.4e9, 256 * 16384 * 2.4e9),
+        ("v5e", None, 393e12, None),
+        ("v6e", 918e12, 1836e12, None),
+    ],
+)
+def test_narrow_dtypes_have_dense_rates_by_their_full_names(name, float8, int8, float4):
+    rates = {jnp.float8_e4m3fn: float8, jnp.float8_e5m2: float8, jnp.int8: int8, jnp.float4_e2m1fn: float4}
+    for dtype, rate in rates.items():
+        dtype = str(jnp.dtype(dtype))
+        if rate is None:
+            with raises_saying(LayoutError, f"how fast {name} multiplies {dtype}"):
+                chip(name).rate(dtype)
+        else:
+            assert chip(name).rate(dtype) == pytest.approx(rate, rel=1e-4)
+
+
 def _path(name):
     from jaxscale.hardware.chip import _FOLDER
 
@@ -56,6 +82,8 @@ def test_a_chip_written_and_read_again_is_the_same(name, tmp_path):
     [
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU v5p", "v5p"),
@@ -81,6 +109,9 @@ def test_a_device_is_known_by_its_kind(kind, name):
         ("h100:8x4", (8, 4), 32),
         ("h100:32", (8, 4), 32),
         ("h200", (1,), 1),
+        ("gb200:72", (72,), 72),
+        ("gb300:144", (72, 2), 144),
+        ("mi355x:8x4", (8, 4), 32),
         ("cpu:8", (8,), 8),
     ],
 )
@@ -166,6 +197,9 @@ def test_a_hardware_file_that_makes_no_sense_is_one_sentence(tmp_path, change, w
         ("h100:8x4", {"data": 4, "tensor": 8}, ("data",), "infiniband", 50e9),
         ("h100:8x4", {"fsdp": 32}, ("fsdp",), "infiniband", 400e9),
         ("h100:8x4", {"fsdp": 16, "tensor": 2}, ("fsdp",), "infiniband", 200e9),
+        # a rack, all of it on NVLink; two racks
+        ("gb200:72", {"data": 9, "fsdp": 8}, ("data", "fsdp"), "nvlink", 900e9),
+        ("gb200:72x2", {"data": 2, "fsdp": 72}, ("data",), "infiniband", 50e9),
         ("cpu:8", {"fsdp": 4, "tensor": 2}, ("fsdp",), "measured", None),
     ],
 )

@@ -54,6 +54,13 @@ def test_a_number_of_tokens_takes_days_energy_and_money():
     assert plan(hardware="v5p:2x2x2", tokens=3e9).budget.kilowatt_hours is None  # nobody says what one takes
 
 
+@pytest.mark.parametrize("name", ["gb200:72", "b300:8", "mi355x:8x4"])
+def test_a_gpu_that_nothing_can_be_compiled_for_is_planned_by_arithmetic(name):
+    found = plan_for(dataclasses.replace(TINY, batch_size=72), name)
+    assert found.compiled is None and found.how.startswith("analytic: XLA's compiler has no description of ")
+    assert found.fits and 0 < found.step.mfu < 1
+
+
 @pytest.mark.parametrize("text, count", [("300B", 3e11), ("1.5T", 1.5e12), ("2e12", 2e12), ("512", 512), ("10m", 1e7)])
 def test_tokens_are_counted_as_people_write_them(text, count):
     assert count_of(text) == count

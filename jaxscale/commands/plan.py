@@ -17,6 +17,7 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxscale.plan.search import Tell
+    from jaxscale.step import TrainConfig
 
 EVERY = 10.0
 """Seconds between lines of progress in a log."""
@@ -32,7 +33,8 @@ def add(commands: Any) -> None:
         "\n\n"
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T --price 4.2\n"
         '  jaxscale plan experiments/llama3_8b.gin --topology h100:8x8 --mesh "fsdp=-1" --analytic\n'
-        "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --search --write winner.gin",
+        "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --search --write winner.gin\n"
+        "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --compare mine.gin",
         formatter_class=TEXT,
     )
     config_arguments(parser)
@@ -59,6 +61,11 @@ def add(commands: Any) -> None:
         "the next number that is free)",
     )
     parser.add_argument("--compiles", type=int, metavar="N", help="--search compiles at most so many (default 4)")
+    parser.add_argument(
+        "--compare",
+        metavar="OTHER",
+        help="plan another gin file (or a run) on the same hardware, with the same options, and print what differs",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
@@ -71,13 +78,15 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     # planning needs no accelerator, and must not wait for one that is busy or is not there
     jax.config.update("jax_platforms", "cpu")
-    from jaxscale.plan import as_gin, plan_for, search
+    from jaxscale.config import clear, isolated
+    from jaxscale.plan import as_gin, compare, plan_for, search
     from jaxscale.plan.planner import count_of
     from jaxscale.plan.search import COMPILES
 
+    if args.compare is not None and args.search:
+        raise ConfigError("--compare plans two configs as they are; leave out --search")
     path = Path(args.config) if args.config else None
-    own = path / "config.gin" if path is not None and path.is_dir() else None
-    config = load(own, args, bindings)
+    config = _load(path, args, bindings)
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
         raise ConfigError("--price is of a number of tokens; give --tokens, as 1T")
@@ -87,6 +96,15 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         for name in ("write", "compiles"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name} is for what --search finds; give --search as well")
+        if args.compare is not None:
+            with isolated():
+                clear()  # of two gin files, neither takes the other's bindings
+                other = _load(Path(args.compare), argparse.Namespace(**vars(args) | {"config": args.compare}), bindings)
+            show(
+                compare(config, other, args.topology, compile=compile, names=(args.config, args.compare), **options),
+                args.json,
+            )
+            return 0
         show(plan_for(config, args.topology, compile=compile, **options), args.json)
         return 0
     file = _free(path.stem if path is not None else "run") if args.write is None else Path(args.write)
@@ -107,6 +125,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if not args.json:
         print(f"\nwritten to {file}; train it with:\n  jaxscale train {file}")
     return 0
+
+
+def _load(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
+    """The settings of a gin file, or of the run in a folder."""
+    return load(path / "config.gin" if path is not None and path.is_dir() else None, args, bindings)
 
 
 def _free(stem: str) -> Path:

@@ -1,6 +1,7 @@
 """Planning: what a run will do and cost, before it runs."""
 
 from jaxscale.plan.as_gin import as_gin
+from jaxscale.plan.compare import Comparison, compare
 from jaxscale.plan.compile import compile_for, compile_step, lower_step, topology_devices
 from jaxscale.plan.coordcheck import CoordCheck, coordcheck
 from jaxscale.plan.dry_run import DryRun, dry_run
@@ -13,6 +14,7 @@ from jaxscale.plan.space import Space
 
 __all__ = [
     "Choice",
+    "Comparison",
     "CoordCheck",
     "DryRun",
     "Estimate",
@@ -22,6 +24,7 @@ __all__ = [
     "Space",
     "as_gin",
     "choose",
+    "compare",
     "compile_for",
     "compile_step",
     "compiled_bytes",

@@ -163,21 +163,15 @@ def step_time(work: Work, topology: Topology) -> StepTime:
       LayoutError: the chip has no rate for a dtype of the step, or its mesh does not fit the topology.
     """
     chip = topology.chip
-    compute = [
-        op.flops * _filled_up(chip, op.width) / (chip.rate(op.dtype) * _share(chip, op.kind, "matmul"))
-        for op in work.ops
-    ]
-    moving = [op.bytes / (chip.bandwidth * _share(chip, "memory")) for op in work.ops]
-    memory = [max(0.0, m - c) for m, c in zip(moving, compute, strict=True)]
-    each = list(zip(work.ops, compute, memory, strict=True))
+    each = op_times(work, topology)
     busy = sum(c + m for op, c, m in each if op.staged)
     attending = sum(c + m for op, c, m in each if op.kind == "attention")
     traffic = _traffic(work, topology, {"layers": busy, "attention": attending})
     shown = sum(t.seconds - t.exposed for t in traffic)  # what is hidden leaves less to hide host transfers behind
     away = work.host / chip.host_bandwidth if work.host else 0.0
     return StepTime(
-        sum(compute),
-        sum(memory),
+        sum(c for _, c, _ in each),
+        sum(m for _, _, m in each),
         traffic,
         max(0.0, away - max(0.0, busy * _share(chip, "overlap") - shown)),
         busy * work.bubble / (1 - work.bubble),
@@ -185,6 +179,23 @@ def step_time(work: Work, topology: Topology) -> StepTime:
         work.flops,
         chip.rate(work.dtype) * math.prod(work.sizes.values()),
     )
+
+
+def op_times(work: Work, topology: Topology) -> list[tuple[Op, float, float]]:
+    """Each operation of a step, the seconds of its arithmetic, and those of its memory traffic beyond them.
+
+    Args:
+      work, topology: as for `step_time`, whose `compute` and `memory` are the sums.
+
+    Raises:
+      LayoutError: the chip has no rate for a dtype of the step.
+    """
+    chip, times = topology.chip, []
+    for op in work.ops:
+        rate = chip.rate(op.dtype) * _share(chip, op.kind, "matmul")
+        compute = op.flops * _filled_up(chip, op.width) / rate
+        times.append((op, compute, max(0.0, op.bytes / (chip.bandwidth * _share(chip, "memory")) - compute)))
+    return times
 
 
 def hides_behind(c: Collective, hidden: tuple[str, ...] = ()) -> str | None:

@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import topology
 from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.optim import AdamW8bit
-from jaxscale.plan import estimate, plan_for
+from jaxscale.plan import compare, estimate, plan_for
 from jaxscale.plan.planner import count_of, groups
 from jaxscale.step import check
 from jaxscale.units import human_bytes
@@ -195,3 +195,33 @@ def test_odd_arguments_are_refused():
         count_of("many")
     with raises_saying(ConfigError, "layout=None"):
         plan(dataclasses.replace(TINY, layout=None))
+
+
+def test_terms_of_two_plans_add_up_and_name_what_only_one_has():
+    other = dataclasses.replace(TINY, layout=js.Layout("fsdp=8"))
+    found = compare(TINY, other, "h100:8", compile="never")
+    terms = found.to_json()["terms"]
+    for key, plan_ in (("a", found.a), ("b", found.b)):
+        spent = {name: t[key] for name, t in terms["seconds"].items()}
+        assert math.isclose(spent.pop("total"), sum(spent.values())) and spent["products"] and spent["attention"]
+        held = {name: t[key] for name, t in terms["memory"].items()}
+        assert not held.pop("in host memory") and held.pop("on a device") == sum(held.values()) == plan_.bytes
+        assert terms["throughput"]["tokens/s"][key] == plan_.step.tokens_per_second
+    assert terms["seconds"]["exposed, tensor"]["a"] > 0 == terms["seconds"]["exposed, tensor"]["b"]
+    assert "exposed, tensor" in str(found)
+    same = compare(TINY, TINY, "h100:8", compile="never")
+    assert all(t.a == t.b for t in same.terms)
+
+
+def test_the_command_compares_two_gin_files_and_neither_takes_the_bindings_of_the_other(capfd, tmp_path):
+    gin, mine = EXPERIMENTS / "llama3_8b.gin", tmp_path / "mine.gin"
+    mine.write_text(f"include '{gin}'\ntrain.seq_len = 4096\ntrain.optimizer = @Lion()\n")
+    command = ["plan", str(mine), "--topology", "v5p:4x4x4", "--analytic", "--json"]
+    assert main([*command, "--compare", str(gin)]) == 0
+    data = json.loads(capfd.readouterr().out)
+    tokens = data["terms"]["throughput"]["tokens a step"]
+    assert tokens["b"] == 2 * tokens["a"] and data["names"] == [str(mine), str(gin)]
+    assert main(["plan", str(gin), *command[2:]]) == 0
+    assert data["b"] == json.loads(capfd.readouterr().out)
+    assert main([*command, "--compare", str(gin), "--search"]) != 0
+    assert "leave out --search" in capfd.readouterr().err

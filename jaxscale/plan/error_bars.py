@@ -1,4 +1,4 @@
-"""How far a prediction of memory is off: what compiled programs took of what was predicted for them, by regime."""
+"""Error bars of predicted memory: compiled over predicted bytes of a set of steps, by kind of run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ REGIMES = {
 
 @dataclasses.dataclass(frozen=True)
 class ErrorBar:
-    """An interval for what a program takes of what is predicted.
+    """An interval for the memory of a compiled step, relative to a prediction.
 
     Args:
-      low, high: factors; nine of ten compiled steps lie between them.
+      low, high: compiled over predicted bytes; nine of ten compiled steps lie between them.
       regime: one of `REGIMES`.
       method: one of `METHODS`.
-      cases: compiled steps that the factors are from.
-      outside: a sentence where a run is unlike any of these, else "".
+      cases: the number of compiled steps that the factors come from.
+      outside: a sentence if the run is unlike all of these, else "".
     """
 
     low: float
@@ -48,10 +48,10 @@ class ErrorBar:
         return int(predicted * self.low), int(predicted * self.high)
 
     def __str__(self) -> str:
+        method = "from the traced step" if self.method == "traced" else "by formulas"
         return (
-            f"nine of ten compiled steps took {self.low:.2f} to {self.high:.2f} of the memory predicted "
-            f"{'from the traced step' if self.method == 'traced' else 'by formulas'} ({self.cases} "
-            f"{REGIMES[self.regime]}, compiled for TPUs)" + (f"; {self.outside}" if self.outside else "")
+            f"nine of ten compiled steps took {self.low:.2f} to {self.high:.2f} times the memory predicted {method} "
+            f"({self.cases} {REGIMES[self.regime]}, compiled for TPUs)" + (f"; {self.outside}" if self.outside else "")
         )
 
 
@@ -68,24 +68,24 @@ def regime(config: TrainConfig) -> str:
     return "usual" if usual else "other"
 
 
-def error_bar(config: TrainConfig, there: Topology, predicted: int, method: str = "formulas") -> ErrorBar:
+def error_bar(config: TrainConfig, hardware: Topology, predicted: int, method: str = "formulas") -> ErrorBar:
     """The error bar of a prediction of memory.
 
     Args:
       config: the run's settings.
-      there: the hardware.
+      hardware: what it is planned for.
       predicted: bytes on a device.
       method: how it was predicted, one of `METHODS`.
     """
     kind = regime(config)
-    found = _bars()[method][kind]
-    lowest, highest = found["smallest"], found["largest"]
+    bar = _bars()[method][kind]
+    smallest, largest = bar["smallest"], bar["largest"]
     outside = ""
-    if there.chip.platform != "tpu":
-        outside = f"none of them for a {there.chip.name}, whose compiler orders and packs otherwise"
-    elif not lowest <= predicted <= highest:
-        outside = f"all of them between {human_bytes(lowest)} and {human_bytes(highest)}"
-    return ErrorBar(found["low"], found["high"], kind, method, found["cases"], outside)
+    if hardware.chip.platform != "tpu":
+        outside = f"no step compiled for a {hardware.chip.name} was compared, and its compiler allocates otherwise"
+    elif not smallest <= predicted <= largest:
+        outside = f"these were predicted to take between {human_bytes(smallest)} and {human_bytes(largest)}"
+    return ErrorBar(bar["low"], bar["high"], kind, method, bar["cases"], outside)
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""How much memory a program takes: its arrays from the operation that makes them to the last that reads them.
+"""Memory of a program by liveness: an array is live from its operation to the last operation that reads it.
 
-An estimate of what XLA for TPUs allocates, from a partitioned program (`jaxscale.plan.partition`) and not from a
-compiled one. Elementwise operations are computed where they are read and take no memory; products, reductions,
-collectives, kernels and loops do. Operations run when they free memory, else as late as they can. A cast of one row of
-a stack is made of the whole stack before the loop, a sum of two sums over devices is one sum, and results take the
-memory of donated arguments. `experiments/planner_accuracy/MEMORY.md` compares with compiled programs.
+This estimates what XLA for TPUs allocates, without compiling, from a partitioned program (`jaxscale.plan.partition`).
+Elementwise operations are fused into the operations that read them and take no memory; matrix products, reductions,
+collectives, kernels and loops do. An operation runs as soon as it frees memory, otherwise as late as possible. Casts of
+the rows of a stack are hoisted out of the loop and cast the whole stack, the sum of two all-reduced arrays is
+all-reduced once, and results reuse the memory of donated arguments. `experiments/planner_accuracy/MEMORY.md` compares
+with compiled programs.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from jaxscale.hardware import Topology
 from jaxscale.plan.heap import Buffer, Heap
 from jaxscale.plan.program import ALIAS, Operation, Program
-from jaxscale.plan.stand_ins import whole_sum
+from jaxscale.plan.stand_ins import is_whole_sum
 
-_SAME = frozenset({ALIAS, "reshape", "squeeze", "expand_dims", "name", "copy", "optimization_barrier", "pvary"})
-"""Their result is their operand."""
+_ALIASES = frozenset({ALIAS, "reshape", "squeeze", "expand_dims", "name", "copy", "optimization_barrier", "pvary"})
+"""Primitives whose result is their operand."""
 
 _SUMS = frozenset("reshard psum psum2 psum_invariant reduce_scatter".split())
 
-_WHOLE = _SUMS | frozenset(
+_UNFUSED = _SUMS | frozenset(
     "pallas_call loop branch gather scatter scatter-add sort top_k all_gather all_gather_invariant all_to_all "
     "ragged_all_to_all ppermute cumsum device_put ragged_dot_general eigh qr argmax".split()
 )
-"""Take their operands from memory and leave their results there."""
+"""Primitives that read their operands from memory and write their results to memory."""
 
-_STORED = _WHOLE | frozenset("dot_general conv_general_dilated reduce_sum reduce_max reduce_min".split())
-"""Leave their results in memory; what they take may be computed on the way."""
+_STORED = _UNFUSED | frozenset("dot_general conv_general_dilated reduce_sum reduce_max reduce_min".split())
+"""Primitives that write their results to memory; elementwise operations may be fused into their operands."""
 
 _IN_PLACE = frozenset("psum psum2 psum_invariant dynamic_update_slice scatter-add scatter loop branch".split())
-"""May write where they read for the last time."""
+"""Primitives that may reuse the memory of an operand that is not read again."""
 
 _LARGE = 2**20
-"""Bytes from which on sums of sums are looked for."""
+"""Smaller sums over devices are not combined, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Allocation:
     """Memory of a program on one device.
 
     Args:
-      arguments: their bytes.
-      temporaries: bytes of all others at the fullest moment, with gaps between them.
-      at_peak: arrays that are there then, by module and operation.
+      arguments: bytes.
+      temporaries: peak bytes of all other arrays, fragmentation included.
+      at_peak: the arrays that are live at the peak, with their scopes and operations.
       moved: bytes that operations read and write, all iterations together.
     """
 
@@ -57,74 +58,68 @@ class Allocation:
     moved: float
 
 
-def allocation(program: Program, there: Topology) -> Allocation:
+def allocation(program: Program, hardware: Topology) -> Allocation:
     """The memory of a program.
 
     Args:
-      program: of one device.
-      there: the hardware; its compiler's sums over devices are those of `jaxscale.plan.stand_ins`.
+      program: the program of one device.
+      hardware: the devices; `jaxscale.plan.stand_ins` says which collectives their compiler replaces.
     """
     numbers = itertools.count(-1, -1)
-    operations = _summed_once(_hoisted(_summed_whole(program.operations, there, numbers), numbers), numbers)
+    operations = _with_sums_combined(
+        _with_hoisted_casts(_with_whole_sums(program.operations, hardware, numbers), numbers), numbers
+    )
     block = _Block(operations, program.results)
-    into: dict[int, int] = {}
+    donated: dict[int, int] = {}
     heap = Heap()
     for result, (argument, size) in zip(program.results, program.arguments.items(), strict=False):
-        number = block.same(result)
+        number = block.canonical(result)
         if block.bytes.get(number) == size:
-            into[number] = argument
-            if block.made_by(number) == "reshard":  # gathered into the place of what the step still reads: a copy
+            donated[number] = argument
+            if block.made_by(number) == "reshard":  # XLA copies arguments that a gathered result would overwrite
                 heap.take("copies of parameters", size)
-    block.run(heap, into)
+    block.run(heap, donated)
     return Allocation(sum(program.arguments.values()), heap.peak, heap.at_peak, block.moved(program.arguments))
 
 
 class _Block:
-    """Operations of a program, a loop or a branch; those that are computed where they are read are not among them.
+    """The operations of a program, a loop's body or a branch, after fusion.
 
     Args:
-      operations: all of them.
-      results: numbers of what is there at the end.
+      operations: before fusion.
+      results: numbers of the arrays that are live at the end.
     """
 
     def __init__(self, operations: Sequence[Operation], results: Iterable[int]):
-        self._same: dict[int, int] = {}
+        self._canonical: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         every: list[Operation] = []
         for op in operations:
-            if op.name in _SAME and op.reads:
-                self._same |= {n: op.reads[0] for n in op.writes if n != op.reads[0]}
+            if op.name in _ALIASES and op.reads:
+                self._canonical |= {n: op.reads[0] for n in op.writes if n != op.reads[0]}
             elif op.writes or op.body:
-                every.append(dataclasses.replace(op, reads=tuple({self.same(n) for n in op.reads})))
+                every.append(dataclasses.replace(op, reads=tuple({self.canonical(n) for n in op.reads})))
                 self.bytes |= op.writes
-        self.results = {self.same(n) for n in results}
+        self.results = {self.canonical(n) for n in results}
         self._by = {n: op for op in every for n in op.writes}
         users: dict[int, list[Operation]] = defaultdict(list)
         for op in every:
             for n in op.reads:
                 users[n].append(op)
         stored = {id(op) for op in every if self._stored(op, [u for n in op.writes for u in users[n]])}
-        sources: dict[int, frozenset[int]] = {}
+        self.operations: list[Operation] = []
+        sources: dict[int, frozenset[int]] = {}  # of fused arrays, the arrays in memory that they are computed from
+        for op in every:
+            reads = frozenset[int]().union(*(sources.get(n, {n}) for n in op.reads))
+            if id(op) in stored:
+                self.operations.append(dataclasses.replace(op, reads=tuple(reads - {*op.writes})))
+            else:
+                sources |= dict.fromkeys(op.writes, reads)
 
-        def stored_sources(n: int) -> frozenset[int]:
-            """The arrays in memory that one is computed from, itself if it is there."""
-            op = self._by.get(n)
-            if op is None or id(op) in stored:
-                return frozenset({n})
-            if n not in sources:
-                sources[n] = frozenset().union(*map(stored_sources, op.reads))
-            return sources[n]
-
-        self.operations = [
-            dataclasses.replace(op, reads=tuple(frozenset().union(*map(stored_sources, op.reads)) - {*op.writes}))
-            for op in every
-            if id(op) in stored
-        ]
-
-    def same(self, n: int) -> int:
-        """The number of an array that may go by several."""
-        while n in self._same:
-            n = self._same[n]
+    def canonical(self, n: int) -> int:
+        """The number that stands for all aliases of an array."""
+        while n in self._canonical:
+            n = self._canonical[n]
         return n
 
     def made_by(self, n: int) -> str:
@@ -132,15 +127,16 @@ class _Block:
         return self._by[n].name if n in self._by else ""
 
     def _stored(self, op: Operation, users: Sequence[Operation]) -> bool:
+        """Whether an operation's results are in memory, because it or one of its users is not fused."""
         if self.results & op.writes.keys() or (users and op.name in _STORED):
             return True
         if not users or not op.reads:
             return False
-        taken = _WHOLE - {"loop"} if op.name == "broadcast_in_dim" else _WHOLE
-        return any(u.name in taken for u in users)
+        unfused = _UNFUSED - {"loop"} if op.name == "broadcast_in_dim" else _UNFUSED
+        return any(u.name in unfused for u in users)
 
-    def _order(self, into: Mapping[int, int]) -> list[Operation]:
-        """What frees memory first, else what is needed first."""
+    def _order(self, donated: Mapping[int, int]) -> list[Operation]:
+        """A schedule: the operation that frees the most memory, otherwise the one whose result is read first."""
         ops = self.operations
         maker = {n: i for i, op in enumerate(ops) for n in op.writes}
         left = Counter(n for op in ops for n in op.reads)
@@ -149,21 +145,21 @@ class _Block:
         for i, needs in enumerate(before):
             for j in needs:
                 after[j].add(i)
-        late = [*range(len(ops))]
-        for i in reversed(late):
-            late[i] = min((late[j] for j in after[i]), default=i)
+        deadline = [*range(len(ops))]
+        for i in reversed(deadline):
+            deadline[i] = min((deadline[j] for j in after[i]), default=i)
         waiting = [len(needs) for needs in before]
         ready = [i for i, n in enumerate(waiting) if not n]
 
         def grows(i: int) -> int:
             freed = (self.bytes.get(n, 0) for n in ops[i].reads if left[n] == 1 and n not in self.results)
-            return sum(size for n, size in ops[i].writes.items() if n not in into) - sum(freed)
+            return sum(size for n, size in ops[i].writes.items() if n not in donated) - sum(freed)
 
         order: list[Operation] = []
         while ready:
-            size, _, i = min((grows(i), (late[i], i), i) for i in ready)
+            size, _, i = min((grows(i), (deadline[i], i), i) for i in ready)
             if size > 0:
-                i = min(ready, key=lambda i: (late[i], i))
+                i = min(ready, key=lambda i: (deadline[i], i))
             ready.remove(i)
             order.append(ops[i])
             left.subtract(ops[i].reads)
@@ -173,21 +169,21 @@ class _Block:
                     ready.append(j)
         return order
 
-    def run(self, heap: Heap, into: Mapping[int, int]) -> None:
-        """Takes and gives back memory in the order of the operations, that of results at the end.
+    def run(self, heap: Heap, donated: Mapping[int, int]) -> None:
+        """Allocates and frees the arrays in the order of the schedule; all of them are freed at the end.
 
         Args:
           heap: the memory.
-          into: of some results, the arrays from outside whose memory they take once nothing reads these.
+          donated: for some results the argument, or the loop carry, whose memory they reuse after it was last read.
         """
         left = Counter(n for op in self.operations for n in op.reads)
         live: dict[int, Buffer] = {}
-        for op in self._order(into):
+        for op in self._order(donated):
             left.subtract(op.reads)
             dying = [n for n in op.reads if not left[n] and n not in self.results and n in live]
             made: dict[int, Buffer] = {}
             for n, size in sorted(op.writes.items(), key=lambda item: -item[1]):
-                if n in into and not left[into[n]] and (into[n] not in op.reads or not _separate(op)):
+                if n in donated and not left[donated[n]] and (donated[n] not in op.reads or not _needs_own_buffer(op)):
                     continue
                 reused = next((d for d in dying if live[d].size == size), None) if op.name in _IN_PLACE else None
                 if reused is not None:
@@ -211,31 +207,29 @@ class _Block:
         total = 0.0
         for op in self.operations:
             if op.body:
-                inner = {n: size for n, (_, size) in op.rows.items()} | {
-                    n: size for n, (*_, size) in op.carried.items()
-                }
-                total += op.length * _Block(op.body, _ends(op)).moved({**sizes, **inner})
+                inner = {n: size for n, (*_, size) in (*op.rows.items(), *op.carried.items())}
+                total += op.length * _Block(op.body, _results_of(op)).moved({**sizes, **inner})
             else:
                 total += sum(sizes.get(n, 0) for n in (*op.reads, *op.writes))
         return total
 
 
-def _separate(op: Operation) -> bool:
-    """Whether an operation cannot write where it reads."""
+def _needs_own_buffer(op: Operation) -> bool:
+    """Whether an operation cannot write to the memory of its operands."""
     return op.name in _STORED - _IN_PLACE
 
 
-def _ends(op: Operation) -> list[int]:
-    """What is there at the end of a loop's body or a branch."""
+def _results_of(op: Operation) -> list[int]:
+    """The numbers of the arrays that are live at the end of a loop's body or a branch."""
     return [*(end for _, end, _ in op.carried.values()), *op.stacked] if op.name == "loop" else [*op.results]
 
 
 def _run_body(op: Operation, heap: Heap) -> None:
-    """One iteration of a loop, or a branch. A row of a stack that nothing else reads is written right into it."""
-    block = _Block(op.body, _ends(op))
-    carries = {block.same(end): n for n, (_, end, _) in op.carried.items()}
+    """Allocates the arrays of a branch or of one iteration. A row that nothing else reads is written into its stack."""
+    block = _Block(op.body, _results_of(op))
+    carries = {block.canonical(end): n for n, (_, end, _) in op.carried.items()}
     read = {n for inner in block.operations for n in inner.reads}
-    rows = {block.same(n) for n in op.stacked} - read - carries.keys()
+    rows = {block.canonical(n) for n in op.stacked} - read - carries.keys()
     block.operations = [
         dataclasses.replace(inner, writes={n: 0 if n in rows else size for n, size in inner.writes.items()})
         for inner in block.operations
@@ -243,13 +237,15 @@ def _run_body(op: Operation, heap: Heap) -> None:
     block.run(heap, carries)
 
 
-def _summed_whole(operations: Sequence[Operation], there: Topology, numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """With whole sums for the reduce-scatters that a compiler makes all-reduces of."""
+def _with_whole_sums(
+    operations: Sequence[Operation], hardware: Topology, numbers: Iterator[int]
+) -> tuple[Operation, ...]:
+    """Replaces reduce-scatters by all-reduces with a slice of the result, where the compiler does."""
     result: list[Operation] = []
     for op in operations:
         if op.body:
-            op = dataclasses.replace(op, body=_summed_whole(op.body, there, numbers))
-        payload = max((c.payload for c in op.sent if whole_sum(c, there)), default=0)
+            op = dataclasses.replace(op, body=_with_whole_sums(op.body, hardware, numbers))
+        payload = max((c.payload for c in op.sent if is_whole_sum(c, hardware)), default=0)
         if payload and len(op.writes) == 1:
             ((made, size),) = op.writes.items()
             whole = next(numbers)
@@ -259,13 +255,13 @@ def _summed_whole(operations: Sequence[Operation], there: Topology, numbers: Ite
     return tuple(result)
 
 
-def _hoisted(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """With casts to fewer bits of all of a stack, before the loops that cast each of its rows."""
+def _with_hoisted_casts(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
+    """Replaces casts of rows to a smaller dtype by a cast of the whole stack before the loop."""
     result: list[Operation] = []
     same: dict[int, int] = {}
     casts: dict[tuple[int, int], int] = {}
     for op in operations:
-        if op.name in _SAME and op.reads:
+        if op.name in _ALIASES and op.reads:
             same |= {n: same.get(op.reads[0], op.reads[0]) for n in op.writes}
         if op.name == "loop":
             users: dict[int, list[Operation]] = defaultdict(list)
@@ -286,27 +282,27 @@ def _hoisted(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[O
                     rows[made] = casts[key], size
                     reads.append(casts[key])
                     gone.add(id(cast))
-            body = _hoisted([inner for inner in op.body if id(inner) not in gone], numbers)
+            body = _with_hoisted_casts([inner for inner in op.body if id(inner) not in gone], numbers)
             op = dataclasses.replace(op, body=body, rows=rows, reads=tuple(reads))
         result.append(op)
     return tuple(result)
 
 
-def _summed_once(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """With one sum over devices for a sum of two such sums, as of the two parts of a tied table's gradient."""
-    same = {n: op.reads[0] for op in operations if op.name in _SAME and op.reads for n in op.writes}
+def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
+    """Adds arrays before they are summed over devices and not after, as for the two gradients of a tied table."""
+    same = {n: op.reads[0] for op in operations if op.name in _ALIASES and op.reads for n in op.writes}
 
     def named(n: int) -> int:
         while n in same:
             n = same[n]
         return n
 
-    maker = {n: i for i, op in enumerate(operations) for n in op.writes if op.name not in _SAME}
-    uses = Counter(named(n) for op in operations if op.name not in _SAME for n in {*op.reads})
+    maker = {n: i for i, op in enumerate(operations) for n in op.writes if op.name not in _ALIASES}
+    uses = Counter(named(n) for op in operations if op.name not in _ALIASES for n in {*op.reads})
     replaced: dict[int, list[Operation]] = {}
 
     def unsummed(n: int) -> tuple[int, list[int]]:
-        """What devices hold before the sums that end in an array, and these sums."""
+        """The array before its sums over devices, and the indices of the operations that sum it."""
         sums: list[int] = []
         n = named(n)
         while (

@@ -1,10 +1,11 @@
 """What each device computes and sends in a traced program, from shardings of its inputs and its sharding constraints.
 
 Shardings are propagated from operands to results, as in a partitioner's forward pass (Xu et al. 2021, GSPMD), and by
-the rules of `jaxscale.plan.partition_rules`. A sum over a sharded dimension stays partial until an operation needs it:
-it becomes a reduce-scatter where its users are sharded along the same mesh axes, else an all-reduce. Other changes of
-sharding become gathers and all-to-alls. Equal operations on equal arrays are executed once, and a sum that a loop only
-adds to is reduced after the loop, as compilers do. Needs no compiler and no devices.
+the rules of `jaxscale.plan.partition_rules` and `jaxscale.plan.partition_control`. A sum over a sharded dimension stays
+partial until an operation needs it: it becomes a reduce-scatter where its users are sharded along the same mesh axes,
+else an all-reduce. Other changes of sharding become gathers and all-to-alls. Equal operations on equal arrays are
+executed once, and a sum that a loop only adds to is reduced after the loop, as compilers do. Needs no compiler and no
+devices.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.layout import Boxes, Layout
 from jaxscale.plan.collectives import PLUMBING, Collective
-from jaxscale.plan.flop_walk import manual_axes, plain_jaxpr
 from jaxscale.plan.moves import change, devices
-from jaxscale.plan.partition_rules import ADDS, LINEAR, RULES, SAME_SHAPE, SHARED, Rule, Split, elementwise, finest
-from jaxscale.plan.program import Operation, Program, Recorder
+from jaxscale.plan.partition_control import CALLS, users_by_array
+from jaxscale.plan.partition_rules import ADDS, LINEAR, RULES, SAME_SHAPE, SHARED, Split, finest, without_rule
+from jaxscale.plan.program import Program, Recorder
 from jaxscale.plan.stand_ins import SMALL_SCATTER
-from jaxscale.step.trace import parts_of_scan, source_line
+from jaxscale.step.trace import source_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,13 @@ class Partitioned:
         several passes at the dtype's rate counts as many times.
       collectives: what the device sends.
       program: the operations and the arrays that they read and write.
+      without_rule: primitives whose communication is not counted.
     """
 
     flops: Mapping[tuple[str, str], float]
     collectives: tuple[Collective, ...]
     program: Program
+    without_rule: tuple[str, ...] = ()
 
     def flops_within(self, scope: str) -> dict[str, float]:
         """FLOPs of products in a named scope, by dtype."""
@@ -69,8 +72,8 @@ def partitioned(
 ) -> Partitioned:
     """Traces a function under a layout and partitions its program.
 
-    A primitive without a rule (`jaxscale.plan.partition_rules`) is taken to be elementwise and to send nothing, which
-    is too little for a gather, a sort or a convolution along a sharded dimension.
+    A primitive without a rule is taken to be elementwise and to send nothing; where that drops a sharding, or it acts
+    along a sharded dimension, its name is returned as well.
 
     Args:
       fn: a function of trees of arrays.
@@ -97,7 +100,7 @@ def partitioned(
     results = [value if sharding is None else walk.reshard(var, value, sharding, "") for var, value, sharding in each]
     arguments = {x.number: walk.record.bytes_of(v, x.boxes) for v, x in zip(jaxpr.invars, inputs, strict=True)}
     program = Program(tuple(walk.record.operations), arguments, tuple(x.number for x in results))
-    return Partitioned(dict(walk.flops), tuple(walk.collectives), program)
+    return Partitioned(dict(walk.flops), tuple(walk.collectives), program, tuple(sorted(walk.without_rule)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Walk:
         self.times, self.certain, self.scope = times, certain, scope
         self.flops: dict[tuple[str, str], float] = defaultdict(float)
         self.collectives: list[Collective] = []
+        self.without_rule: set[str] = set()
         self.cache: dict[Any, list[Value]] = {}
         self.numbers = itertools.count(1)
         self.reduced: dict[Any, frozenset[str]] = {}
@@ -166,6 +170,7 @@ class Walk:
         for key, flops in walk.flops.items():
             self.flops[key] += flops
         self.collectives += walk.collectives
+        self.without_rule |= walk.without_rule
 
     def new(self, boxes: Boxes, dtype: Any = None) -> Value:
         """An array that equals no other."""
@@ -193,14 +198,14 @@ class Walk:
         def read(v: Any) -> Value:
             return self.cached((str(v), v.aval), _replicated(v)) if isinstance(v, core.Literal) else env[v]
 
-        self._frames.append((_users(jaxpr), env))
+        self._frames.append((users_by_array(jaxpr), env))
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name not in LINEAR and name != "scan" and not _adds_partial_sums(eqn, env):
                 self._reduce_operands(eqn, env)
             operands = [read(v) for v in eqn.invars]
             self.record.resharded = {}
-            rule = _CALLS.get(name) or RULES.get(name, elementwise)
+            rule = CALLS.get(name) or RULES.get(name, without_rule)
             if name in SHARED:
                 params = id(eqn.params["jaxpr"]) if name == "pallas_call" else str(eqn.params)
                 key = (name, params, self.manual, *(x.number for x in operands))
@@ -210,7 +215,7 @@ class Walk:
                 outputs = self.cache[key]
             else:
                 executed, outputs = True, rule(self, eqn, operands)
-            if executed and name not in _CALLS and name != "sharding_constraint":
+            if executed and name not in CALLS and name != "sharding_constraint":
                 each = zip(eqn.invars, operands, strict=True)
                 reads = [0 if isinstance(v, core.Literal) else x.number for v, x in each]
                 made = ((v, x.number, x.boxes) for v, x in zip(eqn.outvars, outputs, strict=True))
@@ -225,7 +230,7 @@ class Walk:
         for v in eqn.invars:
             if isinstance(v, core.Literal) or not env[v].boxes.partial:
                 continue
-            others = [w for w in eqn.invars if w is not v and not isinstance(w, core.Literal) and name not in _CALLS]
+            others = [w for w in eqn.invars if w is not v and not isinstance(w, core.Literal) and name not in CALLS]
             splits = [env[w].boxes.split for w in others if w.aval.shape == v.aval.shape]
             if name in ADDS and (in_use := self.split_in_use(eqn.outvars[0])):
                 splits.append(in_use)
@@ -317,186 +322,6 @@ class Walk:
         return tuple(result)
 
 
-# --- operations that contain jaxprs ---
-
-
-def _call(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    bodies = (plain_jaxpr(v) for v in eqn.params.values())
-    body = next((j for j in bodies if isinstance(j, core.Jaxpr) and len(j.invars) == len(inputs)), None)
-    if body is None:
-        return elementwise(walk, eqn, inputs)
-    scope, walk.scope = walk.scope, walk.scopes(eqn)
-    outputs = walk.run(body, inputs)
-    walk.scope = scope
-    return outputs
-
-
-def _remat(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """`jax.checkpoint`, which recomputes unless the compiler may share its operations with the forward pass."""
-    if eqn.params.get("prevent_cse", True):
-        same = [walk.new(x.boxes, x.dtype) for x in inputs]
-        for x, y in zip(inputs, same, strict=True):
-            walk.record.alias(x.number, y.number)
-        inputs = same
-    return _call(walk, eqn, inputs)
-
-
-def _scan(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    length, scopes = eqn.params["length"], walk.scopes(eqn)
-    consts, carry, stacked = parts_of_scan(eqn.params, inputs)
-    const_vars, carry_vars, stacked_vars = parts_of_scan(eqn.params, eqn.invars)
-    consts, stacked = (
-        [walk.reshard(v, x, Boxes(x.boxes.split), scopes, eqn) for v, x in zip(variables, values, strict=True)]
-        for variables, values in ((const_vars, consts), (stacked_vars, stacked))
-    )
-    rows: list[Value] = []
-    known = {x.number for x in stacked if ("row", x.number) in walk.cache}
-    for x in stacked:
-        boxes = Boxes(x.boxes.split[1:])
-        rows.append(walk.cached(("row", x.number), boxes) if length == 1 else walk.new(boxes))
-    body = eqn.params["jaxpr"].jaxpr
-    outputs, final, initial = _loop(walk, eqn, body, [*consts], [*carry], rows, length, True)
-    record = walk.record
-    loop = record.operations.pop()
-    for v, x, boxes in zip(carry_vars, carry, initial, strict=True):
-        if x.boxes.partial:
-            walk.reshard(v, x, boxes, scopes, eqn)
-    made = [walk.new(Boxes(((), *x.boxes.split))) for x in outputs]
-    if length == 1:  # no loop for a compiler
-        for row, x in zip(rows, stacked, strict=True):
-            if x.number not in known:
-                record.alias(x.number, row.number)
-        for i, (before, _, _) in loop.carried.items():
-            record.alias(before, i)
-        record.operations += loop.body
-        for x, y in zip(outputs, made, strict=True):
-            record.alias(x.number, y.number)
-            walk.cache["row", y.number] = [x]
-        return [*final, *made]
-    stacks = {y.number: record.bytes_of(v, y.boxes) for v, y in zip(eqn.outvars[len(final) :], made, strict=True)}
-    row_vars = parts_of_scan(eqn.params, body.invars)[2]
-    changed = dict(
-        reads=(*loop.reads, *(x.number for x in stacked)),
-        writes={**loop.writes, **stacks},
-        rows={
-            row.number: (x.number, record.bytes_of(v, row.boxes))
-            for v, row, x in zip(row_vars, rows, stacked, strict=True)
-        },
-        stacked={x.number: y.number for x, y in zip(outputs, made, strict=True)},
-        length=length,
-    )
-    record.operations.append(dataclasses.replace(loop, **changed))
-    return [*final, *made]
-
-
-def _while(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    body, carry = eqn.params["body_jaxpr"].jaxpr, inputs[skip + consts :]
-    return _loop(walk, eqn, body, inputs[skip : skip + consts], carry, [], 1, False)[1]
-
-
-def _loop(
-    walk: Walk,
-    eqn: Any,
-    body: core.Jaxpr,
-    consts: Sequence[Value],
-    carry: Sequence[Value],
-    rows: Sequence[Value],
-    length: int,
-    certain: bool,
-) -> tuple[list[Value], list[Value], list[Boxes]]:
-    """The body of a loop, counted with the sharding of its carry after one iteration.
-
-    Returns:
-      the rows that it makes, its carry, and the sharding of the carry at the start.
-    """
-    n, trial, users = len(carry), walk.nested(eqn), _users(body)
-    steady = trial.run(body, [trial.new(Boxes(x.boxes.split)) for x in (*consts, *carry, *rows)])[:n]
-    partial = [
-        _accumulated(body, var, out, trial.reduced) if len(users[var]) == 1 else frozenset()
-        for var, out in zip(body.invars[len(consts) :], body.outvars[:n], strict=False)
-    ]
-    inside = [walk.new(Boxes(x.boxes.split, axes)) for x, axes in zip(steady, partial, strict=True)]
-    before = walk.times, walk.certain, walk.scope
-    scope = f"{walk.scopes(eqn)}/while/body"
-    walk.times, walk.certain, walk.scope = walk.times * length, walk.certain and certain, scope
-    outside, walk.record.operations = walk.record.operations, []
-    outputs = [
-        x if accumulated else walk.reshard(v, x, Boxes(x.boxes.split), scope)
-        for v, x, accumulated in itertools.zip_longest(body.outvars, walk.run(body, [*consts, *inside, *rows]), partial)
-    ]
-    walk.times, walk.certain, walk.scope = before
-    inner, walk.record.operations = tuple(walk.record.operations), outside
-    each = zip(body.invars[len(consts) : len(consts) + n], carry, inside, outputs, strict=False)
-    carried = {i.number: (x.number, o.number, walk.record.bytes_of(v, i.boxes)) for v, x, i, o in each}
-    reads = tuple(x.number for x in (*consts, *carry))
-    writes = {end: size for _, end, size in carried.values()}
-    outside.append(Operation("loop", reads, writes, scope, body=inner, carried=carried))
-    return outputs[n:], outputs[:n], [Boxes(x.boxes.split) for x in inside]
-
-
-def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    platforms, branches = eqn.params.get("branches_platforms"), eqn.params["branches"]
-    if platforms is not None:
-        own = [b for b, p in zip(branches, platforms, strict=True) if p is not None and walk.platform in p]
-        branches = [*own, *(b for b, p in zip(branches, platforms, strict=True) if p is None)][:1]
-    scopes = str(eqn.source_info.name_stack).split("/")
-    share = next((share for scope, share in walk.branch_shares.items() if scope in scopes), None)
-    certain, walks, results = len(branches) == 1 or share is not None, [], []
-    for branch in branches:
-        inner = walk.nested(eqn, share=1.0 if share is None else share, certain=certain)
-        outputs = inner.run(branch.jaxpr, [inner.new(x.boxes) for x in inputs[1:]])
-        each = zip(branch.jaxpr.outvars, outputs, strict=True)
-        results.append([inner.reshard(v, x, Boxes(x.boxes.split), inner.scope, eqn) for v, x in each])
-        walks.append(inner)
-    costs = [(sum(w.flops.values()), sum(c.sent for c in w.collectives)) for w in walks]
-    most = costs.index(max(costs))
-    walk.add(walks[most])
-    made = [walk.new(x.boxes) for x in results[most]]
-    branch = Operation(
-        "branch",
-        tuple(x.number for x in inputs[1:]),
-        {x.number: walk.record.bytes_of(v, x.boxes) for v, x in zip(eqn.outvars, made, strict=True)},
-        walk.scopes(eqn),
-        body=tuple(walks[most].record.operations),
-        results=tuple(x.number for x in results[most]),
-    )
-    walk.record.operations.append(branch)
-    return made
-
-
-def _shard_map(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Inside, only the automatic mesh axes shard arrays; along the manual ones the program calls collectives."""
-    manual = frozenset(manual_axes(eqn))
-    inner = walk.nested(eqn, manual=manual)
-    inner.cache, inner.numbers = walk.cache, walk.numbers
-    local, outputs = [], []
-    for v, x, spec in zip(eqn.invars, inputs, eqn.params["in_specs"], strict=True):
-        automatic = tuple(tuple(a for a in axes if a not in manual) for axes in x.boxes.split)
-        each = zip(walk.split_of(spec, len(automatic)), automatic, strict=True)
-        outside = walk.reshard(v, x, Boxes(tuple((*m, *a) for m, a in each)), walk.scopes(eqn), eqn)
-        local.append(walk.cached(("local", outside.number, outside.boxes, manual), Boxes(automatic)))
-        walk.record.alias(outside.number, local[-1].number)
-    results = inner.run(plain_jaxpr(eqn.params["jaxpr"]), local)
-    walk.record.operations += inner.record.operations
-    walk.add(inner)
-    for x, spec in zip(results, eqn.params["out_specs"], strict=True):
-        each = zip(walk.split_of(spec, len(x.boxes.split)), x.boxes.split, strict=True)
-        outputs.append(walk.new(Boxes(tuple((*m, *a) for m, a in each), x.boxes.partial), x.dtype))
-        walk.record.alias(x.number, outputs[-1].number)
-    return outputs
-
-
-_CALLS: dict[str, Rule] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), _call),
-    **dict.fromkeys(("remat2", "checkpoint"), _remat),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}
-
-
 def _finer(after: Boxes, before: Boxes) -> bool:
     """Whether a sharding only splits another's shards further, so that each device slices what it has."""
     return all(b == a[: len(b)] for a, b in zip(after.split, before.split, strict=True))
@@ -504,16 +329,6 @@ def _finer(after: Boxes, before: Boxes) -> bool:
 
 def _replicated(v: Any) -> Boxes:
     return Boxes(((),) * (np.ndim(v.val) if isinstance(v, core.Literal) else getattr(v.aval, "ndim", 0)))
-
-
-def _users(jaxpr: core.Jaxpr) -> dict[Any, list[Any]]:
-    """The operations that take each array."""
-    users: dict[Any, list[Any]] = defaultdict(list)
-    for eqn in jaxpr.eqns:
-        for v in eqn.invars:
-            if not isinstance(v, core.Literal):
-                users[v].append(eqn)
-    return users
 
 
 def _adds_partial_sums(eqn: Any, env: Mapping[Any, Value]) -> bool:
@@ -533,15 +348,3 @@ def _scattered(boxes: Boxes, splits: Sequence[Split]) -> Boxes:
                 split[d] = axes
                 used |= {*more}
     return Boxes(tuple(split))
-
-
-def _accumulated(body: core.Jaxpr, carry: Any, out: Any, reduced: Mapping[Any, frozenset[str]]) -> frozenset[str]:
-    """The mesh axes of a partial sum that a loop only adds to its carry, which compilers reduce after the loop."""
-    makers: dict[Any, Any] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
-    eqn = makers.get(out)
-    while eqn is not None and eqn.primitive.name == "sharding_constraint":
-        eqn = makers.get(eqn.invars[0])
-    if eqn is None or eqn.primitive.name not in ("add", "add_any") or carry not in eqn.invars:
-        return frozenset()
-    other = next((v for v in eqn.invars if v is not carry and not isinstance(v, core.Literal)), None)
-    return reduced.get(other, frozenset())

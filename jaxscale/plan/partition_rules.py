@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxscale.layout import Boxes
 from jaxscale.plan.flop_walk import product_flops
 from jaxscale.plan.moves import send
+from jaxscale.plan.program import ELEMENTWISE
 
 if TYPE_CHECKING:
     from jaxscale.plan.partition import Value, Walk
@@ -38,14 +39,15 @@ SAME_SHAPE = frozenset(
 )
 """Primitives whose operands a compiler shards as their result."""
 
-SHARED = frozenset(
-    "sharding_constraint convert_element_type transpose reshape squeeze expand_dims slice pad broadcast_in_dim "
-    "name all_gather all_gather_invariant ppermute dot_general ragged_dot_general pallas_call add add_any sub mul div "
-    "max min neg exp log tanh logistic rsqrt sqrt integer_pow pow erf sin cos square abs sign floor clamp select_n "
-    "eq ne lt le gt ge and or not reduce_sum reduce_max argmax cumsum sort gather iota concatenate dynamic_slice "
-    "reduce_precision psum".split()
+SHARED = ELEMENTWISE | frozenset(
+    "sharding_constraint transpose reshape squeeze expand_dims slice pad broadcast_in_dim all_gather "
+    "all_gather_invariant ppermute psum dot_general ragged_dot_general pallas_call reduce_sum reduce_max argmax cumsum "
+    "sort gather iota concatenate dynamic_slice".split()
 )
 """Primitives that a compiler executes once for equal operands (common subexpressions)."""
+
+_LINEAR_ALGEBRA = frozenset("eigh eig qr geqrf householder_product svd cholesky lu triangular_solve schur".split())
+"""Primitives that combine elements of the last two dimensions."""
 
 _COLLECTIVES = {
     "psum": "all-reduce", "psum2": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce",
@@ -61,10 +63,7 @@ def finest(splits: Sequence[Split]) -> Split:
 
 
 def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Results are sharded as operands are, in dimensions of equal size; the finest sharding wins.
-
-    Also of a primitive without a rule of its own, which is taken to send nothing.
-    """
+    """Results are sharded as operands are, in dimensions of equal size; the finest sharding wins."""
     outputs = []
     for out in eqn.outvars:
         shape = getattr(out.aval, "shape", ())
@@ -82,9 +81,34 @@ def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return outputs
 
 
-def counted(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A kernel, or a product with a rule of its own dimensions: sharded as elementwise operations are."""
+def without_rule(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """As elementwise. Its name is recorded if a mesh axis shards a dimension that it acts along, or no result."""
     outputs = elementwise(walk, eqn, inputs)
+    name = eqn.primitive.name
+    if name in ELEMENTWISE or not inputs:
+        return outputs
+    sharding = {a for x in inputs for axes in x.boxes.split for a in axes}
+    kept_sharding = {a for x in outputs for axes in x.boxes.split for a in axes}
+    first = inputs[0].boxes.split
+    along = _dimensions_along(eqn, len(first))
+    if sharding - kept_sharding or any(first[d] for d in along):
+        walk.without_rule.add(name)
+    return outputs
+
+
+def _dimensions_along(eqn: Any, ndim: int) -> Sequence[int]:
+    """The dimensions of the first operand along which an operation combines elements, as far as its parameters say."""
+    if eqn.primitive.name == "fft":
+        return range(ndim - len(eqn.params["fft_lengths"]), ndim)
+    if eqn.primitive.name in _LINEAR_ALGEBRA:
+        return range(max(0, ndim - 2), ndim)
+    names = (eqn.params.get(key) for key in ("dimension", "axis"))
+    return [d for d in names if isinstance(d, int) and d < ndim]
+
+
+def counted(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """A kernel, a convolution or a ragged product: FLOPs are counted, and shardings are as without a rule."""
+    outputs = without_rule(walk, eqn, inputs)
     dtype = max((v.aval.dtype for v in eqn.invars), key=lambda d: (jnp.issubdtype(d, jnp.floating), d.itemsize)).name
     pieces = walk.pieces([a for axes in outputs[0].boxes.split for a in axes]) if outputs else 1
     walk.flops[walk.scopes(eqn), dtype] += product_flops(eqn) / pieces * walk.times
@@ -177,6 +201,11 @@ def transpose(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return [walk.new(Boxes(split, boxes.partial), inputs[0].dtype)]
 
 
+def stack(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+    """Not sharded: compiled pipelines stack the parts of their losses whole (tests/plan/test_communication.py)."""
+    return [walk.new(Boxes(((),) * len(eqn.outvars[0].aval.shape)))]
+
+
 def reshape(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     """Of dimensions that are joined or parted, the outermost stays sharded; others are gathered."""
     before, after, boxes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, inputs[0].boxes
@@ -244,6 +273,7 @@ RULES: dict[str, Rule] = {
     "sharding_constraint": constraint,
     "dot_general": product,
     "broadcast_in_dim": broadcast,
+    "stack": stack,
     "transpose": transpose,
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), reshape),
     **dict.fromkeys(("pad", "slice"), pad_or_slice),
@@ -251,4 +281,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("pallas_call", "ragged_dot_general", "ragged_dot", "conv_general_dilated"), counted),
     **dict.fromkeys(_COLLECTIVES, collective),
 }
-"""By primitive; `elementwise` for all others."""
+"""By primitive; `without_rule` for all others."""

@@ -67,7 +67,7 @@ def memory_table(plan: Plan) -> Any:
         table.add_row(name, human_bytes(size), f"{size / capacity:.1%}")
     table.add_section()
     table.add_row("by arithmetic", human_bytes(plan.memory.device), f"{plan.memory.device / capacity:.1%}")
-    if plan.compiled is None and plan.bar is not None:
+    if plan.compiled is None and plan.error_bar is not None:
         low, high = plan.bytes_range
         shares = f"{low / capacity:.1%} to {high / capacity:.1%}"
         table.add_row("in nine of ten cases", f"{human_bytes(low)} to {human_bytes(high)}", shares)

@@ -87,7 +87,7 @@ class Plan(Shown):
       how: "compiled", or why not.
       budget: of a number of tokens, where one was given.
       notes: what else to know, a sentence each.
-      bar: how far `memory` may be off.
+      error_bar: of `memory`.
     """
 
     config: TrainConfig
@@ -99,7 +99,7 @@ class Plan(Shown):
     how: str
     budget: Budget | None
     notes: tuple[str, ...] = ()
-    bar: ErrorBar | None = None
+    error_bar: ErrorBar | None = None
 
     @property
     def bytes(self) -> int:
@@ -113,13 +113,15 @@ class Plan(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether it fits the devices' memory, where it was not compiled even at the upper end of its error bar."""
+        """Whether it fits the devices' memory: a step that was not compiled, at the upper end of its error bar."""
         return self.bytes_range[1] <= self.hardware.chip.capacity
 
     @property
     def bytes_range(self) -> tuple[int, int]:
-        """Between which bytes on each device it is in nine of ten cases; of a compiled step, what it takes."""
-        return (self.bytes, self.bytes) if self.compiled is not None or self.bar is None else self.bar.bytes(self.bytes)
+        """The error bar of the bytes on each device; of a compiled step, both ends are what it takes."""
+        if self.compiled is not None or self.error_bar is None:
+            return self.bytes, self.bytes
+        return self.error_bar.bytes(self.bytes)
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -138,7 +140,7 @@ class Plan(Shown):
             "capacity": self.hardware.chip.capacity,
             "bytes": self.bytes,
             "bytes_range": list(self.bytes_range),
-            "error_bar": None if self.bar is None else dataclasses.asdict(self.bar),
+            "error_bar": None if self.error_bar is None else dataclasses.asdict(self.error_bar),
             "memory": groups(self.memory) | {"host": self.memory.host},
             "flops": {"model": self.work.flops, "device": sum(op.flops for op in self.work.ops)},
             "step": self.step.to_json(),
@@ -200,12 +202,16 @@ def plan_for(
         _check_as_training(config, there)
         memory, work = traced_plan(config, there)
         method, notes = "traced", (f"{e.why}: they are those of the traced step", *_branches(work))
+        if _layout(config).stages > 1:
+            notes = (*notes, "the time that pipeline stages wait for each other is not counted")
     compiled, how = None, "analytic, as was asked"
     if compile != "never":
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     bar = error_bar(config, there, memory.device, method)
     if compiled is None:
         notes = (str(bar), *notes)
+    if work.uncounted:
+        notes = (*notes, f"what {', '.join(work.uncounted)} send over sharded dimensions is not counted")
     notes = (*notes, *_notes(config, there))
     plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar)
     return with_budget(plan, tokens, price, watts)
@@ -225,7 +231,8 @@ def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
     check_attention(covered(config), _layout(config))
     traced = partition(config, there)
     sent = as_compiled(traced.collectives, there)
-    return work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
+    work = work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
+    return dataclasses.replace(work, uncounted=traced.without_rule)
 
 
 def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""A traced program as one device executes it: its operations, and the arrays that they read and write."""
+"""A partitioned program, as one device executes it: operations, and the arrays that they read and write."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from jaxscale.layout import Boxes
 from jaxscale.plan.collectives import Collective
 
 ALIAS = "alias"
-"""An operation that gives an array another number."""
+"""The name of an operation that only gives an array a second number."""
 
 LANES = 128
-"""A TPU's minor dimension is padded to a multiple of so many elements, where it has at least half as many."""
+"""Minor dimensions of at least half this size are padded to a multiple of it on TPUs."""
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "add add_any sub mul div max min neg abs sign exp log tanh logistic rsqrt sqrt square integer_pow pow erf sin cos "
     "floor clamp select_n eq ne lt le gt ge and or not convert_element_type reduce_precision name copy".split()
 )
-"""Primitives whose results repeat themselves where all operands do."""
+"""Primitives that compute each element of a result from one element of each operand."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation on arrays, which go by numbers; equal arrays have one number.
+    """An operation on arrays. Arrays are identified by numbers; equal arrays have the same number.
 
     Args:
       name: the primitive; "reshard", "loop", "branch" or `ALIAS`.
-      reads: the arrays that it takes.
-      writes: bytes of those that it makes.
+      reads: its operands.
+      writes: its results, with their bytes on the device.
       scope: its named scopes.
-      sent: collectives.
-      body: of a loop or a branch.
-      carried: of a loop, by a carry's number inside of it: its number before, that of its next value, and its bytes.
-      rows: of a loop, by number inside of it: the stack whose row it is, and its bytes.
-      stacked: of a loop, by number inside of it: the stack that it becomes a row of.
-      length: of a loop.
-      results: of a branch, the numbers inside of it.
+      sent: its collectives.
+      body: the operations of a loop's body or of a branch.
+      carried: for each carry of a loop, by its number in the body: its initial value, its next value, its bytes.
+      rows: for each row that a loop's body reads, by its number in the body: the stack, and the row's bytes.
+      stacked: for each row that a loop's body writes, by its number in the body: the stack.
+      length: iterations of a loop.
+      results: a branch's results, by their numbers in the branch.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Operations in the order in which they were traced.
+    """The program of one device.
 
     Args:
-      operations: those.
-      arguments: bytes by number.
-      results: numbers; the first take the memory of the first arguments.
+      operations: in the order in which they were traced.
+      arguments: numbers, with their bytes.
+      results: numbers; the first arguments are donated to the first results.
     """
 
     operations: tuple[Operation, ...]
@@ -84,31 +84,27 @@ class Recorder:
         self.sizes, self.platform = sizes, platform
         self.operations: list[Operation] = []
         self.resharded: dict[int, int] = {}
-        """Of the operands of the operation that is partitioned, the numbers in the sharding that it takes."""
+        """For operands of the current operation, their numbers after resharding."""
         self.sent: tuple[Collective, ...] = ()
-        """What this operation sends."""
+        """Collectives of the current operation."""
         self._repeated: dict[int, frozenset[int]] = {}
 
-    def nested(self) -> Recorder:
-        """A recorder with operations of its own."""
-        return Recorder(self.sizes, self.platform)
-
     def alias(self, number: int, same: int) -> None:
-        """Another number for an array."""
+        """Gives an array a second number."""
         if number != same:
             self.operations.append(Operation(ALIAS, (number,), {same: 0}))
 
     def reshard(self, number: int, var: Any, made: int, after: Boxes, scope: str, *, sliced: bool) -> None:
-        """A change of sharding; `sliced` if each device only takes a part of what it has."""
+        """Records a change of sharding; `sliced` if each device only slices its own shard."""
         name = "slice" if sliced else "reshard"
         self.operations.append(Operation(name, (number,), {made: self.bytes_of(var, after)}, scope, self.sent))
         self.sent = ()
 
     def operation(self, eqn: Any, reads: Sequence[int], made: Iterable[tuple[Any, int, Boxes]], scope: str) -> None:
-        """An operation of a jaxpr.
+        """Records an operation of a jaxpr.
 
         Args:
-          eqn: it.
+          eqn: the operation.
           reads: numbers of its operands, 0 for literals.
           made: variables, numbers and shardings of its results.
           scope: its named scopes.
@@ -121,7 +117,7 @@ class Recorder:
         self.sent = ()
 
     def bytes_of(self, var: Any, boxes: Boxes, repeated: frozenset[int] = frozenset()) -> int:
-        """Bytes of an array on one device, repetitions along some dimensions left out; none in host memory."""
+        """Bytes of an array on one device; 0 in host memory. Dimensions in `repeated` count as 1."""
         aval = var.aval
         if not hasattr(aval, "shape") or getattr(aval, "memory_space", None) == jax.memory.Space.Host:
             return 0
@@ -133,7 +129,7 @@ class Recorder:
         return math.prod(local) * getattr(aval.dtype, "itemsize", 4)
 
     def _repeats(self, eqn: Any, reads: Sequence[int]) -> frozenset[int]:
-        """Dimensions along which a result repeats itself: compilers broadcast as late as they can."""
+        """Dimensions along which the result is a broadcast, which compilers fuse into its users."""
         name, shape = eqn.primitive.name, getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
         every = frozenset(range(len(shape)))
         if name == "iota":
@@ -144,6 +140,6 @@ class Recorder:
             sizes = getattr(operand.aval, "shape", ())
             return every - {to for d, to in enumerate(places) if sizes[d] == shape[to] and d not in of[id(operand)]}
         arrays = [v for v in eqn.invars if getattr(v.aval, "shape", ()) and not isinstance(v, core.Literal)]
-        if name not in _ELEMENTWISE or not arrays or any(v.aval.shape != shape for v in arrays):
+        if name not in ELEMENTWISE or not arrays or any(v.aval.shape != shape for v in arrays):
             return frozenset()
         return frozenset.intersection(*(of[id(v)] for v in arrays))

@@ -68,6 +68,7 @@ class Work:
       host: bytes that a device moves to and from host memory.
       hidden: mesh axes whose communication is assumed to run beside products, whatever the collectives are.
       crosses: the mesh axis that spans slices, where there are several.
+      uncounted: primitives whose communication no rule counts (`jaxscale.plan.partition`).
     """
 
     ops: tuple[Op, ...]
@@ -80,6 +81,7 @@ class Work:
     host: float = 0.0
     hidden: tuple[str, ...] = ()
     crosses: str | None = None
+    uncounted: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,9 +41,9 @@ def as_compiled(found: Iterable[Collective], hardware: str | Topology) -> list[C
     return [dataclasses.replace(c, kind="all-reduce") if _stands_in(c, there) else c for c in found]
 
 
-def whole_sum(c: Collective, there: Topology) -> bool:
-    """Whether a collective is a reduce-scatter that a TPU's compiler makes an all-reduce of, which leaves all of it."""
-    return there.chip.platform == "tpu" and c.kind == "reduce-scatter" and _stands_in(c, there)
+def is_whole_sum(c: Collective, hardware: Topology) -> bool:
+    """Whether a collective is a reduce-scatter that TPU compilers replace by an all-reduce, with a whole result."""
+    return hardware.chip.platform == "tpu" and c.kind == "reduce-scatter" and _stands_in(c, hardware)
 
 
 def _stands_in(c: Collective, there: Topology) -> bool:

@@ -204,7 +204,7 @@ def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
         products(dataclasses.replace(MIXED, blocks=kinds), 16)
     assert products(dataclasses.replace(MIXED, blocks=kinds[:2]), 16)
     traced = plan_for(RUN, "v5e:2x4", compile="never")
-    assert traced.bar.method == "traced" and traced.memory.device > traced.memory.state > 0
+    assert traced.error_bar.method == "traced" and traced.memory.device > traced.memory.state > 0
 
 
 @pytest.mark.tpu_aot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import sys
@@ -16,9 +17,17 @@ from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, lo
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxscale.plan import Restarts
     from jaxscale.plan.search import Tell
     from jaxscale.step import TrainConfig
 
+RESTARTS = (
+    ("device-mtbf", "HOURS", "mean time between failures of one device (default 50,677: Llama 3's run on H100s)"),
+    ("restart-time", "MINUTES", "from a failure until training continues (default 10)"),
+    ("write-speed", "GB/S", "of a checkpoint, by all devices together (default 0.122 for each: Llama 3's storage)"),
+    ("save-every", "MINUTES", "of training between checkpoints (default: the interval that loses the least time)"),
+)
+"""Options about failures and checkpoints of a number of tokens."""
 EVERY = 10.0
 """Seconds between lines of progress in a log."""
 
@@ -48,6 +57,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--tokens", metavar="N", help="what training on so many takes, as 300B or 1.5T")
     parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
     parser.add_argument("--watts", type=float, metavar="W", help="of one device (default: its data sheet's)")
+    for name, metavar, what in RESTARTS:
+        parser.add_argument(f"--{name}", type=float, metavar=metavar, help=what)
     parser.add_argument("--analytic", action="store_true", help="by arithmetic alone: compile nothing")
     parser.add_argument(
         "--search",
@@ -80,7 +91,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     from jaxscale.config import clear, isolated
     from jaxscale.plan import as_gin, compare, plan_for, search
-    from jaxscale.plan.planner import count_of
+    from jaxscale.plan.planner import count_of, with_budget
     from jaxscale.plan.search import COMPILES
 
     if args.compare is not None and args.search:
@@ -90,6 +101,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
         raise ConfigError("--price is of a number of tokens; give --tokens, as 1T")
+    restarts = _restarts(args)
     options = {"tokens": tokens, "price": args.price, "watts": args.watts}
     compile = "never" if args.analytic else "auto"
     if not args.search:
@@ -100,12 +112,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
             with isolated():
                 clear()  # of two gin files, neither takes the other's bindings
                 other = _load(Path(args.compare), argparse.Namespace(**vars(args) | {"config": args.compare}), bindings)
-            show(
-                compare(config, other, args.topology, compile=compile, names=(args.config, args.compare), **options),
-                args.json,
-            )
+            names = (args.config, args.compare)
+            options |= {"compile": compile, "restarts": restarts}
+            show(compare(config, other, args.topology, names=names, **options), args.json)
             return 0
-        show(plan_for(config, args.topology, compile=compile, **options), args.json)
+        show(plan_for(config, args.topology, compile=compile, restarts=restarts, **options), args.json)
         return 0
     file = _free(path.stem if path is not None else "run") if args.write is None else Path(args.write)
     if file.exists():
@@ -116,6 +127,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     compiles = COMPILES if args.compiles is None else args.compiles
     with told() as tell:
         found = search(config, args.topology, compile=compile, compiles=compiles, tell=tell, **options)
+    found = dataclasses.replace(found, winner=with_budget(found.winner, restarts=restarts, **options))
     about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{found.winner.config.layout}"
     show(found, args.json)
     try:
@@ -130,6 +142,26 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 def _load(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
     """The settings of a gin file, or of the run in a folder."""
     return load(path / "config.gin" if path is not None and path.is_dir() else None, args, bindings)
+
+
+def _restarts(args: argparse.Namespace) -> Restarts:
+    """How often devices fail and how checkpoints are written, by the options."""
+    from jaxscale.plan import Restarts
+
+    names = {
+        "device_mtbf": ("device_mtbf", 1.0),
+        "restart_time": ("restart_time", 60.0),
+        "write_speed": ("write_bandwidth", 1e9),
+        "save_every": ("save_every", 60.0),
+    }
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    for name, value in asked.items():
+        option = f"--{name.replace('_', '-')}"
+        if args.tokens is None:
+            raise ConfigError(f"{option} is of a number of tokens; give --tokens, as 1T")
+        if not value > 0:
+            raise ConfigError(f"{option} {value:g}: must be above 0")
+    return Restarts(**{names[name][0]: value * names[name][1] for name, value in asked.items()})
 
 
 def _free(stem: str) -> Path:

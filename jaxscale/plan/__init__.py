@@ -9,6 +9,7 @@ from jaxscale.plan.explain import Explanation, explain
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, plan_for
 from jaxscale.plan.policies import Choice, choose, compiled_bytes
+from jaxscale.plan.restarts import Restarts
 from jaxscale.plan.search import Search, search
 from jaxscale.plan.space import Space
 
@@ -20,6 +21,7 @@ __all__ = [
     "Estimate",
     "Explanation",
     "Plan",
+    "Restarts",
     "Search",
     "Space",
     "as_gin",

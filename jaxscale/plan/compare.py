@@ -118,7 +118,7 @@ def compare(
       a, b: settings of the two runs.
       hardware: a topology or its name, as for `plan_for`.
       names: of the two runs.
-      options: as `plan_for` takes them: `tokens`, `price`, `watts`, `compile`.
+      options: as `plan_for` takes them: `tokens`, `price`, `watts`, `restarts`, `compile`.
 
     Returns:
       Both plans; `terms` has their quantities.

@@ -41,9 +41,15 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
     )
     if plan.budget is not None:
         b = plan.budget
-        line = f"{b.tokens:.4g} tokens: {b.days:,.1f} days, {b.device_hours:,.0f} device-hours"
+        line = f"{b.tokens:.4g} tokens: {b.ideal_days:,.1f} days if nothing fails, {b.days:,.1f} with restarts and "
+        line += f"checkpoints; {b.device_hours:,.0f} device-hours"
         line += "" if b.kilowatt_hours is None else f", {b.kilowatt_hours:,.0f} kWh of the devices alone"
         yield line + ("" if b.cost is None else f", costing {b.cost:,.0f}")
+        yield (
+            f"assumed: a failure every {b.between / 3600:,.1f} hours ({b.failures:,.1f} in all; "
+            f"{b.between / 3600 * devices:,.0f} hours of one device), {b.restart / 60:,.1f} minutes to restart, "
+            f"a checkpoint of {human_bytes(b.checkpoint)} taking {seconds(b.save)} every {b.every / 60:,.1f} minutes"
+        )
     if not plan.fits:
         capacity = plan.hardware.chip.capacity
         over = human_bytes(max(plan.bytes, plan.bytes_range[1]) - capacity)

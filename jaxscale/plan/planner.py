@@ -24,6 +24,7 @@ from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import ErrorBar, error_bar
 from jaxscale.plan.memory import Estimate, estimate
+from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
@@ -44,14 +45,28 @@ class Budget:
 
     Args:
       tokens: of the training run.
-      days: of wall-clock time, without restarts.
-      device_hours: of all devices of the hardware, idle ones too.
+      ideal_days: of wall-clock time, if nothing fails and nothing is saved.
+      days: with failures and checkpoints, on average.
+      failures: on average.
+      checkpoint: bytes of one.
+      save: seconds that a checkpoint takes.
+      every: seconds of training between checkpoints.
+      between: seconds between failures.
+      restart: seconds from a failure until training goes on.
+      device_hours: of all devices of the hardware for `days`, idle ones too.
       kilowatt_hours: at the devices' full power, without hosts, network and cooling; `None` where that is not known.
       cost: device-hours times their price, `None` without one.
     """
 
     tokens: float
+    ideal_days: float
     days: float
+    failures: float
+    checkpoint: int
+    save: float
+    every: float
+    between: float
+    restart: float
     device_hours: float
     kilowatt_hours: float | None
     cost: float | None
@@ -163,6 +178,7 @@ def plan_for(
     tokens: float | None = None,
     price: float | None = None,
     watts: float | None = None,
+    restarts: Restarts | None = None,
     compile: str = "auto",
 ) -> Plan:
     """Plans a run: bytes, FLOPs, traffic and time of a step, and what a number of tokens takes.
@@ -177,6 +193,7 @@ def plan_for(
       tokens: to train on; adds days, device-hours, energy and cost.
       price: of one device for an hour, in whatever currency.
       watts: of one device; by default what its data sheet says.
+      restarts: how often devices fail, and how checkpoints are written; by default as in Llama 3's run.
       compile: "auto", "never" or "always".
 
     Raises:
@@ -214,7 +231,7 @@ def plan_for(
         notes = (*notes, f"what {', '.join(work.uncounted)} send over sharded dimensions is not counted")
     notes = (*notes, *_notes(config, there))
     plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar)
-    return with_budget(plan, tokens, price, watts)
+    return with_budget(plan, tokens, price, watts, restarts)
 
 
 def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
@@ -333,23 +350,53 @@ def _notes(config: TrainConfig, there: Topology) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def with_budget(plan: Plan, tokens: float | None, price: float | None = None, watts: float | None = None) -> Plan:
-    """A plan and what training on so many tokens takes; arguments as `plan_for`.
+def with_budget(
+    plan: Plan,
+    tokens: float | None,
+    price: float | None = None,
+    watts: float | None = None,
+    restarts: Restarts | None = None,
+) -> Plan:
+    """A plan and what training on so many tokens takes, failures and checkpoints with it; arguments as `plan_for`.
 
     Raises:
-      ConfigError: one is not above 0.
+      ConfigError: one is not above 0, or a run that fails too often to get from one checkpoint to the next.
     """
     for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
         if value is not None and not value > 0:
             raise ConfigError(f"{name} = {value:g}: must be above 0")
     if tokens is None:
         return dataclasses.replace(plan, budget=None)
-    seconds = tokens / plan.best.tokens_per_second
+    restarts = restarts or Restarts()
+    devices = _layout(plan.config).devices
+    size, between = checkpoint_bytes(plan.config), restarts.between(devices)
+    save = restarts.save(size, devices)
+    every = best_interval(save, between) if restarts.save_every is None else restarts.save_every
+    ideal = tokens / plan.best.tokens_per_second
+    seconds = ideal * slowdown(every, save, between, restarts.restart_time)
     hours = seconds / 3600 * plan.hardware.devices  # those that a mesh leaves idle are paid for, too
     power = plan.hardware.chip.watts if watts is None else watts
-    energy = None if power is None else hours * power / 1000
-    cost = None if price is None else hours * price
-    return dataclasses.replace(plan, budget=Budget(tokens, seconds / 86400, hours, energy, cost))
+    budget = Budget(
+        tokens,
+        ideal / 86400,
+        seconds / 86400,
+        seconds / between,
+        size,
+        save,
+        every,
+        between,
+        restarts.restart_time,
+        hours,
+        None if power is None else hours * power / 1000,
+        None if price is None else hours * price,
+    )
+    return dataclasses.replace(plan, budget=budget)
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Bytes of a run's state, each tensor once: what is trained and what its optimizer keeps."""
+    blueprint, _ = blueprint_of(dataclasses.replace(config, layout=_layout(config).abstract()))
+    return sum(info.nbytes for info in jax.tree.leaves(blueprint.algorithm.infos(blueprint)))
 
 
 def count_of(text: str) -> float:

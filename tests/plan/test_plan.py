@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxscale as js
@@ -16,9 +18,10 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import topology
 from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.optim import AdamW8bit
-from jaxscale.plan import compare, estimate, plan_for
+from jaxscale.plan import Restarts, compare, estimate, plan_for
 from jaxscale.plan.planner import count_of, groups
-from jaxscale.step import check
+from jaxscale.plan.restarts import best_interval, slowdown
+from jaxscale.step import blueprint_of, check
 from jaxscale.units import human_bytes
 from tests.truth.errors import raises_saying
 
@@ -45,13 +48,58 @@ def test_bytes_are_the_estimates_and_their_groups_add_up_to_it():
 def test_a_number_of_tokens_takes_days_energy_and_money():
     found = plan(tokens=3e9, price=2.0, watts=500)
     seconds = 3e9 / found.step.tokens_per_second
-    assert math.isclose(found.budget.days, seconds / 86400)
-    assert math.isclose(found.budget.device_hours, seconds / 3600 * 8)
+    assert math.isclose(found.budget.ideal_days, seconds / 86400) and found.budget.days > found.budget.ideal_days
+    assert math.isclose(found.budget.device_hours, found.budget.days * 24 * 8)
     assert math.isclose(found.budget.kilowatt_hours, found.budget.device_hours / 2)
     assert math.isclose(found.budget.cost, found.budget.device_hours * 2)
     own = plan(tokens=3e9).budget
     assert own.cost is None and math.isclose(own.kilowatt_hours, own.device_hours * 0.7)
     assert plan(hardware="v5p:2x2x2", tokens=3e9).budget.kilowatt_hours is None  # nobody says what one takes
+
+
+def test_failures_and_checkpoints_take_what_a_simulated_run_loses():
+    """Daly's expectation against runs whose failures are drawn; a step is a stretch of training and its checkpoint."""
+    draw, mean, restart = random.Random(0), 1000.0, 50.0
+    for every, save in ((200.0, 30.0), (600.0, 100.0)):
+        clock, segments = 0.0, 20_000
+        for _ in range(segments):
+            left, need = draw.expovariate(1 / mean), every + save
+            while left < need:  # a failure, while training, saving or restarting
+                clock += left
+                left, need = draw.expovariate(1 / mean), restart + every + save
+            clock += need
+        assert slowdown(every, save, mean, restart) == pytest.approx(clock / segments / every, rel=0.02)
+
+
+def test_the_best_interval_loses_least():
+    for save, between in ((1.0, 1e4), (30.0, 1000.0), (300.0, 1000.0)):
+        best = best_interval(save, between)
+        least = min(slowdown(best * f, save, between, 60.0) for f in (0.5, 0.7, 0.8, 1.25, 1.5, 2.0))
+        assert slowdown(best, save, between, 60.0) < least
+    assert best_interval(1.0, 1e6) == pytest.approx(math.sqrt(2e6), rel=2e-3)  # Young's, where saving is short
+
+
+def test_a_run_with_restarts_is_as_worked_out_by_hand():
+    # 8 devices that fail every 80 hours each, a run every 10; saved hourly at 1 kB/s; training goes on after 6 minutes
+    found = plan(tokens=3e12, price=2.0, restarts=Restarts(80, 1000, 3600, 360)).budget
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(blueprint_of(TINY)[0].infos))
+    assert found.checkpoint == pytest.approx(3 * 4 * weights, abs=64)  # float32, AdamW's two moments, and counters
+    d, t, m, r = found.checkpoint / 1000, 3600, 36000, 360
+    assert (found.save, found.every, found.between, found.restart) == (d, t, m, r)
+    factor = m * math.exp(r / m) * (math.exp((t + d) / m) - 1) / t
+    assert found.days == pytest.approx(found.ideal_days * factor) and factor > 1 + d / t
+    assert found.failures == pytest.approx(found.days * 2.4) and found.cost == pytest.approx(found.days * 24 * 8 * 2)
+    words = str(plan(tokens=3e12, restarts=Restarts(80, 1000, 3600, 360)))
+    assert "if nothing fails" in words and "a failure every 10.0 hours" in words and "every 60.0 minutes" in words
+
+
+def test_more_devices_fail_more_often_and_llama_3s_run_as_often_as_it_did():
+    assert Restarts().between(16384) == pytest.approx(54 * 86400 / 419)
+    assert Restarts().between(8) == 2048 * Restarts().between(16384)
+    with raises_saying(ConfigError, "fails every 4 s", "save more often"):
+        plan(tokens=1e9, restarts=Restarts(device_mtbf=0.01))
+    with raises_saying(ConfigError, "Restarts.restart_time", "above 0"):
+        Restarts(restart_time=-1)
 
 
 @pytest.mark.parametrize("name", ["gb200:72", "b300:8", "mi355x:8x4"])
@@ -112,6 +160,24 @@ def test_a_plan_prints_as_tables_html_and_json():
     data = json.loads(json.dumps(found.to_json()))
     assert data["how"].startswith("analytic") and data["step"]["total"] == found.step.total
     assert sum(data["memory"].values()) - data["memory"]["host"] == data["bytes"]
+
+
+def test_the_command_takes_failures_and_checkpoints_and_says_what_it_assumes(capfd):
+    command = [
+        "plan",
+        str(EXPERIMENTS / "demo.gin"),
+        "--topology",
+        "h100:8",
+        "--analytic",
+        "--gin.Layout.mesh='data=8'",
+    ]
+    options = ["--device-mtbf", "800", "--restart-time", "5", "--write-speed", "0.5", "--save-every", "20"]
+    assert main([*command, "--json", "--tokens", "1T", *options]) == 0
+    budget = json.loads(capfd.readouterr().out)["budget"]
+    assert (budget["between"], budget["restart"], budget["every"]) == (360_000, 300, 1200)
+    assert budget["save"] == budget["checkpoint"] / 0.5e9 and budget["days"] > budget["ideal_days"]
+    assert main([*command, *options]) == 2
+    assert "--device-mtbf is of a number of tokens; give --tokens" in capfd.readouterr().err
 
 
 def test_the_command_prints_json(capfd):

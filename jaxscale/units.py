@@ -18,3 +18,11 @@ def clock(seconds: float) -> str:
     """`4:05`, or `1:04:05`."""
     minutes, s = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
+
+
+def human_seconds(t: float) -> str:
+    """A time in the largest unit of s, ms, us and ns that leaves a number above 1."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if t >= size:
+            return f"{t / size:.3g} {unit}"
+    return "0" if t == 0 else f"{t * 1e9:.3g} ns"

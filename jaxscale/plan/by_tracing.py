@@ -13,6 +13,7 @@ from jaxscale.plan.memory import Estimate, held_bytes
 from jaxscale.plan.roofline import Op, Work
 from jaxscale.plan.scopes import scopes_of
 from jaxscale.plan.stand_ins import as_compiled
+from jaxscale.plan.waterfall import UPDATE
 from jaxscale.step import TrainConfig, blueprint_of
 from jaxscale.step.rates import examples, model_flops
 
@@ -20,8 +21,9 @@ from jaxscale.step.rates import examples, model_flops
 def traced_plan(config: TrainConfig, hardware: Topology) -> tuple[Estimate, Work]:
     """Memory and work of a step of any model, objective, algorithm and optimizer, from its traced program.
 
-    Products and kernels are timed at the rates of matrix products, and everything that operations read and write at
-    the memory's. Not counted: activations in host memory, and the time that a pipeline's stages wait.
+    Products and kernels are timed at the rates of matrix products, those of attention at its own, and everything that
+    operations read and write at the memory's. Not counted: activations in host memory, and the time that a pipeline's
+    stages wait.
 
     Args:
       config: the run's settings, every size of its mesh known.
@@ -42,17 +44,24 @@ def traced_plan(config: TrainConfig, hardware: Topology) -> tuple[Estimate, Work
     at_peak = tuple(Buffer(what, 0, size) for what, size in sorted(modules.items(), key=lambda item: -item[1]))
     # what is in host memory is an argument of the traced step, too
     estimate = Estimate(memory.arguments - host, 0, 0, 0, memory.temporaries, host, 0.0, at_peak)
-    flops: dict[str, float] = defaultdict(float)
-    for (_, dtype), count in traced.flops.items():
-        flops[dtype] += count
-    dtype = max(flops, key=lambda d: flops[d], default="float32")
-    ops = [Op(f"products, {dtype}", "matmul", count, 0.0, dtype) for dtype, count in flops.items() if count]
+    flops: dict[tuple[str, str, str], float] = defaultdict(float)
+    for (path, dtype), count in traced.flops.items():
+        scopes = path.split("/")
+        kind = "attention" if "mix" in scopes else "matmul"  # `nn.Attention` calls its kernel in this scope
+        flops["update's products" if "optimizer" in scopes else scopes_of(path), kind, dtype] += count
+    totals: dict[str, float] = defaultdict(float)
+    for (*_, dtype), count in flops.items():
+        totals[dtype] += count
+    dtype = max(totals, key=lambda d: totals[d], default="float32")
+    ops = [
+        Op(name, kind, count, 0.0, dtype, not name.startswith(UPDATE)) for (name, kind, dtype), count in flops.items()
+    ]
     ops.append(Op("everything that is read and written", "memory", 0.0, memory.moved, dtype))
     work = Work(
         tuple(ops),
         tuple(as_compiled(traced.collectives, hardware)),
         layout.sizes,
-        model_flops(config) or sum(flops.values()) * layout.devices,
+        model_flops(config) or sum(totals.values()) * layout.devices,
         examples(config)[1],
         dtype,
         host=2.0 * host,

@@ -7,12 +7,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.hardware import Topology, topology
-from jaxscale.plan.plan_tables import seconds
 from jaxscale.plan.planner import Plan, groups, plan_for
-from jaxscale.plan.roofline import StepTime, op_times
+from jaxscale.plan.roofline import StepTime
 from jaxscale.plan.shown import Shown, table_of
+from jaxscale.plan.waterfall import step_terms
 from jaxscale.step import TrainConfig
-from jaxscale.units import human_bytes
+from jaxscale.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -137,19 +137,8 @@ def _terms(plan: Plan, step: StepTime) -> dict[tuple[str, str], float]:
     terms["memory", "in host memory"] = plan.memory.host
     if plan.compiled is not None:
         terms["memory", "on a device, compiled"] = plan.compiled.bytes
-    parts: dict[str, float] = defaultdict(float)
-    for op, compute, memory in op_times(plan.work, plan.hardware):
-        if op.name.startswith("update"):
-            parts["optimizer"] += compute + memory
-        elif op.kind == "attention":
-            parts["attention"] += compute + memory
-        else:
-            parts["products"] += compute
-            parts["memory-bound"] += memory
-    for t in step.traffic:
-        parts[f"exposed, {' × '.join(t.axes)}"] = t.exposed
-    parts |= {"host": step.host, "bubble": step.bubble, "total": step.total}
-    terms |= {("seconds", name): value for name, value in parts.items()}
+    terms |= {("seconds", name): value for name, value in step_terms(plan.work, step, plan.hardware).items()}
+    terms["seconds", "total"] = step.total
     flops: dict[str, float] = defaultdict(float)
     for op in plan.work.ops:
         flops[op.kind] += op.flops
@@ -174,7 +163,7 @@ def _words(t: Term, value: float) -> str:
     if t.group == "memory":
         return human_bytes(int(value))
     if t.group == "seconds":
-        return seconds(value)
+        return human_seconds(value)
     if t.name == "MFU":
         return f"{value:.1%}"
     return f"{value:.4g}" if t.group == "flops" or value < 1000 else f"{value:,.0f}"

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.plan.roofline import StepTime
 from jaxscale.plan.shown import table_of
-from jaxscale.units import human_bytes
+from jaxscale.plan.waterfall import step_terms, waterfall
+from jaxscale.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from jaxscale.plan.planner import Plan
-
-SPENT = {
-    "compute": "arithmetic",
-    "memory": "memory, beyond arithmetic",
-    "exposed": "communication, exposed",
-    "host": "host memory, exposed",
-    "bubble": "pipeline, idle",
-    "total": "a step",
-}
-"""Parts of `StepTime`, in words."""
 
 LARGEST = 10
 """Of what is in memory at the worst moment, so many are shown by name."""
@@ -48,7 +38,7 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
         yield (
             f"assumed: a failure every {b.between / 3600:,.1f} hours ({b.failures:,.1f} in all; "
             f"{b.between / 3600 * devices:,.0f} hours of one device), {b.restart / 60:,.1f} minutes to restart, "
-            f"a checkpoint of {human_bytes(b.checkpoint)} taking {seconds(b.save)} every {b.every / 60:,.1f} minutes"
+            f"a checkpoint every {b.every / 60:,.1f} minutes, of {human_bytes(b.checkpoint)} in {human_seconds(b.save)}"
         )
     if not plan.fits:
         capacity = plan.hardware.chip.capacity
@@ -85,19 +75,11 @@ def memory_table(plan: Plan) -> Any:
 
 
 def step_table(plan: Plan) -> Any:
-    """Seconds of a step by what they are spent on, by arithmetic and with the compiled program's traffic."""
-    found: dict[str, StepTime] = {"by arithmetic": plan.step}
+    """Seconds of a step by what they are spent on, without a compiler and with the compiled program's traffic."""
+    columns = {"by arithmetic": step_terms(plan.work, plan.step, plan.hardware)}
     if plan.compiled is not None and plan.compiled.step is not None:
-        found["compiled"] = plan.compiled.step
-    table = table_of("a step's time", "", *(name for n in found for name in (n, "share")))
-    for part, words in SPENT.items():
-        if part == "total":
-            table.add_section()
-        cells = [
-            cell for s in found.values() for cell in (seconds(getattr(s, part)), f"{getattr(s, part) / s.total:.1%}")
-        ]
-        table.add_row(words, *cells)
-    return table
+        columns["compiled"] = plan.terms
+    return waterfall("a step's time", columns, [*columns][-1])
 
 
 def traffic_table(plan: Plan) -> Any:
@@ -112,14 +94,6 @@ def traffic_table(plan: Plan) -> Any:
         t = ours.get(axes, real.get(axes))
         assert t is not None
         sent = human_bytes(ours[axes].sent) if axes in ours else "-"
-        cells = (t.link, f"{t.bandwidth / 1e9:,.0f}", sent, seconds(t.seconds), seconds(t.exposed))
+        cells = (t.link, f"{t.bandwidth / 1e9:,.0f}", sent, human_seconds(t.seconds), human_seconds(t.exposed))
         table.add_row(" × ".join(axes), *cells, human_bytes(real[axes].sent) if axes in real else "-")
     return table
-
-
-def seconds(t: float) -> str:
-    """A time in the largest unit that leaves a number above 1."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if t >= size:
-            return f"{t / size:.3g} {unit}"
-    return "0" if t == 0 else f"{t * 1e9:.3g} ns"

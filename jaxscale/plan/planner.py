@@ -28,6 +28,7 @@ from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
+from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
 from pallas_kernels.aot import GPUS, why_no_gpu, why_no_tpu
@@ -127,6 +128,11 @@ class Plan(Shown):
         return self.step if self.compiled is None or self.compiled.step is None else self.compiled.step
 
     @property
+    def terms(self) -> dict[str, float]:
+        """Seconds of `best` by term, as the tables draw them (`jaxscale.plan.waterfall.step_terms`)."""
+        return step_terms(self.work, self.best, self.hardware)
+
+    @property
     def fits(self) -> bool:
         """Whether it fits the devices' memory: a step that was not compiled, at the upper end of its error bar."""
         return self.bytes_range[1] <= self.hardware.chip.capacity
@@ -159,6 +165,7 @@ class Plan(Shown):
             "memory": groups(self.memory) | {"host": self.memory.host},
             "flops": {"model": self.work.flops, "device": sum(op.flops for op in self.work.ops)},
             "step": self.step.to_json(),
+            "terms": self.terms,
             "compiled": compiled,
             "efficiency": dict(self.hardware.chip.efficiency),
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),

@@ -28,7 +28,6 @@ from jaxscale.plan.communication import partition
 from jaxscale.plan.covered import covered
 from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.memory import Estimate, estimate
-from jaxscale.plan.plan_tables import seconds
 from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
 from jaxscale.plan.roofline import StepTime, step_time
 from jaxscale.plan.shown import Shown, table_of
@@ -36,7 +35,7 @@ from jaxscale.plan.space import Candidate, Space, candidates
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig
-from jaxscale.units import human_bytes
+from jaxscale.units import human_bytes, human_seconds
 from pallas_kernels.errors import KernelError
 
 if TYPE_CHECKING:
@@ -370,9 +369,9 @@ def search_table(found: Search) -> Any:
     for f in found.front:
         w = _words(f)
         parts = w["pipeline"] or str(w["accumulate"])
-        cells = [w["mesh"], "yes" if w["sequence_sharded"] else "", w["memory"], parts, seconds(f.step.total)]
+        cells = [w["mesh"], "yes" if w["sequence_sharded"] else "", w["memory"], parts, human_seconds(f.step.total)]
         cells += [f"{f.step.mfu:.1%}", human_bytes(f.bytes), human_bytes(f.host) if f.host else ""]
         if f.plan is not None:
-            cells += [seconds(f.plan.best.total) if f.plan.fits else "does not fit", human_bytes(f.plan.bytes)]
+            cells += [human_seconds(f.plan.best.total) if f.plan.fits else "does not fit", human_bytes(f.plan.bytes)]
         table.add_row(*cells)
     return table

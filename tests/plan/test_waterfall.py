@@ -9,7 +9,7 @@ import pytest
 
 import jaxscale as js
 from jaxscale.nn import MixtureOfExperts, flash_attention
-from jaxscale.optim import AdamW, Muon
+from jaxscale.optim import Muon
 from jaxscale.plan import plan_for
 from jaxscale.plan.shown import text_of
 from jaxscale.plan.waterfall import WIDTH, waterfall

@@ -19,7 +19,6 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import math
 import os
 import re
 import statistics
@@ -300,8 +299,7 @@ def again() -> None:
 def calibrate() -> str:
     """Writes the factors between which 90% of the calibration cells lie, and says how many of the others do.
 
-    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are order statistics of conformal
-    prediction (Vovk, Gammerman & Shafer 2005): of n cases the one at 0.05 and at 0.95 of n + 1.
+    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are `error_bars.factors`.
     """
     rows = [r for r in read().values() if "traced" in r]
     kinds = {r["cell"]: error_bars.regime(Cell.named(r["cell"]).config) for r in rows}
@@ -314,17 +312,15 @@ def calibrate() -> str:
     for method, field in (("formulas", "predicted"), ("traced", "traced")):
         for kind in error_bars.REGIMES:
             of = [r for r in rows if kinds[r["cell"]] == kind]
-            known = sorted(r["compiled"] / r[field] for r in of if even[r["cell"]])
+            known = [r["compiled"] / r[field] for r in of if even[r["cell"]]]
             rest = [r["compiled"] / r[field] for r in of if not even[r["cell"]]]
-            n = len(known)
-            low = round(known[max(0, math.floor(0.05 * (n + 1)) - 1)], 3)
-            high = round(known[min(n, math.ceil(0.95 * (n + 1))) - 1], 3)
+            n, (low, high) = len(known), error_bars.factors(known)
             sizes = [r[field] for r in of]
             bar = {"low": low, "high": high, "cases": n, "smallest": min(sizes), "largest": max(sizes)}
             bars.setdefault(method, {})[kind] = bar
             within, above = sum(low <= x <= high for x in rest), sum(x > high for x in rest)
             out.append(f"| {method} | {kind} | {n} | {low:.2f} | {high:.2f} | {len(rest)} | {within} | {above} |")
-    Path(error_bars.__file__).with_suffix(".json").write_text(json.dumps(bars, indent=2) + "\n")
+    error_bars.write_bars(bars)
     return "\n".join(out)
 
 

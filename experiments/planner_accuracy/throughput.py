@@ -2,6 +2,7 @@
 
     python experiments/planner_accuracy/throughput.py           # predict, print, write throughput.json
     python experiments/planner_accuracy/throughput.py --fit     # before that, fit the chips' constants
+    python experiments/planner_accuracy/throughput.py --calibrate  # writes error bars of time
 
 Nothing is compiled. Constants are fitted on `split.json`'s runs for fitting and on nothing else: see `fit`.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -36,6 +38,7 @@ from jaxscale.nn import (
     SwiGLU,
     flash_attention,
 )
+from jaxscale.plan import error_bars
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.step import TrainConfig
 
@@ -72,13 +75,8 @@ class Run:
 
     @property
     def regime(self) -> str:
-        """What sets it apart: experts, a long sequence, a small model, or nothing."""
-        model = self.config.model
-        if isinstance(model.mlp, MixtureOfExperts):  # type: ignore[attr-defined]
-            return "experts"
-        if self.config.seq_len >= LONG:
-            return "long"
-        return "small" if model.param_count() < SMALL else "dense"
+        """What sets it apart, one of `error_bars.TIME_REGIMES`."""
+        return error_bars.time_regime(self.config)
 
     @property
     def split(self) -> str:
@@ -180,12 +178,8 @@ def config_of(fields: dict[str, Any], sizes: dict[str, Any]) -> TrainConfig:
 
 # ---- constants
 
-REGIMES = ("dense", "long", "experts", "small")
+REGIMES = (*error_bars.TIME_REGIMES,)
 """What sets runs apart (`Run.regime`)."""
-LONG = 16384
-"""Tokens of a sequence from which on a run counts as long."""
-SMALL = 3e9
-"""Parameters below which a model counts as small."""
 ENOUGH = {"long": 3, "experts": 2}
 """Runs for fitting that a chip needs before these are given a share of their own."""
 
@@ -246,6 +240,38 @@ def write_constants(found: list[Run]) -> None:
         path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
+# ---- error bars
+
+
+def calibrate() -> str:
+    """Writes error bars of time from throughput.json, and says how many of the other held-out runs lie within.
+
+    A run is for calibration if the first byte of the SHA-256 of "error bar " and its name is even.
+    """
+    sizes = {}
+    for path in sorted((HERE / "published").glob("*.json")):
+        file = json.loads(path.read_text())
+        for fields in file.get("runs", ()):
+            sizes[fields["name"]] = config_of(fields, file["models"][fields["model"]]).model.param_count()  # type: ignore[attr-defined]
+    rows = json.loads((HERE / "throughput.json").read_text())["runs"]
+    for row in rows:
+        row["even"] = hashlib.sha256(f"error bar {row['name']}".encode()).digest()[0] % 2 == 0
+    bars: dict[str, Any] = {}
+    out = ["| regime | runs | from | to | held out from both | of them within | above |", "|" + "---|" * 7]
+    for regime in REGIMES:
+        mine = [row for row in rows if row["regime"] == regime]
+        known = [row["ratio"] for row in mine if row["even"]]
+        rest = [row["ratio"] for row in mine if not row["even"] and row["split"] == "held_out"]
+        low, high = error_bars.factors(known)
+        counts = [sizes[row["name"]] for row in mine]
+        bars[regime] = {"low": low, "high": high, "cases": len(known), "smallest": min(counts), "largest": max(counts)}
+        bars[regime]["chips"] = sorted({row["chip"] for row in mine})
+        within, above = sum(low <= r <= high for r in rest), sum(r > high for r in rest)
+        out.append(f"| {regime} | {len(known)} | {low:.2f} | {high:.2f} | {len(rest)} | {within} | {above} |")
+    error_bars.write_bars({"time": bars})
+    return "\n".join(out)
+
+
 # ---- the table
 
 
@@ -300,10 +326,14 @@ def main() -> None:
     """Predicts, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--fit", action="store_true", help="fit the chips' constants first")
+    parser.add_argument("--calibrate", action="store_true", help="write error bars of time from throughput.json")
     args = parser.parse_args()
     if args.fit:
         write_constants(list(runs()))
         read_chip.cache_clear()
+    if args.calibrate:
+        print(calibrate())
+        return
     rows = [row_of(run) for run in runs()]
     (HERE / "throughput.json").write_text(json.dumps({"summary": summary(rows), "runs": rows}, indent=1) + "\n")
     print("| run | chip | tokens/s/device | predicted over it | at peak | as we would run it | |")

@@ -32,7 +32,8 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
     if plan.budget is not None:
         b = plan.budget
         line = f"{b.tokens:.4g} tokens: {b.ideal_days:,.1f} days if nothing fails, {b.days:,.1f} with restarts and "
-        line += f"checkpoints; {b.device_hours:,.0f} device-hours"
+        low, high = (end / plan.best.total * b.days for end in plan.seconds_range)
+        line += f"checkpoints, {low:,.1f} to {high:,.1f} in nine of ten cases; {b.device_hours:,.0f} device-hours"
         line += "" if b.kilowatt_hours is None else f", {b.kilowatt_hours:,.0f} kWh of the devices alone"
         yield line + ("" if b.cost is None else f", costing {b.cost:,.0f}")
         yield (
@@ -79,7 +80,12 @@ def step_table(plan: Plan) -> Any:
     columns = {"by arithmetic": step_terms(plan.work, plan.step, plan.hardware)}
     if plan.compiled is not None and plan.compiled.step is not None:
         columns["compiled"] = plan.terms
-    return waterfall("a step's time", columns, [*columns][-1])
+    table = waterfall("a step's time", columns, [*columns][-1])
+    low, high = plan.seconds_range
+    if high > low:
+        cells = (*[""] * (2 * len(columns) - 2), f"{human_seconds(low)} to {human_seconds(high)}", "", "")
+        table.add_row("in nine of ten cases", *cells)
+    return table
 
 
 def traffic_table(plan: Plan) -> Any:

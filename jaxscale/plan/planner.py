@@ -22,7 +22,7 @@ from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
-from jaxscale.plan.error_bars import ErrorBar, error_bar
+from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
@@ -104,6 +104,7 @@ class Plan(Shown):
       budget: of a number of tokens, where one was given.
       notes: what else to know, a sentence each.
       error_bar: of `memory`.
+      time_error_bar: of the time of a step.
     """
 
     config: TrainConfig
@@ -116,6 +117,7 @@ class Plan(Shown):
     budget: Budget | None
     notes: tuple[str, ...] = ()
     error_bar: ErrorBar | None = None
+    time_error_bar: ErrorBar | None = None
 
     @property
     def bytes(self) -> int:
@@ -144,6 +146,12 @@ class Plan(Shown):
             return self.bytes, self.bytes
         return self.error_bar.bytes(self.bytes)
 
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """The error bar of the seconds of a step."""
+        bar, total = self.time_error_bar, self.best.total
+        return (total, total) if bar is None else (bar.low * total, bar.high * total)
+
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
         layout = _layout(self.config)
@@ -166,6 +174,8 @@ class Plan(Shown):
             "flops": {"model": self.work.flops, "device": sum(op.flops for op in self.work.ops)},
             "step": self.step.to_json(),
             "terms": self.terms,
+            "seconds_range": list(self.seconds_range),
+            "time_error_bar": None if self.time_error_bar is None else dataclasses.asdict(self.time_error_bar),
             "compiled": compiled,
             "efficiency": dict(self.hardware.chip.efficiency),
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
@@ -232,12 +242,12 @@ def plan_for(
     if compile != "never":
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     bar = error_bar(config, there, memory.device, method)
-    if compiled is None:
-        notes = (str(bar), *notes)
+    time_bar = time_error_bar(config, there)
+    notes = (*([str(bar)] if compiled is None else []), str(time_bar), *notes)
     if work.uncounted:
         notes = (*notes, f"what {', '.join(work.uncounted)} send over sharded dimensions is not counted")
     notes = (*notes, *_notes(config, there))
-    plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar)
+    plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar, time_bar)
     return with_budget(plan, tokens, price, watts, restarts)
 
 

@@ -16,12 +16,12 @@ from experiments.planner_accuracy.memory import Cell
 from jaxscale.hardware import topology
 from jaxscale.layout import Boxes
 from jaxscale.models.presets import gpt2
-from jaxscale.nn import dot_product_attention, flash_attention
-from jaxscale.optim import AdamW, AdamW8bit, EightBit, OnHost
+from jaxscale.nn import MixtureOfExperts, dot_product_attention, flash_attention
+from jaxscale.optim import AdamW, AdamW8bit, EightBit, Muon, OnHost
 from jaxscale.plan import plan_for
 from jaxscale.plan.by_tracing import traced_plan
 from jaxscale.plan.communication import partition
-from jaxscale.plan.error_bars import REGIMES, error_bar, regime
+from jaxscale.plan.error_bars import REGIMES, TIME_REGIMES, error_bar, regime, time_error_bar
 from jaxscale.plan.liveness import allocation
 from jaxscale.plan.partition import partitioned
 from jaxscale.plan.planner import on_hardware
@@ -154,6 +154,25 @@ def test_error_bars_by_kind_of_run():
         assert REGIMES[kind] in str(bar)
     assert "h100" in error_bar(usual, topology("h100:8"), 2**33).outside
     assert "between" in error_bar(usual, topology("v5e:2x4"), 1000).outside
+
+
+def test_error_bars_of_time_by_kind_of_run():
+    dense = dataclasses.replace(TINY, model=gpt2(depth=48, width=8192, heads=64))
+    experts = dataclasses.replace(MODEL, mlp=MixtureOfExperts(experts=4))
+    long, small = dataclasses.replace(dense, seq_len=16384), dataclasses.replace(dense, model=gpt2())
+    for kind, config in dict(
+        dense=dense, long=long, small=small, experts=dataclasses.replace(dense, model=experts)
+    ).items():
+        bar = time_error_bar(config, topology("h100:8"))
+        assert bar.regime == kind and bar.low <= 1 < bar.high and TIME_REGIMES[kind] in str(bar)
+    assert time_error_bar(small, topology("h100:8")).outside == ""
+    assert "on v5e" in time_error_bar(small, topology("v5e:2x4")).outside
+    assert "AdamW" in time_error_bar(dataclasses.replace(small, optimizer=Muon()), topology("h100:8")).outside
+    assert "parameters" in time_error_bar(TINY, topology("h100:8")).outside
+    plan = plan_for(TINY, "v5e:2x4", compile="never")
+    low, high = plan.seconds_range
+    assert low == plan.time_error_bar.low * plan.step.total and high == plan.time_error_bar.high * plan.step.total
+    assert str(plan.time_error_bar) in plan.notes and plan.to_json()["seconds_range"] == [low, high]
 
 
 def test_to_fit_is_to_fit_at_the_upper_end_of_the_error_bar():

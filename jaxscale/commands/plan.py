@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,10 @@ def add(commands: Any) -> None:
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T --price 4.2\n"
         '  jaxscale plan experiments/llama3_8b.gin --topology h100:8x8 --mesh "fsdp=-1" --analytic\n'
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --search --write winner.gin\n"
-        "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --compare mine.gin",
+        "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --compare mine.gin\n"
+        "  jaxscale plan experiments/llama3_8b.gin --fit-on v5p:4x4x4\n"
+        '  jaxscale plan experiments/llama3_8b.gin --fit-on v5e,v5p --mesh "fsdp=-1" --tokens 1T --days 30 '
+        "--price v5e=1.2,v5p=4.2",
         formatter_class=TEXT,
     )
     config_arguments(parser)
@@ -55,7 +58,9 @@ def add(commands: Any) -> None:
         "a hardware file of yours, as my_chip.json:8",
     )
     parser.add_argument("--tokens", metavar="N", help="what training on so many takes, as 300B or 1.5T")
-    parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
+    parser.add_argument(
+        "--price", metavar="X", help="of one device for an hour; with --fit-on of several chips as v5e=1.2,v5p=4.2"
+    )
     parser.add_argument("--watts", type=float, metavar="W", help="of one device (default: its data sheet's)")
     for name, metavar, what in RESTARTS:
         parser.add_argument(f"--{name}", type=float, metavar=metavar, help=what)
@@ -77,32 +82,53 @@ def add(commands: Any) -> None:
         metavar="OTHER",
         help="plan another gin file (or a run) on the same hardware, with the same options, and print what differs",
     )
+    parser.add_argument(
+        "--fit-on",
+        metavar="NAME",
+        help="instead of --topology: print the most layers, the greatest width, the longest sequence and the largest "
+        "batch that fit this hardware, each by itself",
+    )
+    parser.add_argument(
+        "--days",
+        type=float,
+        metavar="X",
+        help="with --fit-on CHIP[,CHIP] and --tokens: the cheapest topology of these chips that takes at most so long",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="X", help="the same: the fastest topology that costs at most so much"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    if args.topology is None:  # not argparse's to say, which would not name a misspelt option first
-        raise ConfigError("name the hardware, as --topology v5p:4x4x4")
+    _check(args)
     import jax
 
     # planning needs no accelerator, and must not wait for one that is busy or is not there
     jax.config.update("jax_platforms", "cpu")
     from jaxscale.config import clear, isolated
-    from jaxscale.plan import as_gin, compare, plan_for, search
+    from jaxscale.plan import as_gin, cheapest, compare, fit_on, plan_for, search
     from jaxscale.plan.planner import count_of, with_budget
     from jaxscale.plan.search import COMPILES
 
-    if args.compare is not None and args.search:
-        raise ConfigError("--compare plans two configs as they are; leave out --search")
     path = Path(args.config) if args.config else None
     config = _load(path, args, bindings)
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
         raise ConfigError("--price is of a number of tokens; give --tokens, as 1T")
     restarts = _restarts(args)
-    options = {"tokens": tokens, "price": args.price, "watts": args.watts}
+    if args.fit_on is not None:
+        chips = args.fit_on.split(",")
+        with told() as tell:
+            if tokens is None:
+                show(fit_on(config, args.fit_on, tell=tell), args.json)
+            else:
+                limits = {"days": args.days, "budget": args.budget, "prices": _prices(args.price, chips)}
+                show(cheapest(config, chips, tokens, **limits, restarts=restarts, tell=tell), args.json)
+        return 0
+    options = {"tokens": tokens, "price": _price("--price", args.price), "watts": args.watts}
     compile = "never" if args.analytic else "auto"
     if not args.search:
         for name in ("write", "compiles"):
@@ -137,6 +163,48 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if not args.json:
         print(f"\nwritten to {file}; train it with:\n  jaxscale train {file}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for options that do not go together."""
+    if args.topology is None and args.fit_on is None:  # not argparse's, which would not name a misspelt option first
+        raise ConfigError("name the hardware, as --topology v5p:4x4x4")
+    if args.compare is not None and args.search:
+        raise ConfigError("--compare plans two configs as they are; leave out --search")
+    asked = args.days is not None or args.budget is not None
+    if args.fit_on is None:
+        if asked:
+            raise ConfigError("--days and --budget choose hardware; name chips, as --fit-on v5e,v5p")
+        return
+    for name in ("topology", "search", "compare", "watts"):
+        if getattr(args, name) not in (None, False):
+            raise ConfigError(f"--fit-on names the hardware and plans by arithmetic; leave out --{name}")
+    if asked != (args.tokens is not None):
+        raise ConfigError("--fit-on chooses hardware by --tokens and either --days or --budget; give both or neither")
+
+
+def _price(option: str, text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"{option} {text}: must be a number, the price of one device for an hour") from None
+
+
+def _prices(text: str | None, names: Sequence[str]) -> dict[str, float]:
+    """Prices by chip: of each, or one price of the only one."""
+    kinds = {name.partition(":")[0] for name in names}
+    if text is None or ("=" not in text and len(kinds) == 1):
+        price = _price("--price", text)
+        return {} if price is None else dict.fromkeys(kinds, price)
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"--price {text}: write a price for each chip, as v5e=1.2,v5p=4.2")
+        price = _price(f"--price {name}=", value)
+        assert price is not None
+        found[name] = price
+    return found
 
 
 def _load(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:

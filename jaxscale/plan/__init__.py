@@ -6,6 +6,7 @@ from jaxscale.plan.compile import compile_for, compile_step, lower_step, topolog
 from jaxscale.plan.coordcheck import CoordCheck, coordcheck
 from jaxscale.plan.dry_run import DryRun, dry_run
 from jaxscale.plan.explain import Explanation, explain
+from jaxscale.plan.fit_on import Limits, TopologyChoice, cheapest, fit_on
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, plan_for
 from jaxscale.plan.policies import Choice, choose, compiled_bytes
@@ -20,11 +21,14 @@ __all__ = [
     "DryRun",
     "Estimate",
     "Explanation",
+    "Limits",
     "Plan",
     "Restarts",
     "Search",
     "Space",
+    "TopologyChoice",
     "as_gin",
+    "cheapest",
     "choose",
     "compare",
     "compile_for",
@@ -34,6 +38,7 @@ __all__ = [
     "dry_run",
     "estimate",
     "explain",
+    "fit_on",
     "lower_step",
     "plan_for",
     "search",

@@ -32,7 +32,7 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
     if plan.budget is not None:
         b = plan.budget
         line = f"{b.tokens:.4g} tokens: {b.ideal_days:,.1f} days if nothing fails, {b.days:,.1f} with restarts and "
-        low, high = (end / plan.best.total * b.days for end in plan.seconds_range)
+        low, high = plan.days_range
         line += f"checkpoints, {low:,.1f} to {high:,.1f} in nine of ten cases; {b.device_hours:,.0f} device-hours"
         line += "" if b.kilowatt_hours is None else f", {b.kilowatt_hours:,.0f} kWh of the devices alone"
         yield line + ("" if b.cost is None else f", costing {b.cost:,.0f}")

@@ -152,6 +152,13 @@ class Plan(Shown):
         bar, total = self.time_error_bar, self.best.total
         return (total, total) if bar is None else (bar.low * total, bar.high * total)
 
+    @property
+    def days_range(self) -> tuple[float, float]:
+        """The same of the days of its budget, which it must have."""
+        assert self.budget is not None
+        low, high = (end / self.best.total * self.budget.days for end in self.seconds_range)
+        return low, high
+
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
         layout = _layout(self.config)
@@ -179,6 +186,7 @@ class Plan(Shown):
             "compiled": compiled,
             "efficiency": dict(self.hardware.chip.efficiency),
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
+            "days_range": None if self.budget is None else list(self.days_range),
             "notes": list(self.notes),
         }
 

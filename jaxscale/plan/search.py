@@ -50,6 +50,10 @@ Tell = Callable[[str, int, int], None]
 """Is told what is being done, how far it is, and of how many."""
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """A `Tell` that reports nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     """A candidate that fits, worked out.
@@ -127,7 +131,7 @@ def search(
     compile: str = "auto",
     compiles: int = COMPILES,
     within: float = 1.25,
-    tell: Tell = lambda what, done, total: None,
+    tell: Tell = silent,
     tokens: float | None = None,
     price: float | None = None,
     watts: float | None = None,

@@ -1,0 +1,344 @@
+"""What fits given hardware (model, sequence, batch), and which hardware is cheapest for a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from jaxscale.errors import ConfigError, LayoutError, near
+from jaxscale.hardware import Chip, Topology, chip, topology
+from jaxscale.layout.mesh import parse_mesh
+from jaxscale.models import TransformerConfig
+from jaxscale.plan.by_tracing import traced_plan
+from jaxscale.plan.covered import NotCovered, check_attention, covered
+from jaxscale.plan.error_bars import error_bar
+from jaxscale.plan.memory import estimate
+from jaxscale.plan.planner import Plan, on_hardware, plan_for, with_budget
+from jaxscale.plan.restarts import Restarts
+from jaxscale.plan.search import Tell, silent
+from jaxscale.plan.shown import Shown, table_of
+from jaxscale.step import TrainConfig
+from jaxscale.step.rates import parameter_count
+from jaxscale.units import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+GROWTH = 4096
+"""A quantity is not tried beyond so many times what the run has."""
+
+LARGEST = 4096
+"""Devices of the largest hardware that is tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """How large one quantity of a run may be, all others as they are.
+
+    Args:
+      name: of the quantity.
+      now: what the run has.
+      largest: what fits; 0 where nothing does.
+      plan: of the run with that, `None` where nothing fits.
+      why: what forbids the next larger value.
+    """
+
+    name: str
+    now: int
+    largest: int
+    plan: Plan | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits(Shown):
+    """The largest that each quantity of a run may be on given hardware; prints as a table.
+
+    Args:
+      hardware: the hardware.
+      limits: one for each quantity that the run has.
+    """
+
+    hardware: Topology
+    limits: tuple[Limit, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        rows = {
+            x.name: {
+                "now": x.now,
+                "largest": x.largest,
+                "why": x.why,
+                "parameters": None if x.plan is None else parameter_count(x.plan.config),
+                "plan": None if x.plan is None else x.plan.to_json(),
+            }
+            for x in self.limits
+        }
+        return {"topology": self.hardware.name, "limits": rows}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        capacity = human_bytes(self.hardware.chip.capacity)
+        columns = ("now", "at most", "parameters", "bytes, upper end", "step", "tokens/s", "MFU")
+        table = table_of(f"what fits {self.hardware.name}, {capacity} a device", "", *columns)
+        for x in self.limits:
+            cells = ["-"] * 5
+            if x.plan is not None:
+                step = x.plan.best
+                cells = [f"{parameter_count(x.plan.config):.3g}", human_bytes(x.plan.bytes_range[1])]
+                cells += [human_seconds(step.total), f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
+            table.add_row(x.name, f"{x.now:,}", f"{x.largest:,}" if x.largest else "nothing", *cells)
+        yield table
+        for x in self.limits:
+            yield f"{x.name}: {x.why}"
+        yield "each with everything else as it is; it fits where the upper end of the error bar of its memory does"
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyChoice(Shown):
+    """Plans of a run on several topologies, of which one is chosen; prints as a table.
+
+    Args:
+      plans: those that can be laid out, in the order in which they were tried.
+      prices: of a device for an hour, by chip.
+      best: the chosen one, `None` where none meets what was asked.
+      asked: what was asked, in words.
+      refused: why others cannot be laid out, by topology.
+    """
+
+    plans: tuple[Plan, ...]
+    prices: Mapping[str, float]
+    best: Plan | None
+    asked: str
+    refused: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "asked": self.asked,
+            "best": None if self.best is None else self.best.hardware.name,
+            "plans": [plan.to_json() for plan in self.plans],
+            "refused": dict(self.refused),
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = ("devices", "bytes", "step", "tokens/s", "MFU", "days", "days, slow end", "device-hours", "cost", "")
+        table = table_of(self.asked, "", *columns)
+        for plan in self.plans:
+            b, step = plan.budget, plan.best
+            assert b is not None
+            cells = [f"{plan.hardware.devices}", human_bytes(plan.bytes), human_seconds(step.total)]
+            cells += [f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
+            cells += [f"{b.days:,.1f}", f"{plan.days_range[1]:,.1f}", f"{b.device_hours:,.0f}"]
+            cells += ["-" if b.cost is None else f"{b.cost:,.0f}"]
+            said = "chosen" if plan is self.best else "" if plan.fits else "does not fit, or may not"
+            table.add_row(plan.hardware.name, *cells, said)
+        yield table
+        if self.best is None:
+            yield "none of them does; try more tokens a day: another chip, a larger batch, or --search on one of them"
+        for name, why in self.refused.items():
+            yield f"not {name}: {why}"
+
+
+def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent) -> Limits:
+    """How deep and wide a model, how long a sequence and how large a batch fit some hardware, each by itself.
+
+    Memory is by formulas, or from the traced step where these do not cover the run; no step is compiled. Values between
+    which nothing fits are bisected, so that where memory falls with size the smaller of two limits may be found.
+
+    Args:
+      config: the run's settings.
+      hardware: a topology or its name.
+      tell: told of progress.
+
+    Returns:
+      Layers (`model.depth`), the width of a Transformer (heads of their size; key heads and the feed-forward layer
+      in proportion), `seq_len` and `batch_size`.
+
+    Raises:
+      ConfigError, LayoutError: what training refuses of the run as it is.
+    """
+    there = topology(hardware) if isinstance(hardware, str) else hardware
+    config = on_hardware(config, there)
+    return Limits(there, tuple(_limit(*quantity, there, tell) for quantity in _quantities(config)))
+
+
+def cheapest(
+    config: TrainConfig,
+    chips: Sequence[str],
+    tokens: float,
+    *,
+    days: float | None = None,
+    budget: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    restarts: Restarts | None = None,
+    tell: Tell = silent,
+) -> TopologyChoice:
+    """The cheapest hardware that trains on so many tokens before a deadline, or the fastest for a sum of money.
+
+    Tried are topologies of a power of two of chips, with the run's layout, whose mesh fills them. Days and cost are
+    those at the slow end of the error bar of the time.
+
+    Args:
+      config: the run's settings; its mesh has one size of -1.
+      chips: names of chips, as "v5p", or topologies, which alone are tried of their chip.
+      tokens: to train on.
+      days: the deadline.
+      budget: the money, in the currency of `prices`.
+      prices: of a device for an hour, by chip; without any, device-hours of one chip stand for them.
+      restarts: as for `plan_for`.
+      tell: told of progress.
+
+    Raises:
+      ConfigError: a mesh without -1, neither or both of `days` and `budget`, or a chip without a price.
+      LayoutError: no such hardware, or none of it can be laid out.
+    """
+    prices = dict(prices or {})
+    kinds = {name.partition(":")[0] for name in chips}
+    if (days is None) == (budget is None):
+        raise ConfigError("give either a deadline in days or a budget")
+    if unpriced := sorted(kinds - prices.keys() if prices or budget is not None or len(kinds) > 1 else ()):
+        raise ConfigError(f"{' and '.join(unpriced)} have no price of a device for an hour; give one for each chip")
+    if unused := sorted(prices.keys() - kinds):
+        raise ConfigError(f"a price is given for '{unused[0]}', which is not asked for{near(unused[0], kinds)}")
+    if config.layout is None or -1 not in parse_mesh(config.layout.mesh).values():
+        raise ConfigError(
+            "the mesh has no size of -1 to fill hardware of several sizes; give it one, as --mesh 'fsdp=-1'"
+        )
+    plans: list[Plan] = []
+    refused: dict[str, str] = {}
+    for name in chips:
+        for named in [name] if ":" in name else _topologies(chip(name)):
+            tell("planning", len(plans), 0)
+            try:
+                plan = plan_for(config, named, compile="never")
+            except (LayoutError, ConfigError) as e:
+                refused[named] = str(e)
+                if plans and plans[-1].hardware.chip.name == name:
+                    break  # a batch that so many devices do not divide is not divided by more of them
+                continue
+            plans.append(with_budget(plan, tokens, prices.get(plan.hardware.chip.name), restarts=restarts))
+    if not plans:
+        raise LayoutError(f"the run can be laid out on none of {', '.join(refused)}: {next(iter(refused.values()))}")
+    if days is not None:
+        good = [p for p in plans if p.fits and p.days_range[1] <= days]
+        best = min(good, key=_cost, default=None)
+        asked = f"cheapest for {tokens:.4g} tokens within {days:g} days"
+    else:
+        assert budget is not None
+        good = [p for p in plans if p.fits and _cost(p) * _slow(p) <= budget]
+        best = min(good, key=lambda p: p.days_range[1], default=None)
+        asked = f"fastest for {tokens:.4g} tokens within a budget of {budget:,.0f}"
+    return TopologyChoice(tuple(plans), prices, best, asked, refused)
+
+
+def _slow(plan: Plan) -> float:
+    return plan.seconds_range[1] / plan.best.total
+
+
+def _cost(plan: Plan) -> float:
+    assert plan.budget is not None
+    return plan.budget.device_hours if plan.budget.cost is None else plan.budget.cost
+
+
+def _topologies(what: Chip) -> Iterator[str]:
+    """Sizes of a chip from the smallest on, each with twice the devices of the one before."""
+    most = min(LARGEST // what.devices, what.pod or LARGEST)
+    for power in itertools.count():
+        if 2**power > most:
+            return
+        if what.torus:
+            if 2**power >= math.prod(what.smallest):
+                yield f"{what.name}:{what.slice_of(2**power)}"
+        else:
+            yield f"{what.name}:{2**power}"
+
+
+def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], TrainConfig], int, int]]:
+    """Names of quantities, the run with another value of them, the value that it has, and what it is a multiple of."""
+    model, layout = config.model, config.layout
+    assert layout is not None
+    if isinstance(model, TransformerConfig):
+        model = _sized(model)
+        yield "layers", lambda n: _with_model(config, dataclasses.replace(model, depth=n)), model.depth, 1
+        heads = model.sizes.heads
+        unit = heads // math.gcd(heads, model.sizes.kv_heads, model.sizes.hidden)
+        per_head = model.sizes.width // heads
+        yield "width", lambda n: _with_model(config, _widened(model, n // per_head)), heads * per_head, unit * per_head
+    elif isinstance(depth := getattr(model, "depth", None), int):
+        yield "layers", lambda n: _with_model(config, dataclasses.replace(cast(Any, model), depth=n)), depth, 1
+    seq = config.seq_len
+    yield "sequence length", lambda n: dataclasses.replace(config, seq_len=n), seq, min(1024, seq & -seq)
+    rows = layout.split("batch") * config.accumulate * (layout.schedule.microbatches or 1 if layout.stages > 1 else 1)
+    yield "batch size", lambda n: dataclasses.replace(config, batch_size=n), config.batch_size, rows
+
+
+def _with_model(config: TrainConfig, model: Any) -> TrainConfig:
+    return dataclasses.replace(config, model=model)
+
+
+def _sized(model: TransformerConfig) -> TransformerConfig:
+    """The same model with the sizes that would follow from its depth written out."""
+    z = model.sizes
+    kv_heads = None if model.kv_heads is None else z.kv_heads
+    head_dim = model.head_dim if z.head_dim * z.heads == z.width else z.head_dim
+    return dataclasses.replace(
+        model, width=z.width, heads=z.heads, kv_heads=kv_heads, head_dim=head_dim, hidden=z.hidden
+    )
+
+
+def _widened(model: TransformerConfig, heads: int) -> TransformerConfig:
+    """A Transformer with another number of heads of the same size, all widths in proportion."""
+    z = model.sizes
+    kv_heads = None if model.kv_heads is None else heads * z.kv_heads // z.heads
+    width, hidden = heads * (z.width // z.heads), heads * z.hidden // z.heads
+    return dataclasses.replace(model, width=width, heads=heads, kv_heads=kv_heads, hidden=hidden)
+
+
+def _limit(name: str, make: Callable[[int], TrainConfig], now: int, step: int, hardware: Topology, tell: Tell) -> Limit:
+    tried: dict[int, str] = {}
+
+    def refuses(k: int) -> str:
+        """Why k steps do not do; "" where they do."""
+        if k not in tried:
+            tell(f"trying {name}", len(tried), 0)
+            tried[k] = _refuses(make(k * step), hardware)
+        return tried[k]
+
+    good, bad = 0, max(1, now // step)
+    most = bad * GROWTH
+    while bad <= most and not refuses(bad):
+        good, bad = bad, 2 * bad
+    if bad > most:
+        return Limit(
+            name, now, good * step, _plan(make(good * step), hardware), f"larger than {good * step:,} was not tried"
+        )
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (good, middle) if refuses(middle) else (middle, bad)
+    plan = _plan(make(good * step), hardware) if good else None
+    return Limit(name, now, good * step, plan, f"{bad * step:,}: {refuses(bad)}")
+
+
+def _plan(config: TrainConfig, hardware: Topology) -> Plan:
+    return plan_for(config, hardware, compile="never")
+
+
+def _refuses(config: TrainConfig, hardware: Topology) -> str:
+    """Why a run does not do on some hardware: what it is refused with, or the upper end of its memory; else ""."""
+    try:
+        config = on_hardware(config, hardware)
+        assert config.layout is not None
+        try:
+            check_attention(covered(config), config.layout)
+            device, method = estimate(config, hardware).device, "formulas"
+        except NotCovered:
+            device, method = traced_plan(config, hardware)[0].device, "traced"
+    except (ConfigError, LayoutError) as e:
+        return str(e)
+    bar = error_bar(config, hardware, device, method)
+    if bar.bytes(device)[1] <= hardware.chip.capacity:
+        return ""
+    return f"predicted to take {human_bytes(device)}, {bar.low:.2f} to {bar.high:.2f} times that in nine of ten cases"

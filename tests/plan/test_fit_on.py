@@ -1,0 +1,130 @@
+"""What fits given hardware, and which hardware a run is cheapest on: by trying the neighbours, and by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.models.presets import gpt2
+from jaxscale.nn import flash_attention
+from jaxscale.plan import cheapest, fit_on, plan_for
+from tests.truth.errors import raises_saying
+
+MODEL = js.models.TransformerConfig(depth=4, width=512, heads=8, kv_heads=4, vocab=1024, attention=flash_attention)
+RUN = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=16, seq_len=512)
+
+
+def _with(name, n):
+    heads = n // 64
+    models = {"layers": dict(depth=n), "width": dict(width=n, heads=heads, kv_heads=heads // 2, hidden=heads * 176)}
+    if name in models:
+        return dataclasses.replace(RUN, model=dataclasses.replace(MODEL, **models[name]))
+    return dataclasses.replace(RUN, **{{"sequence length": "seq_len", "batch size": "batch_size"}[name]: n})
+
+
+def test_the_largest_that_fits_fits_and_the_next_does_not():
+    assert MODEL.sizes.hidden == 8 * 176
+    found = fit_on(RUN, "v5e:2x4")
+    steps = {"layers": 1, "width": 128, "sequence length": 512, "batch size": 8}
+    assert [limit.name for limit in found.limits] == [*steps]
+    for limit in found.limits:
+        assert limit.now in (4, 512, 16) and limit.largest > limit.now and limit.largest % steps[limit.name] == 0
+        here, beyond = (
+            plan_for(_with(limit.name, limit.largest + more), "v5e:2x4", compile="never")
+            for more in (0, steps[limit.name])
+        )
+        assert here.fits and not beyond.fits and limit.plan.bytes == here.bytes
+        assert limit.name in str(found) and f"{limit.largest + steps[limit.name]:,}: predicted to take" in limit.why
+    assert found.to_json()["limits"]["layers"]["largest"] == found.limits[0].largest
+
+
+def test_what_does_not_fit_is_made_smaller_and_what_training_refuses_ends_the_search():
+    large = js.TrainConfig(
+        model=gpt2(depth=48, memory="none"), layout=js.Layout("data=4", rules="replicated"), batch_size=32, seq_len=1024
+    )
+    layers, _, seq, _ = fit_on(large, "v5e:2x2").limits
+    assert 0 < layers.largest < 48 and seq.largest < 1024
+    small = dataclasses.replace(large, model=gpt2(depth=2, memory="full"), batch_size=4)
+    (seq,) = (x for x in fit_on(small, "v5e:2x2").limits if x.name == "sequence length")
+    assert seq.largest == 1024 and "2,048" in seq.why and "positions" in seq.why
+    huge = dataclasses.replace(large, model=gpt2(depth=4, width=32768, heads=256, hidden=131072))
+    assert fit_on(huge, "v5e:2x2").limits[0].plan is None and "nothing" in str(fit_on(huge, "v5e:2x2"))
+
+
+SCALED = dataclasses.replace(RUN, layout=js.Layout("fsdp=-1"), batch_size=64)
+
+
+def test_the_cheapest_in_time_and_the_fastest_within_a_budget_are_those_of_all_plans():
+    prices = {"v5e": 1.2, "v5p": 4.2}
+    deadline = cheapest(SCALED, ["v5e", "v5p"], 1e11, days=0.1, prices=prices)
+    names = [plan.hardware.name for plan in deadline.plans]
+    assert names == [*(f"v5e:{s}" for s in ("2x2", "2x4", "4x4", "4x8", "8x8"))] + [
+        *(f"v5p:{s}" for s in ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"))
+    ]
+    assert [*deadline.refused] == ["v5e:8x16", "v5p:4x4x8"] and "batch" in deadline.refused["v5e:8x16"]
+    in_time = [plan for plan in deadline.plans if plan.fits and plan.days_range[1] <= 0.1]
+    assert 0 < len(in_time) < len(names)
+    assert deadline.best.budget.cost == min(plan.budget.cost for plan in in_time)
+    assert "chosen" in str(deadline) and deadline.to_json()["best"] == deadline.best.hardware.name
+
+    budget = deadline.best.budget.cost * 1.3
+    fastest = cheapest(SCALED, ["v5e", "v5p"], 1e11, budget=budget, prices=prices).best
+    slow = fastest.seconds_range[1] / fastest.best.total
+    assert fastest.budget.cost * slow <= budget
+    for plan in deadline.plans:
+        if plan.fits and plan.budget.cost * slow <= budget:
+            assert plan.budget.days >= fastest.budget.days
+    nothing = cheapest(SCALED, ["v5e"], 1e11, days=0.001)
+    assert nothing.best is None and "none of them" in str(nothing)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(days=1, budget=1), "either a deadline"),
+        (dict(budget=1), "v5e have no price"),
+        (dict(days=1, prices={"v5p": 1}), "v5e have no price"),
+        (dict(days=1, prices={"v5e": 1, "v5o": 1}), "'v5o'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options, words):
+    with raises_saying(ConfigError, words):
+        cheapest(SCALED, ["v5e"], 1e9, **options)
+
+
+def test_a_mesh_that_does_not_grow_is_refused_and_so_is_unknown_hardware():
+    with raises_saying(ConfigError, "-1", "--mesh"):
+        cheapest(RUN, ["v5e"], 1e9, days=1)
+    with raises_saying(LayoutError, "v5x"):
+        cheapest(SCALED, ["v5x"], 1e9, days=1)
+
+
+CONFIG = "train.model = @Transformer()\nTransformer.depth = 2\ntrain.layout = @Layout()\nLayout.mesh = 'fsdp=-1'\n"
+
+
+def test_the_command_prints_limits_and_chooses_hardware(capfd, tmp_path):
+    gin = tmp_path / "run.gin"
+    gin.write_text(CONFIG + "train.batch_size = 8\ntrain.seq_len = 64\n")
+    assert main(["plan", str(gin), "--fit-on", "v5e:2x2", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["limits"]["layers"]["largest"] > 2
+    choose = ["plan", str(gin), "--fit-on", "v5e:2x2,v5p:2x2x1", "--tokens", "1B", "--price", "v5e=1,v5p=100"]
+    assert main([*choose, "--days", "100"]) == 0
+    out = capfd.readouterr().out
+    assert "chosen" in next(line for line in out.splitlines() if line.strip().startswith("v5e:2x2"))
+    for more, words in (
+        ([], "--days or --budget"),
+        (["--days", "1", "--search"], "leave out --search"),
+        (["--days", "1", "--topology", "v5e:2x2"], "leave out --topology"),
+    ):
+        assert main([*choose, *more]) != 0
+        assert words in capfd.readouterr().err
+    assert main(["plan", str(gin), "--topology", "v5e:2x2", "--days", "1"]) != 0
+    assert "--fit-on" in capfd.readouterr().err
+    assert main(["plan", str(gin), "--topology", "v5e:2x2", "--tokens", "1B", "--price", "cheap"]) != 0
+    assert "--price cheap" in capfd.readouterr().err

@@ -27,7 +27,7 @@ RESTARTS = (
     ("write-speed", "GB/S", "of a checkpoint, by all devices together (default 0.122 for each: Llama 3's storage)"),
     ("save-every", "MINUTES", "of training between checkpoints (default: the interval that loses the least time)"),
 )
-"""Options about failures and checkpoints of a number of tokens."""
+"""Options about failures and checkpoints, for plans of a number of tokens."""
 EVERY = 10.0
 """Seconds between lines of progress in a log."""
 
@@ -117,10 +117,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     config = _load(path, args, bindings)
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
-        raise ConfigError("--price is of a number of tokens; give --tokens, as 1T")
+        raise ConfigError("--price gives the cost of training on a number of tokens; give --tokens, as 1T")
     restarts = _restarts(args)
     if args.fit_on is not None:
-        chips = args.fit_on.split(",")
+        chips = [name.strip() for name in args.fit_on.split(",")]
         with told() as tell:
             if tokens is None:
                 show(fit_on(config, args.fit_on, tell=tell), args.json)
@@ -176,11 +176,15 @@ def _check(args: argparse.Namespace) -> None:
         if asked:
             raise ConfigError("--days and --budget choose hardware; name chips, as --fit-on v5e,v5p")
         return
-    for name in ("topology", "search", "compare", "watts"):
+    for name in ("topology", "search", "compare", "watts", "compiles", "write"):
         if getattr(args, name) not in (None, False):
             raise ConfigError(f"--fit-on names the hardware and plans by arithmetic; leave out --{name}")
     if asked != (args.tokens is not None):
         raise ConfigError("--fit-on chooses hardware by --tokens and either --days or --budget; give both or neither")
+    if not asked and "," in args.fit_on:
+        raise ConfigError(
+            f"--fit-on {args.fit_on}: to choose between several chips, give --tokens and --days or --budget"
+        )
 
 
 def _price(option: str, text: str | None) -> float | None:
@@ -192,7 +196,9 @@ def _price(option: str, text: str | None) -> float | None:
 
 def _prices(text: str | None, names: Sequence[str]) -> dict[str, float]:
     """Prices by chip: of each, or one price of the only one."""
-    kinds = {name.partition(":")[0] for name in names}
+    from jaxscale.plan.fit_on import chip_name
+
+    kinds = {chip_name(name) for name in names}
     if text is None or ("=" not in text and len(kinds) == 1):
         price = _price("--price", text)
         return {} if price is None else dict.fromkeys(kinds, price)
@@ -226,7 +232,7 @@ def _restarts(args: argparse.Namespace) -> Restarts:
     for name, value in asked.items():
         option = f"--{name.replace('_', '-')}"
         if args.tokens is None:
-            raise ConfigError(f"{option} is of a number of tokens; give --tokens, as 1T")
+            raise ConfigError(f"{option} changes how long training on a number of tokens takes; give --tokens, as 1T")
         if not value > 0:
             raise ConfigError(f"{option} {value:g}: must be above 0")
     return Restarts(**{names[name][0]: value * names[name][1] for name, value in asked.items()})

@@ -10,10 +10,9 @@ from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.heap import Buffer
 from jaxscale.plan.liveness import allocation
 from jaxscale.plan.memory import Estimate, held_bytes
-from jaxscale.plan.roofline import Op, Work
+from jaxscale.plan.roofline import UPDATE, Op, Work
 from jaxscale.plan.scopes import scopes_of
 from jaxscale.plan.stand_ins import as_compiled
-from jaxscale.plan.waterfall import UPDATE
 from jaxscale.step import TrainConfig, blueprint_of
 from jaxscale.step.rates import examples, model_flops
 
@@ -48,14 +47,12 @@ def traced_plan(config: TrainConfig, hardware: Topology) -> tuple[Estimate, Work
     for (path, dtype), count in traced.flops.items():
         scopes = path.split("/")
         kind = "attention" if "mix" in scopes else "matmul"  # `nn.Attention` calls its kernel in this scope
-        flops["update's products" if "optimizer" in scopes else scopes_of(path), kind, dtype] += count
+        flops[UPDATE[1] if "optimizer" in scopes else scopes_of(path), kind, dtype] += count
     totals: dict[str, float] = defaultdict(float)
     for (*_, dtype), count in flops.items():
         totals[dtype] += count
     dtype = max(totals, key=lambda d: totals[d], default="float32")
-    ops = [
-        Op(name, kind, count, 0.0, dtype, not name.startswith(UPDATE)) for (name, kind, dtype), count in flops.items()
-    ]
+    ops = [Op(name, kind, count, 0.0, dtype, name not in UPDATE) for (name, kind, dtype), count in flops.items()]
     ops.append(Op("everything that is read and written", "memory", 0.0, memory.moved, dtype))
     work = Work(
         tuple(ops),

@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxscale.errors import ConfigError, LayoutError, near
-from jaxscale.hardware import Chip, Topology, chip, topology
+from jaxscale.hardware import Topology, chip, read_chip, topology
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.by_tracing import traced_plan
@@ -93,7 +94,7 @@ class Limits(Shown):
         yield table
         for x in self.limits:
             yield f"{x.name}: {x.why}"
-        yield "each with everything else as it is; it fits where the upper end of the error bar of its memory does"
+        yield "Each quantity is varied alone. A run fits if the upper end of the error bar of its memory does."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,20 +105,20 @@ class TopologyChoice(Shown):
       plans: those that can be laid out, in the order in which they were tried.
       prices: of a device for an hour, by chip.
       best: the chosen one, `None` where none meets what was asked.
-      asked: what was asked, in words.
+      goal: what the best is, in words.
       refused: why others cannot be laid out, by topology.
     """
 
     plans: tuple[Plan, ...]
     prices: Mapping[str, float]
     best: Plan | None
-    asked: str
+    goal: str
     refused: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
         return {
-            "asked": self.asked,
+            "goal": self.goal,
             "best": None if self.best is None else self.best.hardware.name,
             "plans": [plan.to_json() for plan in self.plans],
             "refused": dict(self.refused),
@@ -125,7 +126,7 @@ class TopologyChoice(Shown):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = ("devices", "bytes", "step", "tokens/s", "MFU", "days", "days, slow end", "device-hours", "cost", "")
-        table = table_of(self.asked, "", *columns)
+        table = table_of(self.goal, "", *columns)
         for plan in self.plans:
             b, step = plan.budget, plan.best
             assert b is not None
@@ -133,13 +134,13 @@ class TopologyChoice(Shown):
             cells += [f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
             cells += [f"{b.days:,.1f}", f"{plan.days_range[1]:,.1f}", f"{b.device_hours:,.0f}"]
             cells += ["-" if b.cost is None else f"{b.cost:,.0f}"]
-            said = "chosen" if plan is self.best else "" if plan.fits else "does not fit, or may not"
-            table.add_row(plan.hardware.name, *cells, said)
+            verdict = "chosen" if plan is self.best else "" if plan.fits else "does not fit, or may not"
+            table.add_row(plan.hardware.name, *cells, verdict)
         yield table
         if self.best is None:
-            yield "none of them does; try more tokens a day: another chip, a larger batch, or --search on one of them"
+            yield "No topology meets this; try another chip, a larger batch, or --search on one of them."
         for name, why in self.refused.items():
-            yield f"not {name}: {why}"
+            yield f"{name} was refused: {why}"
 
 
 def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent) -> Limits:
@@ -160,9 +161,9 @@ def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent
     Raises:
       ConfigError, LayoutError: what training refuses of the run as it is.
     """
-    there = topology(hardware) if isinstance(hardware, str) else hardware
-    config = on_hardware(config, there)
-    return Limits(there, tuple(_limit(*quantity, there, tell) for quantity in _quantities(config)))
+    on = topology(hardware) if isinstance(hardware, str) else hardware
+    config = on_hardware(config, on)
+    return Limits(on, tuple(_limit(*quantity, on, tell) for quantity in _quantities(config)))
 
 
 def cheapest(
@@ -183,24 +184,31 @@ def cheapest(
 
     Args:
       config: the run's settings; its mesh has one size of -1.
-      chips: names of chips, as "v5p", or topologies, which alone are tried of their chip.
+      chips: names of chips or of hardware files, as "v5p", or topologies, which alone are tried of their chip.
       tokens: to train on.
       days: the deadline.
       budget: the money, in the currency of `prices`.
-      prices: of a device for an hour, by chip; without any, device-hours of one chip stand for them.
+      prices: of a device for an hour, by chip or hardware file; without any, device-hours of one chip stand for them.
       restarts: as for `plan_for`.
       tell: told of progress.
 
     Raises:
-      ConfigError: a mesh without -1, neither or both of `days` and `budget`, or a chip without a price.
+      ConfigError: a mesh without -1, neither or both of `days` and `budget`, one of them or a price that is not
+        above 0, or a chip without a price.
       LayoutError: no such hardware, or none of it can be laid out.
     """
     prices = dict(prices or {})
-    kinds = {name.partition(":")[0] for name in chips}
+    kinds = {chip_name(name) for name in chips}
     if (days is None) == (budget is None):
         raise ConfigError("give either a deadline in days or a budget")
+    values = {"days": days, "budget": budget, **{f"the price of '{name}'": price for name, price in prices.items()}}
+    for what, value in values.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{what} is {value:g}: must be above 0")
     if unpriced := sorted(kinds - prices.keys() if prices or budget is not None or len(kinds) > 1 else ()):
-        raise ConfigError(f"{' and '.join(unpriced)} have no price of a device for an hour; give one for each chip")
+        raise ConfigError(
+            f"no price of a device for an hour is given for {' and '.join(unpriced)}; give one for each chip"
+        )
     if unused := sorted(prices.keys() - kinds):
         raise ConfigError(f"a price is given for '{unused[0]}', which is not asked for{near(unused[0], kinds)}")
     if config.layout is None or -1 not in parse_mesh(config.layout.mesh).values():
@@ -210,28 +218,31 @@ def cheapest(
     plans: list[Plan] = []
     refused: dict[str, str] = {}
     for name in chips:
-        for named in [name] if ":" in name else _topologies(chip(name)):
+        laid_out = False
+        for named in [name] if ":" in name else _topologies(name):
             tell("planning", len(plans), 0)
             try:
                 plan = plan_for(config, named, compile="never")
+                plans.append(with_budget(plan, tokens, prices.get(chip_name(name)), restarts=restarts))
             except (LayoutError, ConfigError) as e:
                 refused[named] = str(e)
-                if plans and plans[-1].hardware.chip.name == name:
-                    break  # a batch that so many devices do not divide is not divided by more of them
+                if laid_out:  # a batch that so many devices do not divide is not divided by more of them
+                    refused[named] += "; larger topologies were not tried"
+                    break
                 continue
-            plans.append(with_budget(plan, tokens, prices.get(plan.hardware.chip.name), restarts=restarts))
+            laid_out = True
     if not plans:
         raise LayoutError(f"the run can be laid out on none of {', '.join(refused)}: {next(iter(refused.values()))}")
     if days is not None:
-        good = [p for p in plans if p.fits and p.days_range[1] <= days]
-        best = min(good, key=_cost, default=None)
-        asked = f"cheapest for {tokens:.4g} tokens within {days:g} days"
+        in_time = [p for p in plans if p.fits and p.days_range[1] <= days]
+        best = min(in_time, key=_cost, default=None)
+        goal = f"cheapest for {tokens:.4g} tokens within {days:g} days"
     else:
         assert budget is not None
-        good = [p for p in plans if p.fits and _cost(p) * _slow(p) <= budget]
-        best = min(good, key=lambda p: p.days_range[1], default=None)
-        asked = f"fastest for {tokens:.4g} tokens within a budget of {budget:,.0f}"
-    return TopologyChoice(tuple(plans), prices, best, asked, refused)
+        affordable = [p for p in plans if p.fits and _cost(p) * _slow(p) <= budget]
+        best = min(affordable, key=lambda p: p.days_range[1], default=None)
+        goal = f"fastest for {tokens:.4g} tokens within a budget of {budget:,.0f}"
+    return TopologyChoice(tuple(plans), prices, best, goal, refused)
 
 
 def _slow(plan: Plan) -> float:
@@ -243,17 +254,23 @@ def _cost(plan: Plan) -> float:
     return plan.budget.device_hours if plan.budget.cost is None else plan.budget.cost
 
 
-def _topologies(what: Chip) -> Iterator[str]:
-    """Sizes of a chip from the smallest on, each with twice the devices of the one before."""
+def chip_name(hardware: str) -> str:
+    """The chip or the hardware file of a topology's name: "v5p" of "v5p:2x2x1", "my.json" of "my.json:8"."""
+    return hardware.partition(":")[0].strip()
+
+
+def _topologies(name: str) -> Iterator[str]:
+    """Sizes of a chip or hardware file from the smallest on, each with twice the devices of the one before."""
+    what = read_chip(Path(name)) if name.endswith(".json") else chip(name.lower())
     most = min(LARGEST // what.devices, what.pod or LARGEST)
     for power in itertools.count():
         if 2**power > most:
             return
         if what.torus:
             if 2**power >= math.prod(what.smallest):
-                yield f"{what.name}:{what.slice_of(2**power)}"
+                yield f"{name}:{what.slice_of(2**power)}"
         else:
-            yield f"{what.name}:{2**power}"
+            yield f"{name}:{2**power}"
 
 
 def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], TrainConfig], int, int]]:
@@ -264,13 +281,18 @@ def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], Trai
         model = _sized(model)
         yield "layers", lambda n: _with_model(config, dataclasses.replace(model, depth=n)), model.depth, 1
         heads = model.sizes.heads
-        unit = heads // math.gcd(heads, model.sizes.kv_heads, model.sizes.hidden)
+        unit = math.lcm(heads // math.gcd(heads, model.sizes.kv_heads, model.sizes.hidden), layout.split("heads"))
         per_head = model.sizes.width // heads
         yield "width", lambda n: _with_model(config, _widened(model, n // per_head)), heads * per_head, unit * per_head
     elif isinstance(depth := getattr(model, "depth", None), int):
         yield "layers", lambda n: _with_model(config, dataclasses.replace(cast(Any, model), depth=n)), depth, 1
     seq = config.seq_len
-    yield "sequence length", lambda n: dataclasses.replace(config, seq_len=n), seq, min(1024, seq & -seq)
+    yield (
+        "sequence length",
+        lambda n: dataclasses.replace(config, seq_len=n),
+        seq,
+        math.lcm(min(1024, seq & -seq), layout.split("seq")),
+    )
     rows = layout.split("batch") * config.accumulate * (layout.schedule.microbatches or 1 if layout.stages > 1 else 1)
     yield "batch size", lambda n: dataclasses.replace(config, batch_size=n), config.batch_size, rows
 
@@ -301,25 +323,22 @@ def _limit(name: str, make: Callable[[int], TrainConfig], now: int, step: int, h
     tried: dict[int, str] = {}
 
     def refuses(k: int) -> str:
-        """Why k steps do not do; "" where they do."""
+        """Why k steps do not fit; "" if they do."""
         if k not in tried:
             tell(f"trying {name}", len(tried), 0)
             tried[k] = _refuses(make(k * step), hardware)
         return tried[k]
 
-    good, bad = 0, max(1, now // step)
-    most = bad * GROWTH
-    while bad <= most and not refuses(bad):
-        good, bad = bad, 2 * bad
-    if bad > most:
-        return Limit(
-            name, now, good * step, _plan(make(good * step), hardware), f"larger than {good * step:,} was not tried"
-        )
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (good, middle) if refuses(middle) else (middle, bad)
-    plan = _plan(make(good * step), hardware) if good else None
-    return Limit(name, now, good * step, plan, f"{bad * step:,}: {refuses(bad)}")
+    fits, fails = 0, max(1, now // step)
+    most = fails * GROWTH
+    while fails <= most and not refuses(fails):
+        fits, fails = fails, 2 * fails
+    while fails <= most and fails - fits > 1:
+        middle = (fits + fails) // 2
+        fits, fails = (fits, middle) if refuses(middle) else (middle, fails)
+    plan = _plan(make(fits * step), hardware) if fits else None
+    why = f"larger than {fits * step:,} was not tried" if fails > most else f"{fails * step:,}: {refuses(fails)}"
+    return Limit(name, now, fits * step, plan, why)
 
 
 def _plan(config: TrainConfig, hardware: Topology) -> Plan:
@@ -327,7 +346,7 @@ def _plan(config: TrainConfig, hardware: Topology) -> Plan:
 
 
 def _refuses(config: TrainConfig, hardware: Topology) -> str:
-    """Why a run does not do on some hardware: what it is refused with, or the upper end of its memory; else ""."""
+    """Why a run does not fit hardware: the error that refuses it, or its memory's upper end; "" if it fits."""
     try:
         config = on_hardware(config, hardware)
         assert config.layout is not None
@@ -341,4 +360,5 @@ def _refuses(config: TrainConfig, hardware: Topology) -> str:
     bar = error_bar(config, hardware, device, method)
     if bar.bytes(device)[1] <= hardware.chip.capacity:
         return ""
-    return f"predicted to take {human_bytes(device)}, {bar.low:.2f} to {bar.high:.2f} times that in nine of ten cases"
+    upper, capacity = human_bytes(bar.bytes(device)[1]), human_bytes(hardware.chip.capacity)
+    return f"predicted to take {human_bytes(device)}, and at the upper end of the error bar {upper} of {capacity}"

@@ -53,7 +53,7 @@ class Budget:
       save: seconds that a checkpoint takes.
       every: seconds of training between checkpoints.
       between: seconds between failures.
-      restart: seconds from a failure until training goes on.
+      restart: seconds from a failure until training continues.
       device_hours: of all devices of the hardware for `days`, idle ones too.
       kilowatt_hours: at the devices' full power, without hosts, network and cooling; `None` where that is not known.
       cost: device-hours times their price, `None` without one.

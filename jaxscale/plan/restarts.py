@@ -13,7 +13,7 @@ https://arxiv.org/abs/2407.21783, section 3.3.4). We know of no figure for other
 WRITE_BANDWIDTH = 2e12 / 16384
 """Bytes/s per device at which checkpoints are written: 2 TB/s for 16,384 H100s (same source, section 3.3.1)."""
 RESTART = 600.0
-"""Seconds from a failure until training goes on, checkpoint read and step compiled: an assumption."""
+"""Seconds from a failure until training continues, checkpoint read and step compiled: an assumption."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def slowdown(every: float, save: float, between: float, restart: float) -> float
       every: seconds of training between checkpoints (t).
       save: seconds that a checkpoint takes (d).
       between: seconds between failures (M).
-      restart: seconds from a failure until training goes on (R).
+      restart: seconds from a failure until training continues (R).
 
     Raises:
       ConfigError: so many failures that a run hardly gets from one checkpoint to the next.
@@ -85,6 +85,7 @@ def slowdown(every: float, save: float, between: float, restart: float) -> float
     if (every + save + restart) / between > 20:
         raise ConfigError(
             f"the run fails every {between:,.0f} s, and trains {every:,.0f} s to a checkpoint that takes {save:,.0f} "
-            f"s, after restarts of {restart:,.0f} s: it never gets there; save more often or write faster"
+            f"s, after restarts of {restart:,.0f} s: it never reaches the next checkpoint; save more often or write "
+            "faster"
         )
     return between * math.exp(restart / between) * math.expm1((every + save) / between) / every

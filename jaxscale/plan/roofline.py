@@ -29,6 +29,9 @@ EFFICIENCIES: dict[str, str] = {
 }
 """Names in `Chip.efficiency`, each 1 where it is not given."""
 
+UPDATE = ("update", "update's products")
+"""Names of the optimizer's operations: what it reads and writes, and the products of its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxscale.hardware import Topology
-from jaxscale.plan.roofline import StepTime, Work, op_times
+from jaxscale.plan.roofline import UPDATE, StepTime, Work, op_times
 from jaxscale.plan.shown import table_of
 from jaxscale.units import human_seconds
-
-UPDATE = "update"
-"""How the names of an optimizer's operations begin (`jaxscale.plan.roofline.Op.name`)."""
 
 WIDTH = 32
 """Characters of a bar as long as the step."""
@@ -32,7 +29,7 @@ def step_terms(work: Work, step: StepTime, hardware: Topology) -> dict[str, floa
     """
     terms: dict[str, float] = dict.fromkeys(("products", "experts", "attention", "memory-bound", "optimizer"), 0.0)
     for op, compute, memory in op_times(work, hardware):
-        if op.name.startswith(UPDATE):
+        if op.name in UPDATE:
             terms["optimizer"] += compute + memory
         elif op.kind == "attention":
             terms["attention"] += compute + memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,8 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.models.presets import gpt2
-from jaxscale.nn import flash_attention
-from jaxscale.plan import cheapest, fit_on, plan_for
+from jaxscale.nn import RingAttention, flash_attention
+from jaxscale.plan import Restarts, cheapest, fit_on, plan_for
 from tests.truth.errors import raises_saying
 
 MODEL = js.models.TransformerConfig(depth=4, width=512, heads=8, kv_heads=4, vocab=1024, attention=flash_attention)
@@ -80,16 +81,20 @@ def test_the_cheapest_in_time_and_the_fastest_within_a_budget_are_those_of_all_p
         if plan.fits and plan.budget.cost * slow <= budget:
             assert plan.budget.days >= fastest.budget.days
     nothing = cheapest(SCALED, ["v5e"], 1e11, days=0.001)
-    assert nothing.best is None and "none of them" in str(nothing)
+    assert nothing.best is None and "No topology meets this" in str(nothing)
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (dict(days=1, budget=1), "either a deadline"),
-        (dict(budget=1), "v5e have no price"),
-        (dict(days=1, prices={"v5p": 1}), "v5e have no price"),
+        (dict(budget=1), "no price of a device for an hour is given for v5e"),
+        (dict(days=1, prices={"v5p": 1}), "given for v5e"),
         (dict(days=1, prices={"v5e": 1, "v5o": 1}), "'v5o'"),
+        (dict(days=0), "days is 0: must be above 0"),
+        (dict(days=float("nan")), "days is nan"),
+        (dict(budget=-1, prices={"v5e": 1}), "budget is -1"),
+        (dict(days=1, prices={"v5e": -1}), "'v5e' is -1"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options, words):
@@ -102,6 +107,29 @@ def test_a_mesh_that_does_not_grow_is_refused_and_so_is_unknown_hardware():
         cheapest(RUN, ["v5e"], 1e9, days=1)
     with raises_saying(LayoutError, "v5x"):
         cheapest(SCALED, ["v5x"], 1e9, days=1)
+
+
+def test_a_hardware_file_has_its_price_and_a_run_that_fails_too_often_is_refused(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text((Path(js.hardware.__file__).parent / "chips" / "h100.json").read_text())
+    named = cheapest(SCALED, [str(file)], 1e11, days=10, prices={str(file): 3.0})
+    assert named.best.hardware.name.startswith(f"{file}:")
+    assert named.best.budget.cost == 3.0 * named.best.budget.device_hours
+    shape = cheapest(SCALED, [f"{file}:8"], 1e11, days=10, prices={str(file): 3.0})
+    assert shape.best.budget.cost == 3.0 * shape.best.budget.device_hours
+    rare = cheapest(SCALED, [str(file)], 1e11, days=1e4, restarts=Restarts(device_mtbf=1.0, save_every=600.0))
+    assert rare.plans and any("never reaches the next checkpoint" in why for why in rare.refused.values())
+    assert "larger topologies were not tried" in str(rare)
+
+
+def test_sizes_that_the_mesh_does_not_divide_are_not_tried():
+    wide = dataclasses.replace(RUN, layout=js.Layout("fsdp=2,tensor=4"))
+    _, width, *_ = fit_on(wide, "v5e:2x4").limits
+    assert width.largest % (4 * 64) == 0 and "predicted to take" in width.why
+    ring = dataclasses.replace(MODEL, attention=RingAttention())
+    long = dataclasses.replace(RUN, model=ring, seq_len=520, layout=js.Layout("fsdp=2,context=4"), batch_size=2)
+    seq = next(x for x in fit_on(long, "v5e:2x4").limits if x.name == "sequence length")
+    assert seq.largest % 8 == 0 and "predicted to take" in seq.why
 
 
 CONFIG = "train.model = @Transformer()\nTransformer.depth = 2\ntrain.layout = @Layout()\nLayout.mesh = 'fsdp=-1'\n"
@@ -120,10 +148,15 @@ def test_the_command_prints_limits_and_chooses_hardware(capfd, tmp_path):
     for more, words in (
         ([], "--days or --budget"),
         (["--days", "1", "--search"], "leave out --search"),
+        (["--days", "1", "--compiles", "3"], "leave out --compiles"),
+        (["--days", "1", "--write", "best.gin"], "leave out --write"),
+        (["--days", "0"], "days is 0"),
         (["--days", "1", "--topology", "v5e:2x2"], "leave out --topology"),
     ):
         assert main([*choose, *more]) != 0
         assert words in capfd.readouterr().err
+    assert main(["plan", str(gin), "--fit-on", "v5e,v5p"]) != 0
+    assert "several chips, give --tokens and --days or --budget" in capfd.readouterr().err
     assert main(["plan", str(gin), "--topology", "v5e:2x2", "--days", "1"]) != 0
     assert "--fit-on" in capfd.readouterr().err
     assert main(["plan", str(gin), "--topology", "v5e:2x2", "--tokens", "1B", "--price", "cheap"]) != 0

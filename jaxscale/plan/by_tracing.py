@@ -10,7 +10,7 @@ from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.heap import Buffer
 from jaxscale.plan.liveness import allocation
 from jaxscale.plan.memory import Estimate, held_bytes
-from jaxscale.plan.roofline import UPDATE, Op, Work
+from jaxscale.plan.roofline import Op, Work
 from jaxscale.plan.scopes import scopes_of
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.step import TrainConfig, blueprint_of
@@ -43,16 +43,20 @@ def traced_plan(config: TrainConfig, hardware: Topology) -> tuple[Estimate, Work
     at_peak = tuple(Buffer(what, 0, size) for what, size in sorted(modules.items(), key=lambda item: -item[1]))
     # what is in host memory is an argument of the traced step, too
     estimate = Estimate(memory.arguments - host, 0, 0, 0, memory.temporaries, host, 0.0, at_peak)
-    flops: dict[tuple[str, str, str], float] = defaultdict(float)
+    flops: dict[tuple[str, str, str, bool], float] = defaultdict(float)
     for (path, dtype), count in traced.flops.items():
         scopes = path.split("/")
         kind = "attention" if "mix" in scopes else "matmul"  # `nn.Attention` calls its kernel in this scope
-        flops[UPDATE[1] if "optimizer" in scopes else scopes_of(path), kind, dtype] += count
+        optimizer = "optimizer" in scopes
+        flops["update's products" if optimizer else scopes_of(path), kind, dtype, optimizer] += count
     totals: dict[str, float] = defaultdict(float)
-    for (*_, dtype), count in flops.items():
+    for (_, _, dtype, _), count in flops.items():
         totals[dtype] += count
     dtype = max(totals, key=lambda d: totals[d], default="float32")
-    ops = [Op(name, kind, count, 0.0, dtype, name not in UPDATE) for (name, kind, dtype), count in flops.items()]
+    ops = [
+        Op(name, kind, count, 0.0, dtype, staged=not optimizer, optimizer=optimizer)
+        for (name, kind, dtype, optimizer), count in flops.items()
+    ]
     ops.append(Op("everything that is read and written", "memory", 0.0, memory.moved, dtype))
     work = Work(
         tuple(ops),

@@ -29,9 +29,6 @@ EFFICIENCIES: dict[str, str] = {
 }
 """Names in `Chip.efficiency`, each 1 where it is not given."""
 
-UPDATE = ("update", "update's products")
-"""Names of the optimizer's operations: what it reads and writes, and the products of its own."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -45,6 +42,7 @@ class Op:
       dtype: of the arithmetic.
       staged: whether a pipeline's stages take turns at it: layers do, the optimizer's update does not.
       width: of attention's products, a head's width, one of the three sizes of each; `None` of other arithmetic.
+      optimizer: whether the optimizer's update does it; a waterfall shows these apart.
     """
 
     name: str
@@ -54,6 +52,7 @@ class Op:
     dtype: str
     staged: bool = True
     width: int | None = None
+    optimizer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxscale.hardware import Topology
-from jaxscale.plan.roofline import UPDATE, StepTime, Work, op_times
+from jaxscale.plan.roofline import StepTime, Work, op_times
 from jaxscale.plan.shown import table_of
 from jaxscale.units import human_seconds
 
@@ -29,7 +29,7 @@ def step_terms(work: Work, step: StepTime, hardware: Topology) -> dict[str, floa
     """
     terms: dict[str, float] = dict.fromkeys(("products", "experts", "attention", "memory-bound", "optimizer"), 0.0)
     for op, compute, memory in op_times(work, hardware):
-        if op.name in UPDATE:
+        if op.optimizer:
             terms["optimizer"] += compute + memory
         elif op.kind == "attention":
             terms["attention"] += compute + memory

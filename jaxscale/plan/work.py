@@ -25,7 +25,7 @@ from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.covered import covered, covered_model
 from jaxscale.plan.memory import Estimate, _extra_flops
-from jaxscale.plan.roofline import UPDATE, Op, Work
+from jaxscale.plan.roofline import Op, Work
 from jaxscale.step import TrainConfig, describe_model, replicas_of, token_loss
 from jaxscale.step.loss import holds_logits
 
@@ -115,7 +115,10 @@ def work_of(
     model = covered(config)
     at = _Place.of(config, layout)
     ops = [*_multiplied(config, at), *_attended(config, at), *_between(config, at), _update(config, memory)]
-    ops += [Op(UPDATE[1], "matmul", flops, 0.0, dtype, False) for dtype, flops in (update or {}).items()]
+    ops += [
+        Op("update's products", "matmul", flops, 0.0, dtype, staged=False, optimizer=True)
+        for dtype, flops in (update or {}).items()
+    ]
     return Work(
         tuple(op for op in ops if op.flops or op.bytes),
         tuple(collectives),
@@ -304,4 +307,5 @@ def _update(config: TrainConfig, memory: Estimate) -> Op:
     """
     sums = 3 * (config.accumulate - 1) * memory.gradients // 2 if config.accumulate > 1 else 0
     moved = 2 * memory.state + 3 * memory.gradients + sums + 3 * memory.copies
-    return Op(UPDATE[0], "memory", 0, moved, config.model.dtype, False)  # type: ignore[attr-defined]
+    dtype = config.model.dtype  # type: ignore[attr-defined]
+    return Op("update", "memory", 0, moved, dtype, staged=False, optimizer=True)

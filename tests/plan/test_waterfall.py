@@ -8,11 +8,13 @@ import math
 import pytest
 
 import jaxscale as js
+from jaxscale.hardware import topology
 from jaxscale.nn import MixtureOfExperts, flash_attention
 from jaxscale.optim import Muon
 from jaxscale.plan import plan_for
+from jaxscale.plan.roofline import Op, Work, step_time
 from jaxscale.plan.shown import text_of
-from jaxscale.plan.waterfall import WIDTH, waterfall
+from jaxscale.plan.waterfall import WIDTH, step_terms, waterfall
 
 MODEL = js.models.TransformerConfig(depth=4, width=32, heads=2, vocab=64, attention=flash_attention)
 TINY = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=4,tensor=2"), batch_size=16, seq_len=32)
@@ -44,6 +46,14 @@ def test_muon_takes_longer_than_adamw_in_the_optimizer_alone():
         plan_for(dataclasses.replace(TINY, **c), "v5e:2x4", compile="never").terms for c in ({}, dict(optimizer=Muon()))
     )
     assert muon["optimizer"] > adamw["optimizer"] and muon["products"] == adamw["products"]
+
+
+def test_a_module_of_the_users_named_update_is_not_the_optimizer():
+    ops = [Op(name, "matmul", 1e12, 0.0, "bfloat16", optimizer=flag) for name, flag in (("update", False), ("x", True))]
+    hardware = topology("v5e:2x4")
+    work = Work((*ops,), (), {"data": 8}, 2e12, 64)
+    terms = step_terms(work, step_time(work, hardware), hardware)
+    assert terms.keys() == {"products", "optimizer"} and terms["products"] == terms["optimizer"]
 
 
 def test_bars_follow_one_another_and_fill_the_width():

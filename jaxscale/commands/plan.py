@@ -202,15 +202,15 @@ def _prices(text: str | None, names: Sequence[str]) -> dict[str, float]:
     if text is None or ("=" not in text and len(kinds) == 1):
         price = _price("--price", text)
         return {} if price is None else dict.fromkeys(kinds, price)
-    found: dict[str, float] = {}
+    prices: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if not equals:
             raise ConfigError(f"--price {text}: write a price for each chip, as v5e=1.2,v5p=4.2")
         price = _price(f"--price {name}=", value)
         assert price is not None
-        found[name] = price
-    return found
+        prices[chip_name(name)] = price
+    return prices
 
 
 def _load(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:

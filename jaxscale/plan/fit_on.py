@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxscale.errors import ConfigError, LayoutError, near
-from jaxscale.hardware import Topology, chip, read_chip, topology
+from jaxscale.hardware import Topology, topology
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.by_tracing import traced_plan
@@ -104,9 +102,9 @@ class TopologyChoice(Shown):
     Args:
       plans: those that can be laid out, in the order in which they were tried.
       prices: of a device for an hour, by chip.
-      best: the chosen one, `None` where none meets what was asked.
-      goal: what the best is, in words.
-      refused: why others cannot be laid out, by topology.
+      best: the chosen one, `None` if none meets the goal.
+      goal: what is chosen for, as "cheapest for 1e+12 tokens within 60 days".
+      refused: by topology, the error of those that cannot be planned.
     """
 
     plans: tuple[Plan, ...]
@@ -134,7 +132,9 @@ class TopologyChoice(Shown):
             cells += [f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
             cells += [f"{b.days:,.1f}", f"{plan.days_range[1]:,.1f}", f"{b.device_hours:,.0f}"]
             cells += ["-" if b.cost is None else f"{b.cost:,.0f}"]
-            verdict = "chosen" if plan is self.best else "" if plan.fits else "does not fit, or may not"
+            verdict = "chosen" if plan is self.best else "" if plan.fits else "may not fit"
+            if plan.bytes > plan.hardware.chip.capacity:
+                verdict = "does not fit"
             table.add_row(plan.hardware.name, *cells, verdict)
         yield table
         if self.best is None:
@@ -161,9 +161,9 @@ def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent
     Raises:
       ConfigError, LayoutError: what training refuses of the run as it is.
     """
-    on = topology(hardware) if isinstance(hardware, str) else hardware
-    config = on_hardware(config, on)
-    return Limits(on, tuple(_limit(*quantity, on, tell) for quantity in _quantities(config)))
+    target = topology(hardware) if isinstance(hardware, str) else hardware
+    config = on_hardware(config, target)
+    return Limits(target, tuple(_limit(*quantity, target, tell) for quantity in _quantities(config)))
 
 
 def cheapest(
@@ -184,7 +184,7 @@ def cheapest(
 
     Args:
       config: the run's settings; its mesh has one size of -1.
-      chips: names of chips or of hardware files, as "v5p", or topologies, which alone are tried of their chip.
+      chips: chips or hardware files, as "v5p" or "my.json", each in all its sizes; or topologies, as "v5p:4x4x4".
       tokens: to train on.
       days: the deadline.
       budget: the money, in the currency of `prices`.
@@ -193,44 +193,45 @@ def cheapest(
       tell: told of progress.
 
     Raises:
-      ConfigError: a mesh without -1, neither or both of `days` and `budget`, one of them or a price that is not
-        above 0, or a chip without a price.
+      ConfigError: a mesh without -1, neither or both of `days` and `budget`, one of them or a price that is not a
+        finite number above 0, a chip without a price, or a price of no chip.
       LayoutError: no such hardware, or none of it can be laid out.
     """
     prices = dict(prices or {})
+    sizes = {name: _topologies(name) for name in chips}
     kinds = {chip_name(name) for name in chips}
     if (days is None) == (budget is None):
         raise ConfigError("give either a deadline in days or a budget")
     values = {"days": days, "budget": budget, **{f"the price of '{name}'": price for name, price in prices.items()}}
     for what, value in values.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{what} is {value:g}: must be above 0")
+            raise ConfigError(f"{what} is {value:g}: must be a finite number above 0")
+    if unused := sorted(prices.keys() - kinds):
+        raise ConfigError(f"a price is given for '{unused[0]}', which is not one of the chips{near(unused[0], kinds)}")
     if unpriced := sorted(kinds - prices.keys() if prices or budget is not None or len(kinds) > 1 else ()):
         raise ConfigError(
             f"no price of a device for an hour is given for {' and '.join(unpriced)}; give one for each chip"
         )
-    if unused := sorted(prices.keys() - kinds):
-        raise ConfigError(f"a price is given for '{unused[0]}', which is not asked for{near(unused[0], kinds)}")
     if config.layout is None or -1 not in parse_mesh(config.layout.mesh).values():
         raise ConfigError(
             "the mesh has no size of -1 to fill hardware of several sizes; give it one, as --mesh 'fsdp=-1'"
         )
     plans: list[Plan] = []
     refused: dict[str, str] = {}
-    for name in chips:
-        laid_out = False
-        for named in [name] if ":" in name else _topologies(name):
+    for name, topologies in sizes.items():
+        planned = False
+        for on in topologies:
             tell("planning", len(plans), 0)
             try:
-                plan = plan_for(config, named, compile="never")
+                plan = plan_for(config, on, compile="never")
                 plans.append(with_budget(plan, tokens, prices.get(chip_name(name)), restarts=restarts))
             except (LayoutError, ConfigError) as e:
-                refused[named] = str(e)
-                if laid_out:  # a batch that so many devices do not divide is not divided by more of them
-                    refused[named] += "; larger topologies were not tried"
+                refused[on] = str(e)
+                if planned:  # more devices do not divide the batch either, and fail more often
+                    refused[on] += "; larger topologies were not tried"
                     break
                 continue
-            laid_out = True
+            planned = True
     if not plans:
         raise LayoutError(f"the run can be laid out on none of {', '.join(refused)}: {next(iter(refused.values()))}")
     if days is not None:
@@ -255,22 +256,21 @@ def _cost(plan: Plan) -> float:
 
 
 def chip_name(hardware: str) -> str:
-    """The chip or the hardware file of a topology's name: "v5p" of "v5p:2x2x1", "my.json" of "my.json:8"."""
-    return hardware.partition(":")[0].strip()
+    """The chip or the hardware file of a topology's name: "v5p" of "V5P:2x2x1", "my.json" of "my.json:8"."""
+    name = hardware.partition(":")[0].strip()
+    return name if name.endswith(".json") else name.lower()
 
 
-def _topologies(name: str) -> Iterator[str]:
-    """Sizes of a chip or hardware file from the smallest on, each with twice the devices of the one before."""
-    what = read_chip(Path(name)) if name.endswith(".json") else chip(name.lower())
-    most = min(LARGEST // what.devices, what.pod or LARGEST)
-    for power in itertools.count():
-        if 2**power > most:
-            return
-        if what.torus:
-            if 2**power >= math.prod(what.smallest):
-                yield f"{name}:{what.slice_of(2**power)}"
-        else:
-            yield f"{name}:{2**power}"
+def _topologies(name: str) -> list[str]:
+    """A topology, or all sizes of a chip from the smallest on, each with twice the devices of the one before."""
+    chip = topology(name).chip
+    if ":" in name:
+        return [name]
+    most = min(LARGEST // chip.devices, chip.pod or LARGEST)
+    counts = [2**power for power in range(most.bit_length())]
+    if chip.torus:
+        return [f"{name}:{chip.slice_of(n)}" for n in counts if n >= math.prod(chip.smallest)]
+    return [f"{name}:{n}" for n in counts]
 
 
 def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], TrainConfig], int, int]]:

@@ -89,9 +89,9 @@ def test_the_cheapest_in_time_and_the_fastest_within_a_budget_are_those_of_all_p
     [
         (dict(days=1, budget=1), "either a deadline"),
         (dict(budget=1), "no price of a device for an hour is given for v5e"),
-        (dict(days=1, prices={"v5p": 1}), "given for v5e"),
+        (dict(days=1, prices={"v5p": 1}), "'v5p', which is not one of the chips"),
         (dict(days=1, prices={"v5e": 1, "v5o": 1}), "'v5o'"),
-        (dict(days=0), "days is 0: must be above 0"),
+        (dict(days=0), "days is 0: must be a finite number above 0"),
         (dict(days=float("nan")), "days is nan"),
         (dict(budget=-1, prices={"v5e": 1}), "budget is -1"),
         (dict(days=1, prices={"v5e": -1}), "'v5e' is -1"),
@@ -105,8 +105,9 @@ def test_what_cannot_be_compared_is_refused(options, words):
 def test_a_mesh_that_does_not_grow_is_refused_and_so_is_unknown_hardware():
     with raises_saying(ConfigError, "-1", "--mesh"):
         cheapest(RUN, ["v5e"], 1e9, days=1)
-    with raises_saying(LayoutError, "v5x"):
-        cheapest(SCALED, ["v5x"], 1e9, days=1)
+    for chips in (["v5x"], ["v5e", "v5x"], ["v5e", "v5x:2x2"]):
+        with raises_saying(LayoutError, "no hardware 'v5x'", "v5e"):
+            cheapest(SCALED, chips, 1e9, days=1)
 
 
 def test_a_hardware_file_has_its_price_and_a_run_that_fails_too_often_is_refused(tmp_path):
@@ -127,9 +128,9 @@ def test_sizes_that_the_mesh_does_not_divide_are_not_tried():
     _, width, *_ = fit_on(wide, "v5e:2x4").limits
     assert width.largest % (4 * 64) == 0 and "predicted to take" in width.why
     ring = dataclasses.replace(MODEL, attention=RingAttention())
-    long = dataclasses.replace(RUN, model=ring, seq_len=520, layout=js.Layout("fsdp=2,context=4"), batch_size=2)
-    seq = next(x for x in fit_on(long, "v5e:2x4").limits if x.name == "sequence length")
-    assert seq.largest % 8 == 0 and "predicted to take" in seq.why
+    long = dataclasses.replace(RUN, model=ring, seq_len=1536, layout=js.Layout("fsdp=2,context=3"), batch_size=2)
+    seq = next(x for x in fit_on(long, "h100:6").limits if x.name == "sequence length")
+    assert seq.largest % 3 == 0 and "predicted to take" in seq.why
 
 
 CONFIG = "train.model = @Transformer()\nTransformer.depth = 2\ntrain.layout = @Layout()\nLayout.mesh = 'fsdp=-1'\n"

@@ -48,6 +48,8 @@ HERE = Path(__file__).parent
 ROWS = HERE / "memory.jsonl"
 PAIRS = HERE / "memory_pairs.txt"
 """Names of cells that cover pairs of model, optimizer, accumulation, packing, policy, mesh, chip and adapters."""
+HELD_OUT = HERE / "memory_held_out.txt"
+"""Names of cells drawn at random from the values of `PAIRS`, committed before any of them was compiled or predicted."""
 BEFORE = HERE.parent / "memory_policies" / "cells.jsonl"
 """Cells that were compiled before, all of them Llama 3 8B on a v5p of eight chips."""
 
@@ -196,7 +198,7 @@ CELLS = (
     Cell("llama3_8b", 8, "fsdp=2,tensor=4", "v5p:2x2x2", 8, 4096, "dots", lora=16),
     _held("qwen3", 8, "fsdp=4,tensor=4", "v5p:2x2x4", 16, 4096, "attention_only", lora=16),
     _held("gemma3", 12, "fsdp=8", "v5p:2x2x2", 8, 8192, lora=16),
-    *map(Cell.named, PAIRS.read_text().splitlines()),
+    *map(Cell.named, (*PAIRS.read_text().splitlines(), *HELD_OUT.read_text().splitlines())),
 )
 """What is compiled, most telling first."""
 
@@ -376,7 +378,7 @@ def main() -> None:
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
-        cell = next(c for c in CELLS if c.name == args.compile)
+        cell = Cell.named(args.compile)
         print(compiled_bytes(cell.config, cell.topology))
     elif args.why:
         print(why(args.why))

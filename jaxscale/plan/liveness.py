@@ -1,11 +1,10 @@
 """Memory of a program by liveness: an array is live from its operation to the last operation that reads it.
 
-This estimates what XLA for TPUs allocates, without compiling, from a partitioned program (`jaxscale.plan.partition`).
-Elementwise operations are fused into the operations that read them and take no memory; matrix products, reductions,
-collectives, kernels and loops do. An operation runs as soon as it frees memory, otherwise as late as possible. Casts of
-the rows of a stack are hoisted out of the loop and cast the whole stack, the sum of two all-reduced arrays is
-all-reduced once, and results reuse the memory of donated arguments. `experiments/planner_accuracy/MEMORY.md` compares
-with compiled programs.
+This estimates what XLA for TPUs allocates, without compiling, from a partitioned program (`jaxscale.plan.partition`)
+that is rewritten as the compiler rewrites it (`jaxscale.plan.rewrites`). Elementwise operations are fused into the
+products that they alone read, else into the operations that read them, and take no memory; matrix products, reductions,
+collectives, kernels and loops do. Results reuse the memory of donated arguments. The order of operations depends on
+the chip (`Habits`). `experiments/planner_accuracy/MEMORY.md` compares with compiled programs.
 """
 
 from __future__ import annotations
@@ -13,19 +12,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxscale.hardware import Topology
 from jaxscale.plan.heap import Buffer, Heap
-from jaxscale.plan.program import ALIAS, Operation, Program
-from jaxscale.plan.stand_ins import is_whole_sum
+from jaxscale.plan.program import Operation, Program
+from jaxscale.plan.rewrites import ALIASES, SUMS, is_sum, rewritten, with_fused_outputs
 
-_ALIASES = frozenset({ALIAS, "reshape", "squeeze", "expand_dims", "name", "copy", "optimization_barrier", "pvary"})
-"""Primitives whose result is their operand."""
-
-_SUMS = frozenset("reshard psum psum2 psum_invariant reduce_scatter".split())
-
-_UNFUSED = _SUMS | frozenset(
+_UNFUSED = SUMS | frozenset(
     "pallas_call loop branch gather scatter scatter-add sort top_k all_gather all_gather_invariant all_to_all "
     "ragged_all_to_all ppermute cumsum device_put ragged_dot_general eigh qr argmax".split()
 )
@@ -34,11 +28,42 @@ _UNFUSED = _SUMS | frozenset(
 _STORED = _UNFUSED | frozenset("dot_general conv_general_dilated reduce_sum reduce_max reduce_min".split())
 """Primitives that write their results to memory; elementwise operations may be fused into their operands."""
 
+_MOVES = frozenset("slice dynamic_slice transpose convert_element_type".split())
+"""Primitives that may come between a weight and its gather."""
+
 _IN_PLACE = frozenset("psum psum2 psum_invariant dynamic_update_slice scatter-add scatter loop branch".split())
 """Primitives that may reuse the memory of an operand that is not read again."""
 
-_LARGE = 2**20
-"""Smaller sums over devices are not combined, in bytes."""
+
+@dataclasses.dataclass(frozen=True)
+class Habits:
+    """How XLA orders a chip's operations, read off compiled programs (`experiments/planner_accuracy/MEMORY.md`).
+
+    Args:
+      late: outside of loops the longest chain of operations comes first, and every other operation when its result is
+        read; otherwise an operation runs as soon as it frees memory, else as late as possible.
+      gathers_first: weights are gathered at the start of a loop's body.
+      asynchronous_sums: the operand of a sum over devices stays in memory until the sum is read, in a loop until the
+        iteration ends.
+      copies_stacks: stacks of weights in the dtype of products are copied to other tiles before a loop.
+    """
+
+    late: bool = False
+    gathers_first: bool = False
+    asynchronous_sums: bool = False
+    copies_stacks: bool = False
+
+    @classmethod
+    def of(cls, hardware: Topology) -> Habits:
+        """Those of a chip; v5e's for chips of which no program was compiled."""
+        return _HABITS.get(hardware.chip.name, cls())
+
+
+_HABITS = {
+    "v5p": Habits(late=True, gathers_first=True),
+    "v6e": Habits(late=True, gathers_first=True),
+    "tpu7x": Habits(late=True, asynchronous_sums=True, copies_stacks=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +90,8 @@ def allocation(program: Program, hardware: Topology) -> Allocation:
       program: the program of one device.
       hardware: the devices; `jaxscale.plan.stand_ins` says which collectives their compiler replaces.
     """
-    numbers = itertools.count(-1, -1)
-    operations = _with_sums_combined(
-        _with_hoisted_casts(_with_whole_sums(program.operations, hardware, numbers), numbers), numbers
-    )
-    block = _Block(operations, program.results)
+    habits = Habits.of(hardware)
+    block = _Block(rewritten(program, hardware, copied_stacks=habits.copies_stacks), program.results, habits)
     donated: dict[int, int] = {}
     heap = Heap()
     for result, (argument, size) in zip(program.results, program.arguments.items(), strict=False):
@@ -88,19 +110,25 @@ class _Block:
     Args:
       operations: before fusion.
       results: numbers of the arrays that are live at the end.
+      habits: the order of operations.
+      inside: whether this is the body of a loop or a branch.
     """
 
-    def __init__(self, operations: Sequence[Operation], results: Iterable[int]):
+    def __init__(
+        self, operations: Sequence[Operation], results: Iterable[int], habits: Habits, *, inside: bool = False
+    ):
+        self._habits, self._inside = habits, inside
         self._canonical: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         every: list[Operation] = []
         for op in operations:
-            if op.name in _ALIASES and op.reads:
+            if op.name in ALIASES and op.reads:
                 self._canonical |= {n: op.reads[0] for n in op.writes if n != op.reads[0]}
             elif op.writes or op.body:
                 every.append(dataclasses.replace(op, reads=tuple({self.canonical(n) for n in op.reads})))
                 self.bytes |= op.writes
         self.results = {self.canonical(n) for n in results}
+        every = with_fused_outputs(every, self.results)
         self._by = {n: op for op in every for n in op.writes}
         users: dict[int, list[Operation]] = defaultdict(list)
         for op in every:
@@ -136,9 +164,36 @@ class _Block:
         return any(u.name in unfused for u in users)
 
     def _order(self, donated: Mapping[int, int]) -> list[Operation]:
+        """A schedule of the operations."""
+        maker = {n: i for i, op in enumerate(self.operations) for n in op.writes}
+        if self._habits.late and not self._inside:
+            return self._late_order(maker)
+        return self._early_order(maker, donated)
+
+    def _late_order(self, maker: Mapping[int, int]) -> list[Operation]:
+        """A schedule: the longest chain of operations first, every other operation when its result is read."""
+        ops = self.operations
+        depth = [0] * len(ops)
+        for i, op in enumerate(ops):
+            depth[i] = 1 + len(op.body) + max((depth[maker[n]] for n in op.reads if n in maker), default=0)
+        read_last = sorted(range(len(ops)), key=lambda i: (not self.results & ops[i].writes.keys(), -depth[i]))
+        order: list[Operation] = []
+        begun = set[int]()
+        stack = [(i, False) for i in reversed(read_last)]
+        while stack:
+            i, complete = stack.pop()
+            if complete:
+                order.append(ops[i])
+            elif i not in begun:
+                begun.add(i)
+                stack.append((i, True))
+                needs = {maker[n] for n in ops[i].reads if n in maker} - begun
+                stack += [(j, False) for j in sorted(needs, key=lambda j: depth[j])]
+        return order
+
+    def _early_order(self, maker: Mapping[int, int], donated: Mapping[int, int]) -> list[Operation]:
         """A schedule: the operation that frees the most memory, otherwise the one whose result is read first."""
         ops = self.operations
-        maker = {n: i for i, op in enumerate(ops) for n in op.writes}
         left = Counter(n for op in ops for n in op.reads)
         before = [{maker[n] for n in op.reads if n in maker} for op in ops]
         after: dict[int, set[int]] = defaultdict(set)
@@ -155,11 +210,13 @@ class _Block:
             freed = (self.bytes.get(n, 0) for n in ops[i].reads if left[n] == 1 and n not in self.results)
             return sum(size for n, size in ops[i].writes.items() if n not in donated) - sum(freed)
 
+        first = self._first(before) if self._habits.gathers_first and self._inside else frozenset[int]()
         order: list[Operation] = []
         while ready:
-            size, _, i = min((grows(i), (deadline[i], i), i) for i in ready)
+            now = [i for i in ready if i in first] or ready
+            size, _, i = min((grows(i), (deadline[i], i), i) for i in now)
             if size > 0:
-                i = min(ready, key=lambda i: (deadline[i], i))
+                i = min(now, key=lambda i: (deadline[i], i))
             ready.remove(i)
             order.append(ops[i])
             left.subtract(ops[i].reads)
@@ -168,6 +225,16 @@ class _Block:
                 if not waiting[j]:
                     ready.append(j)
         return order
+
+    def _first(self, before: Sequence[set[int]]) -> frozenset[int]:
+        """Gathers of weights, and what slices or casts these before."""
+        first = set[int]()
+        for i, op in enumerate(self.operations):
+            if any(c.kind == "all-gather" for c in op.sent) and all(
+                not before[j] and self.operations[j].name in _MOVES for j in before[i]
+            ):
+                first |= {i, *before[i]}
+        return frozenset(first)
 
     def run(self, heap: Heap, donated: Mapping[int, int]) -> None:
         """Allocates and frees the arrays in the order of the schedule; all of them are freed at the end.
@@ -178,6 +245,7 @@ class _Block:
         """
         left = Counter(n for op in self.operations for n in op.reads)
         live: dict[int, Buffer] = {}
+        held: dict[int, list[Buffer]] = defaultdict(list)  # operands of sums, by the result that has to be read
         for op in self._order(donated):
             left.subtract(op.reads)
             dying = [n for n in op.reads if not left[n] and n not in self.results and n in live]
@@ -192,14 +260,19 @@ class _Block:
                 else:
                     made[n] = heap.take(f"{op.scope}/{op.name}", size)
             if op.body:
-                _run_body(op, heap)
-            heap.drop(*(live.pop(n) for n in dying))
+                _run_body(op, heap, self._habits)
+            heap.drop(*(buffer for n in op.reads for buffer in held.pop(n, ())))
+            freed = [live.pop(n) for n in dying]
+            if self._habits.asynchronous_sums and is_sum(op):
+                held[0 if self._inside else next(iter(op.writes))] += freed
+            else:
+                heap.drop(*freed)
             for n, buffer in made.items():
                 if left[n] or n in self.results:
                     live[n] = buffer
                 else:
                     heap.drop(buffer)
-        heap.drop(*live.values())
+        heap.drop(*live.values(), *itertools.chain.from_iterable(held.values()))
 
     def moved(self, arguments: Mapping[int, int]) -> float:
         """Bytes that the operations read and write."""
@@ -208,7 +281,7 @@ class _Block:
         for op in self.operations:
             if op.body:
                 inner = {n: size for n, (*_, size) in (*op.rows.items(), *op.carried.items())}
-                total += op.length * _Block(op.body, _results_of(op)).moved({**sizes, **inner})
+                total += op.length * _Block(op.body, _results_of(op), self._habits).moved({**sizes, **inner})
             else:
                 total += sum(sizes.get(n, 0) for n in (*op.reads, *op.writes))
         return total
@@ -224,9 +297,9 @@ def _results_of(op: Operation) -> list[int]:
     return [*(end for _, end, _ in op.carried.values()), *op.stacked] if op.name == "loop" else [*op.results]
 
 
-def _run_body(op: Operation, heap: Heap) -> None:
+def _run_body(op: Operation, heap: Heap, habits: Habits) -> None:
     """Allocates the arrays of a branch or of one iteration. A row that nothing else reads is written into its stack."""
-    block = _Block(op.body, _results_of(op))
+    block = _Block(op.body, _results_of(op), habits, inside=True)
     carries = {block.canonical(end): n for n, (_, end, _) in op.carried.items()}
     read = {n for inner in block.operations for n in inner.reads}
     rows = {block.canonical(n) for n in op.stacked} - read - carries.keys()
@@ -235,96 +308,3 @@ def _run_body(op: Operation, heap: Heap) -> None:
         for inner in block.operations
     ]
     block.run(heap, carries)
-
-
-def _with_whole_sums(
-    operations: Sequence[Operation], hardware: Topology, numbers: Iterator[int]
-) -> tuple[Operation, ...]:
-    """Replaces reduce-scatters by all-reduces with a slice of the result, where the compiler does."""
-    result: list[Operation] = []
-    for op in operations:
-        if op.body:
-            op = dataclasses.replace(op, body=_with_whole_sums(op.body, hardware, numbers))
-        payload = max((c.payload for c in op.sent if is_whole_sum(c, hardware)), default=0)
-        if payload and len(op.writes) == 1:
-            ((made, size),) = op.writes.items()
-            whole = next(numbers)
-            result.append(dataclasses.replace(op, writes={whole: max(size, payload)}))
-            op = Operation("slice", (whole,), {made: size}, op.scope)
-        result.append(op)
-    return tuple(result)
-
-
-def _with_hoisted_casts(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """Replaces casts of rows to a smaller dtype by a cast of the whole stack before the loop."""
-    result: list[Operation] = []
-    same: dict[int, int] = {}
-    casts: dict[tuple[int, int], int] = {}
-    for op in operations:
-        if op.name in _ALIASES and op.reads:
-            same |= {n: same.get(op.reads[0], op.reads[0]) for n in op.writes}
-        if op.name == "loop":
-            users: dict[int, list[Operation]] = defaultdict(list)
-            for inner in op.body:
-                for n in {*inner.reads}:
-                    users[n].append(inner)
-            rows, reads, gone = dict(op.rows), [*op.reads], set[int]()
-            for row, (stack, size) in op.rows.items():
-                narrow = [u for u in users[row] if u.name == "convert_element_type" and sum(u.writes.values()) < size]
-                if not narrow or len(narrow) < len(users[row]):
-                    continue
-                for cast in narrow:
-                    ((made, size),) = cast.writes.items()
-                    key = same.get(stack, stack), size * op.length
-                    if key not in casts:
-                        casts[key] = next(numbers)
-                        result.append(Operation(cast.name, (stack,), {casts[key]: key[1]}, "casts of weights"))
-                    rows[made] = casts[key], size
-                    reads.append(casts[key])
-                    gone.add(id(cast))
-            body = _with_hoisted_casts([inner for inner in op.body if id(inner) not in gone], numbers)
-            op = dataclasses.replace(op, body=body, rows=rows, reads=tuple(reads))
-        result.append(op)
-    return tuple(result)
-
-
-def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """Adds arrays before they are summed over devices and not after, as for the two gradients of a tied table."""
-    same = {n: op.reads[0] for op in operations if op.name in _ALIASES and op.reads for n in op.writes}
-
-    def named(n: int) -> int:
-        while n in same:
-            n = same[n]
-        return n
-
-    maker = {n: i for i, op in enumerate(operations) for n in op.writes if op.name not in _ALIASES}
-    uses = Counter(named(n) for op in operations if op.name not in _ALIASES for n in {*op.reads})
-    replaced: dict[int, list[Operation]] = {}
-
-    def unsummed(n: int) -> tuple[int, list[int]]:
-        """The array before its sums over devices, and the indices of the operations that sum it."""
-        sums: list[int] = []
-        n = named(n)
-        while (
-            n in maker and operations[maker[n]].name in _SUMS and uses[n] == 1 and len(operations[maker[n]].reads) == 1
-        ):
-            sums.append(maker[n])
-            n = named(operations[maker[n]].reads[0])
-        return n, sums
-
-    for i, op in enumerate(operations):
-        if op.name not in ("add", "add_any") or len(op.reads) != 2 or len(op.writes) != 1:
-            continue
-        (a, first), (b, second) = map(unsummed, op.reads)
-        if not first or not second or a not in maker or b not in maker:
-            continue
-        ((_, size),) = op.writes.items()
-        whole = operations[maker[a]].writes[a]
-        if whole == operations[maker[b]].writes[b] and whole >= size and whole > _LARGE:
-            number = next(numbers)
-            replaced |= {j: [] for j in (*first, *second)}
-            replaced[i] = [
-                Operation(op.name, (a, b), {number: whole}, op.scope),
-                Operation("reshard", (number,), op.writes, op.scope),
-            ]
-    return tuple(o for i, op in enumerate(operations) for o in replaced.get(i, [op]))

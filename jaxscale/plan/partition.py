@@ -95,6 +95,8 @@ def partitioned(
     walk = Walk(layout, platform, dict(branch_shares or {}))
     before, after = (jax.tree.leaves(t, is_leaf=lambda x: isinstance(x, Boxes)) for t in (list(boxes), out))
     inputs = [walk.new(b) for b in before]
+    shapes: set[tuple[int, ...]] = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
+    walk.record.unpadded |= shapes | {shape[1:] for shape in shapes if len(shape) > 2}
     results = walk.run(jaxpr, inputs)
     each = itertools.zip_longest(jaxpr.outvars, results, after)
     results = [value if sharding is None else walk.reshard(var, value, sharding, "") for var, value, sharding in each]
@@ -155,7 +157,7 @@ class Walk:
         self, eqn: Any, *, share: float = 1.0, certain: bool = True, manual: frozenset[str] = frozenset()
     ) -> Walk:
         """A walk with counts of its own, of a jaxpr inside of an operation."""
-        return Walk(
+        inner = Walk(
             self.layout,
             self.platform,
             self.branch_shares,
@@ -164,6 +166,8 @@ class Walk:
             certain=self.certain and certain,
             scope=self.scopes(eqn),
         )
+        inner.record.unpadded = self.record.unpadded
+        return inner
 
     def add(self, walk: Walk) -> None:
         """Adds the counts of another walk."""
@@ -282,7 +286,7 @@ class Walk:
                     self.send(change(shape, itemsize, a, b, self.layout.sizes), scopes, eqn)
             made = self.new(after, value.dtype)
             sliced = not value.boxes.partial and _finer(after, value.boxes)
-            self.record.reshard(value.number, var, made.number, after, scopes, sliced=sliced)
+            self.record.reshard(value.number, var, made.number, after, scopes, dtype=value.dtype, sliced=sliced)
             self.cache[key] = [made]
         self.record.resharded[value.number] = self.cache[key][0].number
         return self.cache[key][0]

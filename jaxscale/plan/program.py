@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxscale.layout import Boxes
@@ -88,16 +89,29 @@ class Recorder:
         self.sent: tuple[Collective, ...] = ()
         """Collectives of the current operation."""
         self._repeated: dict[int, frozenset[int]] = {}
+        self.unpadded: set[tuple[int, ...]] = set()
+        """Shapes of arguments and of their rows, whose layouts a compiler chooses so that they need no padding."""
 
     def alias(self, number: int, same: int) -> None:
         """Gives an array a second number."""
         if number != same:
             self.operations.append(Operation(ALIAS, (number,), {same: 0}))
 
-    def reshard(self, number: int, var: Any, made: int, after: Boxes, scope: str, *, sliced: bool) -> None:
-        """Records a change of sharding; `sliced` if each device only slices its own shard."""
+    def reshard(
+        self, number: int, var: Any, made: int, after: Boxes, scope: str, *, dtype: Any = None, sliced: bool
+    ) -> None:
+        """Records a change of sharding; `sliced` if each device only slices its own shard.
+
+        Args:
+          number, var, made, after, scope: as of `operation`.
+          dtype: in which a partial sum is reduced, if not its own: a cast of the result is fused into its users.
+          sliced: see above.
+        """
         name = "slice" if sliced else "reshard"
-        self.operations.append(Operation(name, (number,), {made: self.bytes_of(var, after)}, scope, self.sent))
+        size = self.bytes_of(var, after)
+        if dtype is not None and hasattr(var.aval, "dtype"):
+            size = size * jnp.dtype(dtype).itemsize // var.aval.dtype.itemsize
+        self.operations.append(Operation(name, (number,), {made: size}, scope, self.sent))
         self.sent = ()
 
     def operation(self, eqn: Any, reads: Sequence[int], made: Iterable[tuple[Any, int, Boxes]], scope: str) -> None:
@@ -121,10 +135,11 @@ class Recorder:
         aval = var.aval
         if not hasattr(aval, "shape") or getattr(aval, "memory_space", None) == jax.memory.Space.Host:
             return 0
-        pieces = [math.prod(self.sizes[a] for a in axes) for axes in boxes.split]
+        pieces = [math.prod(self.sizes[a] for a in axes if a not in boxes.partial) for axes in boxes.split]
         each = enumerate(zip(aval.shape, pieces, strict=True))
         local = [-(-n // k) for d, (n, k) in each if d not in repeated]
-        if self.platform == "tpu" and len(local) > 2 and local[-1] >= LANES // 2:
+        padded = self.platform == "tpu" and tuple(aval.shape) not in self.unpadded
+        if padded and len(local) > 2 and local[-1] >= LANES // 2:
             local[-1] = -(-local[-1] // LANES) * LANES
         return math.prod(local) * getattr(aval.dtype, "itemsize", 4)
 

@@ -1,0 +1,257 @@
+"""Rewrites of a partitioned program that XLA for TPUs makes before it allocates memory.
+
+Each was read off compiled programs (`experiments/planner_accuracy/MEMORY.md`):
+
+* reduce-scatters become all-reduces where `jaxscale.plan.stand_ins` says so;
+* casts to a smaller dtype are moved out of loops, those of rows as a cast of the whole stack;
+* two arrays that are both summed over devices are added first, as the two gradients of a tied table;
+* what a loop only adds to its carry is summed over devices after the loop, and carried whole;
+* on some chips, stacks of weights that need no cast are copied to other tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxscale.hardware import Topology
+from jaxscale.plan.program import ALIAS, ELEMENTWISE, Operation, Program
+from jaxscale.plan.stand_ins import is_whole_sum
+
+ALIASES = frozenset(
+    {ALIAS, "reshape", "squeeze", "expand_dims", "name", "copy", "optimization_barrier", "pvary", "stop_gradient"}
+)
+"""Primitives whose result is their operand."""
+
+SUMS = frozenset("reshard psum psum2 psum_invariant reduce_scatter".split())
+"""Primitives that may sum over devices."""
+
+_LARGE = 2**20
+"""Smaller sums over devices are not combined, in bytes."""
+
+_CARRIED = 2**24
+"""Smaller arrays are summed over devices in every iteration, in bytes."""
+
+
+def rewritten(program: Program, hardware: Topology, *, copied_stacks: bool) -> tuple[Operation, ...]:
+    """A program's operations as they are compiled.
+
+    Args:
+      program: the program of one device.
+      hardware: the devices.
+      copied_stacks: whether stacks of weights are copied to other tiles.
+    """
+    numbers = itertools.count(-1, -1)
+    operations = _with_whole_sums(program.operations, hardware, numbers)
+    operations = _with_hoisted_casts(
+        operations, numbers, frozenset(program.arguments) if copied_stacks else frozenset()
+    )
+    operations = _with_sums_combined(operations, numbers)
+    return _with_sums_after_loops(operations, numbers)
+
+
+def is_sum(op: Operation) -> bool:
+    """Whether an operation sums over devices."""
+    return op.name in SUMS and any(c.kind in ("all-reduce", "reduce-scatter") for c in op.sent)
+
+
+def with_fused_outputs(operations: Sequence[Operation], results: set[int]) -> list[Operation]:
+    """Lets a product write the result of elementwise operations that alone read it: both take one buffer.
+
+    Args:
+      operations: in order, aliases resolved.
+      results: numbers of the arrays that are live at the end.
+    """
+    users: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(operations):
+        for n in op.reads:
+            users[n].append(i)
+    fused: list[Operation | None] = [*operations]
+    for i, op in enumerate(operations):
+        at, product = i, op
+        while product.name == "dot_general" and len(product.writes) == 1:
+            ((n, size),) = product.writes.items()
+            user = fused[users[n][0]] if len(users[n]) == 1 and n not in results else None
+            if user is None or user.name not in ELEMENTWISE or len(user.writes) != 1:
+                break
+            ((_, made),) = user.writes.items()
+            if not size // 2 <= made <= size:
+                break
+            fused[at], at = None, users[n][0]
+            reads = dict.fromkeys((*product.reads, *(m for m in user.reads if m != n)))
+            product = dataclasses.replace(product, reads=tuple(reads), writes=user.writes)
+            fused[at] = product
+    return [op for op in fused if op is not None]
+
+
+class _Names:
+    """Which operation makes an array and how many read it, aliases resolved."""
+
+    def __init__(self, operations: Sequence[Operation]):
+        self._same = {n: op.reads[0] for op in operations if op.name in ALIASES and op.reads for n in op.writes}
+        rest = [(i, op) for i, op in enumerate(operations) if op.name not in ALIASES]
+        self.maker = {n: i for i, op in rest for n in op.writes}
+        self.uses = Counter(self(n) for _, op in rest for n in {*op.reads})
+
+    def __call__(self, n: int) -> int:
+        while n in self._same:
+            n = self._same[n]
+        return n
+
+
+def _with_whole_sums(
+    operations: Sequence[Operation], hardware: Topology, numbers: Iterator[int], *, inside: bool = False
+) -> tuple[Operation, ...]:
+    """Replaces reduce-scatters by all-reduces with a slice of the result, where the compiler does.
+
+    In loops such a sum reuses its operand's memory, outside of them it was seen not to.
+    """
+    result: list[Operation] = []
+    for op in operations:
+        if op.body:
+            op = dataclasses.replace(op, body=_with_whole_sums(op.body, hardware, numbers, inside=True))
+        payload = max((c.payload for c in op.sent if is_whole_sum(c, hardware)), default=0)
+        if payload and len(op.writes) == 1:
+            ((made, size),) = op.writes.items()
+            whole = next(numbers)
+            name = "psum" if inside else op.name
+            result.append(dataclasses.replace(op, name=name, writes={whole: max(size, payload)}))
+            op = Operation("slice", (whole,), {made: size}, op.scope)
+        result.append(op)
+    return tuple(result)
+
+
+def _with_hoisted_casts(
+    operations: Sequence[Operation], numbers: Iterator[int], copied: Iterable[int]
+) -> tuple[Operation, ...]:
+    """Moves casts to a smaller dtype out of loops: of rows as a cast of the whole stack, of what does not change.
+
+    Args:
+      operations: of a program or a loop's body.
+      numbers: of new arrays.
+      copied: arguments that are copied to other tiles if a loop multiplies their rows without a cast.
+    """
+    result: list[Operation] = []
+    name = _Names(operations)
+    casts: dict[tuple[int, int], int] = {}
+
+    def cast(kind: str, stack: int, size: int, scope: str) -> int:
+        key = name(stack), size
+        if key not in casts:
+            casts[key] = next(numbers)
+            result.append(Operation(kind, (stack,), {casts[key]: size}, scope))
+        return casts[key]
+
+    for op in operations:
+        if op.name == "loop":
+            body = _with_hoisted_casts(op.body, numbers, {name(n) for n in op.reads} & {*copied})
+            users: dict[int, list[Operation]] = defaultdict(list)
+            for inner in body:
+                for n in {*inner.reads}:
+                    users[n].append(inner)
+            rows, reads, gone = dict(op.rows), [*op.reads], set[int]()
+            for row, (stack, size) in op.rows.items():
+                narrow = [u for u in users[row] if u.name == "convert_element_type" and sum(u.writes.values()) < size]
+                if narrow and len(narrow) == len(users[row]):
+                    for u in narrow:
+                        ((made, size),) = u.writes.items()
+                        whole = cast(u.name, stack, size * op.length, "casts of weights")
+                        rows[made] = whole, size
+                        reads.append(whole)
+                        gone.add(id(u))
+                elif name(stack) in copied and size > _LARGE and not narrow:
+                    reads.append(cast("gather", stack, size * op.length, "copies of weights"))
+            constant = {*op.reads} - {before for before, _, _ in op.carried.values()} - {s for s, _ in op.rows.values()}
+            for u in body:
+                if u.name == "convert_element_type" and {*u.reads} <= constant and id(u) not in gone:
+                    result.append(u)
+                    gone.add(id(u))
+                    reads += u.writes
+            kept = tuple(inner for inner in body if id(inner) not in gone)
+            op = dataclasses.replace(op, body=kept, rows=rows, reads=tuple(reads))
+        result.append(op)
+    return tuple(result)
+
+
+def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
+    """Adds arrays before they are summed over devices and not after, as for the two gradients of a tied table."""
+    operations = [
+        dataclasses.replace(op, body=_with_sums_combined(op.body, numbers)) if op.name == "loop" else op
+        for op in operations
+    ]
+    name = _Names(operations)
+    maker = name.maker
+    replaced: dict[int, list[Operation]] = {}
+
+    def unsummed(n: int) -> tuple[int, list[int]]:
+        """The array before its sums over devices, and the indices of the operations that sum it."""
+        sums: list[int] = []
+        n = name(n)
+        while n in maker and operations[maker[n]].name in SUMS and name.uses[n] == 1:
+            if len(operations[maker[n]].reads) != 1:
+                break
+            sums.append(maker[n])
+            n = name(operations[maker[n]].reads[0])
+        return n, sums
+
+    for i, op in enumerate(operations):
+        if op.name not in ("add", "add_any") or len(op.reads) != 2 or len(op.writes) != 1:
+            continue
+        (a, first), (b, second) = map(unsummed, op.reads)
+        if not first or not second or a not in maker or b not in maker:
+            continue
+        ((_, size),) = op.writes.items()
+        whole = operations[maker[a]].writes[a]
+        if whole == operations[maker[b]].writes[b] and whole >= size and whole > _LARGE:
+            number = next(numbers)
+            sent = operations[first[-1]].sent
+            replaced |= {j: [] for j in (*first, *second)}
+            replaced[i] = [
+                Operation(op.name, (a, b), {number: whole}, op.scope),
+                Operation("reshard", (number,), op.writes, op.scope, sent),
+            ]
+    return tuple(o for i, op in enumerate(operations) for o in replaced.get(i, [op]))
+
+
+def _with_sums_after_loops(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
+    """Reduce-scatters of what a loop only adds to its carry happen after the loop, which carries the whole array.
+
+    Where a table's gradient is scattered by the partitioner, those that the program scatters itself were seen to stay.
+    """
+    result: list[Operation] = []
+    for op in operations:
+        body = list(op.body)
+        name = _Names(body)
+        moved: dict[int, tuple[int, int, int]] = {}  # by carry: its sum, the reduce-scatter, the whole array
+        for before, (_, end, _) in op.carried.items() if op.name == "loop" else ():
+            add = name.maker.get(name(end))
+            if add is None or body[add].name not in ("add", "add_any") or name.uses[before] != 1:
+                continue
+            others = [name(n) for n in body[add].reads if name(n) != before]
+            scatter = name.maker.get(others[0]) if len(others) == 1 and name.uses[others[0]] == 1 else None
+            if scatter is None or [c.kind for c in body[scatter].sent] != ["reduce-scatter"]:
+                continue
+            whole = name(body[scatter].reads[0])
+            made = body[name.maker[whole]] if whole in name.maker else None
+            if made is not None and made.name not in SUMS and made.writes[whole] >= _CARRIED:
+                moved[before] = add, scatter, whole
+        if any(body[scatter].name == "reshard" for _, scatter, _ in moved.values()):
+            moved = {n: m for n, m in moved.items() if body[m[1]].name == "reshard"}
+        carried, writes, after = dict(op.carried), dict(op.writes), list[Operation]()
+        sizes = {whole: body[name.maker[whole]].writes[whole] for _, _, whole in moved.values()}
+        for before, (add, scatter, whole) in moved.items():
+            initial, end, small = carried[before]
+            carried[before] = initial, end, sizes[whole]
+            body[add] = dataclasses.replace(body[add], reads=(before, whole), writes={end: sizes[whole]})
+            del writes[end]
+            total = next(numbers)
+            writes[total] = sizes[whole]
+            after.append(dataclasses.replace(body[scatter], reads=(total,), writes={end: small}))
+        if moved:
+            gone = {scatter for _, scatter, _ in moved.values()}
+            body = [inner for i, inner in enumerate(body) if i not in gone]
+            op = dataclasses.replace(op, body=tuple(body), carried=carried, writes=writes)
+        result += [op, *after]
+    return tuple(result)

@@ -17,7 +17,7 @@ from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, lo
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxscale.plan import Restarts
+    from jaxscale.plan import Measured, Restarts
     from jaxscale.plan.search import Tell
     from jaxscale.step import TrainConfig
 
@@ -45,6 +45,7 @@ def add(commands: Any) -> None:
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --search --write winner.gin\n"
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --compare mine.gin\n"
         "  jaxscale plan experiments/llama3_8b.gin --fit-on v5p:4x4x4\n"
+        "  jaxscale plan runs/demo --measured\n"
         '  jaxscale plan experiments/llama3_8b.gin --fit-on v5e,v5p --mesh "fsdp=-1" --tokens 1T --days 30 '
         "--price v5e=1.2,v5p=4.2",
         formatter_class=TEXT,
@@ -56,6 +57,12 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="a TPU slice as v5p:8x8x8 (two of them: v5p:8x8x8*2), GPUs as h200:8 or h100:8x4 (four hosts), cpu:8, or "
         "a hardware file of yours, as my_chip.json:8",
+    )
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="of a run that was trained with --profile: print what its steps spent their time on, beside the plan for "
+        "the hardware that it ran on (or --topology), term by term",
     )
     parser.add_argument("--tokens", metavar="N", help="what training on so many takes, as 300B or 1.5T")
     parser.add_argument(
@@ -114,6 +121,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.plan.search import COMPILES
 
     path = Path(args.config) if args.config else None
+    if args.measured:
+        show(_measured(path, args, bindings), args.json)
+        return 0
     config = _load(path, args, bindings)
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
@@ -167,6 +177,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises `ConfigError` for options that do not go together."""
+    if args.measured:
+        return
     if args.topology is None and args.fit_on is None:  # not argparse's, which would not name a misspelt option first
         raise ConfigError("name the hardware, as --topology v5p:4x4x4")
     if args.compare is not None and args.search:
@@ -185,6 +197,28 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--fit-on {args.fit_on}: to choose between several chips, give --tokens and --days or --budget"
         )
+
+
+def _measured(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> Measured:
+    """What the profile of a run shows, as `--measured` asks for.
+
+    Raises:
+      ConfigError: no run is named, or an option would change the run.
+    """
+    from jaxscale import load as load_run
+    from jaxscale.plan import measured
+
+    if path is None or path.is_file():
+        raise ConfigError(
+            f"--measured reads the profile of a run; name its folder{'' if path is None else f', not {path}'}"
+        )
+    changes = [f"--gin.{bindings[0].partition(' =')[0]}"] if bindings else []
+    others = "mesh pipeline devices distributed tokens price watts search write compiles compare fit-on days budget"
+    names = [*others.split(), *(name for name, _, _ in RESTARTS)]
+    changes += [f"--{name}" for name in names if getattr(args, name.replace("-", "_")) not in (None, False)]
+    if changes:
+        raise ConfigError(f"--measured takes a run as it was trained; leave out {changes[0]}")
+    return measured(load_run(str(path)), args.topology, compile="never" if args.analytic else "auto")
 
 
 def _price(option: str, text: str | None) -> float | None:

@@ -7,6 +7,7 @@ from jaxscale.plan.coordcheck import CoordCheck, coordcheck
 from jaxscale.plan.dry_run import DryRun, dry_run
 from jaxscale.plan.explain import Explanation, explain
 from jaxscale.plan.fit_on import Limits, TopologyChoice, cheapest, fit_on
+from jaxscale.plan.measured import Measured, measured
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, plan_for
 from jaxscale.plan.policies import Choice, choose, compiled_bytes
@@ -22,6 +23,7 @@ __all__ = [
     "Estimate",
     "Explanation",
     "Limits",
+    "Measured",
     "Plan",
     "Restarts",
     "Search",
@@ -40,6 +42,7 @@ __all__ = [
     "explain",
     "fit_on",
     "lower_step",
+    "measured",
     "plan_for",
     "search",
     "topology_devices",

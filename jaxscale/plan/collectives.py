@@ -16,7 +16,9 @@ from jaxscale.errors import LayoutError
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 """The collectives, by their names in HLO; a `ragged-all-to-all` counts as an all-to-all."""
 
-_OPCODE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(-start)?\(")
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(-start)?\("
+)
 _BETWEEN_SLICES = re.compile(
     r" send\(%?([\w.-]+).*_xla_megascale_target=\"\{([^}]*)\}.*_xla_megascale_transfer_type=\"(\w+)\""
 )
@@ -135,7 +137,7 @@ class Program:
     def walk(self, computation: str, times: int, certain: bool, ring: str, caller: str) -> Iterator[Collective]:
         """The collectives of a computation that runs so often; what has no name and source has its caller's."""
         for line in self.computations.get(computation, ()):
-            if op := _OPCODE.search(line):
+            if op := COLLECTIVE.search(line):
                 # on TPUs the start, the fusions and the end of an asynchronous collective all contain it
                 chain = re.search(r"channel_id=(\d+),.*chain_id=\"(\d+)\"", line)
                 if chain and self.chains.setdefault(chain.groups(), line) != line:
@@ -163,12 +165,7 @@ class Program:
         given = sum(array_bytes(type_of(self.made[o])) for o in operands)
         if op[1].startswith("ragged"):  # what there is, where to put what comes, and sizes: no more than either has
             given = min(array_bytes(type_of(self.made[o])) for o in operands[:2])
-        pairs: list[list[int]] = []
-        if listed := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
-            pairs = [[int(i) for i in re.findall(r"\d+", p)] for p in listed[1].split("},")]
-            axes, devices = self._axes(pairs)
-        else:
-            axes, devices = self._axes(self._groups(line))
+        axes, devices = self.along(line)
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a TPU's, of which each device keeps its own piece
         payload = given * devices if kind == "all-gather" else given
@@ -184,7 +181,7 @@ class Program:
             ring,
             name[1] if name else "",
             self.source(line) or (self.source(named) if named else "") or self.source(caller),
-            tuple((a, b) for a, b in pairs),
+            tuple((a, b) for a, b in _pairs(line)),
         )
 
     def _between_slices(self, line: str, transfer: re.Match[str], times: int, certain: bool, caller: str) -> Collective:
@@ -218,6 +215,10 @@ class Program:
                 return text
             operand = moved[1]
         return ""
+
+    def along(self, line: str) -> tuple[tuple[str, ...], int]:
+        """The mesh axes that a collective's text says it runs along, and how many devices take part in a group."""
+        return self._axes(_pairs(line) or self._groups(line))
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:
         if known := re.search(r'known_trip_count[":{]+n"?:"?(\d+)', line):
@@ -317,6 +318,12 @@ def type_of(instruction: str) -> str:
         if not depth:
             return instruction[: i + 1]
     return instruction
+
+
+def _pairs(instruction: str) -> list[list[int]]:
+    """Of a permute's text, which device sends to which."""
+    listed = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction)
+    return [[int(i) for i in re.findall(r"\d+", p)] for p in listed[1].split("},")] if listed else []
 
 
 def _ring(body: str) -> str:

@@ -46,7 +46,13 @@ CARDS = 6
 """So many samples are shown at once, the rest on demand."""
 
 
-def page(runs: Sequence[Ran], title: str, metric: str | None = None, notes: Iterable[str] = ()) -> str:
+def page(
+    runs: Sequence[Ran],
+    title: str,
+    metric: str | None = None,
+    notes: Iterable[str] = (),
+    times: Mapping[str, str] | None = None,
+) -> str:
     """The HTML of a report.
 
     Args:
@@ -54,6 +60,7 @@ def page(runs: Sequence[Ran], title: str, metric: str | None = None, notes: Iter
       title: of the page.
       metric: what runs are judged by, less being better; by default a held-out loss where there is one.
       notes: sentences for the foot of the page.
+      times: by the name of a run, what its steps spent their time on, as a table of text.
 
     Raises:
       RunError: no run has the metric.
@@ -76,6 +83,7 @@ def page(runs: Sequence[Ran], title: str, metric: str | None = None, notes: Iter
         _section("Runs", _runs_table(runs, objective)),
         _section("Differences in config", _differences(runs, differs, objective)) if len(runs) > 1 else "",
         _samples(runs, groups),
+        _times(times or {}),
         _failures(runs),
         _section("Hardware and versions", _facts(runs)),
         _section(
@@ -227,6 +235,11 @@ def _samples(runs: Sequence[Ran], groups: Sequence[Group]) -> str:
     shown, rest = (f'<div class="samples">{"".join(some)}</div>' for some in (cards[:CARDS], cards[CARDS:]))
     more = _folded(f"{len(cards) - CARDS} more", rest) if len(cards) > CARDS else ""
     return _section("Samples", shown + more) if cards else ""
+
+
+def _times(times: Mapping[str, str]) -> str:
+    tables = [f"<div><h3>{_safe(run)}</h3><pre>{_safe(table)}</pre></div>" for run, table in times.items()]
+    return _section("A step's time", "".join(tables)) if tables else ""
 
 
 def _failures(runs: Sequence[Ran]) -> str:

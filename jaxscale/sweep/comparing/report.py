@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxscale import reading
@@ -51,7 +51,7 @@ def report(
         for run in runs:
             _sample(run, prompt, tell)
     title = only.resolve().name if only is not None and only.is_dir() else f"{len(runs)} runs"
-    text = page(runs, title, metric)
+    text = page(runs, title, metric, times=_times(runs, tell))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -82,6 +82,20 @@ def _check_own(path: Path) -> None:
         own = False
     if not own:
         raise RunError(f"{path} is there, and no report of ours; name another folder with --out")
+
+
+def _times(runs: Sequence[Ran], tell: Callable[[str], None]) -> dict[str, str]:
+    """Of runs that were trained with a profile, what it shows, beside the plan for GPUs that they ran on."""
+    times = {}
+    for run in runs:
+        if (run.path / "profile").is_dir():
+            from jaxscale.plan import measured
+
+            try:
+                times[run.name] = str(measured(Run(run.path), compile="never"))
+            except JaxscaleError as e:
+                tell(f"the time of {run.name}'s steps is not shown: {e}")
+    return times
 
 
 def _sample(run: Ran, prompt: str, tell: Callable[[str], None]) -> None:

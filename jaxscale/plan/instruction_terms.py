@@ -77,7 +77,7 @@ class InstructionTerms:
         text = self.program.made.get(name, "")
         if re.search(r" (?:dot|convolution|ragged-dot)\(| custom-call\(.*target=\"\S*(?:gemm|matmul|conv)", text):
             return True
-        called = re.search(r" fusion\(.*\bcalls=%?([\w.-]+)", text)
+        called = re.search(r" fusion(?:-start)?\(.*\bcalls=%?([\w.-]+)", text)
         return called is not None and any(self._multiplies(o) for o in self._body(called[1]))
 
     def _crosses_host(self, text: str) -> bool:

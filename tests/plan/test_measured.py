@@ -257,6 +257,64 @@ STATS = (
 )
 
 
+INSTRUCTIONS = """\
+HloModule jit_step
+
+%gathered (p: f32[2]) -> f32[4] {
+  %p = f32[2] parameter(0)
+  %gather.1 = f32[4] all-gather(%p), replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}
+  ROOT %AsyncCollectiveDone = f32[4] custom-call(%gather.1), custom_call_target="AsyncCollectiveDone"
+}
+
+%multiplied (q: f32[2]) -> f32[4] {
+  %q = f32[2] parameter(0)
+  %gather.2 = f32[4] all-gather(%q), replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}
+  ROOT %conv = f32[4] convolution(%gather.2, %gather.2), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: f32[2]) -> f32[4] {
+  %a = f32[2] parameter(0)
+  %sum-start = f32[2] all-reduce-start(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %sum-done = f32[2] all-reduce-done(%sum-start)
+  %alone = f32[2] all-reduce(%a), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+  %async-collective-done = f32[4] fusion(%a), kind=kCustom, calls=%gathered
+  %behind = f32[4] fusion(%a), kind=kOutput, calls=%multiplied, metadata={op_name="jit(step)/jvp(mlp)/up/dot_general"}
+  %routed = f32[4] fusion(%a), calls=%multiplied, metadata={op_name="jit(step)/jvp(mlp)/experts/dot_general"}
+  %muon = f32[4] fusion(%a), calls=%multiplied, metadata={op_name="jit(step)/optimizer/dot_general"}
+  %flash = f32[4] custom-call(%a), custom_call_target="mosaic_gpu", metadata={op_name="jit(step)/attn/mix/pallas_call"}
+  %cross = f32[4] custom-call(%a), custom_call_target="mosaic_gpu", metadata={op_name="jit(step)/loss/pallas_call"}
+  %gemm = f32[4] custom-call(%a), custom_call_target="__cublas$lt$matmul"
+  %away-start = (f32[2]{0:S(5)}, f32[2], u32[]) copy-start(%a)
+  %away = f32[2]{0:S(5)} copy-done(%away-start)
+  %near = f32[2] copy(%a)
+  ROOT %loop = f32[4] while(%gemm), condition=%c, body=%b
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "name, term",
+    [
+        ("sum-start", f"{EXPOSED}tensor"),
+        ("sum-done", f"{EXPOSED}tensor"),
+        ("alone", "memory-bound"),
+        ("async-collective-done", f"{EXPOSED}fsdp"),
+        ("behind", "products"),
+        ("routed", "experts"),
+        ("muon", "optimizer"),
+        ("flash", "attention"),
+        ("cross", "products"),
+        ("gemm", "products"),
+        ("away", "host"),
+        ("near", "memory-bound"),
+        ("loop", None),
+        ("nvjet_tst_128", UNNAMED),
+    ],
+)
+def test_instructions_of_accelerators_have_the_terms_of_a_plan(name, term):
+    assert InstructionTerms(Program(INSTRUCTIONS, SIZES)).of(name) == term
+
+
 def xspace(text: str, like: bytes = b"") -> bytes:
     """An XSpace of hand-written planes, and the plane of another one that holds its programs."""
     made = ProfileData.text_proto_to_serialized_xspace(text)

@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -16,14 +18,22 @@
 #
 # From a model and a budget to a layout, on hardware that nobody has switched on. All of it is arithmetic on names,
 # rules and data sheets: no accelerator, no compiler, no devices. Where the hardware's compiler is installed
-# (`make install EXTRAS=plot,tpu`), `plan_for` compiles the step as well and shows both.
+# (`make install EXTRAS=plot,tpu`), `plan_for` compiles the step as well and shows both. The eight simulated devices are
+# for the run at the end, whose steps are measured.
 
 # %%
 import dataclasses
+import logging
+import tempfile
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 
 import jaxscale as js
+
+js.simulate_devices(8)
+logging.getLogger("pallas_kernels").setLevel(logging.ERROR)  # which of our kernels this version of JAX lacks
+
 from jaxscale.hardware import topology
 from jaxscale.models import llama3_8b
 from jaxscale.nn import POLICIES, flash_attention
@@ -138,7 +148,7 @@ ax.legend(parts.values(), frameon=False, fontsize=8, loc="upper right")
 
 # %%
 policies = ("none", "dots", "attention_only", "full")
-space = Space(axes=("data", "fsdp", "tensor"), policies=policies, accumulate=(1, 2, 4, 8))
+space = Space(axes=("data", "fsdp", "tensor"), policies=policies, accumulate=(1, 4))
 result = search(config, "v5p:4x4x4", space=space, compile="never", within=1.3, tokens=1e12, price=4.2)
 figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
 ax.margins(y=0.3)
@@ -176,6 +186,30 @@ for name in ("v5p:4x4x4", "v6e:8x8", "h100:8x8", "h200:8x8", "b200:8x8"):
 
 # %%
 print("\n".join(as_gin(result.winner.config).splitlines()[:12]), "\n…")
+
+# %% [markdown]
+# ## Measured beside predicted
+#
+# A run that was trained with a profile (`jaxscale train ... --profile 4:7`) tells what its steps spent their time on,
+# in the terms of the plan (`jaxscale plan RUN --measured`). Here a small model on the simulated devices, beside the
+# plan for a CPU that `jaxscale microbench` measured, which is not this one. The devices take turns on a few cores, so
+# that collectives mostly wait for the others: that is the time of the exposed terms. No plan predicts idle time.
+
+# %%
+small = js.models.TransformerConfig(depth=2, width=128, heads=2, vocab=256)
+run = js.fit(
+    model=small,
+    layout=js.Layout("data=2,fsdp=2,tensor=2"),
+    batch_size=16,
+    seq_len=128,
+    steps=8,
+    eval_batches=0,
+    tensorboard=False,
+    profile=(4, 7),
+    run=Path(tempfile.mkdtemp()) / "run",
+    quiet=True,
+)
+js.plan.measured(run, "cpu:8")
 
 # %% [markdown]
 # What cannot be is one sentence:

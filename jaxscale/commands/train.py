@@ -47,7 +47,11 @@ def add(commands: Any) -> None:
         help="start from the newest checkpoint of a run, ours or imported; its model and tokenizer are taken where the "
         "config leaves them",
     )
-    parser.add_argument("--profile", metavar="FIRST:LAST", help="write a profile of these steps, as 10:15")
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="write a profile of these steps, as 10:15; jaxscale plan RUN --measured reads it",
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",

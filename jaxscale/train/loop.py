@@ -328,7 +328,8 @@ class Loop:
             with contextlib.suppress(RuntimeError):  # jax 0.11 has among them what a step was given to overwrite
                 array.block_until_ready()
         jax.profiler.stop_trace()
-        self.reporter.say(f"a profile is in {self.run.path / 'profile'}")
+        path = self.run.path
+        self.reporter.say(f"a profile is in {path / 'profile'}; jaxscale plan {path} --measured reads it")
 
     def _ended(self) -> None:
         """Another process failed, and this one's main thread may wait for it."""

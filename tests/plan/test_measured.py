@@ -17,7 +17,7 @@ from jaxscale.errors import RunError
 from jaxscale.plan.collectives import Program, collectives
 from jaxscale.plan.instruction_terms import UNNAMED, InstructionTerms
 from jaxscale.plan.measured import measured
-from jaxscale.plan.profile import Event, Execution, _field, _programs, read_profile
+from jaxscale.plan.profile import Event, Execution, _field, read_profile
 from jaxscale.plan.timeline import BETWEEN, WITHIN, _attributed, term_times
 from jaxscale.plan.waterfall import ARITHMETIC, EXPOSED
 from jaxscale.train.files import read_json, states, write_json
@@ -333,8 +333,7 @@ def test_accelerators_profiles_give_the_terms_that_they_were_written_with(copy, 
     names = {e.name for e in profile.devices[0][0].events}
     product = next(name for name in names if terms.of(name) == "products")
     sum_ = next(name for name in names if terms.of(name) == f"{EXPOSED}fsdp")
-    like = trace(copy).read_bytes()
-    (module,) = (name for name in _programs(like) if name.startswith("jit_step"))
+    like, module = trace(copy).read_bytes(), profile.devices[0][0].events[0].module
     number = module.removeprefix("jit_step(").removesuffix(")")
     stats = {f"{what}_stats": STATS.format(op=op, number=number) for what, op in (("product", product), ("sum", sum_))}
     text = TPU.format(module=module, product=product, sum=sum_) if form == "tpu" else GPU.format(**stats)
@@ -349,8 +348,7 @@ def test_accelerators_profiles_give_the_terms_that_they_were_written_with(copy, 
 def test_the_end_of_the_step_before_a_profile_is_no_step_of_it(copy, profile):
     terms = InstructionTerms(Program(profile.program, SIZES))
     product = next(e.name for e in profile.devices[0][0].events if terms.of(e.name) == "products")
-    like = trace(copy).read_bytes()
-    (module,) = (name for name in _programs(like) if name.startswith("jit_step"))
+    like, module = trace(copy).read_bytes(), profile.devices[0][0].events[0].module
     number = module.removeprefix("jit_step(").removesuffix(")")
     train = "".join(
         f"events {{ metadata_id: 2 offset_ps: {at}000000 stats {{ metadata_id: 5 int64_value: {step} }} }} "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxscale.hardware import Topology
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import MemoryPolicy
-from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.plan.layer_memory import Weight, copied_bytes, local_bytes
 from jaxscale.step import Loss
 from jaxscale.step.loss import holds_logits
@@ -35,15 +35,19 @@ class Sums:
     def of(cls, model: Any, topology: Topology, layout: Layout) -> Sums:
         """As XLA for TPUs was seen to, over the devices that cut gradients.
 
-        All of a slice of more than one host make a reduce-scatter an all-reduce, and all of a torus of 4 x 4 x 4 a
-        gather as well. A v5p's tables are summed at the end, a v5e's and a v6e's at once, unless something is moved to
-        host memory.
+        All of a slice of more than 8 chips (v5e, v6e) or 4 (others) make a reduce-scatter an all-reduce, and all of a
+        torus of 4 x 4 x 4 a gather as well. A v5p's tables are summed at the end; a v5e's and a v6e's at once, unless
+        something is moved to host memory, or eight chips are all there are: those wait from some depth on (8 layers of
+        8B's width), and are taken to wait always. Of v6e:2x4 a vocabulary of 151,936 or 256,000 was seen to be an
+        all-reduce, 128,256 a reduce-scatter; why was not found.
         """
         offloads = bool(MemoryPolicy.of(model.memory).offload)
         tpu = topology.chip.platform == "tpu"
+        by_eight = topology.chip.name in ("v5e", "v6e")
         all_of_it = tpu and layout.split("embed", "grads") == topology.devices > 4
+        whole = all_of_it and not (by_eight and topology.devices <= 8)
         deep = sum(n > 2 for n in topology.shape) > 2
-        return cls(all_of_it, offloads or topology.chip.name not in ("v5e", "v6e"), all_of_it and deep)
+        return cls(whole, offloads or not by_eight or (all_of_it and not whole), whole and deep)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Ends:
         """Bytes of the tables' gradients once they are cut."""
         return self.head.kept + (0 if self.tied else self.embedding.kept)
 
-    def look_up(self, heap: Heap, *, at_once: bool = False) -> list[Buffer]:
+    def look_up(self, heap: SteadyHeap, *, at_once: bool = False) -> list[Buffer]:
         """Tokens to vectors; returns what the loss reads as well.
 
         A tied table is gathered once, and copied as the loss wants it laid out; if each end is `at_once` done with,
@@ -126,7 +130,7 @@ class Ends:
             heap.drop(table)
         return [*early, *shared]
 
-    def lose(self, heap: Heap, shared: Sequence[Buffer] = (), *, at_once: bool = False) -> list[Buffer]:
+    def lose(self, heap: SteadyHeap, shared: Sequence[Buffer] = (), *, at_once: bool = False) -> list[Buffer]:
         """The loss, forward and backward, with what `look_up` left; returns what waits for the end.
 
         That of held logits is made there, unless `at_once`; another is made here, and waits for its sum if that leaves
@@ -142,7 +146,7 @@ class Ends:
             waiting.append(heap.take("hidden, float32", norm))
             heap.drop(*held)
             return waiting
-        gradient = heap.take("head's gradient", self.head.made)
+        gradient = heap.take("head's gradient", self.head.made, "gradient")
         held.append(heap.take("hidden's gradient, float32", 0 if self.logits else wide))
         heap.drop(*held)
         if self._waits(self.head) or not self.summed:
@@ -151,15 +155,16 @@ class Ends:
         heap.drop(gradient)
         return [piece]
 
-    def _gather(self, heap: Heap, name: str, table: Weight) -> Buffer:
+    def _gather(self, heap: SteadyHeap, name: str, table: Weight) -> Buffer:
         """A table as it is used, from the pieces of it."""
         pieces = [heap.take(f"{name}, cast", self.cast)]
         pieces.append(heap.take(f"{name}, padded", table.used if self.sums.padded else 0))
-        gathered = heap.take(f"{name}, gathered", table.used)
+        # padded pieces and their sum, both in the type of the arithmetic, leave room for a gradient in float32
+        gathered = heap.take(f"{name}, gathered", table.used, "gradient" if self.sums.padded else "table")
         heap.drop(*pieces)
         return gathered
 
-    def finish(self, heap: Heap, waiting: Sequence[Buffer]) -> None:
+    def finish(self, heap: SteadyHeap, waiting: Sequence[Buffer]) -> None:
         """The embedding's gradient, the head's if it is not there, and their sums over devices.
 
         Args:
@@ -167,10 +172,10 @@ class Ends:
           waiting: what `lose` returned; empty where the head is done with.
         """
         stream = heap.take("the stream's cotangent, float32", self.stream * 4 // self.size)
-        left = [heap.take("embedding's gradient", self.embedding.made)]
+        left = [heap.take("embedding's gradient", self.embedding.made, "gradient")]
         heap.drop(stream)
         if waiting and waiting[0].what == "logits' cotangent":
-            made = [heap.take("head's gradient", self.head.made)]
+            made = [heap.take("head's gradient", self.head.made, "gradient")]
             heap.drop(*waiting)
             waiting = made
             late = True
@@ -184,9 +189,10 @@ class Ends:
                 waiting = [self._sum(heap, self.head, waiting)]
         heap.drop(*left, *waiting)
 
-    def _sum(self, heap: Heap, table: Weight, made: Sequence[Buffer]) -> Buffer:
+    def _sum(self, heap: SteadyHeap, table: Weight, made: Sequence[Buffer]) -> Buffer:
         """What is there after the sum over devices of a table's gradient, in place of the gradient itself."""
-        summed = heap.take("a table's gradient, summed", table.made if self.sums.whole else table.kept)
+        size, place = (table.made, "gradient") if self.sums.whole else (table.kept, "")
+        summed = heap.take("a table's gradient, summed", size, place)
         heap.drop(*made)
         return summed
 

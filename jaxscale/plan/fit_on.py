@@ -11,6 +11,7 @@ from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.models import TransformerConfig
+from jaxscale.nn import MultiHeadLatent
 from jaxscale.plan.by_tracing import traced_plan
 from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import error_bar
@@ -146,8 +147,9 @@ class TopologyChoice(Shown):
 def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent) -> Limits:
     """How deep and wide a model, how long a sequence and how large a batch fit some hardware, each by itself.
 
-    Memory is by formulas, or from the traced step where these do not cover the run; no step is compiled. Values between
-    which nothing fits are bisected, so that where memory falls with size the smaller of two limits may be found.
+    Memory is by formulas, or from the traced step where these do not cover the run; no step is compiled. Values are
+    bisected. By formulas memory grows with each quantity, but for one: a layer by itself is not recomputed, so that it
+    may take more than two. Where a traced step's memory falls with size, the smaller of two limits may be found.
 
     Args:
       config: the run's settings.
@@ -282,8 +284,8 @@ def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], Trai
         yield "layers", lambda n: _with_model(config, dataclasses.replace(model, depth=n)), model.depth, 1
         heads = model.sizes.heads
         unit = math.lcm(heads // math.gcd(heads, model.sizes.kv_heads, model.sizes.hidden), layout.split("heads"))
-        per_head = model.sizes.width // heads
-        yield "width", lambda n: _with_model(config, _widened(model, n // per_head)), heads * per_head, unit * per_head
+        each = model.sizes.width // heads
+        yield "width", lambda n: _with_model(config, with_heads(model, n // each)), heads * each, unit * each
     elif isinstance(depth := getattr(model, "depth", None), int):
         yield "layers", lambda n: _with_model(config, dataclasses.replace(cast(Any, model), depth=n)), depth, 1
     seq = config.seq_len
@@ -305,14 +307,16 @@ def _sized(model: TransformerConfig) -> TransformerConfig:
     """The same model with the sizes that would follow from its depth written out."""
     z = model.sizes
     kv_heads = None if model.kv_heads is None else z.kv_heads
-    head_dim = model.head_dim if z.head_dim * z.heads == z.width else z.head_dim
+    follows = z.head_dim * z.heads == z.width or isinstance(model.attention_layer, MultiHeadLatent)
+    head_dim = model.head_dim if follows else z.head_dim
     return dataclasses.replace(
         model, width=z.width, heads=z.heads, kv_heads=kv_heads, head_dim=head_dim, hidden=z.hidden
     )
 
 
-def _widened(model: TransformerConfig, heads: int) -> TransformerConfig:
+def with_heads(model: TransformerConfig, heads: int) -> TransformerConfig:
     """A Transformer with another number of heads of the same size, all widths in proportion."""
+    model = _sized(model)
     z = model.sizes
     kv_heads = None if model.kv_heads is None else heads * z.kv_heads // z.heads
     width, hidden = heads * (z.width // z.heads), heads * z.hidden // z.heads

@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.layout.rules import Kind
 from jaxscale.nn import GatherAttention, MemoryPolicy
-from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.step import Blueprint, TrainConfig
 
 _FEED = ("mlp_up", "mlp_hidden")
@@ -198,7 +198,7 @@ def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
     return local_bytes(info, layout, "params", dtype=dtype)
 
 
-def backward(heap: Heap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int = 1) -> None:
+def backward(heap: SteadyHeap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int = 1) -> None:
     """A group of `blocks` layers on its way back, until nothing of it is left but gradients."""
     t, found = layer.tensors, found_on_device(policy, layer.tensors)
     again = lambda name: 0 if name in found else t[name]  # noqa: E731
@@ -225,7 +225,7 @@ def backward(heap: Heap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int
     heap.drop(*held)
 
 
-def _feed_backward(heap: Heap, layer: LayerBytes) -> None:
+def _feed_backward(heap: SteadyHeap, layer: LayerBytes) -> None:
     """The feed-forward half. What it finds of the forward pass it copies out of a stack, what it does not it makes."""
     cut = lambda n: int(layer.tile * n)  # noqa: E731
     up, hidden = cut(layer.tensors["mlp_up"]), cut(layer.tensors["mlp_hidden"])
@@ -255,7 +255,7 @@ def _made(weights: Iterable[Weight]) -> list[int]:
     return [largest.made] * (1 if largest.made == largest.kept else 2)
 
 
-def _attention_backward(heap: Heap, layer: LayerBytes, asked: Iterable[Buffer]) -> None:
+def _attention_backward(heap: SteadyHeap, layer: LayerBytes, asked: Iterable[Buffer]) -> None:
     """The attention half; `asked`, queries, keys and values, are given back once their cotangents are there."""
     t, taken = layer.tensors, layer.gathered or layer.stream
     heads = t["attn_out"]

@@ -17,7 +17,7 @@ from jaxscale.optim import HostState
 from jaxscale.plan.communication import sized
 from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.ends_memory import Ends, Sums
-from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.plan.layer_memory import (
     LayerBytes,
     backward,
@@ -71,7 +71,8 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     """What a run's step takes of each device, by arithmetic.
 
     The step's buffers are dealt out in the order in which a compiled one makes them (`jaxscale.plan.layer_memory`), as
-    XLA for TPUs deals them out (`jaxscale.plan.heap`). Needs no compiler and no devices.
+    XLA for TPUs deals them out (`jaxscale.plan.heap`), so that more layers, width, tokens or rows never take less; only
+    two layers may take less than one, which is not recomputed. Needs no compiler and no devices.
 
     Args:
       config: the run's settings, with a layout.
@@ -137,9 +138,11 @@ def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> t
     )
 
 
-def walk_layers(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
+def walk_layers(
+    config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums
+) -> tuple[SteadyHeap, int, int, int]:
     """The buffers of a step that goes through all layers and back; and bytes kept, copied, and in host memory."""
-    model, heap, whole = covered(config, adapters=True), Heap(), blueprint.of_model()
+    model, heap, whole = covered(config, adapters=True), SteadyHeap(), blueprint.of_model()
     infos, trained = jax.tree.leaves(blueprint.frozen or blueprint.infos), jax.tree.leaves(blueprint.infos)
     adapts = blueprint.adaptation is not None
     policy = MemoryPolicy.of(model.memory)

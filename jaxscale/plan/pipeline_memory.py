@@ -12,7 +12,7 @@ from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.nn import MemoryPolicy
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan.ends_memory import Ends, Sums
-from jaxscale.plan.heap import Buffer, Heap
+from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.plan.layer_memory import (
     LayerBytes,
     backward,
@@ -25,7 +25,9 @@ from jaxscale.plan.layer_memory import (
 from jaxscale.step import Blueprint, TrainConfig, pipelined, token_loss
 
 
-def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums) -> tuple[Heap, int, int, int]:
+def walk_pipeline(
+    config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums
+) -> tuple[SteadyHeap, int, int, int]:
     """As `walk_layers`, of the executor of `jaxscale.parallel.pipeline`: one tick, with every phase in it."""
     model: Any = config.model
     pipeline = pipelined(blueprint, config.objective, config.accumulate)
@@ -54,7 +56,7 @@ def walk_pipeline(config: TrainConfig, blueprint: Blueprint, layout: Layout, sum
 
     gradient = lambda i: local_bytes(i, inside, "grads")  # noqa: E731
     summed = lambda i: local_bytes(i, layout, "grads")  # noqa: E731
-    heap, chunks = Heap(), layout.schedule.chunks_per_stage
+    heap, chunks = SteadyHeap(), layout.schedule.chunks_per_stage
     moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
     if moved:  # what is cast is cast first
         of_chunk("dealt out", lambda i: 0 if copied_bytes(i, layout, model.dtype) else local_bytes(i, layout), chunks)

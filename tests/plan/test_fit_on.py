@@ -120,7 +120,7 @@ def test_a_hardware_file_has_its_price_and_a_run_that_fails_too_often_is_refused
     assert shape.best.budget.cost == 3.0 * shape.best.budget.device_hours
     rare = cheapest(SCALED, [str(file)], 1e11, days=1e4, restarts=Restarts(device_mtbf=1.0, save_every=600.0))
     assert rare.plans and any("never reaches the next checkpoint" in why for why in rare.refused.values())
-    assert "larger topologies were not tried" in str(rare)
+    assert "larger topologies were not tried" in " ".join(str(rare).split())
 
 
 def test_sizes_that_the_mesh_does_not_divide_are_not_tried():

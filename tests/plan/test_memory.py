@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from jax.experimental import topologies
@@ -15,7 +16,7 @@ from jaxscale.nn import MixtureOfExperts, flash_attention
 from jaxscale.optim import OnHost
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan import compiled_bytes, estimate
-from jaxscale.plan.heap import Heap
+from jaxscale.plan.heap import Heap, SteadyHeap
 from jaxscale.step import LoRA
 from jaxscale.train import FromRun
 from tests.truth.errors import raises_saying
@@ -42,6 +43,40 @@ def test_a_buffer_takes_the_smallest_gap_that_fits_and_gaps_count():
     heap.drop(b)
     assert heap.take("g", 40).start == 0 and heap.peak == 65 + 31
     assert {x.what for x in heap.at_peak} == {"b", "d", "e", "f"}
+
+
+def test_a_steady_heap_puts_a_buffer_into_free_memory_of_twice_its_size_or_where_its_like_was():
+    heap = SteadyHeap()
+    a, b = heap.take("a", 40), heap.take("b", 10)
+    heap.drop(a)
+    assert heap.take("fits", 20).end == 50  # 40 are free
+    assert heap.take("half of it fits", 15).end == 60  # of 20 that are free 10 may lie apart
+    assert heap.take("on top", 30).end == 90 and heap.peak == 90
+    heap.drop(b)
+    table = heap.take("table", 50, "table")
+    heap.drop(table)
+    assert heap.take("as large", 50, "table").end == table.end == heap.peak
+
+
+def test_no_buffer_that_grows_lowers_the_peak_of_a_steady_heap():
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [draw.randint(1, 50) for _ in range(12)]
+        events = [draw.randrange(12) for _ in range(40)]
+        grown = list(sizes)
+        grown[draw.randrange(12)] += draw.randint(1, 30)
+        assert _peak(sizes, events) <= _peak(grown, events)
+
+
+def _peak(sizes, events):
+    """Of a program in which a buffer comes where it is named first, goes at the second, and so on."""
+    heap, live = SteadyHeap(), {}
+    for n in events:
+        if n in live:
+            heap.drop(live.pop(n))
+        else:
+            live[n] = heap.take(str(n), sizes[n], str(n) if n % 2 else "")
+    return heap.peak
 
 
 def test_estimates_are_what_one_counts_by_hand():

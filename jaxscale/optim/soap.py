@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
@@ -104,7 +105,7 @@ def scale_by_soap(
         out = [one(info, state.count, *of) for info, *of in zip(leaves, *columns, strict=True)]
         first, mu, nu, rows, cols = (list(column) for column in zip(*out, strict=True))
         stage = jnp.where(state.count == 0, 0, jnp.where(state.count % frequency == 0, 1, 2))
-        rows, cols = _turned(stage, rows), _turned(stage, cols)
+        rows, cols = (_turned(stage, side, frequency) for side in (rows, cols))
         whole = (structure.unflatten(x) for x in (mu, nu, rows, cols))
         return structure.unflatten(first), SoapState(optax.safe_increment(state.count), *whole)
 
@@ -155,11 +156,15 @@ def _observe(side: Side | None, outer: jax.Array, b2: float) -> Side | None:
     return side._replace(gram=dataclasses.replace(side.gram, value=constrain(gram, *side.gram.axes, kind="opt_state")))
 
 
-def _turned(stage: jax.Array, sides: list[Side | None]) -> list[Side | None]:
-    """The sides with bases of this step: made (stage 0), brought up to date (1), or as they are (2)."""
+def _turned(stage: jax.Array, sides: list[Side | None], frequency: int) -> list[Side | None]:
+    """The sides with bases of this step: made (stage 0), brought up to date (1), or as they are (2).
 
-    def of(fn: Any) -> list[jax.Array | None]:
-        return [None if s is None else fn(s) for s in sides]
+    Named scopes say how often, for the planner (`jaxscale.plan.scopes`).
+    """
+
+    def of(fn: Any, scope: str) -> list[jax.Array | None]:
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            return [None if s is None else fn(s) for s in sides]
 
     def apart(fn: Any, s: Side, x: jax.Array) -> jax.Array:
         return returned(fn(dealt(x, *s.gram.axes)), *s.gram.axes)
@@ -167,7 +172,8 @@ def _turned(stage: jax.Array, sides: list[Side | None]) -> list[Side | None]:
     made = lambda s: apart(lambda a: jnp.linalg.eigh(a)[1][..., ::-1], s, s.gram.value)  # noqa: E731  # largest first
     moved = lambda s: apart(lambda a: jnp.linalg.qr(a)[0], s, _dot(s.gram.value, s.basis.value))  # noqa: E731
     kept = lambda s: s.basis.value  # noqa: E731
-    bases = jax.lax.switch(stage, [functools.partial(of, fn) for fn in (made, moved, kept)])
+    scopes = {"first_update": made, f"every_{frequency}_updates": moved, "": kept}
+    bases = jax.lax.switch(stage, [functools.partial(of, fn, scope) for scope, fn in scopes.items()])
     put = lambda s, q: s._replace(basis=dataclasses.replace(s.basis, value=q))  # noqa: E731
     return [None if s is None else put(s, q) for s, q in zip(sides, bases, strict=True)]
 

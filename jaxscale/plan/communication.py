@@ -33,8 +33,8 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
     Args:
       config: the run's settings, with a layout.
       hardware: a topology or its name, as "v5p:8x8x8"; only the number of its devices matters, and their kind.
-      every_branch: count a pipeline's branches at every tick, as a compiled program's text has them, and not only at
-        the ticks that take them.
+      every_branch: count a pipeline's branches at every tick, and what an optimizer does every few updates at every
+        one, as a compiled program's text has them, and not only when they are taken.
 
     Raises:
       ConfigError: a run without a layout, or what its layers refuse.
@@ -57,7 +57,7 @@ def partition(config: TrainConfig, hardware: str | Topology, *, every_branch: bo
     with layout:
         args = (blueprint.abstract_state(), abstract_batch(config))
     boxes: Any = jax.tree.map(functools.partial(_boxes, layout), args, shardings)
-    shares = {} if every_branch or layout.stages == 1 else _branch_shares(config, layout)
+    shares = None if every_branch else _branch_shares(config, layout) if layout.stages > 1 else {}
     platform = {"gpu": "cuda"}.get(target.chip.platform, target.chip.platform)
     step = step_of(blueprint, config, schedule)
     return partitioned(step, args, boxes, layout, out=boxes[0], platform=platform, branch_shares=shares)

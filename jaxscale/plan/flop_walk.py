@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxscale.plan.scopes import scopes_of, stage_of
+from jaxscale.plan.scopes import scopes_of, share_of_updates, stage_of
 
 _ORDER = ("other", "forward", "backward", "recomputed")
 
@@ -24,11 +24,12 @@ class FlopRow:
       module: the named scopes it stands in ("runs/0/blocks/0/attn/qkv"), else "file:line".
       what: the primitive, a kernel's name, or "elementwise" for all that is no product.
       flops: floating-point operations of all `calls`; a multiply-add is two.
-      calls: how often it runs, loops multiplied out.
+      calls: how often it runs, loops multiplied out; at least once, where an optimizer does something every few
+        updates, whose `flops` and `bytes` are an update's share.
       bytes: of all its operands and results, each read or written once a call (of a kernel, as it declares).
       dtype: the widest of its operands'.
       stage: one of `PASSES`.
-      matmul: whether it is a product (or a kernel), or elementwise work and reductions.
+      matmul: whether it is a product, a decomposition or a kernel, or elementwise work and reductions.
       certain: False where a loop's length or a branch depends on data (the longest branch is counted, and such a
         loop once), or a kernel declares no cost (then 0).
     """
@@ -118,13 +119,17 @@ class _Walk:
             default = [b for b, p in zip(branches, platforms, strict=True) if p is None]
             self.jaxpr((wanted or default)[0].jaxpr, place, times, certain)
             return
-        walks = [_Walk(self.platform) for _ in branches]
+        walks, shares = [_Walk(self.platform) for _ in branches], [share_of_updates(b.jaxpr) for b in branches]
         for walk, branch in zip(walks, branches, strict=True):
             walk.jaxpr(branch.jaxpr, place, times, certain)
+        for walk, share in zip(walks, shares, strict=True):
+            for counts in walk.found.values() if share is not None else ():
+                counts[:] = [math.ceil(n * share) for n in counts]
         totals = [sum(n for n, *_ in w.found.values()) for w in walks]
         longest = walks[totals.index(max(totals))]
         for (*key, sure), counts in longest.found.items():
-            one = self.found.setdefault((*key, sure and min(totals) == max(totals)), [0, 0, 0])
+            known = min(totals) == max(totals) or shares[totals.index(max(totals))] is not None
+            one = self.found.setdefault((*key, sure and known), [0, 0, 0])
             for i, n in enumerate(counts):
                 one[i] += n
 
@@ -169,7 +174,28 @@ def _convolution(eqn: Any) -> int:
     return 2 * _size(eqn.outvars[0].aval) * math.prod(kernel) // kernel[at[0]]
 
 
+def _eigh(eqn: Any) -> int:
+    """All eigenvalues and vectors of symmetric n x n matrices, 9 n^3 (Golub & Van Loan 2013, section 8.3)."""
+    *stack, n, _ = eqn.invars[0].aval.shape
+    return 9 * math.prod(stack) * n**3
+
+
+def _qr(eqn: Any) -> int:
+    """Householder QR of m x n matrices with Q written out, 8/3 n^3 where m = n.
+
+    Golub & Van Loan 2013, section 5.2; other shapes are those of LAPACK's geqrf and orgqr (Blackford & Dongarra 1999,
+    LAPACK Working Note 41, appendix C).
+    """
+    *stack, m, n = eqn.invars[0].aval.shape
+    k, columns = min(m, n), eqn.outvars[0].aval.shape[-1]
+    factor = 2 * k**2 * (max(m, n) - k / 3)
+    q = 4 * (m * columns * k - (m + columns) * k**2 / 2 + k**3 / 3)
+    return round(math.prod(stack) * (factor + q))
+
+
 _PRODUCTS: dict[str, Callable[[Any], int]] = {
+    "eigh": _eigh,
+    "qr": _qr,
     "dot_general": _dot,
     "ragged_dot_general": _ragged,
     "ragged_dot": _ragged,
@@ -178,7 +204,7 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
 
 
 def product_flops(eqn: Any) -> int:
-    """Operations of a product of matrices, or of a kernel as it declares them; 0 of any other."""
+    """Operations of a product or a decomposition of matrices, or of a kernel as it declares them; 0 of any other."""
     if eqn.primitive.name == "pallas_call":
         cost = eqn.params.get("cost_estimate")
         return 0 if cost is None else int(cost.flops)

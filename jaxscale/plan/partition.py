@@ -39,8 +39,8 @@ class Partitioned:
     """A program on one device.
 
     Args:
-      flops: of matrix products, and of kernels as they declare, by named scopes and dtype; a product that takes
-        several passes at the dtype's rate counts as many times.
+      flops: of matrix products and decompositions, and of kernels as they declare, by named scopes and dtype; a product
+        that takes several passes at the dtype's rate counts as many times.
       collectives: what the device sends.
       program: the operations and the arrays that they read and write.
       without_rule: primitives whose communication is not counted.
@@ -83,7 +83,8 @@ def partitioned(
       out: shardings of the first results, a tree of `Boxes`.
       platform: "tpu", "cuda" or "cpu", where a function has a branch for each.
       branch_shares: by named scope, the share of a loop's iterations that take the branch of a `jax.lax.cond` in this
-        scope; all of them by default.
+        scope. What an optimizer does every few updates (`jaxscale.plan.scopes.share_of_updates`) counts as often; with
+        `None` everything counts at each call.
 
     Returns:
       FLOPs and collectives of one call. Of other branches the one with the most FLOPs is counted, and a loop whose
@@ -92,7 +93,7 @@ def partitioned(
     with layout:
         closed = jax.make_jaxpr(fn)(*args)
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    walk = Walk(layout, platform, dict(branch_shares or {}))
+    walk = Walk(layout, platform, branch_shares)
     before, after = (jax.tree.leaves(t, is_leaf=lambda x: isinstance(x, Boxes)) for t in (list(boxes), out))
     inputs = [walk.new(b) for b in before]
     shapes: set[tuple[int, ...]] = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
@@ -135,7 +136,7 @@ class Walk:
         self,
         layout: Layout,
         platform: str,
-        branch_shares: Mapping[str, float],
+        branch_shares: Mapping[str, float] | None,
         *,
         manual: frozenset[str] = frozenset(),
         times: float = 1.0,

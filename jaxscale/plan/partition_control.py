@@ -14,6 +14,7 @@ from jaxscale.layout import Boxes
 from jaxscale.plan.flop_walk import manual_axes, plain_jaxpr
 from jaxscale.plan.partition_rules import Rule, elementwise
 from jaxscale.plan.program import Operation
+from jaxscale.plan.scopes import share_of_updates
 from jaxscale.step.trace import parts_of_scan
 
 if TYPE_CHECKING:
@@ -140,10 +141,10 @@ def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     if platforms is not None:
         own = [b for b, p in zip(branches, platforms, strict=True) if p is not None and walk.platform in p]
         branches = [*own, *(b for b, p in zip(branches, platforms, strict=True) if p is None)][:1]
-    scopes = str(eqn.source_info.name_stack).split("/")
-    share = next((share for scope, share in walk.branch_shares.items() if scope in scopes), None)
-    certain, walks, results = len(branches) == 1 or share is not None, [], []
+    walks, results = [], []
     for branch in branches:
+        share = _share(walk, eqn, branch.jaxpr)
+        certain = len(branches) == 1 or share is not None
         inner = walk.nested(eqn, share=1.0 if share is None else share, certain=certain)
         outputs = inner.run(branch.jaxpr, [inner.new(x.boxes) for x in inputs[1:]])
         each = zip(branch.jaxpr.outvars, outputs, strict=True)
@@ -163,6 +164,15 @@ def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     )
     walk.record.operations.append(operation)
     return made
+
+
+def _share(walk: Walk, eqn: Any, branch: core.Jaxpr) -> float | None:
+    """The share of times that a branch is taken, if that is known."""
+    if walk.branch_shares is None:
+        return None
+    scopes = str(eqn.source_info.name_stack).split("/")
+    share = next((share for scope, share in walk.branch_shares.items() if scope in scopes), None)
+    return share_of_updates(branch) if share is None else share
 
 
 def _shard_map(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:

@@ -107,7 +107,7 @@ def _dimensions_along(eqn: Any, ndim: int) -> Sequence[int]:
 
 
 def counted(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A kernel, a convolution or a ragged product: FLOPs are counted, and shardings are as without a rule."""
+    """A kernel, a convolution, a ragged product, a decomposition: FLOPs are counted, shardings as without a rule."""
     outputs = without_rule(walk, eqn, inputs)
     dtype = max((v.aval.dtype for v in eqn.invars), key=lambda d: (jnp.issubdtype(d, jnp.floating), d.itemsize)).name
     pieces = walk.pieces([a for axes in outputs[0].boxes.split for a in axes]) if outputs else 1
@@ -278,7 +278,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), reshape),
     **dict.fromkeys(("pad", "slice"), pad_or_slice),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), reduction),
-    **dict.fromkeys(("pallas_call", "ragged_dot_general", "ragged_dot", "conv_general_dilated"), counted),
+    **dict.fromkeys(("pallas_call", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "eigh", "qr"), counted),
     **dict.fromkeys(_COLLECTIVES, collective),
 }
 """By primitive; `without_rule` for all others."""

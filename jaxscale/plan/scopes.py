@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from jaxscale.parallel.pipeline import BACKWARD, FORWARD
 
@@ -30,9 +31,22 @@ def scopes_of(name: str) -> str:
     return "/".join(p for p in parts if p and "->" not in p and not _CONTROL.fullmatch(p))
 
 
+def share_of_updates(jaxpr: Any) -> float | None:
+    """The share of a run's updates that take a branch, where the branch's named scopes say so; `None` where not.
+
+    An optimizer that does something every 10 updates does it within the scope "every_10_updates", and what it does once
+    in "first_update".
+    """
+    names = {part for eqn in jaxpr.eqns for part in str(eqn.source_info.name_stack).split("/")}
+    if "first_update" in names:
+        return 0.0
+    every = next((m for m in map(re.compile(r"every_(\d+)_updates").fullmatch, sorted(names)) if m), None)
+    return None if every is None else 1 / int(every[1])
+
+
 _AGAIN = "rematted_computation"
 _WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
 _CONTROL = re.compile(
     rf"{FORWARD}|{BACKWARD}|\w+_phase|\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|"
-    "pjit|eval_jaxpr"
+    r"first_update|every_\d+_updates|pjit|eval_jaxpr"
 )

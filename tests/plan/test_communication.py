@@ -15,9 +15,9 @@ import experiments.planner_accuracy.communication as measured
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.nn import flash_attention
-from jaxscale.optim import AdamW, Muon
+from jaxscale.optim import SOAP, AdamW, Muon
 from jaxscale.optim.layers import is_hidden_matrix, view_of
-from jaxscale.plan import compile_for, plan_for
+from jaxscale.plan import compile_for, flops, plan_for
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import partition, predict
 from jaxscale.plan.stand_ins import as_compiled
@@ -154,6 +154,27 @@ def test_an_optimizers_own_products_and_exchanges_are_planned():
     configs = (dataclasses.replace(config, optimizer=AdamW()), config)
     plain, muon = (plan_for(c, "v5p:2x2x1", compile="never").step for c in configs)
     assert muon.compute > plain.compute and muon.total > plain.total
+
+
+@pytest.mark.parametrize("frequency", [1, 10])
+def test_soaps_decompositions_count_as_often_as_it_makes_them(frequency):
+    """QR of n x n with Q is 8/3 n^3 (Golub & Van Loan), after a product in six passes; `eigh` is for the first update.
+
+    Sides that the mesh cuts are dealt out over it, others are on every device.
+    """
+    config = config_of(js.Layout("fsdp=4"), dataclasses.replace(MODEL, depth=4), optimizer=SOAP(frequency=frequency))
+    by_scope = partition(config, "v5p:2x2x1").flops
+    every = {scope: n for (scope, _), n in by_scope.items() if f"every_{frequency}_updates" in scope}
+    assert not any("first_update" in scope for scope, _ in by_scope)
+    counted = 0.0
+    for i in (i for i in jax.tree.leaves(blueprint_of(config)[0].infos) if is_hidden_matrix(i)):
+        view = view_of(i)
+        for n, axis in zip(view.shape[-2:], view.axes[-2:], strict=True):
+            stack = math.prod(view.shape[:-2]) / (4 if axis == "embed" else 1)
+            counted += stack * (8 / 3 + 6 * 2) * n**3
+    assert sum(every.values()) == pytest.approx(counted / frequency, rel=1e-6)
+    whole = flops.of_step(config).rows
+    assert {r.what for r in whole if r.module.startswith("optimizer")} >= {"qr"} and all(r.certain for r in whole)
 
 
 def test_overlap_hides_what_travels_in_rings_and_no_more():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,21 @@ def test_convolutions_and_both_ragged_products():
     product = lambda x, w, s: jnp.sum(jax.lax.ragged_dot(x, w, s))  # noqa: E731
     assert flops.count(product, rows, groups, sizes).matmul == 2 * 12 * 8 * 5
     assert flops.count(jax.value_and_grad(product, (0, 1)), rows, groups, sizes).matmul == 3 * 2 * 12 * 8 * 5
+
+
+@pytest.mark.parametrize("shape, full", [((3, 64, 64), False), ((64, 16), False), ((64, 16), True), ((16, 64), False)])
+def test_decompositions_are_counted_as_their_algorithms_need(shape, full):
+    """9 n^3 of a symmetric matrix; of a QR its reflections, and Q from them: R and Q of square ones 4/3 n^3 each."""
+    *stack, m, n = shape
+    k, columns = min(m, n), m if full else min(m, n)
+    with_q = sum(4 * (m - i) * (n - i) + 4 * (m - i) * (columns - i) for i in range(k))  # a reflection of what is left
+    found = flops.count(lambda a: jnp.linalg.qr(a, mode="complete" if full else "reduced"), jnp.zeros(shape))
+    (qr,) = (r.flops for r in found.rows if r.what == "qr")
+    assert qr == pytest.approx(math.prod(stack) * with_q, rel=0.1)
+    if m == n:
+        assert qr == round(math.prod(stack) * 8 / 3 * n**3)
+        eigh = next(r.flops for r in flops.count(jnp.linalg.eigh, jnp.zeros(shape)).rows if r.what == "eigh")
+        assert eigh == math.prod(stack) * 9 * n**3
 
 
 def test_elementwise_work_is_one_for_each_element():

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -129,6 +129,16 @@ def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tup
     return () if reporting else _rows_apart(infos, layout)
 
 
+def _by_module(fn: Callable[..., jax.Array], values: Tree, infos: Tree) -> Tree:
+    """A function of every parameter or gradient, each in the named scope of the module whose it is."""
+
+    def within(x: jax.Array, i: TensorInfo) -> jax.Array:
+        with jax.named_scope(i.path.rpartition("/")[0]):
+            return fn(x, i)
+
+    return jax.tree.map(within, values, infos)
+
+
 def _rows_apart(infos: Tree, layout: Layout) -> tuple[str, ...]:
     """The mesh axes that cut the batch and nothing else, as far as no other stands before them."""
     rules = layout.resolved_rules
@@ -237,10 +247,10 @@ class Pipelined:
         terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights)
         assert grads is not None
         runs = {
-            name: jax.tree.map(lambda g, i, n=n: self.stages.collect(n, g, i.axes), grads.chunks[name], infos)
+            name: _by_module(lambda g, i, n=n: self.stages.collect(n, g, i.axes), grads.chunks[name], infos)
             for n, (name, infos) in enumerate(self._runs)
         }
-        ends = jax.tree.map(lambda g, i: unfill(g, i.shape, *i.axes), grads.ends, self._ends)
+        ends = _by_module(lambda g, i: unfill(g, i.shape, *i.axes), grads.ends, self._ends)
         return {**ends, "runs": runs}, terms
 
     def sums(self, params: Tree, batch: Batch) -> Totals:
@@ -259,9 +269,9 @@ class Pipelined:
 
     def _execute(self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, weights: Totals) -> Any:
         end_infos = self._ends
-        ends = jax.tree.map(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
+        ends = _by_module(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
         chunks = {
-            name: jax.tree.map(lambda p, i, n=n: self.stages.spread(n, p, i.axes), params["runs"][name], infos)
+            name: _by_module(lambda p, i, n=n: self.stages.spread(n, p, i.axes), params["runs"][name], infos)
             for n, (name, infos) in enumerate(self._runs)
         }
         axes = lambda infos: jax.tree.map(lambda i: i.axes, infos)  # noqa: E731

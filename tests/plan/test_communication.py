@@ -21,6 +21,7 @@ from jaxscale.plan import compile_for, flops, plan_for
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import partition, predict
 from jaxscale.plan.stand_ins import as_compiled
+from jaxscale.plan.traffic import traffic
 from jaxscale.step import TrainConfig, blueprint_of
 from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
 from tests.truth.errors import raises_saying
@@ -175,6 +176,14 @@ def test_soaps_decompositions_count_as_often_as_it_makes_them(frequency):
     assert sum(every.values()) == pytest.approx(counted / frequency, rel=1e-6)
     whole = flops.of_step(config).rows
     assert {r.what for r in whole if r.module.startswith("optimizer")} >= {"qr"} and all(r.certain for r in whole)
+
+
+def test_layers_that_are_dealt_out_to_stages_and_back_say_which_module_travels():
+    layout = js.Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2")
+    config = config_of(layout, dataclasses.replace(MODEL, depth=4))
+    found = [t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind == "all-to-all" and not t.loop]
+    modules = {i.path.rpartition("/")[0] for i in jax.tree.leaves(blueprint_of(config)[0].infos["runs"])}
+    assert {t.module for t in found} == modules and all(t.source.startswith("jaxscale/step/pipeline.py") for t in found)
 
 
 def test_overlap_hides_what_travels_in_rings_and_no_more():

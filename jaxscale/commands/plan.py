@@ -18,7 +18,7 @@ from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxscale.plan import Measured, Restarts
-    from jaxscale.plan.search import Tell
+    from jaxscale.plan.search_front import Tell
     from jaxscale.step import TrainConfig
 
 RESTARTS = (

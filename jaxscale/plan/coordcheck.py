@@ -26,7 +26,7 @@ from jaxscale.models.base import HasWidths, Parametrised, ScansLayers
 from jaxscale.nn import head_logits
 from jaxscale.optim import Constant
 from jaxscale.plan.activations import recorded
-from jaxscale.plan.search import Tell
+from jaxscale.plan.search_front import Tell
 from jaxscale.step import TrainConfig, blueprint_of, step_of
 from jaxscale.step.prepare import prepare
 from jaxscale.step.state import TrainState

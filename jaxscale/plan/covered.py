@@ -24,7 +24,7 @@ class NotCovered(ConfigError):
 
     def __init__(self, what: str):
         self.why = f"no formula knows the arithmetic and memory of {what}"
-        super().__init__(f"{self.why}; `jaxscale plan` without --search takes them from the traced step")
+        super().__init__(f"{self.why}; `jaxscale plan` takes them from the traced step")
 
 
 def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig:

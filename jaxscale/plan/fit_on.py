@@ -18,7 +18,7 @@ from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.memory import estimate
 from jaxscale.plan.planner import Plan, on_hardware, plan_for, with_budget
 from jaxscale.plan.restarts import Restarts
-from jaxscale.plan.search import Tell, silent
+from jaxscale.plan.search_front import Tell, silent
 from jaxscale.plan.shown import Shown, table_of
 from jaxscale.step import TrainConfig
 from jaxscale.step.rates import parameter_count

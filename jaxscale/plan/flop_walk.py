@@ -123,12 +123,12 @@ class _Walk:
         for walk, branch in zip(walks, branches, strict=True):
             walk.jaxpr(branch.jaxpr, place, times, certain)
         for walk, share in zip(walks, shares, strict=True):
-            for counts in walk.found.values() if share is not None else ():
-                counts[:] = [math.ceil(n * share) for n in counts]
+            for counts in walk.found.values():
+                counts[:] = counts if share is None else [math.ceil(n * share) for n in counts]
         totals = [sum(n for n, *_ in w.found.values()) for w in walks]
-        longest = walks[totals.index(max(totals))]
-        for (*key, sure), counts in longest.found.items():
-            known = min(totals) == max(totals) or shares[totals.index(max(totals))] is not None
+        most = totals.index(max(totals))
+        known = min(totals) == max(totals) or shares[most] is not None
+        for (*key, sure), counts in walks[most].found.items():
             one = self.found.setdefault((*key, sure and known), [0, 0, 0])
             for i, n in enumerate(counts):
                 one[i] += n

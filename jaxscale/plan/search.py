@@ -5,7 +5,8 @@ out; for those that fit, what its layout sends without recomputing and micro-bat
 They are worked out whole in that order (branch and bound), until what remains cannot come near the fastest that fits;
 what is beaten in time and memory by one that was worked out is left out. To fit is to fit at the upper end of the error
 bar (`jaxscale.plan.error_bars`). Nothing better is passed over. The fastest of
-those that no other beats in both time and memory are compiled.
+those that no other beats in both time and memory are compiled. A run that no formula covers is searched by tracing
+steps instead (`jaxscale.plan.search_traced`), as many as there is time for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,11 +26,13 @@ from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.communication import partition
-from jaxscale.plan.covered import covered
+from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
-from jaxscale.plan.roofline import StepTime, step_time
+from jaxscale.plan.roofline import step_time
+from jaxscale.plan.search_front import Found, Tell, front, layout_of, nothing_fits, silent
+from jaxscale.plan.search_traced import TRACING, walk_traced
 from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.space import Candidate, Space, candidates
 from jaxscale.plan.stand_ins import as_compiled
@@ -45,32 +48,6 @@ COMPILES = 4
 """At most so many programs are compiled for one search."""
 
 NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
-
-Tell = Callable[[str, int, int], None]
-"""Is told what is being done, how far it is, and of how many."""
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """A `Tell` that reports nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A candidate that fits, worked out.
-
-    Args:
-      candidate: the settings.
-      bytes: on each device, by arithmetic; what fits does so at the upper end of its error bar.
-      host: in host memory, of each device.
-      step: its time, by arithmetic.
-      plan: the whole plan where it was compiled.
-    """
-
-    candidate: Candidate
-    bytes: int
-    host: int
-    step: StepTime
-    plan: Plan | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +66,8 @@ class Search(Shown):
       compiled: how many were compiled.
       seconds: that all of it took.
       how: "compiled", or why not.
+      tracing: seconds that tracing took, where candidates were worked out by their traced steps.
+      traced: why they were.
     """
 
     winner: Plan
@@ -102,10 +81,12 @@ class Search(Shown):
     compiled: int
     seconds: float
     how: str
+    tracing: float | None = None
+    traced: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
-        names = ("within", "considered", "refused", "worked_out", "fitting", "compiled", "seconds", "how")
+        names = ("within", "considered", "refused", "worked_out", "fitting", "compiled", "seconds", "how", "tracing")
         front = [
             _words(f) | {"bytes": f.bytes, "host": f.host, "seconds": f.step.total, "mfu": f.step.mfu}
             | {"compiled": None if f.plan is None or f.plan.compiled is None else {
@@ -120,6 +101,11 @@ class Search(Shown):
             f"{self.considered:,} candidates, {self.refused:,} that training refuses, {self.worked_out:,} worked out, "
             f"{self.fitting:,} of them fit, {self.compiled} compiled ({self.how}); {self.seconds:.0f} s\n"
         )
+        if self.tracing is not None:
+            left = self.considered - self.refused - self.worked_out
+            rest = f"; {left:,} candidates were not, and a faster one may be among them" if left else ""
+            traced = f"{self.worked_out:,} steps were traced in {self.tracing:.0f} s, the simplest first"
+            yield f"{self.traced}: {traced}{rest}\n"
         yield self.winner
 
 
@@ -131,6 +117,7 @@ def search(
     compile: str = "auto",
     compiles: int = COMPILES,
     within: float = 1.25,
+    tracing: float = TRACING,
     tell: Tell = silent,
     tokens: float | None = None,
     price: float | None = None,
@@ -145,6 +132,7 @@ def search(
       compile: as for `plan_for`.
       compiles: how many programs may be compiled.
       within: the table holds what is at most so many times slower than the fastest.
+      tracing: seconds after which no further step is traced, of a run that no formula covers.
       tell: is told how far it is.
       tokens, price, watts: of `plan_for`, for the winner.
 
@@ -163,7 +151,11 @@ def search(
         raise LayoutError(f"{there.name} cannot be compiled for: {why}")
     if config.layout is None:
         config = dataclasses.replace(config, layout=TrainConfig().layout)
-    covered(config)
+    try:
+        covered(config)
+        method = "formulas"
+    except NotCovered as e:
+        method = e.why
     if there.slices > 1 and config.layout.across is None:  # type: ignore[union-attr]
         raise LayoutError(
             f"{there.name} has {there.slices} slices: name the mesh axis that goes over them, as Layout.across = 'data'"
@@ -173,7 +165,11 @@ def search(
     if every and not allowed:
         assert refusal is not None
         raise refusal
-    found, worked_out, fitting = _walk(allowed, there, within, tell)
+    traced_in, refused_by_layers = None, 0
+    if method == "formulas":
+        found, worked_out, fitting = _walk(allowed, there, within, tell)
+    else:
+        found, worked_out, fitting, refused_by_layers, traced_in = walk_traced(allowed, there, within, tell, tracing)
     best = front(found)
     done: dict[int, Found] = {}
     refused: list[str] = []
@@ -185,7 +181,7 @@ def search(
     if plans and not fits:
         least = min(plans, key=lambda plan: plan.bytes)
         rest = f" ({len(plans)} of {len(best)} were compiled; --compiles raises that)" if len(plans) < len(best) else ""
-        raise ConfigError(_nothing_fits(there, f"{least.config.layout}, compiled,", least.bytes) + rest)
+        raise ConfigError(nothing_fits(there, f"{least.config.layout}, compiled,", least.bytes) + rest)
     if fits:
         winner = min(fits, key=lambda plan: plan.best.total)
     else:
@@ -195,17 +191,9 @@ def search(
         how = f"{'compiled' if plans else 'analytic'}; the compiler refused {len(refused)}, first {refused[0]}"
     winner = with_budget(winner, tokens, price, watts)
     seconds = time.perf_counter() - began
-    unfit = len(every) - len(allowed)
-    return Search(winner, best, there, within, len(every), unfit, worked_out, fitting, len(plans), seconds, how)
-
-
-def front(found: Sequence[Found]) -> tuple[Found, ...]:
-    """What no other beats in both time and memory (Pareto), the fastest first; of equals the first."""
-    best: list[Found] = []
-    for f in sorted(found, key=lambda f: (f.step.total, f.bytes)):
-        if not best or f.bytes < best[-1].bytes:
-            best.append(f)
-    return tuple(best)
+    unfit = len(every) - len(allowed) + refused_by_layers
+    counts = len(every), unfit, worked_out, fitting, len(plans)
+    return Search(winner, best, there, within, *counts, seconds, how, traced_in, "" if traced_in is None else method)
 
 
 def _counted(every: Iterator[Candidate], tell: Tell) -> Iterator[Candidate]:
@@ -220,7 +208,7 @@ def _trainable(every: Sequence[Candidate]) -> tuple[list[Candidate], JaxscaleErr
     refused: dict[tuple[Layout, int], JaxscaleError | None] = {}  # memory policies have no part in it
     allowed: list[Candidate] = []
     for c in every:
-        key = (_layout(c), c.config.accumulate)
+        key = (layout_of(c), c.config.accumulate)
         if key not in refused:
             try:
                 check_trainable(c.config)
@@ -267,9 +255,9 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
                 sizes[at] = error_bar(c.config, there, estimates[at].device).bytes(estimates[at].device)[1]
                 if sizes[at] <= there.chip.capacity:
                     fitting += 1
-                    if _layout(c) not in sent:
-                        sent[_layout(c)] = _sends_at_least(c, there)
-                    heapq.heappush(bounds, (_at_least(c, there, sent[_layout(c)]), at, True))
+                    if layout_of(c) not in sent:
+                        sent[layout_of(c)] = _sends_at_least(c, there)
+                    heapq.heappush(bounds, (_at_least(c, there, sent[layout_of(c)]), at, True))
             elif not any(f.step.total <= bound and f.bytes <= estimates[at].device for f in found):
                 memory = estimates[at]
                 step = step_time(traced_work(c.config, there, memory), there)
@@ -285,13 +273,13 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
     if not found:
         closest = min(sizes, key=lambda at: sizes[at])
         how = f"with memory '{every[closest].policy}', {'may take' if total else 'takes for state alone'}"
-        raise ConfigError(_nothing_fits(there, f"the closest, {_layout(every[closest])} {how}", sizes[closest]))
+        raise ConfigError(nothing_fits(there, f"the closest, {layout_of(every[closest])} {how}", sizes[closest]))
     return [f for f in found if f.step.total <= within * fastest], worked_out, fitting
 
 
 def _at_least(c: Candidate, there: Topology, sent: Sequence[Collective]) -> float:
     """Seconds that a step of a candidate cannot beat: those of its arithmetic, with nothing updated."""
-    return step_time(work_of(c.config, _layout(c), NOTHING, sent), there).total
+    return step_time(work_of(c.config, layout_of(c), NOTHING, sent), there).total
 
 
 def _sends_at_least(c: Candidate, there: Topology) -> tuple[Collective, ...]:
@@ -315,11 +303,11 @@ def _compile(best: Sequence[Found], there: Topology, compiles: int, tell: Tell) 
             break
         if left == 1 and compiles > 1 and fastest == math.inf and n < len(best) - 1:
             continue
-        tell(f"compiling {_layout(f.candidate)}", len(done), min(compiles, len(best)))
+        tell(f"compiling {layout_of(f.candidate)}", len(done), min(compiles, len(best)))
         try:
             plan = plan_for(f.candidate.config, there, compile="always")
         except (JaxscaleError, KernelError, jax.errors.JaxRuntimeError) as e:
-            refused.append(f"{_layout(f.candidate)} ({(str(e).strip() or type(e).__name__).splitlines()[0][:200]})")
+            refused.append(f"{layout_of(f.candidate)} ({(str(e).strip() or type(e).__name__).splitlines()[0][:200]})")
             continue
         done[n] = dataclasses.replace(f, plan=plan)
         if plan.fits:
@@ -327,24 +315,9 @@ def _compile(best: Sequence[Found], there: Topology, compiles: int, tell: Tell) 
     return done, refused
 
 
-def _layout(c: Candidate) -> Layout:
-    assert c.config.layout is not None
-    return c.config.layout
-
-
-def _nothing_fits(there: Topology, what: str, size: int) -> str:
-    times = size / there.chip.capacity
-    more = f"about {math.ceil(times)} times as many devices" if times > 2 else "more devices"
-    rest = "" if "state alone" in what else ", a smaller batch or a shorter sequence"
-    return (
-        f"nothing fits the {human_bytes(there.chip.capacity)} of a {there.chip.name}: {what} {human_bytes(size)}; take "
-        f"{more}{rest}"
-    )
-
-
 def _words(f: Found) -> dict[str, Any]:
     """A candidate's choices."""
-    layout, c = _layout(f.candidate), f.candidate
+    layout, c = layout_of(f.candidate), f.candidate
     return {
         "mesh": layout.mesh,
         "sequence_sharded": layout.sequence_sharded,

@@ -44,7 +44,7 @@ class Candidate:
 
     Args:
       config: the run's settings, changed.
-      policy: the name of its memory policy.
+      policy: the name of its memory policy; "its own" of a model that takes none.
       floor: bytes on a device that it takes at least: state and gradients.
     """
 
@@ -56,12 +56,12 @@ class Candidate:
 def axes_of(config: TrainConfig) -> tuple[str, ...]:
     """The mesh axes that a run's model can be cut along."""
     model: Any = config.model
-    kernel = model.attention
+    kernel, mlp = getattr(model, "attention", None), getattr(model, "mlp", None)
     able = {
         "replica": False,  # without `LocalSteps` it is another `data`, and with it no layout's choice
         # flash attention sees whole sequences
         "context": kernel is dot_product_attention or isinstance(kernel, ContextKernel),
-        "expert": isinstance(model.mlp, MixtureOfExperts),
+        "expert": isinstance(mlp, MixtureOfExperts),
     }
     return tuple(axis for axis in MESH_AXES if able.get(axis, True))
 
@@ -85,8 +85,8 @@ def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Cand
       devices: how many its meshes have.
       space: where to look.
     """
-    models = {}
-    for name in space.policies:
+    models: dict[str, Any] = {} if hasattr(config.model, "memory") else {"its own": config.model}
+    for name in space.policies if not models else ():
         with contextlib.suppress(ConfigError):  # experts are not tiled
             models[name] = dataclasses.replace(config.model, memory=name)  # type: ignore[type-var]
     blueprint, _ = blueprint_of(config)

@@ -31,7 +31,10 @@ FAMILIES = (
     "gpt2", "llama3_8b", "llama3_70b", "sheared_llama_1_3b", "mixtral_8x7b", "deepseek_moe_16b", "qwen3", "gemma2_2b",
     "phi3_mini", "olmo2_7b", "deepseek_v2_lite", "deepseek_v3", "gemma3",
 )  # fmt: skip
-OPTIMIZERS = ("AdamW", "AdamW8bit", "SGD", "Lion", "Muon", "SOAP", "Adafactor", "LAMB", "ScheduleFreeAdamW", "OnHost")
+OPTIMIZERS = (
+    optim.AdamW(), optim.AdamW8bit(), optim.SGD(), optim.Lion(), optim.Muon(), optim.Adafactor(), optim.LAMB(),
+    optim.ScheduleFreeAdamW(), optim.OnHost(), optim.SOAP(max_size=2**20),
+)  # fmt: skip
 CHIPS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1", "h100:8", "v5e:4x4", "v5p:2x2x4", "v5p:4x4x4", "h100:8x2")
 MESHES = ("fsdp=-1", "data=-1", "data=2,fsdp=-1", "fsdp=-1,tensor=2", "tensor=2,data=-1", "fsdp=-1,context=2",
           "fsdp=-1,expert=2", "pipeline=2,fsdp=-1", "pipeline=4,data=-1", "pipeline=2,fsdp=-1,tensor=2")  # fmt: skip
@@ -61,7 +64,7 @@ def drawn(seed: int) -> tuple[js.TrainConfig, str] | None:
         cut = "tensor" in mesh and pick((True, False))
         layout = js.Layout(mesh, rules=rules, pipeline=pipeline, sequence_sharded=cut)
         run = js.TrainConfig(
-            model=model, layout=layout, optimizer=getattr(optim, pick(OPTIMIZERS))(),
+            model=model, layout=layout, optimizer=pick(OPTIMIZERS),
             batch_size=64 * pick((1, 2, 4)), seq_len=pick((512, 1024, 2048, 4096, 8192)),
             accumulate=pick((1, 1, 2)), segments=pick((False, True)),
         )  # fmt: skip
@@ -83,7 +86,8 @@ def larger(config: js.TrainConfig) -> Iterator[tuple[str, js.TrainConfig]]:
     Left out is a run of one layer that becomes one of several. One layer is not recomputed, whatever the memory policy
     says: a scan over one is no loop, and the compiler finds what recomputing makes where the forward pass left it. Two
     are recomputed, and may take less (`llama3_8b` with attention that keeps its scores, 8 x 8192 tokens on
-    `v5p:2x2x2`: one layer compiles to 18.70 GiB, two to 18.37).
+    `v5p:2x2x2`: one layer compiles to 18.70 GiB, two to 18.37). Left out is SOAP's `max_size` as well: of a side that
+    grows beyond it there is no preconditioner.
     """
     model = config.model
     assert isinstance(model, TransformerConfig)
@@ -130,7 +134,7 @@ def test_a_larger_run_is_never_planned_with_less_memory():
 
 @pytest.mark.long
 def test_a_larger_run_is_never_planned_with_less_memory_500_times():
-    found, wrong = falls(range(700))
+    found, wrong = falls(range(600))
     assert found >= 500 and not wrong, wrong
 
 

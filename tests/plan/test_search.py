@@ -146,8 +146,34 @@ def test_what_cannot_be_searched_is_one_sentence():
         search(CONFIG, "v5p:2x2x2*2", compile="never")
     with raises_saying(ConfigError, "compiles = 0", "--analytic"):
         search(CONFIG, "h100:8", compiles=0)
-    with raises_saying(ConfigError, "no formula knows", "Bigram", "jaxscale plan"):
-        search(dataclasses.replace(CONFIG, model=Bigram()), "h100:8")
+
+
+OTHER = dataclasses.replace(CONFIG, model=Bigram(vocab=512, width=64))
+
+
+def test_a_model_without_formulas_is_searched_by_tracing_its_steps():
+    space = Space(axes=("data", "fsdp"), accumulate=(1, 2))
+    found = search(OTHER, devices_of(2**40), space=space, compile="never", within=99)
+    plans = [plan_for(c.config, devices_of(2**40), compile="never") for c in candidates(OTHER, 4, space)]
+    assert found.considered == found.worked_out == found.fitting == len(plans) == 6
+    assert any("of the traced step" in note for note in found.winner.notes)
+    assert found.winner.step.total == min(p.step.total for p in plans)
+    least = min(plans, key=lambda p: p.bytes)
+    assert found.front[-1].bytes == least.bytes
+    shown = " ".join(str(found).split())
+    assert "Bigram: 6 steps were traced in" in shown and "its own" in shown and "were not" not in shown
+    assert found.to_json()["tracing"] == found.tracing > 0
+    upper = least.bytes_range[1]  # fits at the upper end of the error bar, and so does nothing larger
+    assert {f.bytes for f in search(OTHER, devices_of(upper), space=space, compile="never").front} == {least.bytes}
+    with raises_saying(ConfigError, "nothing fits", "the closest", "may take"):
+        search(OTHER, devices_of(upper - 1), space=space, compile="never")
+
+
+def test_tracing_ends_when_its_time_is_over_and_what_was_left_out_is_said():
+    space = Space(axes=("data", "fsdp"), accumulate=(1, 2))
+    found = search(OTHER, devices_of(2**40), space=space, compile="never", tracing=0)
+    assert found.worked_out == 1 and found.winner.config.accumulate == 1
+    assert "5 candidates were not, and a faster one may be among them" in " ".join(str(found).split())
 
 
 def test_the_planned_file_is_not_overwritten(tmp_path, capfd):

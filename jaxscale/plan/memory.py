@@ -71,8 +71,9 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     """What a run's step takes of each device, by arithmetic.
 
     The step's buffers are dealt out in the order in which a compiled one makes them (`jaxscale.plan.layer_memory`), as
-    XLA for TPUs deals them out (`jaxscale.plan.heap`), so that more layers, width, tokens or rows never take less; only
-    two layers may take less than one, which is not recomputed. Needs no compiler and no devices.
+    XLA for TPUs deals them out (`jaxscale.plan.heap`), so that more layers, width, tokens or rows never take less. Two
+    exceptions are real: two layers may take less than one, which is not recomputed, and a side of a matrix that grows
+    beyond SOAP's `max_size` has no preconditioner. Needs no compiler and no devices.
 
     Args:
       config: the run's settings, with a layout.

@@ -12,10 +12,8 @@ from jaxscale.hardware import Topology, topology
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MultiHeadLatent
-from jaxscale.plan.by_tracing import traced_plan
-from jaxscale.plan.covered import NotCovered, check_attention, covered
+from jaxscale.plan.by_tracing import memory_of
 from jaxscale.plan.error_bars import error_bar
-from jaxscale.plan.memory import estimate
 from jaxscale.plan.planner import Plan, on_hardware, plan_for, with_budget
 from jaxscale.plan.restarts import Restarts
 from jaxscale.plan.search_front import Tell, silent
@@ -353,14 +351,10 @@ def _refuses(config: TrainConfig, hardware: Topology) -> str:
     """Why a run does not fit hardware: the error that refuses it, or its memory's upper end; "" if it fits."""
     try:
         config = on_hardware(config, hardware)
-        assert config.layout is not None
-        try:
-            check_attention(covered(config), config.layout)
-            device, method = estimate(config, hardware).device, "formulas"
-        except NotCovered:
-            device, method = traced_plan(config, hardware)[0].device, "traced"
+        memory, method = memory_of(config, hardware)
     except (ConfigError, LayoutError) as e:
         return str(e)
+    device = memory.device
     bar = error_bar(config, hardware, device, method)
     if bar.bytes(device)[1] <= hardware.chip.capacity:
         return ""

@@ -17,13 +17,14 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
-from jaxscale.plan.by_tracing import traced_plan
+from jaxscale.plan.by_tracing import traced_plan, with_traced_memory
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar
 from jaxscale.plan.memory import Estimate, estimate
+from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.shown import Shown
@@ -208,8 +209,9 @@ def plan_for(
 ) -> Plan:
     """Plans a run: bytes, FLOPs, traffic and time of a step, and what a number of tokens takes.
 
-    Always without a compiler: collectives from the traced step, memory and FLOPs by formulas, or where these do not
-    cover a run from the traced step as well; rates from data sheets. Where the hardware's own compiler is installed,
+    Always without a compiler: collectives from the traced step; memory and FLOPs by formulas, or where these do not
+    cover a run from the traced step as well, as memory is where that was seen to be closer
+    (`jaxscale.plan.by_tracing.better_traced`); rates from data sheets. Where the hardware's own compiler is installed,
     from the compiled step as well. Nothing is allocated.
 
     Args:
@@ -236,7 +238,8 @@ def plan_for(
     method = "formulas"
     try:
         memory = estimate(config, there)
-        work = traced_work(config, there, memory)
+        work, traced = traced_work(config, there, memory)
+        memory, method = with_traced_memory(memory, config, there, traced)
     except LayoutError:
         _check_as_training(config, there)
         raise
@@ -259,8 +262,10 @@ def plan_for(
     return with_budget(plan, tokens, price, watts, restarts)
 
 
-def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
-    """A step's work: collectives and the optimizer's matrix products of the traced step, the rest by formulas.
+def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> tuple[Work, Partitioned]:
+    """A step's work, and its traced program.
+
+    Collectives and the optimizer's matrix products are the traced program's, the rest is by formulas.
 
     Args:
       config: the run's settings, every size of its mesh known.
@@ -274,7 +279,7 @@ def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> Work:
     traced = partition(config, there)
     sent = as_compiled(traced.collectives, there)
     work = work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
-    return dataclasses.replace(work, uncounted=traced.without_rule)
+    return dataclasses.replace(work, uncounted=traced.without_rule), traced
 
 
 def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:

@@ -24,6 +24,7 @@ import jax
 from jaxscale.errors import ConfigError, JaxscaleError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
+from jaxscale.plan.by_tracing import better_traced, with_traced_memory
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.communication import partition
 from jaxscale.plan.covered import NotCovered, covered
@@ -252,15 +253,22 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
                     tell("working out", worked_out, total)
                 worked_out += 1
                 estimates[at] = estimate(c.config, there)
-                sizes[at] = error_bar(c.config, there, estimates[at].device).bytes(estimates[at].device)[1]
-                if sizes[at] <= there.chip.capacity:
-                    fitting += 1
+                traces = better_traced(c.config, there)  # then formulas only say what surely does not fit
+                low, sizes[at] = error_bar(c.config, there, estimates[at].device).bytes(estimates[at].device)
+                if (low if traces else sizes[at]) <= there.chip.capacity:
+                    fitting += not traces
                     if layout_of(c) not in sent:
                         sent[layout_of(c)] = _sends_at_least(c, there)
                     heapq.heappush(bounds, (_at_least(c, there, sent[layout_of(c)]), at, True))
             elif not any(f.step.total <= bound and f.bytes <= estimates[at].device for f in found):
-                memory = estimates[at]
-                step = step_time(traced_work(c.config, there, memory), there)
+                work, traced = traced_work(c.config, there, estimates[at])
+                memory, method = with_traced_memory(estimates[at], c.config, there, traced)
+                if method == "traced":
+                    sizes[at] = error_bar(c.config, there, memory.device, method).bytes(memory.device)[1]
+                    if sizes[at] > there.chip.capacity:
+                        continue
+                    fitting += 1
+                step = step_time(work, there)
                 found.append(Found(c, memory.device, memory.host, step))
                 fastest = min(fastest, step.total)
     if not total:

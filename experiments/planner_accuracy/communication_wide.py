@@ -1,12 +1,13 @@
 """What a step of a model of real width sends, predicted and compiled, for TPUs and GPUs.
 
-    JAX_PLATFORMS=cpu python experiments/planner_accuracy/communication_wide.py          # compiles; goes on where stopped
-    JAX_PLATFORMS=cpu python experiments/planner_accuracy/communication_wide.py --again  # predictions anew
-    JAX_PLATFORMS=cpu python experiments/planner_accuracy/communication_wide.py --table  # into COMMUNICATION.md
+    export JAX_PLATFORMS=cpu
+    python experiments/planner_accuracy/communication_wide.py          # compiles cell by cell; goes on where it stopped
+    python experiments/planner_accuracy/communication_wide.py --again  # predictions anew, compiled numbers as they are
+    python experiments/planner_accuracy/communication_wide.py --table  # writes the table into COMMUNICATION.md
 
 Needs `make install EXTRAS=plot,tpu,gpu-aot` on Python 3.12 or newer, and jax 0.12. The cells are the lines of
-communication_wide.txt, written as those of memory.py are, and were chosen before any of them was compiled. Each compiled
-cell is a line of communication_wide.jsonl; "opened" is predicted over compiled when the cell was first compiled.
+communication_wide.txt, written as those of memory.py are, and were chosen before any of them was compiled. Each
+compiled cell is a line of communication_wide.jsonl; "opened" is predicted over compiled when it was first compiled.
 """
 
 from __future__ import annotations

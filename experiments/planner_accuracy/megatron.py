@@ -21,7 +21,8 @@ def work(config: TrainConfig, there: Topology) -> Work:
     """A step as we go about it: `jaxscale plan`'s arithmetic, nothing compiled."""
     assert config.layout is not None
     layout = sized(config.layout, there.devices)
-    found = work_of(config, layout, estimate(config, there), predict(config, there))
+    sent = predict(config, there, repeats=False)  # other systems gather weights once for a backward pass
+    found = work_of(config, layout, estimate(config, there), sent)
     return dataclasses.replace(found, crosses=layout.across)
 
 

@@ -44,6 +44,8 @@ class Collective:
       name: the operation it came from, as JAX names it.
       source: "file:line" of the model or step that asked for it; "" where the compiler does not say.
       pairs: of a permute, which device sends to which.
+      flops: of a predicted reduce-scatter, those of the product that it sums, on a device, where a compiler may make
+        both a ring; else 0.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class Collective:
     name: str = ""
     source: str = ""
     pairs: tuple[tuple[int, int], ...] = ()
+    flops: float = 0.0
 
     @property
     def sent(self) -> int:

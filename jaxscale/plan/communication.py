@@ -23,7 +23,9 @@ from jaxscale.step import TrainConfig, blueprint_of, step_of
 from jaxscale.step.step import batch_shardings
 
 
-def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False) -> list[Collective]:
+def predict(
+    config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False, repeats: bool | None = None
+) -> list[Collective]:
     """Every collective of a training step, with named scopes and source lines as in its compiled program.
 
     A compiler may replace some by others, merges small ones, and adds a few scalars
@@ -35,15 +37,19 @@ def predict(config: TrainConfig, hardware: str | Topology, *, every_branch: bool
       hardware: a topology or its name, as "v5p:8x8x8"; only the number of its devices matters, and their kind.
       every_branch: count a pipeline's branches at every tick, and what an optimizer does every few updates at every
         one, as a compiled program's text has them, and not only when they are taken.
+      repeats: count a gather that equals an earlier one once more, as XLA makes it for GPUs: weights that a backward
+        pass needs are gathered for what it recomputes, and again. By default on GPUs.
 
     Raises:
       ConfigError: a run without a layout, or what its layers refuse.
       LayoutError: what cannot be laid out, or an unknown topology.
     """
-    return list(partition(config, hardware, every_branch=every_branch).collectives)
+    return list(partition(config, hardware, every_branch=every_branch, repeats=repeats).collectives)
 
 
-def partition(config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False) -> Partitioned:
+def partition(
+    config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False, repeats: bool | None = None
+) -> Partitioned:
     """What a device computes and sends in a training step; arguments as `predict`."""
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
@@ -60,7 +66,9 @@ def partition(config: TrainConfig, hardware: str | Topology, *, every_branch: bo
     shares = None if every_branch else _branch_shares(config, layout) if layout.stages > 1 else {}
     platform = {"gpu": "cuda"}.get(target.chip.platform, target.chip.platform)
     step = step_of(blueprint, config, schedule)
-    return partitioned(step, args, boxes, layout, out=boxes[0], platform=platform, branch_shares=shares)
+    repeats = target.chip.platform == "gpu" if repeats is None else repeats
+    options: dict[str, Any] = dict(platform=platform, branch_shares=shares, repeats=repeats)
+    return partitioned(step, args, boxes, layout, out=boxes[0], **options)
 
 
 def sized(layout: Layout, devices: int) -> Layout:

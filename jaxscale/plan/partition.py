@@ -28,7 +28,17 @@ from jaxscale.layout import Boxes, Layout
 from jaxscale.plan.collectives import PLUMBING, Collective
 from jaxscale.plan.moves import change, devices
 from jaxscale.plan.partition_control import CALLS, users_by_array
-from jaxscale.plan.partition_rules import ADDS, LINEAR, RULES, SAME_SHAPE, SHARED, Split, finest, without_rule
+from jaxscale.plan.partition_rules import (
+    ADDS,
+    LINEAR,
+    REPEATED,
+    RULES,
+    SAME_SHAPE,
+    SHARED,
+    Split,
+    finest,
+    without_rule,
+)
 from jaxscale.plan.program import Program, Recorder
 from jaxscale.plan.stand_ins import SMALL_SCATTER
 from jaxscale.step.trace import source_line
@@ -69,6 +79,7 @@ def partitioned(
     out: Any = (),
     platform: str = "tpu",
     branch_shares: Mapping[str, float] | None = None,
+    repeats: bool = False,
 ) -> Partitioned:
     """Traces a function under a layout and partitions its program.
 
@@ -85,6 +96,7 @@ def partitioned(
       branch_shares: by named scope, the share of a loop's iterations that take the branch of a `jax.lax.cond` in this
         scope. What an optimizer does every few updates (`jaxscale.plan.scopes.share_of_updates`) counts as often; with
         `None` everything counts at each call.
+      repeats: whether constraints and collectives (`REPEATED`) are executed again where they equal earlier ones.
 
     Returns:
       FLOPs and collectives of one call. Of other branches the one with the most FLOPs is counted, and a loop whose
@@ -93,7 +105,7 @@ def partitioned(
     with layout:
         closed = jax.make_jaxpr(fn)(*args)
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    walk = Walk(layout, platform, branch_shares)
+    walk = Walk(layout, platform, branch_shares, repeats=repeats)
     before, after = (jax.tree.leaves(t, is_leaf=lambda x: isinstance(x, Boxes)) for t in (list(boxes), out))
     inputs = [walk.new(b) for b in before]
     shapes: set[tuple[int, ...]] = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
@@ -114,18 +126,20 @@ class Value:
       boxes: its sharding.
       number: equal arrays have the same one.
       dtype: of a partial sum, the dtype in which it is reduced; `None` for the array's own.
+      flops: of the partial sums that one product gives, the product's FLOPs on a device, if all mesh axes shard it.
     """
 
     boxes: Boxes
     number: int
     dtype: Any = None
+    flops: float = 0.0
 
 
 class Walk:
     """Walks a jaxpr and those inside of it, and adds up FLOPs and collectives.
 
     Args:
-      layout, platform, branch_shares: see `partitioned`.
+      layout, platform, branch_shares, repeats: see `partitioned`.
       manual: mesh axes that an enclosing `shard_map` is manual over.
       times: how often the jaxpr is executed.
       certain: whether that is certain.
@@ -138,13 +152,14 @@ class Walk:
         platform: str,
         branch_shares: Mapping[str, float] | None,
         *,
+        repeats: bool = False,
         manual: frozenset[str] = frozenset(),
         times: float = 1.0,
         certain: bool = True,
         scope: str = "",
     ):
         self.layout, self.platform, self.branch_shares, self.manual = layout, platform, branch_shares, manual
-        self.times, self.certain, self.scope = times, certain, scope
+        self.times, self.certain, self.scope, self.repeats = times, certain, scope, repeats
         self.flops: dict[tuple[str, str], float] = defaultdict(float)
         self.collectives: list[Collective] = []
         self.without_rule: set[str] = set()
@@ -162,6 +177,7 @@ class Walk:
             self.layout,
             self.platform,
             self.branch_shares,
+            repeats=self.repeats,
             manual=self.manual | manual,
             times=self.times * share,
             certain=self.certain and certain,
@@ -177,9 +193,9 @@ class Walk:
         self.collectives += walk.collectives
         self.without_rule |= walk.without_rule
 
-    def new(self, boxes: Boxes, dtype: Any = None) -> Value:
+    def new(self, boxes: Boxes, dtype: Any = None, flops: float = 0.0) -> Value:
         """An array that equals no other."""
-        return Value(boxes, next(self.numbers), dtype if boxes.partial else None)
+        return Value(boxes, next(self.numbers), *((dtype, flops) if boxes.partial else ()))
 
     def cached(self, key: tuple[Any, ...], boxes: Boxes) -> Value:
         """The array of this key; a new one at the first call."""
@@ -211,7 +227,7 @@ class Walk:
             operands = [read(v) for v in eqn.invars]
             self.record.resharded = {}
             rule = CALLS.get(name) or RULES.get(name, without_rule)
-            if name in SHARED:
+            if name in SHARED and not self.separate(eqn):
                 params = id(eqn.params["jaxpr"]) if name == "pallas_call" else str(eqn.params)
                 key = (name, params, self.manual, *(x.number for x in operands))
                 executed = key not in self.cache
@@ -273,7 +289,9 @@ class Walk:
         """The same array in another sharding, with the collectives that this needs; once for equal arrays."""
         if value.boxes == after:
             return value
-        key = ("reshard", value.number, after)
+        key: tuple[Any, ...] = ("reshard", value.number, after)
+        if eqn is not None and self.separate(eqn):
+            key = (*key, next(self.numbers))
         if key not in self.cache:
             if math.prod(var.aval.shape):
                 shape = self._padded(var, value.boxes, after)
@@ -284,8 +302,11 @@ class Walk:
                     after = Boxes(after.split)  # a small sum is all-reduced, and each device slices its part
                     steps = [value.boxes, Boxes(value.boxes.split), after]
                 for a, b in itertools.pairwise(steps):
-                    self.send(change(shape, itemsize, a, b, self.layout.sizes), scopes, eqn)
-            made = self.new(after, value.dtype)
+                    sent = change(shape, itemsize, a, b, self.layout.sizes)
+                    if scattered == a.partial:
+                        sent = [dataclasses.replace(c, flops=value.flops) for c in sent]
+                    self.send(sent, scopes, eqn)
+            made = self.new(after, value.dtype, value.flops)
             sliced = not value.boxes.partial and _finer(after, value.boxes)
             self.record.reshard(value.number, var, made.number, after, scopes, dtype=value.dtype, sliced=sliced)
             self.cache[key] = [made]
@@ -305,6 +326,10 @@ class Walk:
             if eqn is not None:
                 fields |= dict(name=f"{scopes}/{eqn.primitive.name}", source=source_line(eqn, PLUMBING))
             self.collectives += [dataclasses.replace(c, **fields) for c in collectives]
+
+    def separate(self, eqn: Any) -> bool:
+        """Whether an operation that equals an earlier one, on equal arrays, is executed all the same."""
+        return self.repeats and eqn.primitive.name in REPEATED
 
     def pieces(self, axes: Sequence[str]) -> int:
         """How many devices these mesh axes span."""

@@ -56,6 +56,10 @@ _COLLECTIVES = {
     "ppermute": "collective-permute",
 }  # fmt: skip
 
+REPEATED = frozenset(("sharding_constraint", *_COLLECTIVES))
+"""Primitives of `SHARED` that a compiler for GPUs executes again for equal operands: it numbers every collective, and
+two of different numbers are not equal."""
+
 
 def finest(splits: Sequence[Split]) -> Split:
     """For each dimension the sharding of the most mesh axes."""
@@ -77,7 +81,8 @@ def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         users = [u.primitive.name for u in walk.users_of(out)]
         if partial and eqn.primitive.name == "convert_element_type" and users == ["add"]:
             dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # cast first, and reduced afterwards
-        outputs.append(walk.new(Boxes(walk.divisible(shape, finest(splits)), partial), dtype))
+        flops = inputs[0].flops if len(inputs) == 1 else 0.0
+        outputs.append(walk.new(Boxes(walk.divisible(shape, finest(splits)), partial), dtype, flops))
     return outputs
 
 
@@ -173,7 +178,9 @@ def product(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     highest = eqn.params.get("precision") == (jax.lax.Precision.HIGHEST,) * 2 and dtype == "float32"
     walk.flops[walk.scopes(eqn), dtype] += flops * walk.times * (HIGHEST if highest else 1)
     partial = frozenset(a for name, axes in split.items() if name[0] == "k" for a in axes)
-    return [walk.new(Boxes(tuple(split[name] for name in out), partial), eqn.outvars[0].aval.dtype)]
+    sharding = {a for axes in split.values() for a in axes} | walk.manual
+    flops = flops if all(n == 1 or a in sharding for a, n in walk.layout.sizes.items()) else 0.0
+    return [walk.new(Boxes(tuple(split[name] for name in out), partial), eqn.outvars[0].aval.dtype, flops)]
 
 
 def reduction(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -198,7 +205,7 @@ def transpose(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     """The dimensions' shardings, permuted as they are."""
     boxes = inputs[0].boxes
     split = tuple(boxes.split[d] for d in eqn.params["permutation"])
-    return [walk.new(Boxes(split, boxes.partial), inputs[0].dtype)]
+    return [walk.new(Boxes(split, boxes.partial), inputs[0].dtype, inputs[0].flops)]
 
 
 def stack(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -219,7 +226,7 @@ def reshape(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         if first is not None and to is not None and after[to] % walk.pieces(boxes.split[first]) == 0:
             split[to] = ungathered[first] = boxes.split[first]
     walk.reshard(eqn.invars[0], inputs[0], Boxes(tuple(ungathered), boxes.partial), walk.scopes(eqn), eqn)
-    return [walk.new(Boxes(tuple(split), boxes.partial), inputs[0].dtype)]
+    return [walk.new(Boxes(tuple(split), boxes.partial), inputs[0].dtype, inputs[0].flops)]
 
 
 def pad_or_slice(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:

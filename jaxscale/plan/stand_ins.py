@@ -1,4 +1,4 @@
-"""What the TPU's compiler sends in place of what the rules demand: all-reduces, of twice the bytes."""
+"""What the TPU's compiler sends in place of what the rules demand: all-reduces, of twice the bytes, and rings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ MANY = 64
 LARGE_GATHER = 16 * 1024**2
 """A larger one is a gather even so, in a slice of two dimensions."""
 
+RING = {"v5e": 2080, "v5p": 2050, "v6e": 4930, "tpu7x": 5310}
+"""By chip, half of n x FLOPs of a product for a byte that its scatter over n devices moves, from which on both become
+a ring; what XLA takes a chip's peak over its links' rate to be. Of other chips the data sheet's is taken."""
+LONGEST_RING = 32
+"""Devices of the largest ring that was seen; over 64 there was none."""
+
 
 def as_compiled(found: Iterable[Collective], hardware: str | Topology) -> list[Collective]:
     """The same as jax 0.12's compiler for TPUs has it, where that is known.
+
+    A reduce-scatter of one product's sums becomes a ring of permutes, beside pieces of the product, where the product
+    is large enough (`RING`). Other collectives:
 
     | collective | of a group that is | becomes an all-reduce |
     |---|---|---|
@@ -38,12 +47,31 @@ def as_compiled(found: Iterable[Collective], hardware: str | Topology) -> list[C
     there = topology(hardware) if isinstance(hardware, str) else hardware
     if there.chip.platform != "tpu":
         return list(found)
-    return [dataclasses.replace(c, kind="all-reduce") if _stands_in(c, there) else c for c in found]
+    return [_compiled(c, there) for c in found]
 
 
 def is_whole_sum(c: Collective, hardware: Topology) -> bool:
     """Whether a collective is a reduce-scatter that TPU compilers replace by an all-reduce, with a whole result."""
     return hardware.chip.platform == "tpu" and c.kind == "reduce-scatter" and _stands_in(c, hardware)
+
+
+def _compiled(c: Collective, there: Topology) -> Collective:
+    if _in_a_ring(c, there):  # both ways round: a piece for each device, and one more to bring the halves together
+        payload = c.payload * (c.devices + 1) // (c.devices - 1)
+        return dataclasses.replace(c, ring="reduce-scatter", payload=payload)
+    return dataclasses.replace(c, kind="all-reduce") if _stands_in(c, there) else c
+
+
+def _in_a_ring(c: Collective, there: Topology) -> bool:
+    """Whether a product and the reduce-scatter of its sums become a loop that sends pieces while it multiplies others.
+
+    XLA's partitioner decides so where the loop, with 2 more of n permutes, is faster than one after the other
+    (openxla/xla, xla/service/spmd/dot_handler.cc, `disable_windowed_einsum`).
+    """
+    if c.kind != "reduce-scatter" or not 2 < c.devices <= LONGEST_RING:
+        return False
+    least = RING.get(there.chip.name) or there.chip.flops["bfloat16"] / there.chip.links[0].bandwidth
+    return c.flops * c.devices / 2 > least * c.payload
 
 
 def _stands_in(c: Collective, there: Topology) -> bool:

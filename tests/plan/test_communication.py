@@ -12,14 +12,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import experiments.planner_accuracy.communication as measured
+import experiments.planner_accuracy.communication_wide as wide
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Boxes
 from jaxscale.nn import flash_attention
 from jaxscale.optim import SOAP, AdamW, Muon
 from jaxscale.optim.layers import is_hidden_matrix, view_of
 from jaxscale.plan import compile_for, flops, plan_for
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import partition, predict
+from jaxscale.plan.partition import partitioned
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import traffic
 from jaxscale.step import TrainConfig, blueprint_of
@@ -77,6 +80,57 @@ def test_what_was_compiled_sends_what_is_predicted(cell):
         else:
             assert abs(more) <= max(measured.SCALARS, theirs.get(axes, 0) // 1000), (axes, more)
     assert 0 <= left <= 0.03 * sum(theirs.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3_8b:4 h100:8 fsdp=8 dense 8x2048 dots", "llama3_8b:4 v6e:2x4 fsdp=8 8x4096 full"]
+)
+def test_compiled_steps_of_real_width_send_what_is_predicted(name):
+    # a GPU's gathers in the backward pass, and a TPU's rings in the place of reduce-scatters
+    ours, theirs = wide.predicted(name)["stood_in"], wide.read()[name]["compiled"]
+    assert abs(wide.total(ours) / wide.total(theirs) - 1) < 0.001
+
+
+@pytest.mark.parametrize("repeats, gathers", [(False, 1), (True, 2)])
+def test_a_gather_that_equals_another_is_made_once_or_again(repeats, gathers):
+    layout = js.Layout("fsdp=4").abstract(4)
+
+    def fn(x):
+        whole, again = (jax.lax.with_sharding_constraint(x, PartitionSpec()) for _ in range(2))
+        return jnp.sin(whole) + jnp.cos(again)
+
+    like = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    found = partitioned(fn, (like,), [Boxes((("fsdp",), ()))], layout, repeats=repeats).collectives
+    assert [c.kind for c in found] == ["all-gather"] * gathers
+
+
+def gradient(topology, tokens, devices=8):
+    """Of a product of activations whose sum is scattered: predicted, and what compiles it."""
+    layout, cut = js.Layout(f"fsdp={devices}").abstract(devices), PartitionSpec("fsdp", None)
+    like = jax.ShapeDtypeStruct((tokens * devices, 1024), jnp.bfloat16, sharding=NamedSharding(layout.device_mesh, cut))
+
+    def fn(a, b):
+        dims = ((0,), (0,)), ((), ())
+        product = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+        return jax.lax.with_sharding_constraint(product, cut)
+
+    split = Boxes((("fsdp",), ()))
+    found = as_compiled(partitioned(fn, (like, like), [split, split], layout).collectives, topology)
+    return found, lambda: collectives(compile_for(fn, topology, like, like, layout=js.Layout("fsdp=8")), layout.sizes)
+
+
+@pytest.mark.parametrize("topology, tokens", [("v5e:2x4", 1024), ("v5p:2x2x2", 992), ("v6e:2x4", 2432)])
+def test_a_large_product_and_its_scatter_are_a_ring(topology, tokens):
+    ((below,), _), ((above,), _) = gradient(topology, tokens), gradient(topology, tokens + 64)
+    assert not below.ring and above.ring == "reduce-scatter"
+    assert above.sent == 4 * 1024 * 1024 * 9 // 8  # a piece for each of eight devices, and one more
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("tokens", [1024, 1088])
+def test_a_compiler_makes_a_ring_of_a_large_product_and_its_scatter(tokens):
+    found, compiled = gradient("v5e:2x4", tokens)
+    assert sum(c.sent for c in compiled()) == sum(c.sent for c in found)
 
 
 def test_branches_of_a_pipeline_are_counted_when_they_are_taken():

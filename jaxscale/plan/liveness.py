@@ -253,12 +253,14 @@ class _Block:
             for n, size in sorted(op.writes.items(), key=lambda item: -item[1]):
                 if n in donated and not left[donated[n]] and (donated[n] not in op.reads or not _needs_own_buffer(op)):
                     continue
-                reused = next((d for d in dying if live[d].size == size), None) if op.name in _IN_PLACE else None
+                in_place = op.name in _IN_PLACE and not (self._habits.asynchronous_sums and is_sum(op))
+                reused = next((d for d in dying if live[d].size == size), None) if in_place else None
                 if reused is not None:
                     dying.remove(reused)
                     made[n] = live.pop(reused)
                 else:
                     made[n] = heap.take(f"{op.scope}/{op.name}", size)
+            heap.drop(heap.take(f"{op.scope}/masked rows of each group", op.scratch))
             if op.body:
                 _run_body(op, heap, self._habits)
             heap.drop(*(buffer for n in op.reads for buffer in held.pop(n, ())))

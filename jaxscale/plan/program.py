@@ -43,6 +43,7 @@ class Operation:
       stacked: for each row that a loop's body writes, by its number in the body: the stack.
       length: iterations of a loop.
       results: a branch's results, by their numbers in the branch.
+      scratch: bytes of memory that it takes while it runs, besides its results.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Operation:
     stacked: Mapping[int, int] = dataclasses.field(default_factory=dict)
     length: int = 1
     results: tuple[int, ...] = ()
+    scratch: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,18 @@ class Recorder:
         operands = tuple(self.resharded.get(n, n) for n in reads if n)
         writes = {n: self.bytes_of(v, boxes, repeated) for v, n, boxes in made if n not in operands}
         self._repeated |= dict.fromkeys(writes, repeated)
-        self.operations.append(Operation(eqn.primitive.name, operands, writes, scope, self.sent))
+        scratch = self._masked(eqn) if self.platform == "cuda" and eqn.primitive.name.startswith("ragged_dot") else 0
+        self.operations.append(Operation(eqn.primitive.name, operands, writes, scope, self.sent, scratch=scratch))
         self.sent = ()
+
+    def _masked(self, eqn: Any) -> int:
+        """Bytes of a ragged product's rows, masked for each group and transposed, since XLA for GPUs makes it dense.
+
+        Read off buffer assignments of steps compiled for H100 (`experiments/planner_accuracy/MEMORY.md`); products of
+        experts stand inside of a `shard_map`, where shapes are those of one device.
+        """
+        rows, _, sizes = (v.aval for v in eqn.invars[:3])
+        return 2 * math.prod(sizes.shape) * math.prod(rows.shape) * rows.dtype.itemsize
 
     def bytes_of(self, var: Any, boxes: Boxes, repeated: frozenset[int] = frozenset()) -> int:
         """Bytes of an array on one device; 0 in host memory. Dimensions in `repeated` count as 1."""

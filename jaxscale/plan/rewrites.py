@@ -147,14 +147,17 @@ def _with_hoisted_casts(
     for op in operations:
         if op.name == "loop":
             body = _with_hoisted_casts(op.body, numbers, {name(n) for n in op.reads} & {*copied})
+            inside = _Names(body)
             users: dict[int, list[Operation]] = defaultdict(list)
             for inner in body:
-                for n in {*inner.reads}:
-                    users[n].append(inner)
+                if inner.name not in ALIASES:
+                    for n in {inside(n) for n in inner.reads}:
+                        users[n].append(inner)
             rows, reads, gone = dict(op.rows), [*op.reads], set[int]()
             for row, (stack, size) in op.rows.items():
-                narrow = [u for u in users[row] if u.name == "convert_element_type" and sum(u.writes.values()) < size]
-                if narrow and len(narrow) == len(users[row]):
+                of = users[inside(row)]
+                narrow = [u for u in of if u.name == "convert_element_type" and sum(u.writes.values()) < size]
+                if narrow and len(narrow) == len(of):
                     for u in narrow:
                         ((made, size),) = u.writes.items()
                         whole = cast(u.name, stack, size * op.length, "casts of weights")

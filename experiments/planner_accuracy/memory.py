@@ -56,9 +56,6 @@ GPUS = HERE / "memory_gpus.txt"
 BEFORE = HERE.parent / "memory_policies" / "cells.jsonl"
 """Cells that were compiled before, all of them Llama 3 8B on a v5p of eight chips."""
 
-LOOKED_AT = 79
-"""So many of `PAIRS` had been compiled when the rules of tracing were chosen; the others were compiled after."""
-
 ATTENTION = {
     "flash": flash_attention,
     "dense": dot_product_attention,
@@ -305,7 +302,8 @@ def again() -> None:
 def calibrate() -> str:
     """Writes the factors between which 90% of the calibration cells lie, and says how many of the others do.
 
-    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are `error_bars.factors`.
+    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are `error_bars.factors`, the
+    upper one the greatest.
     """
     rows = [r for r in read().values() if "traced" in r]
     cells = {r["cell"]: Cell.named(r["cell"]) for r in rows}
@@ -321,7 +319,7 @@ def calibrate() -> str:
             of = [r for r in rows if kinds[r["cell"]] == kind]
             known = [r["compiled"] / r[field] for r in of if even[r["cell"]]]
             rest = [r["compiled"] / r[field] for r in of if not even[r["cell"]]]
-            n, (low, high) = len(known), error_bars.factors(known)
+            n, (low, high) = len(known), error_bars.factors(known, greatest=True)
             sizes = [r[field] for r in of]
             bar = {"low": low, "high": high, "cases": n, "smallest": min(sizes), "largest": max(sizes)}
             bar["chips"] = sorted({cells[r["cell"]].topology.partition(":")[0] for r in of})
@@ -343,16 +341,19 @@ def table(held_out: bool | None = None) -> str:
         out += [f"| {r['cell']} | {sizes} | {opened} |"]
     pairs = PAIRS.read_text().splitlines()
     gpus = [r for r in rows if r["cell"] in GPUS.read_text().splitlines()]
-    first = [r for r in rows if r["cell"] not in pairs and r not in gpus]
-    looked_at, fresh = ([r for r in rows if r["cell"] in of] for of in (pairs[:LOOKED_AT], pairs[LOOKED_AT:]))
+    drawn = [r for r in rows if r["cell"] in HELD_OUT.read_text().splitlines()]
+    first = [r for r in rows if r["cell"] not in pairs and r not in gpus and r not in drawn]
+    paired = [r for r in rows if r["cell"] in pairs]
     for name, of, field in (
         ("without pairs, looked at, formulas", [r for r in first if not r["held_out"]], "ratio"),
         ("without pairs, held out, when opened, formulas", [r for r in first if r["held_out"]], "opened"),
         ("without pairs, formulas", first, "ratio"),
         ("without pairs, traced", first, "traced"),
-        ("pairs, formulas, which were not changed for them", [*looked_at, *fresh], "ratio"),
-        ("pairs, looked at, traced", looked_at, "traced"),
-        ("pairs, held out, traced", fresh, "traced"),
+        ("pairs, formulas, which were not changed for them", paired, "ratio"),
+        ("pairs, traced, whose rules were chosen on them", paired, "traced"),
+        ("drawn at random, formulas", drawn, "ratio"),
+        ("drawn at random, traced, when opened", drawn, "opened_traced"),
+        ("drawn at random, traced", drawn, "traced"),
         ("GPUs, formulas", gpus, "ratio"),
         ("GPUs, traced", gpus, "traced"),
     ):

@@ -150,11 +150,16 @@ def write_bars(bars: dict[str, dict[str, Any]]) -> None:
     _bars.cache_clear()
 
 
-def factors(ratios: list[float]) -> tuple[float, float]:
+def factors(ratios: list[float], *, greatest: bool = False) -> tuple[float, float]:
     """The ends of an error bar: of n ratios the one at 0.05 and at 0.95 of n + 1, else the least and the greatest.
 
     Order statistics of conformal prediction (Vovk, Gammerman & Shafer 2005, "Algorithmic Learning in a Random World").
+
+    Args:
+      ratios: measured over predicted.
+      greatest: the upper end is the greatest, as for memory, where a step that takes more than it does fails.
     """
     n, known = len(ratios), sorted(ratios)
-    low, high = max(0, math.floor(0.05 * (n + 1)) - 1), min(n, math.ceil(0.95 * (n + 1))) - 1
+    low = max(0, math.floor(0.05 * (n + 1)) - 1)
+    high = n - 1 if greatest else min(n, math.ceil(0.95 * (n + 1))) - 1
     return round(known[low], 3), round(known[high], 3)

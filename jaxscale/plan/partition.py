@@ -114,7 +114,9 @@ def partitioned(
     each = itertools.zip_longest(jaxpr.outvars, results, after)
     results = [value if sharding is None else walk.reshard(var, value, sharding, "") for var, value, sharding in each]
     arguments = {x.number: walk.record.bytes_of(v, x.boxes) for v, x in zip(jaxpr.invars, inputs, strict=True)}
-    program = Program(tuple(walk.record.operations), arguments, tuple(x.number for x in results))
+    each_input = zip(jaxpr.invars, inputs, strict=True)
+    narrow = frozenset(x.number for v, x in each_input if getattr(getattr(v.aval, "dtype", None), "itemsize", 4) <= 2)
+    program = Program(tuple(walk.record.operations), arguments, tuple(x.number for x in results), narrow)
     return Partitioned(dict(walk.flops), tuple(walk.collectives), program, tuple(sorted(walk.without_rule)))
 
 

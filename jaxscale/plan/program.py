@@ -68,11 +68,13 @@ class Program:
       operations: in the order in which they were traced.
       arguments: numbers, with their bytes.
       results: numbers; the first arguments are donated to the first results.
+      narrow: the arguments of at most two bytes a number.
     """
 
     operations: tuple[Operation, ...]
     arguments: Mapping[int, int]
     results: tuple[int, ...]
+    narrow: frozenset[int] = frozenset()
 
 
 class Recorder:

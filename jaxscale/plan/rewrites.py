@@ -41,13 +41,11 @@ def rewritten(program: Program, hardware: Topology, *, copied_stacks: bool) -> t
     Args:
       program: the program of one device.
       hardware: the devices.
-      copied_stacks: whether stacks of weights are copied to other tiles.
+      copied_stacks: whether stacks of weights in the dtype of products are copied to other tiles.
     """
     numbers = itertools.count(-1, -1)
     operations = _with_whole_sums(program.operations, hardware, numbers)
-    operations = _with_hoisted_casts(
-        operations, numbers, frozenset(program.arguments) if copied_stacks else frozenset()
-    )
+    operations = _with_hoisted_casts(operations, numbers, program.narrow if copied_stacks else frozenset())
     operations = _with_sums_combined(operations, numbers)
     return _with_sums_after_loops(operations, numbers)
 

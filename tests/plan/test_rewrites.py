@@ -92,8 +92,10 @@ def test_rows_that_are_cast_behind_an_alias_are_cast_as_a_stack_before_the_loop(
 
 def test_rows_that_need_no_cast_are_copied_where_a_chip_does_so():
     product = Operation("dot_general", (20, 3), {23: SHARD})
-    program = Program((loop(product, rows={20: (1, SHARD)}, reads=(1, 3)),), {1: 4 * SHARD, 3: SHARD}, (1,))
+    step = loop(product, rows={20: (1, SHARD)}, reads=(1, 3))
+    program = Program((step,), {1: 4 * SHARD, 3: SHARD}, (1,), narrow=frozenset({1}))
     assert len(rewritten(program, V5E, copied_stacks=False)) == 1
+    assert len(rewritten(dataclasses.replace(program, narrow=frozenset()), V7X, copied_stacks=True)) == 1
     copy, after = rewritten(program, V7X, copied_stacks=True)
     assert [*copy.writes.values()] == [4 * SHARD] and {*copy.writes} <= {*after.reads}
 

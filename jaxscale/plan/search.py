@@ -241,6 +241,7 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
     heapq.heapify(bounds)
     found: list[Found] = []
     estimates: dict[int, Estimate] = {}
+    least: dict[int, int] = {}  # what they may take at the least
     sizes: dict[int, int] = {}  # the upper ends of their error bars
     sent: dict[Layout, tuple[Collective, ...]] = {}
     fastest, worked_out, fitting = math.inf, 0, 0
@@ -255,12 +256,13 @@ def _walk(every: Sequence[Candidate], there: Topology, within: float, tell: Tell
                 estimates[at] = estimate(c.config, there)
                 traces = better_traced(c.config, there)  # then formulas only say what surely does not fit
                 low, sizes[at] = error_bar(c.config, there, estimates[at].device).bytes(estimates[at].device)
+                least[at] = low if traces else estimates[at].device
                 if (low if traces else sizes[at]) <= there.chip.capacity:
                     fitting += not traces
                     if layout_of(c) not in sent:
                         sent[layout_of(c)] = _sends_at_least(c, there)
                     heapq.heappush(bounds, (_at_least(c, there, sent[layout_of(c)]), at, True))
-            elif not any(f.step.total <= bound and f.bytes <= estimates[at].device for f in found):
+            elif not any(f.step.total <= bound and f.bytes <= least[at] for f in found):
                 work, traced = traced_work(c.config, there, estimates[at])
                 memory, method = with_traced_memory(estimates[at], c.config, there, traced)
                 if method == "traced":

@@ -17,8 +17,9 @@ from jaxscale.cli import main
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import topology
 from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
-from jaxscale.optim import AdamW8bit
+from jaxscale.optim import AdamW8bit, Lion
 from jaxscale.plan import Restarts, compare, estimate, plan_for
+from jaxscale.plan.by_tracing import memory_of
 from jaxscale.plan.planner import count_of, groups
 from jaxscale.plan.restarts import best_interval, slowdown
 from jaxscale.step import blueprint_of, check
@@ -40,7 +41,7 @@ def plan(config=TINY, hardware="h100:8", **more):
 
 def test_bytes_are_the_estimates_and_their_groups_add_up_to_it():
     found = plan()
-    memory = estimate(TINY, "h100:8")
+    memory, _ = memory_of(TINY, topology("h100:8"))
     assert found.bytes == memory.device == sum(groups(found.memory).values())
     assert found.fits and found.hardware.chip.capacity == topology("h100:8").chip.capacity
 
@@ -293,3 +294,21 @@ def test_the_command_compares_two_gin_files_and_neither_takes_the_bindings_of_th
     assert data["b"] == json.loads(capfd.readouterr().out)
     assert main([*command, "--compare", str(gin), "--search"]) != 0
     assert "leave out --search" in capfd.readouterr().err
+
+
+def test_memory_is_by_formulas_where_they_were_made_for_the_run_and_else_from_its_traced_step():
+    """Runs with AdamW, one micro-batch and no packing, on TPUs; any other is closer to what was compiled if traced."""
+    model = js.models.TransformerConfig(depth=2, width=32, heads=2, vocab=64, attention=flash_attention)
+    usual = js.TrainConfig(model=model, layout=js.Layout("fsdp=8"), batch_size=16, seq_len=32, segments=False)
+    for changed, hardware, method in (
+        ({}, "v5e:2x4", "formulas"),
+        ({"segments": True}, "v5e:2x4", "traced"),
+        ({"accumulate": 2}, "v5e:2x4", "traced"),
+        ({"optimizer": Lion()}, "v5e:2x4", "traced"),
+        ({}, "h100:8", "traced"),
+    ):
+        config = dataclasses.replace(usual, **changed)
+        plan = plan_for(config, hardware, compile="never")
+        by_formulas = estimate(plan.config, hardware)
+        assert plan.error_bar.method == method and (plan.memory == by_formulas) == (method == "formulas")
+        assert plan.memory.host == by_formulas.host

@@ -79,13 +79,20 @@ def regime(config: TrainConfig, hardware: Topology) -> str:
         return "gpus"
     if config.adapters is not None:
         return "adapters"
-    usual = (
-        type(config.optimizer) is AdamW
-        and config.accumulate == 1
-        and not config.segments
-        and getattr(config.model, "attention", None) is not dot_product_attention
-    )
-    return "usual" if usual else "other"
+    return "other" if unusual(config, hardware) else "usual"
+
+
+def unusual(config: TrainConfig, hardware: Topology) -> list[str]:
+    """What a run has that formulas were not made for, in a few words each."""
+    parts = {
+        f"{hardware.chip.name} devices": hardware.chip.platform == "gpu",
+        "adapters": config.adapters is not None,
+        f"the optimizer {type(config.optimizer).__name__}": type(config.optimizer) is not AdamW,
+        f"{config.accumulate} micro-batches": config.accumulate > 1,
+        "packed sequences (train.segments)": config.segments,
+        "attention that stores its scores": getattr(config.model, "attention", None) is dot_product_attention,
+    }
+    return [what for what, there in parts.items() if there]
 
 
 def time_regime(config: TrainConfig) -> str:

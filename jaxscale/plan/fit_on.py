@@ -91,7 +91,10 @@ class Limits(Shown):
         yield table
         for x in self.limits:
             yield f"{x.name}: {x.why}"
-        yield "Each quantity is varied alone. A run fits if the upper end of the error bar of its memory does."
+        yield (
+            "Each quantity is varied alone, the width with its heads and its feed-forward layer. A run fits if the "
+            "upper end of the error bar of its memory does; nothing was compiled, as `jaxscale plan --topology` does."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +330,7 @@ def _limit(name: str, make: Callable[[int], TrainConfig], now: int, step: int, h
     def refuses(k: int) -> str:
         """Why k steps do not fit; "" if they do."""
         if k not in tried:
-            tell(f"trying {name}", len(tried), 0)
+            tell(f"trying {name} {k * step:,}; before it", len(tried), 0)
             tried[k] = _refuses(make(k * step), hardware)
         return tried[k]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import LayoutError, RunError
@@ -120,6 +121,8 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
       RunError: no such run, or it has no profile of its steps.
       ConfigError, LayoutError: those of `plan_for`.
     """
+    if isinstance(run, str | Path):
+        raise RunError(f"measured takes a Run, as js.Run({str(run)!r}), not its path")
     info = run.info
     profile = read_profile(run.path)
     try:
@@ -142,6 +145,8 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
         notes.append(
             f"the run was on {kind} and the plan is for {there.name}: their shares compare, their times do not"
         )
+    if there is not None and there.chip.name == "cpu":
+        notes.append("the rates of 'cpu' are no machine's; `jaxscale microbench` makes a file of this one's")
     if len(profile.steps) == 1:
         notes.append("one step was profiled, which does not show the time between steps; profile two or more")
     seconds = _unprofiled(run, profile.steps)

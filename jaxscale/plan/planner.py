@@ -22,7 +22,7 @@ from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
-from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar
+from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar, unusual
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
@@ -32,6 +32,7 @@ from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
+from jaxscale.units import human_bytes
 from pallas_kernels.aot import GPUS, why_no_gpu, why_no_tpu
 
 if TYPE_CHECKING:
@@ -227,6 +228,10 @@ def plan_for(
       ConfigError: a run without a layout, what training refuses, or an argument out of its range.
       LayoutError: an unknown topology, what cannot be laid out, or `compile="always"` without a compiler.
     """
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"a plan takes a TrainConfig, not {config!r}; a gin file is planned by `jaxscale plan FILE --topology NAME`"
+        )
     if compile not in COMPILE:
         raise ConfigError(f"compile='{compile}': give one of {', '.join(COMPILE)}")
     there = topology(hardware) if isinstance(hardware, str) else hardware
@@ -240,6 +245,8 @@ def plan_for(
         memory = estimate(config, there)
         work, traced = traced_work(config, there, memory)
         memory, method = with_traced_memory(memory, config, there, traced)
+        if method == "traced":
+            notes = (f"memory is from the traced step, as of any run with {' and '.join(unusual(config, there))}",)
     except LayoutError:
         _check_as_training(config, there)
         raise
@@ -254,12 +261,22 @@ def plan_for(
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     bar = error_bar(config, there, memory.device, method)
     time_bar = time_error_bar(config, there)
-    notes = (*([str(bar)] if compiled is None else []), str(time_bar), *notes)
+    notes = (str(bar) if compiled is None else _beside_bar(compiled, memory, bar, there), str(time_bar), *notes)
     if work.uncounted:
         notes = (*notes, f"what {', '.join(work.uncounted)} send over sharded dimensions is not counted")
     notes = (*notes, *_notes(config, there))
     plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar, time_bar)
     return with_budget(plan, tokens, price, watts, restarts)
+
+
+def _beside_bar(compiled: Compiled, memory: Estimate, bar: ErrorBar, there: Topology) -> str:
+    """How the compiled step's memory stands to the prediction."""
+    ratio = compiled.bytes / memory.device
+    within = "within" if bar.low <= ratio <= bar.high else "outside of"
+    old = there.chip.platform == "tpu" and jax.__version_info__ < (0, 11)
+    why = "; jax before 0.11 reports more memory than a TPU allocates (newer ones need Python 3.12)" if old else ""
+    ends = f"{bar.low} to {bar.high}"
+    return f"compiled, it takes {ratio:.2f} times the memory predicted, {within} the error bar of {ends}{why}"
 
 
 def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> tuple[Work, Partitioned]:
@@ -393,8 +410,8 @@ def with_budget(
       ConfigError: one is not above 0, or a run that fails too often to get from one checkpoint to the next.
     """
     for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} = {value:g}: must be above 0")
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} = {value:g}: must be above 0, and finite")
     if tokens is None:
         return dataclasses.replace(plan, budget=None)
     restarts = restarts or Restarts()
@@ -402,6 +419,11 @@ def with_budget(
     size, between = checkpoint_bytes(plan.config), restarts.between(devices)
     save = restarts.save(size, devices)
     every = best_interval(save, between) if restarts.save_every is None else restarts.save_every
+    if restarts.save_every is not None and every < save:
+        raise ConfigError(
+            f"save_every = {every:g} s is less than the {save:g} s that a checkpoint of {human_bytes(size)} takes; "
+            "save more rarely, or write faster (--write-speed)"
+        )
     ideal = tokens / plan.best.tokens_per_second
     seconds = ideal * slowdown(every, save, between, restarts.restart_time)
     hours = seconds / 3600 * plan.hardware.devices  # those that a mesh leaves idle are paid for, too

@@ -101,7 +101,7 @@ def read_profile(run: Path) -> Profile:
             programs |= _programs(data)
             ran, steps[file] = _events(data)
         except (OSError, RuntimeError, ValueError, LookupError) as e:
-            raise RunError(f"{file} cannot be read: {e}; {HOW}") from None
+            raise RunError(f"{file} is damaged ({type(e).__name__}: {e}); {HOW}") from None
         events |= {(file, device): found for device, found in ran.items()}
     module = _step_module(events.values())
     if module is None:
@@ -116,7 +116,12 @@ def read_profile(run: Path) -> Profile:
         if executions := tuple(_executions(of_device, module))[-len(steps[file]) :]:
             devices.append(executions)
     numbers = tuple(sorted({number for found in steps.values() for number in found}))
-    return Profile(_text(programs[module]), tuple(devices), numbers or tuple(range(1, len(devices[0]) + 1)))
+    try:
+        text = _text(programs[module])
+    except (RuntimeError, ValueError) as e:
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise RunError(f"the program in the profile in {folders[-1]} is damaged ({reason}); {HOW}") from None
+    return Profile(text, tuple(devices), numbers or tuple(range(1, len(devices[0]) + 1)))
 
 
 def _step_module(devices: Iterable[list[Event]]) -> str | None:

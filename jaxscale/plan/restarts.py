@@ -39,7 +39,7 @@ class Restarts:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"Restarts.{field.name} = {value:g}: must be above 0")
+                raise ConfigError(f"Restarts.{field.name} = {value:g}: must be above 0, and finite")
 
     def between(self, devices: int) -> float:
         """Seconds between failures of a run: the failure of any device stops all."""

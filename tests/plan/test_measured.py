@@ -17,7 +17,7 @@ from jaxscale.errors import RunError
 from jaxscale.plan.collectives import Program, collectives
 from jaxscale.plan.instruction_terms import UNNAMED, InstructionTerms
 from jaxscale.plan.measured import measured
-from jaxscale.plan.profile import Event, Execution, _field, read_profile
+from jaxscale.plan.profile import Event, Execution, _field, _programs, read_profile
 from jaxscale.plan.timeline import BETWEEN, WITHIN, _attributed, term_times
 from jaxscale.plan.waterfall import ARITHMETIC, EXPOSED
 from jaxscale.train.files import read_json, states, write_json
@@ -100,6 +100,7 @@ def test_every_operation_of_the_profile_is_an_instruction_of_its_program(profile
 
 def test_ratios_are_measured_over_predicted_on_hardware_of_the_same_kind(found):
     assert found.comparable and found.predicted == found.plan.terms
+    assert any("no machine's" in note and "jaxscale microbench" in note for note in found.notes)
     assert found.ratios["products"] == found.terms["products"] / found.plan.terms["products"]
     assert found.ratios["step"] == found.total / found.plan.best.total
     assert "ratio" in str(found) and all(name in str(found) for name in (*found.terms, *found.predicted))
@@ -198,8 +199,19 @@ def test_a_profile_that_a_kill_cut_off_is_told_from_none(copy):
 
 def test_a_damaged_profile_is_said_to_be(copy):
     trace(copy).write_bytes(trace(copy).read_bytes()[:-100])
-    with raises_saying(RunError, "cannot be read", "--profile 5:7"):
+    with raises_saying(RunError, "is damaged", "--profile 5:7"):
         measured(copy)
+
+
+def test_a_program_that_cannot_be_read_is_said_to_be_damaged(copy, monkeypatch):
+    monkeypatch.setattr("jaxscale.plan.profile._programs", lambda data: dict.fromkeys(_programs(data), b"\xff" * 9))
+    with raises_saying(RunError, "the program in the profile", "is damaged", "--profile 5:7"):
+        measured(copy)
+
+
+def test_a_path_is_no_run(copy):
+    with raises_saying(RunError, "takes a Run, as js.Run("):
+        measured(str(copy.path))
 
 
 def test_a_profile_of_steps_that_were_not_taken_is_said_to_hold_none(copy):

@@ -92,7 +92,7 @@ def unusual(config: TrainConfig, hardware: Topology) -> list[str]:
         "packed sequences (train.segments)": config.segments,
         "attention that stores its scores": getattr(config.model, "attention", None) is dot_product_attention,
     }
-    return [what for what, there in parts.items() if there]
+    return [what for what, has_it in parts.items() if has_it]
 
 
 def time_regime(config: TrainConfig) -> str:

@@ -133,19 +133,19 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
     config = run.config if run.config.layout is not None else dataclasses.replace(run.config, layout=Layout("data=1"))
     assert config.layout is not None
     program = Program(profile.program, sizes, config.layout.across)
-    found = term_times(profile.devices, InstructionTerms(program).of)
+    terms = term_times(profile.devices, InstructionTerms(program).of)
     notes = []
-    there = topology_of(topology) if isinstance(topology, str) else topology
-    if there is None:
-        there, why = _ran_on(kind, count)
-        notes += [why] if there is None else []
-    plan = None if there is None else plan_for(config, there, compile=compile)
-    comparable = there is not None and _is_kind(kind, platform, there.chip)
-    if there is not None and not comparable:
+    hardware = topology_of(topology) if isinstance(topology, str) else topology
+    if hardware is None:
+        hardware, why = _ran_on(kind, count)
+        notes += [why] if hardware is None else []
+    plan = None if hardware is None else plan_for(config, hardware, compile=compile)
+    comparable = hardware is not None and _is_kind(kind, platform, hardware.chip)
+    if hardware is not None and not comparable:
         notes.append(
-            f"the run was on {kind} and the plan is for {there.name}: their shares compare, their times do not"
+            f"the run was on {kind} and the plan is for {hardware.name}: their shares compare, their times do not"
         )
-    if there is not None and there.chip.name == "cpu":
+    if hardware is not None and hardware.chip.name == "cpu":
         notes.append("the rates of 'cpu' are no machine's; `jaxscale microbench` makes a file of this one's")
     if len(profile.steps) == 1:
         notes.append("one step was profiled, which does not show the time between steps; profile two or more")
@@ -157,7 +157,7 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
         kind,
         len(profile.devices),
         profile.steps,
-        _ordered(found),
+        _ordered(terms),
         seconds,
         plan,
         comparable,

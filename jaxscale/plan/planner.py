@@ -246,7 +246,8 @@ def plan_for(
         work, traced = traced_work(config, there, memory)
         memory, method = with_traced_memory(memory, config, there, traced)
         if method == "traced":
-            notes = (f"memory is from the traced step, as of any run with {' and '.join(unusual(config, there))}",)
+            reasons = " and ".join(unusual(config, there))
+            notes = (f"memory is predicted from the traced step, as for all runs with {reasons}",)
     except LayoutError:
         _check_as_training(config, there)
         raise
@@ -261,7 +262,8 @@ def plan_for(
         compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
     bar = error_bar(config, there, memory.device, method)
     time_bar = time_error_bar(config, there)
-    notes = (str(bar) if compiled is None else _beside_bar(compiled, memory, bar, there), str(time_bar), *notes)
+    about_memory = str(bar) if compiled is None else _compared_with_compiled(compiled, memory, bar, there)
+    notes = (about_memory, str(time_bar), *notes)
     if work.uncounted:
         notes = (*notes, f"what {', '.join(work.uncounted)} send over sharded dimensions is not counted")
     notes = (*notes, *_notes(config, there))
@@ -269,14 +271,14 @@ def plan_for(
     return with_budget(plan, tokens, price, watts, restarts)
 
 
-def _beside_bar(compiled: Compiled, memory: Estimate, bar: ErrorBar, there: Topology) -> str:
-    """How the compiled step's memory stands to the prediction."""
+def _compared_with_compiled(compiled: Compiled, memory: Estimate, bar: ErrorBar, hardware: Topology) -> str:
+    """A note that compares the compiled step's memory with the predicted one."""
     ratio = compiled.bytes / memory.device
-    within = "within" if bar.low <= ratio <= bar.high else "outside of"
-    old = there.chip.platform == "tpu" and jax.__version_info__ < (0, 11)
+    within = "within" if bar.low <= ratio <= bar.high else "outside"
+    old = hardware.chip.platform == "tpu" and jax.__version_info__ < (0, 11)
     why = "; jax before 0.11 reports more memory than a TPU allocates (newer ones need Python 3.12)" if old else ""
     ends = f"{bar.low} to {bar.high}"
-    return f"compiled, it takes {ratio:.2f} times the memory predicted, {within} the error bar of {ends}{why}"
+    return f"the compiled step takes {ratio:.2f} times the predicted memory, {within} the error bar ({ends}){why}"
 
 
 def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> tuple[Work, Partitioned]:

@@ -102,7 +102,7 @@ def read_profile(run: Path) -> Profile:
             ran, steps[file] = _events(data)
         except (OSError, RuntimeError, ValueError, LookupError) as e:
             raise RunError(f"{file} is damaged ({type(e).__name__}: {e}); {HOW}") from None
-        events |= {(file, device): found for device, found in ran.items()}
+        events |= {(file, device): executed for device, executed in ran.items()}
     module = _step_module(events.values())
     if module is None:
         raise RunError(
@@ -115,7 +115,7 @@ def read_profile(run: Path) -> Profile:
         # the end of the step before the first one may be among them
         if executions := tuple(_executions(of_device, module))[-len(steps[file]) :]:
             devices.append(executions)
-    numbers = tuple(sorted({number for found in steps.values() for number in found}))
+    numbers = tuple(sorted({number for of_file in steps.values() for number in of_file}))
     try:
         text = _text(programs[module])
     except (RuntimeError, ValueError) as e:
@@ -141,12 +141,12 @@ def _events(data: bytes) -> tuple[dict[str, list[Event]], list[int]]:
     """What every device of an XSpace ran, and the numbers that the training loop gave the steps."""
     from jax.profiler import ProfileData
 
-    found: dict[str, list[Event]] = defaultdict(list)
+    events: dict[str, list[Event]] = defaultdict(list)
     steps = []
     for plane in ProfileData.from_serialized_xspace(data).planes:
         lines = list(plane.lines)
         if (device := _DEVICE.fullmatch(plane.name)) is not None:
-            found[device[0]] += _of_accelerator(lines)
+            events[device[0]] += _of_accelerator(lines)
         elif not _DEVICE.match(plane.name):
             for number, line in enumerate(lines):
                 for event, stats in _with_stats(line):
@@ -155,10 +155,10 @@ def _events(data: bytes) -> tuple[dict[str, list[Event]], list[int]]:
                     elif "hlo_op" in stats:
                         module = f"{stats.get('hlo_module')}({stats.get('program_id')})"
                         where = str(stats.get("device_ordinal", 0))
-                        found[where].append(
+                        events[where].append(
                             _event(event, stats["hlo_op"], str(number), module, stats.get("run_id", ""))
                         )
-    return found, steps
+    return events, steps
 
 
 def _of_accelerator(lines: list[Any]) -> Iterator[Event]:
@@ -205,8 +205,8 @@ def _executions(events: list[Event], module: str) -> Iterator[Execution]:
             step += e.name == anchor
             if step:
                 runs[str(step)].append(e)
-    for found in sorted(runs.values(), key=lambda es: es[0].start):
-        yield Execution(found[0].start, max(e.end for e in found), tuple(found))
+    for of_run in sorted(runs.values(), key=lambda es: es[0].start):
+        yield Execution(of_run[0].start, max(e.end for e in of_run), tuple(of_run))
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _programs(data: bytes) -> dict[str, bytes]:
     XPlane.name 2, XPlane.event_metadata 4, XEventMetadata.name 2 and .stats 5, XStat.bytes_value 6, HloProto.hlo_module
     1, of a map its values 2.
     """
-    found = {}
+    programs = {}
     for plane in _field(memoryview(data), 1):
         if next(_field(plane, 2), b"") != _PROGRAMS:
             continue
@@ -228,8 +228,8 @@ def _programs(data: bytes) -> dict[str, bytes]:
                 name = bytes(next(_field(metadata, 2), b"")).decode(errors="replace")
                 for stat in _field(metadata, 5):
                     for program in _field(stat, 6):
-                        found[name] = b"".join(_field(program, 1))
-    return found
+                        programs[name] = b"".join(_field(program, 1))
+    return programs
 
 
 def _field(message: memoryview, wanted: int) -> Iterator[memoryview]:

@@ -40,10 +40,10 @@ class Found:
     plan: Plan | None = None
 
 
-def front(found: Sequence[Found]) -> tuple[Found, ...]:
+def front(candidates: Sequence[Found]) -> tuple[Found, ...]:
     """What no other beats in both time and memory (Pareto), the fastest first; of equals the first."""
     best: list[Found] = []
-    for f in sorted(found, key=lambda f: (f.step.total, f.bytes)):
+    for f in sorted(candidates, key=lambda f: (f.step.total, f.bytes)):
         if not best or f.bytes < best[-1].bytes:
             best.append(f)
     return tuple(best)
@@ -55,12 +55,10 @@ def layout_of(c: Candidate) -> Layout:
     return c.config.layout
 
 
-def nothing_fits(there: Topology, what: str, size: int) -> str:
+def nothing_fits(hardware: Topology, what: str, size: int) -> str:
     """That nothing fits hardware, and how much more `what`, the closest, takes."""
-    times = size / there.chip.capacity
+    times = size / hardware.chip.capacity
     more = f"about {math.ceil(times)} times as many devices" if times > 2 else "more devices"
     rest = "" if "state alone" in what else ", a smaller batch or a shorter sequence"
-    return (
-        f"nothing fits the {human_bytes(there.chip.capacity)} of a {there.chip.name}: {what} {human_bytes(size)}; take "
-        f"{more}{rest}"
-    )
+    capacity = human_bytes(hardware.chip.capacity)
+    return f"nothing fits the {capacity} of a {hardware.chip.name}: {what} {human_bytes(size)}; take {more}{rest}"

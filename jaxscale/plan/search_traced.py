@@ -28,13 +28,13 @@ TRACING = 120.0
 
 
 def walk_traced(
-    every: Sequence[Candidate], there: Topology, within: float, tell: Tell, seconds: float = TRACING
+    every: Sequence[Candidate], hardware: Topology, within: float, tell: Tell, seconds: float = TRACING
 ) -> tuple[list[Found], int, int, int, float]:
     """Candidates that fit and are at most `within` times slower than the fastest, as far as there was time.
 
     Args:
       every: candidates, every size of their meshes known.
-      there: the hardware.
+      hardware: the devices to plan for.
       within: a factor.
       tell: told of progress.
       seconds: after so many no further step is traced; one always is.
@@ -47,9 +47,9 @@ def walk_traced(
       ConfigError: nothing that was traced fits, or no candidate's state does.
     """
     began = time.perf_counter()
-    left = deque(sorted((c for c in every if c.floor <= there.chip.capacity), key=_simplicity(every)))
+    left = deque(sorted((c for c in every if c.floor <= hardware.chip.capacity), key=_simplicity(every)))
     total, refused, later = len(left), 0, deque[Candidate]()
-    found: list[Found] = []
+    fitting: list[Found] = []
     sizes: list[tuple[int, Candidate]] = []  # at the upper end of the error bar
     fits: set[str] = set()
     while (left or later) and (not sizes or time.perf_counter() - began < seconds):
@@ -59,26 +59,26 @@ def walk_traced(
             continue
         tell("tracing", len(sizes), total)
         try:
-            memory, work = traced_plan(c.config, there)
+            memory, work = traced_plan(c.config, hardware)
         except (LayoutError, ConfigError, KernelError):  # what only the layers themselves refuse
             refused += 1
             continue
-        sizes.append((error_bar(c.config, there, memory.device, "traced").bytes(memory.device)[1], c))
-        if sizes[-1][0] <= there.chip.capacity:
+        sizes.append((error_bar(c.config, hardware, memory.device, "traced").bytes(memory.device)[1], c))
+        if sizes[-1][0] <= hardware.chip.capacity:
             fits.add(_mesh(c))
-            found.append(Found(c, memory.device, memory.host, step_time(work, there)))
+            fitting.append(Found(c, memory.device, memory.host, step_time(work, hardware)))
     took = time.perf_counter() - began
     if not every or (not sizes and total):
         raise ConfigError(
-            f"no mesh of {there.devices} devices can be laid out for the model and its batch; try another number of "
+            f"no mesh of {hardware.devices} devices can be laid out for the model and its batch; try another number of "
             "devices or another batch"
         )
-    if not found:
+    if not fitting:
         size, c = min(sizes or [(c.floor, c) for c in every], key=lambda one: one[0])
-        how = f"of {len(sizes)} traced in {human_seconds(took)} the closest, {layout_of(c)}, may take"
-        raise ConfigError(nothing_fits(there, how if sizes else f"{layout_of(c)} takes for state alone", size))
-    fastest = min(f.step.total for f in found)
-    return [f for f in found if f.step.total <= within * fastest], len(sizes), len(found), refused, took
+        closest = f"of {len(sizes)} traced in {human_seconds(took)} the closest, {layout_of(c)}, may take"
+        raise ConfigError(nothing_fits(hardware, closest if sizes else f"{layout_of(c)} takes for state alone", size))
+    fastest = min(f.step.total for f in fitting)
+    return [f for f in fitting if f.step.total <= within * fastest], len(sizes), len(fitting), refused, took
 
 
 def _simplicity(every: Sequence[Candidate]) -> Callable[[Candidate], tuple[int, int]]:

@@ -34,11 +34,11 @@ def term_times(devices: Sequence[Sequence[Execution]], term_of: Callable[[str], 
             spent[term] += time
             busy += time
         spent[WITHIN] += step.end - step.start - busy
-    found = {term: time / len(steps) / 1e9 for term, time in spent.items()}
+    seconds = {term: time / len(steps) / 1e9 for term, time in spent.items()}
     gaps = [b.start - a.end for es in devices for a, b in zip(es, es[1:], strict=False)]
     # with several steps in flight, the next one's first operation may begin before this one's last has ended
-    found[BETWEEN] = max(0.0, float(np.median(gaps))) / 1e9 if gaps else 0.0
-    return found
+    seconds[BETWEEN] = max(0.0, float(np.median(gaps))) / 1e9 if gaps else 0.0
+    return seconds
 
 
 def _attributed(events: Sequence[Event], term_of: Callable[[str], str | None]) -> Iterator[tuple[str, float]]:

@@ -20,7 +20,7 @@ from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash
 from jaxscale.optim import AdamW8bit, Lion
 from jaxscale.plan import Restarts, compare, estimate, plan_for
 from jaxscale.plan.by_tracing import memory_of
-from jaxscale.plan.planner import Compiled, _beside_bar, count_of, groups
+from jaxscale.plan.planner import Compiled, _compared_with_compiled, count_of, groups
 from jaxscale.plan.restarts import best_interval, slowdown
 from jaxscale.step import blueprint_of, check
 from jaxscale.units import human_bytes
@@ -325,8 +325,8 @@ def test_what_is_no_config_and_numbers_that_are_not_finite_are_one_sentence():
 
 def test_a_plan_says_why_memory_is_traced_and_how_the_compiled_step_stands_to_its_bar():
     found = plan(tokens=None)
-    assert any("the traced step, as of any run with h100 devices" in note for note in found.notes)
+    assert any("the traced step, as for all runs with h100 devices" in note for note in found.notes)
     ratio = found.error_bar.high + 1
     compiled = Compiled(round(found.memory.device * ratio), None, 0.0)
-    said = _beside_bar(compiled, found.memory, found.error_bar, found.hardware)
-    assert f"{ratio:.2f} times the memory predicted, outside of the error bar" in said
+    said = _compared_with_compiled(compiled, found.memory, found.error_bar, found.hardware)
+    assert f"{ratio:.2f} times the predicted memory, outside the error bar" in said

@@ -10,13 +10,14 @@ SHELL := /bin/sh
 # uv and pip say what they did only when it failed.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo install test test-all lint gpu-gate clean FORCE
+.PHONY: help demo install test test-all lint docs docs-links gpu-gate clean FORCE
 
 help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
 	@echo 'make test      install, then run the tests (ARGS="-k layout" chooses some)'
 	@echo 'make test-all  install into $(ALL), then run every test: those too that compile for absent TPUs and GPUs, and the longest'
 	@echo 'make lint      install, then ruff, mypy and import-linter'
+	@echo 'make docs      install, then build the documentation site; docs-links checks its links to other sites (network)'
 	@echo 'make gpu-gate  install (Python 3.12 or newer: add PYTHON=python3.12 VENV=.venv-312), then compile every GPU kernel for an'
 	@echo '               H200 that is not here'
 	@echo 'make install   install into $(VENV) (EXTRAS=dev,tpu chooses what with)'
@@ -42,11 +43,19 @@ lint: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/mypy'
 	@'$(VENV)/bin/lint-imports' --no-logo --no-cache
 
+# Warnings are errors. The environment gets an extra more, so that it is the one that other targets use.
+docs: install-$(or $(EXTRAS),docs)
+	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
+	@echo "the site: $$(pwd -P)/docs/_build/html/index.html"
+
+docs-links: install-$(or $(EXTRAS),docs)
+	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m sphinx -q -b linkcheck docs docs/_build/links $(ARGS)
+
 gpu-gate: install-$(or $(EXTRAS),gpu-aot)
 	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m pallas_kernels.gate $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-all .venv-new .jax_cache .cache .pytest_cache .ruff_cache .mypy_cache build dist
+	@rm -rf .venv .venv-all .venv-new .jax_cache .cache .pytest_cache .ruff_cache .mypy_cache build dist docs/_build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # install-dev,tpu: nothing to do when $(VENV) works, belongs to this folder, and holds these extras of this very

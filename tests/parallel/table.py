@@ -1,6 +1,6 @@
 """The table of layouts: every pair of dimensions and every triple trains to one device's numbers.
 
-    python -m tests.parallel.table                # measures what is missing, writes LAYOUTS.md
+    python -m tests.parallel.table                # measures what is missing, writes docs/measured/layouts.md
     python -m tests.parallel.table --devices 16   # the products of four dimensions
     python -m tests.parallel.table --only "pipeline"
 
@@ -43,7 +43,7 @@ from tests.truth.layouts import Trace, random_batch, train
 DIMENSIONS = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
 STEPS, ROWS, SEQ, VOCAB = 5, 32, 16, 64
 ATTENTION = (RingAttention(), UlyssesAttention(), GatherAttention(), TokenRingAttention())
-RESULTS = pathlib.Path(__file__).with_name("LAYOUTS.md")
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "measured" / "layouts.md"
 FIELDS = ("losses", "gradient_norms", "gradients", "params")
 LINES = pathlib.Path("runs/layouts.jsonl")
 

@@ -5,7 +5,7 @@ python -m tests.truth.gin_compiles FILE...    # those; the others' rows stay as 
 
 A step is that of `jaxscale train` (of a sweep, of the trial with the last value of every axis): loss, gradients,
 guards, optimizer, on the file's own mesh of simulated CPU devices. Each file has a process of its own, since their
-number is a process's. Nothing is run and no data is opened. The table is `tests/golden/COMPILED.md`.
+number is a process's. Nothing is run and no data is opened. The table is `docs/measured/compiled_configs.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxscale.step.rates import parameter_count
 from jaxscale.units import human_bytes
 from tests.truth import golden
 
-TABLE = golden.ROOT / "tests" / "golden" / "COMPILED.md"
+TABLE = golden.ROOT / "docs" / "measured" / "compiled_configs.md"
 HEADER = ("file", "devices", "parameters", "arguments a device", "temporaries a device", "collectives", "with")
 HEAD = f"""# One compiled step of every gin file
 

@@ -1,0 +1,41 @@
+"""Configuration of the documentation site; `make docs` builds it, and a warning fails the build."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+
+from generate import write_pages  # noqa: E402  (it is beside this file)
+
+from jaxscale.version import __version__  # noqa: E402
+
+project = "jaxscale"
+author = copyright = "jaxscale authors"
+version = release = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+
+nb_execution_mode = "off"  # notebooks are committed with their outputs
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4  # [text](page.md#heading) works as it does on GitHub
+
+html_theme = "sphinx_book_theme"
+html_title = "jaxscale"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+}
+
+write_pages(DOCS)

@@ -10,7 +10,7 @@ SHELL := /bin/sh
 # uv and pip say what they did only when it failed.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo install test test-all lint docs docs-links gpu-gate clean FORCE
+.PHONY: help demo install test test-all lint docs docs-links gpu-gate stale clean FORCE
 
 help:
 	@echo 'make demo      install into $(VENV), then train a small code model on 8 simulated devices'
@@ -21,6 +21,7 @@ help:
 	@echo 'make gpu-gate  install (Python 3.12 or newer: add PYTHON=python3.12 VENV=.venv-312), then compile every GPU kernel for an'
 	@echo '               H200 that is not here'
 	@echo 'make install   install into $(VENV) (EXTRAS=dev,tpu chooses what with)'
+	@echo 'make stale     list committed results whose sources changed since they were measured (ARGS="--record NAME": measured again)'
 	@echo 'make clean     remove environments and caches; runs/ stays'
 	@echo
 	@echo 'PYTHON=/path/to/python3.12 chooses the interpreter, VENV=.venv-312 the environment; without VENV, .venv is made'
@@ -53,6 +54,9 @@ docs-links: install-$(or $(EXTRAS),docs)
 
 gpu-gate: install-$(or $(EXTRAS),gpu-aot)
 	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m pallas_kernels.gate $(ARGS)
+
+stale:
+	@'$(PYTHON)' experiments/stale.py $(ARGS)
 
 clean:
 	@rm -rf .venv .venv-all .venv-new .jax_cache .cache .pytest_cache .ruff_cache .mypy_cache build dist docs/_build

@@ -10,8 +10,16 @@ import os
 import re
 from pathlib import Path
 
+from experiments import stale
+
 NOTEBOOKS = "learn/notebooks"
 STUDIES = "measured/studies"
+RESULTS = """# Are the results current?
+
+Each result names the commit whose sources were measured. Where these changed since, in more than comments and
+docstrings, the result may no longer hold; `make stale` prints this table.
+
+"""
 
 
 def write_pages(docs: Path) -> None:
@@ -35,8 +43,11 @@ def write_pages(docs: Path) -> None:
     places = {source: docs / page for source, page in pages.items()}
     places[root / "pallas_kernels" / "PARITY.md"] = docs / "reference" / "kernels.md"
     written = {}
+    notes = stale.notes()
     for source, page in pages.items():
-        written[page] = links_from(source.read_text(), source, docs / page, places)
+        note = notes.get(source.relative_to(root).as_posix(), "")
+        written[page] = links_from(source.read_text(), source, docs / page, places) + note
+    written["measured/results.md"] = RESULTS + stale.markdown()
     for source in sorted(root.glob("notebooks/*.ipynb")):
         page = f"{NOTEBOOKS}/{source.name}"
         notebook = json.loads(source.read_text())

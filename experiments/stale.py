@@ -170,12 +170,20 @@ def _summary(sources: list[str]) -> str:
 
 
 def markdown() -> str:
-    """Return the table for the documentation; links are from the folder `docs/measured`."""
-    lines = ["| result | commit | sources changed since |", "|---|---|---|"]
+    """Return the table of all results for the documentation."""
+    lines = ["| result | page | commit | sources changed since |", "|---|---|---|---|"]
     for result, sources in table():
-        where = f"`{result.page}`"
-        lines.append(f"| {result.name}, on {where} | `{result.commit}` | {_summary(sources)} |")
+        lines.append(f"| {result.name} | `{result.page}` | `{result.commit}` | {_summary(sources)} |")
     return "\n".join(lines) + "\n"
+
+
+def notes() -> dict[str, str]:
+    """Return, for each page that shows results, a paragraph that names their commits and what changed since."""
+    lines: dict[str, list[str]] = {}
+    for result, sources in table():
+        state = f"sources changed since: {_summary(sources)}" if sources else "its sources have not changed since"
+        lines.setdefault(result.page, []).append(f"- {result.name}: measured at commit `{result.commit}`; {state}")
+    return {page: "\n\n## Are these results current?\n\n" + "\n".join(own) + "\n" for page, own in lines.items()}
 
 
 def main() -> None:

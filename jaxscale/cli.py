@@ -28,6 +28,7 @@ from jaxscale.commands import (
     sample,
     schedule,
     serve,
+    settings,
     sweep,
     train,
 )
@@ -41,7 +42,7 @@ from pallas_kernels.errors import KernelError
 COMMANDS = (
     train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export, report,
     checkpoint, replay,
-    schedule, microbench,
+    schedule, microbench, settings,
 )  # fmt: skip
 """In the order in which the help lists them."""
 
@@ -74,6 +75,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale schedule 1f1b --stages 4 --microbatches 8
   jaxscale laws fit runs/sweep --law chinchilla --out laws
   jaxscale microbench --out my.json
+  jaxscale settings AdamW
 """
 
 

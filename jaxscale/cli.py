@@ -22,6 +22,7 @@ from jaxscale.commands import (
     laws,
     merge,
     microbench,
+    new,
     plan,
     replay,
     report,
@@ -40,7 +41,7 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export, report,
+    new, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export, report,
     checkpoint, replay,
     schedule, microbench, settings,
 )  # fmt: skip
@@ -54,6 +55,7 @@ Train, sample, explain and plan sharded models.
 
 A configuration is a gin file; any binding in it can be changed from here:
 
+  jaxscale new my_study
   jaxscale train experiments/demo.gin --devices 8
   jaxscale train experiments/demo.gin --gin.train.steps=50 --mesh "data=2,tensor=4" --devices 8
   jaxscale train --resume runs/demo-1

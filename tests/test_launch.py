@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_fewer_processes_where_one_was_killed(tmp_path, monke
     assert main(["launch", "--nproc", "2", "--fewer", "--", "train", str(gin), *settings, *snapshots]) == 0
     out, errors = capfd.readouterr()
     reports = [line for line in errors.splitlines() if " jaxscale: " in line]
-    assert len(reports) == 1 and reports[0].startswith("[0] jaxscale: process 1 ended without a word in step 6"), errors
+    assert len(reports) == 1 and reports[0].startswith("[0] jaxscale: process 1 disconnected in step 6"), errors
     assert "the last finished checkpoint is of step" in reports[0]  # of 2, or of 4, which was being written
     assert "beginning again (1 of 3) with 1 process" in errors
     assert "going on from the snapshot of step 5, out of memory" in out  # newer than any checkpoint

@@ -1,11 +1,12 @@
-"""Going on with the devices that are left, without a restart: same batch, same gradient, same randomness.
+"""Continue training on the remaining devices without a restart: same batch, same gradient, same dropout.
 
-Where machines are lost, the mesh loses slices of its `data` axis. The global batch stays: its rows are dealt anew, in
-as many micro-batches as keep a device's rows at most what they were, and filled up with rows of weight 0 where they do
-not divide. The loss is a mean over weighted tokens and a row's dropout depends on its number, so neither notices. What
-the lost devices held comes from replicas on the others. Method: ElasWave (arXiv:2510.00606). JAX cannot take a process
-out of a running group, so this is for devices of one process, and for studying; a run of several goes on by a restart
-from snapshots (`jaxscale.train.snapshots`).
+When devices are lost, the mesh loses slices of its `data` axis. The global batch stays the same: its rows are
+distributed again, in enough micro-batches that no device gets more rows at a time than before, and padded with rows of
+weight 0 if they do not divide. The loss is a mean over weighted tokens, and dropout depends on a row's number in the
+batch, so neither changes. Lost shards are copied from replicas on other devices. Method: ElasWave (arXiv:2510.00606).
+
+JAX cannot remove a process from a running group, so this covers the devices of one process, for study; a run of several
+processes restarts from snapshots (`jaxscale.train.snapshots`).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from jaxscale.train.snapshots.table import assemble
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """How a global batch is dealt.
+    """How the rows of a global batch are distributed.
 
     Args:
-      micro_batches: one after the other.
-      shards: parts of a micro-batch, which are on devices at the same time.
-      rows: of the batch, with those of weight 0 that fill it up.
+      micro_batches: micro-batches per step.
+      shards: shards of a micro-batch, each on its own group of devices.
+      rows: rows of the batch, padding included.
     """
 
     micro_batches: int
@@ -48,28 +49,38 @@ class Deal:
 
     @property
     def at_once(self) -> int:
-        """Rows that a device works on at the same time."""
+        """Rows of a micro-batch on one device."""
         return self.rows // (self.micro_batches * self.shards)
 
 
 def deal(batch_size: int, shards: int, at_once: int) -> Deal:
-    """Deals a batch to `shards` groups of devices, of which none works on more than `at_once` rows at a time."""
+    """Distribute a batch over `shards` groups of devices, each with at most `at_once` rows of a micro-batch.
+
+    Args:
+      batch_size: rows of the global batch.
+      shards: groups of devices.
+      at_once: most rows of a micro-batch on one device.
+    """
     micro_batches = math.ceil(batch_size / (shards * at_once))
     each = math.ceil(batch_size / (shards * micro_batches))
     return Deal(micro_batches, shards, each * shards * micro_batches)
 
 
 def recut(layout: Layout, devices: Sequence[jax.Device]) -> Layout:
-    """The layout with as many slices of its `data` axis as these devices make; every other axis is as it was.
+    """Return the layout with its `data` axis shrunk to what `devices` can fill; other axes keep their size.
+
+    Args:
+      layout: the layout before devices were lost.
+      devices: the remaining devices.
 
     Raises:
-      LayoutError: they do not make one.
+      LayoutError: the devices do not fill one slice of the `data` axis.
     """
     others = {axis: size for axis, size in layout.sizes.items() if axis != "data"}
     slices = len(devices) // math.prod(others.values())
     if slices == 0:
         raise LayoutError(
-            f"{len(devices)} devices are left, and a slice of the layout {layout} without its data axis needs "
+            f"{len(devices)} devices are left, but one slice of the data axis of the layout {layout} needs "
             f"{math.prod(others.values())}; begin again with a smaller layout"
         )
     mesh = ",".join(f"{axis}={slices if axis == 'data' else size}" for axis, size in layout.sizes.items())
@@ -78,12 +89,12 @@ def recut(layout: Layout, devices: Sequence[jax.Device]) -> Layout:
 
 
 def move(arrays: Mapping[str, jax.Array], where: Mapping[str, Any], alive: Collection[jax.Device]) -> dict[str, Any]:
-    """Arrays onto other devices, read from living ones alone.
+    """Copy arrays to other shardings, reading from living devices only.
 
     Args:
-      arrays: by name, as they were laid out.
-      where: by name, the shardings they shall have.
-      alive: devices.
+      arrays: the arrays by name, with their old shardings.
+      where: the new shardings by name.
+      alive: the devices that can be read.
 
     Raises:
       RunError: a part of an array was on lost devices only.
@@ -95,12 +106,12 @@ def _moved(name: str, x: jax.Array, where: jax.sharding.Sharding, alive: Collect
     living = {region_of(s.index, x.shape): s.data for s in x.addressable_shards if s.device in alive}
 
     def part(index: Any) -> np.ndarray:
-        parts = ((there, functools.partial(np.asarray, data)) for there, data in living.items())
+        parts = ((region, functools.partial(np.asarray, data)) for region, data in living.items())
         out = assemble(region_of(index, x.shape), x.dtype, parts)
         if out is None:
             raise RunError(
-                f"a part of {name} was on lost devices only; give the layout a data axis whose slices are on different "
-                "machines, or begin again from a snapshot or a checkpoint"
+                f"a part of {name} was on lost devices only; use a layout whose data axis has its slices on different "
+                "machines, or restart from a snapshot or a checkpoint"
             )
         return out
 
@@ -108,23 +119,23 @@ def _moved(name: str, x: jax.Array, where: jax.sharding.Sharding, alive: Collect
 
 
 class Elastic:
-    """Training steps that go on when devices are lost.
+    """Training that continues when devices are lost.
 
     Args:
-      config: of the run; its layout has a `data` axis.
+      config: the run's settings; its layout must have a `data` axis.
 
     Raises:
-      ConfigError: there is no layout with a data axis.
+      ConfigError: the layout has no `data` axis, or the objective needs several rows together.
     """
 
     def __init__(self, config: TrainConfig):
         if config.layout is None or config.layout.sizes["data"] == 1:
             raise ConfigError(
-                f"going on with fewer devices needs a layout with a data axis, as Layout('data=2'), not {config.layout}"
+                f"Elastic needs a layout with a data axis, such as Layout('data=2'), not {config.layout}"
             )
         if config.objective.group > 1 or not config.objective.additive:
             name = type(config.objective).__name__
-            raise ConfigError(f"Elastic deals single rows to devices, and {name} takes rows together; use fit")
+            raise ConfigError(f"Elastic distributes single rows, but {name} needs several rows together; use fit")
         self.config, self.prepared = config, prepare(config)
         self.alive = list(config.layout.device_mesh.devices.flat)
         self._at_once = 0
@@ -133,30 +144,34 @@ class Elastic:
             self.state = self.blueprint.init(config.seed)
 
     def step(self) -> dict[str, float]:
-        """Takes the next step; its metrics."""
+        """Take the next step and return its metrics."""
         loader = self.prepared.loader
 
-        def dealt(step: int) -> Batch:
+        def padded(step: int) -> Batch:
             return filled(loader.batch_at(step), self.deal.rows)
 
         with self.layout:
-            batch = to_devices(dealt, int(self.state.step), self._batch)
+            batch = to_devices(padded, int(self.state.step), self._batch)
             self.state, metrics = self._step(self.state, batch)
         return {name: float(value) for name, value in metrics.items()}
 
     def lose(self, lost: Collection[jax.Device]) -> None:
-        """Goes on without these devices.
+        """Continue without these devices.
+
+        Args:
+          lost: the lost devices.
 
         Raises:
-          LayoutError, RunError: see `recut` and `move`; nothing was changed.
+          LayoutError: see `recut`; nothing was changed.
+          RunError: see `move`; nothing was changed.
         """
         alive = [d for d in self.alive if d not in lost]
         smaller = recut(self.layout, alive)
         infos, size = self.blueprint.algorithm.infos(self.blueprint)["params"], self.config.batch_size
-        dealt = deal(size, _batch_shards(smaller, self.config.seq_len), self._at_once)
-        if dealt.rows != size and any("replicas" in i.axes for i in jax.tree.leaves(infos)):
-            raise LayoutError(f"{smaller} does not divide {size} rows, and a replica's rows stay its own; lose as many "
-                              "devices as leave a layout that divides them")  # fmt: skip
+        new_deal = deal(size, _batch_shards(smaller, self.config.seq_len), self._at_once)
+        if new_deal.rows != size and any("replicas" in i.axes for i in jax.tree.leaves(infos)):
+            raise LayoutError(f"{smaller} does not divide {size} rows, and each replica keeps its own rows; the layout "
+                              "that is left has to divide the batch")  # fmt: skip
         old = flatten(self.state)
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=smaller))
         moved = move(old, flatten(blueprint.shardings()), alive)
@@ -177,7 +192,7 @@ class Elastic:
 
 
 def _batch_shards(layout: Layout, seq_len: int) -> int:
-    """Into how many parts a layout cuts the rows of a batch."""
+    """Number of shards that a layout cuts the rows of a batch into."""
     many = math.prod(layout.sizes.values())
     sharding = layout.sharding(("batch", "seq"), (many, seq_len), kind="activations", name="the batch")
     return many // sharding.shard_shape((many, seq_len))[0]

@@ -1,4 +1,4 @@
-"""The small files of a run's or a sweep's folder: written whole and sealed, used only when they are as written."""
+"""The small files of a run or sweep folder: written atomically with a digest, and checked when read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ FILES = (
     CONFIG, INFO, "metrics.jsonl", "samples.jsonl", "skipped.jsonl", "outcome.json", "sweep.gin", "trials.jsonl",
     digests.FILE,
 )  # fmt: skip
-"""Of a run's or a sweep's folder, in the order in which they are checked."""
+"""Files of a run or sweep folder, in the order in which they are checked."""
 
 ACCEPT = "--accept-edits"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all.
+    """Write a small file atomically.
+
+    Args:
+      path: the file.
+      text: its new content.
 
     Raises:
-      RunError: the disk refuses.
+      RunError: it cannot be written.
     """
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """As `write_text`."""
+    """Write a small file atomically; raises as `write_text`."""
     try:
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as f:
@@ -47,25 +51,26 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, body: dict[str, Any], indent: int | None = 2) -> None:
-    """Writes a sealed JSON object whole or not at all; raises as `write_text`."""
+    """Write a JSON object with its digest, atomically; raises as `write_text`."""
     write_text(path, seal_json(body, indent))
 
 
 def write_gin(path: Path, text: str) -> None:
-    """Writes sealed gin text whole or not at all; raises as `write_text`."""
+    """Write gin text with its digest, atomically; raises as `write_text`."""
     write_text(path, seal_text(text))
 
 
 def write_listed(folder: Path, name: str, text: str) -> None:
-    """Writes a file whole or not at all, and its digest to `digests.json`; raises as `write_text`.
+    """Write a file atomically, and its digest to `digests.json`; raises as `write_text`.
 
-    Whenever this is interrupted, the file has one of the two digests that are listed: that of before, or its own.
+    `digests.json` lists the digests of both the old and the new content, so that the file is valid whenever this is
+    interrupted.
     """
     try:
         known = digests.listed(folder)
     except AlteredFile:
         known = {}
-    before = [found for found in _digests(folder, [name]).get(name, []) if found in known.get(name, [])]
+    before = [old for old in _digests(folder, [name]).get(name, []) if old in known.get(name, [])]
     new = digests.digest(text.encode())
     if before == [new]:
         return
@@ -74,7 +79,7 @@ def write_listed(folder: Path, name: str, text: str) -> None:
 
 
 def list_files(folder: Path, names: Iterable[str]) -> None:
-    """Writes the digests of files as they are now to `digests.json`; raises as `write_text`."""
+    """Write the digests of files as they are now to `digests.json`; raises as `write_text`."""
     write_json(folder / digests.FILE, digests.body_of(_digests(folder, names)))
 
 
@@ -83,10 +88,13 @@ def _digests(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote, or an earlier version without a seal.
+    """Read a file of `write_json`, or one that an earlier version wrote without a digest.
+
+    Args:
+      path: the file.
 
     Raises:
-      OSError: it cannot be read, or is without a seal and a link out of its folder.
+      OSError: it cannot be read, or has no digest and is a link out of its folder.
       AlteredFile: it is not what was written.
     """
     data = reading.read_bytes(path)
@@ -100,10 +108,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_gin(path: Path) -> str:
-    """What `write_gin` wrote, or an earlier version without a seal.
+    """Read a file of `write_gin`, or one that an earlier version wrote without a digest.
+
+    Args:
+      path: the file.
 
     Raises:
-      OSError: it cannot be read, or is without a seal and a link out of its folder.
+      OSError: it cannot be read, or has no digest and is a link out of its folder.
       AlteredFile: it is not what was written.
     """
     data = reading.read_bytes(path)
@@ -119,19 +130,19 @@ def read_gin(path: Path) -> str:
 
 
 def altered(path: Path, why: DamagedFile) -> AlteredFile:
-    """The sentence that says so, and what can be done."""
+    """Make the error for a file that is not what was written, with what to do about it."""
     if why.content is not None:
         return AlteredFile(
-            f"{path} is not what was written: {why}; an edit of yours is taken as it is with {_accepting(path)}; if it "
-            "is none, the file is damaged: bring back a copy"
+            f"{path} is not what was written: {why}; if you edited it, accept the edit with {_accepting(path)}; if you "
+            "did not, the file is damaged: bring back a copy"
         )
-    remedy = {INFO: ", or remove it: the run goes on without what it says"}
-    remedy["outcome.json"] = ", or remove it: the trial goes on from its checkpoint"
+    remedy = {INFO: ", or remove it: the run continues without it"}
+    remedy["outcome.json"] = ", or remove it: the trial continues from its checkpoint"
     return AlteredFile(f"{path} is damaged: {why}; bring back a copy{remedy.get(path.name, '')}")
 
 
 def _is_sealed(path: Path) -> bool:
-    """Whether a file is, so that those beside it have to be; a damaged one is spoken of elsewhere."""
+    """Whether a file has a digest, so that the files beside it must have one; damage is reported elsewhere."""
     try:
         return open_json(reading.read_bytes(path))[1]
     except (OSError, DamagedFile):
@@ -143,14 +154,14 @@ def _is_sealed(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a look at a file has shown.
+    """Result of checking one file.
 
     Args:
       path: the file.
-      sealed: whether it has digests; one of an earlier version has not.
-      fault: a sentence where it is not what was written, else `None`.
-      accepted: its bytes sealed anew as they are, where that is possible.
-      place: the file that these are written to, where its digest is in another one.
+      sealed: whether it has a digest; files of earlier versions have none.
+      fault: what is wrong if it is not what was written, else `None`.
+      accepted: the bytes to write in order to accept the file as it is; `None` if that is not possible.
+      place: the file to write `accepted` to, if the digest is in another file than `path`.
     """
 
     path: Path
@@ -161,9 +172,9 @@ class State:
 
 
 def states(folder: Path) -> Iterator[State]:
-    """The files of a run's folder, or of a sweep's and of its runs.
+    """Check the files of a run folder, or of a sweep folder and its runs; yields one `State` per file.
 
-    A folder or a pipe in the place of a file is a fault of it.
+    A folder or a pipe in the place of a file counts as a fault.
     """
     jobs = sorted(p for p in (folder / "jobs").glob("*.json"))
     for path in [*(folder / name for name in FILES), *jobs]:
@@ -179,24 +190,27 @@ def states(folder: Path) -> Iterator[State]:
 
 
 def accept_edits(folder: str | Path) -> list[Path]:
-    """Seals the files of a run's or a sweep's folder as they are, where they are not what was written.
+    """Accept files of a run or sweep folder that are not what was written: compute their digests again.
 
-    Lines of a `.jsonl` that are not even JSON are taken out.
+    Lines of a `.jsonl` file that are not JSON are removed.
+
+    Args:
+      folder: the run or sweep folder.
 
     Returns:
-      those that were sealed anew.
+      the files that were accepted.
 
     Raises:
-      AlteredFile: one is damaged so that it cannot be read.
+      AlteredFile: a file is damaged and cannot be read.
       RunError: a process is at work in the folder, or it cannot be written to.
     """
     done = []
-    found = [state for state in states(Path(folder)) if state.fault is not None]
+    faulty = [state for state in states(Path(folder)) if state.fault is not None]
     with contextlib.ExitStack() as stack:
-        for parent in dict.fromkeys((state.place or state.path).parent for state in found):
+        for parent in dict.fromkeys((state.place or state.path).parent for state in faulty):
             for lock in (".lock", ".sweep.lock"):
                 stack.enter_context(_alone(parent / lock))
-        for state in found:
+        for state in faulty:
             if state.accepted is None:
                 raise AlteredFile(str(state.fault))
             write_bytes(state.place or state.path, state.accepted)
@@ -218,10 +232,10 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _listed(folder: Path) -> Iterator[State]:
-    """The files whose digests are in `digests.json`."""
+    """Check the files whose digests are in `digests.json`."""
     try:
         known, wrong = digests.listed(folder), digests.faults(folder)
-    except AlteredFile:  # which is a fault of that file
+    except AlteredFile:  # reported as a fault of digests.json itself
         return
     for name in known:
         accepted = seal_json(digests.body_of(_digests(folder, known)), 2).encode() if name in wrong else None
@@ -256,27 +270,27 @@ def _state_of_lines(path: Path, data: bytes) -> State:
         reading.check_own(path)
     if not lines.damaged:
         return State(path, lines.sealed)
-    kept = []
+    accepted = []
     for number, line in enumerate(data.split(b"\n"), 1):
         row = lines.damaged.get(number)
         if number not in lines.damaged:
-            kept.append(line)
+            accepted.append(line)
         elif row is not None:
-            kept.append(seal_line(row)[:-1])
-    return State(path, lines.sealed, str(altered_lines(path, lines)), b"\n".join(kept))
+            accepted.append(seal_line(row)[:-1])
+    return State(path, lines.sealed, str(altered_lines(path, lines)), b"\n".join(accepted))
 
 
 def altered_lines(path: Path, lines: Lines) -> AlteredFile:
-    """The sentence that names the damaged lines of a file."""
+    """Make the error for a file with damaged lines, which it names."""
     one, *more = numbers = sorted(lines.damaged)
     what = f"line {one}" if not more else f"lines {', '.join(map(str, numbers[:8]))}" + (" ..." if more[8:] else "")
     return AlteredFile(
-        f"{path}, {what}: not what was written; an edit of yours is taken as it is with {_accepting(path)} (what is no "
-        "JSON is left out); if it is none, the file is damaged: bring back a copy"
+        f"{path}, {what}: not what was written; if you edited it, accept the edit with {_accepting(path)} (lines that "
+        "are not JSON are removed); if you did not, the file is damaged: bring back a copy"
     )
 
 
 def _accepting(path: Path) -> str:
-    """The option, and a command that has it for a folder which the present one does not name."""
+    """The option that accepts edits, with a full command."""
     folder = path.parent.parent if path.parent.name == "jobs" else path.parent
     return f"{ACCEPT}, as in jaxscale checkpoint verify {folder} {ACCEPT}"

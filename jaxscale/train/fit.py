@@ -1,4 +1,4 @@
-"""Before the first step: a run's settings, their checks and its folder."""
+"""`fit`: resolve and check a run's settings, choose its folder, and train."""
 
 from __future__ import annotations
 
@@ -36,38 +36,37 @@ def fit(
     services: Services = Services(),  # noqa: B008  (a value)
     **settings: Any,
 ) -> RunFolder:
-    """Trains a model and leaves a run folder.
+    """Train a model and write a run folder.
 
     Args:
-      config: the settings; or give them by name: `fit(model=..., layout=..., data=..., steps=200)`. What is not
-        given comes from the defaults, or when resuming from the run's own `config.gin`.
-      run: the run's folder; a new one, `runs/<name>-<n>`, by default. One that is there is never overwritten.
-      resume: `True` goes on from the newest checkpoint in `run`, on any layout. "newest" does so where there is one,
-        in `run` or else in the newest unfinished `runs/<name>-<n>` of these settings, and starts anew where there is
-        none.
-      name: what new folders are called.
-      profile: (first, last) step of a profile written to the run's `profile/` folder.
+      config: the settings; or pass them by name: `fit(model=..., layout=..., data=..., steps=200)`. Settings that are
+        not passed have their default, or when resuming the value in the run's `config.gin`.
+      run: the run's folder; by default a new one, `runs/<name>-<n>`. An existing run is never overwritten.
+      resume: `True` continues from the newest checkpoint in `run`, on any layout. "newest" does so if there is one, in
+        `run` or else in the newest unfinished `runs/<name>-<n>` with these settings, and starts a new run otherwise.
+      name: prefix of new run folders.
+      profile: (first, last) step to profile, into the run's `profile/` folder.
       quiet: print nothing.
-      until: stop after this step, with an evaluation and a checkpoint to go on from; the schedule stays that of all
+      until: stop after this step, with an evaluation and a checkpoint; the learning-rate schedule is still that of all
         the config's steps.
-      stop: asked after every step; `True` is as good as a signal to stop.
-      prepare: checks the run and opens its data; one of your own may share what several runs have in common.
-      services: what the loop asks of generation and planning, which `jaxscale.fit` passes.
+      stop: called after every step; returning `True` stops the run as a signal would.
+      prepare: checks the run and opens its data; pass your own to share work between runs.
+      services: generation and planning for the loop; `jaxscale.fit` passes them.
       **settings: fields of `TrainConfig`.
 
     Returns:
       the run, with its last state in memory.
 
     Raises:
-      JaxscaleError: what does not fit, before anything is compiled or written.
+      JaxscaleError: the settings are invalid or do not fit together; raised before anything is compiled or written.
     """
     if config is None and resume is True and run is not None:
-        config = read_config(Path(run), given=settings)  # a run goes on with its own settings
+        config = read_config(Path(run), replaced=settings)
     config = _settings(config, settings)
     config = settled(config) if resume is not True else config if run is None else RunFolder(run).as_left(config)
     check_profile(profile, config)
     if until is not None and not 1 <= until <= config.steps:
-        raise ConfigError(f"until = {until}: steps count from 1 to {config.steps} here")
+        raise ConfigError(f"until = {until}: this run has steps 1 to {config.steps}")
     reporter = Reporter(quiet or jax.process_index() != 0)
     with preparing(config.watchdog):
         prepared = prepare(config)
@@ -87,11 +86,10 @@ def fit(
 
 
 def check_profile(profile: tuple[int, int] | None, config: TrainConfig) -> None:
-    """Raises `ConfigError` where the (first, last) step of a profile are none of the run's."""
+    """Raise `ConfigError` unless `profile` is a (first, last) pair of this run's steps."""
     if profile is not None and not 1 <= profile[0] <= profile[1] <= config.steps:
         raise ConfigError(
-            f"profile {profile[0]}:{profile[1]}: steps count from 1 to {config.steps} here, and the last is not before "
-            "the first"
+            f"profile {profile[0]}:{profile[1]}: this run has steps 1 to {config.steps}, and FIRST may not exceed LAST"
         )
 
 
@@ -99,11 +97,11 @@ def _settings(config: TrainConfig | None, settings: dict[str, Any]) -> TrainConf
     fields = {f.name for f in dataclasses.fields(TrainConfig)}
     for key in settings:
         if key in ("loss", "z_loss"):
-            raise ConfigError(f"fit has no setting '{key}', which is the objective's: objective=NextToken({key}=...)")
+            raise ConfigError(f"fit has no setting '{key}'; the objective has: use objective=NextToken({key}=...)")
         if key not in fields:
             raise ConfigError(f"fit has no setting '{key}'{near(key, fields)}")
         if key in ("lr", "schedule") and isinstance(settings.get("optimizer"), optax.GradientTransformation):
             raise ConfigError(
-                f"an optax optimizer brings its own learning rate; leave out {key}, or use one of ours, as AdamW()"
+                f"an optax optimizer has its own learning rate; leave out {key}, or use one of ours, such as AdamW()"
             )
     return dataclasses.replace(config, **settings) if config is not None else TrainConfig(**settings)

@@ -1,4 +1,4 @@
-"""Which folder a run writes into: a new one, or one to go on in; never one that is in use."""
+"""Choose and lock the folder of a run: a new one, or one to resume; never one that is in use."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ from jaxscale.train.files import CONFIG, INFO, read_gin, read_json
 def choose_folder(
     config: TrainConfig, path: Path | None, resume: bool | str, name: str, say: Callable[[str], None]
 ) -> tuple[Path, bool, IO[str] | None]:
-    """The run's folder, whether to go on from a checkpoint in it, and the lock on it; process 0 decides for all.
+    """Choose the run's folder and lock it; process 0 decides for all.
 
     Args:
-      config: the settings; only runs of the same ones are found by "newest".
+      config: the settings; `resume="newest"` looks for runs with the same ones.
       path: the folder, or `None` for `runs/<name>-<n>`.
       resume: as in `fit`.
-      name: of new folders.
-      say: told what was chosen, where the caller did not choose.
+      name: prefix of new folders.
+      say: prints a line about the choice if the caller left it open.
+
+    Returns:
+      the folder, whether to resume from a checkpoint in it, and the lock file (on process 0).
 
     Raises:
-      RunError: the folder is there already, in use, or has nothing to go on from.
+      RunError: the folder exists already, is in use, or has no checkpoint to resume from.
     """
-    choice, held = ["", ""], None
+    choice, lock_file = ["", ""], None
     if jax.process_index() == 0:
         try:
             folder, resuming = _choose(config, path, resume, name, say)
-            held = lock(folder)
+            lock_file = lock(folder)
             choice = [str(folder), "resume" if resuming else "new"]
         except (JaxscaleError, OSError) as e:
-            choice = [str(e), "error"]  # other processes wait for an answer
+            choice = [str(e), "error"]  # raised below: other processes wait for an answer
     choice = agree.broadcast(choice)
     if choice[1] == "error":
         raise RunError(choice[0])
-    return Path(choice[0]), choice[1] == "resume", held
+    return Path(choice[0]), choice[1] == "resume", lock_file
 
 
 def _choose(
@@ -53,11 +56,11 @@ def _choose(
         return new_folder(path, name), False
     if path is None:
         if resume is True:
-            raise RunError("resuming needs the run's folder: give run=")
-        found = unfinished(name, config)
-        if found is not None:
-            say(f"resuming {found}, the newest run of these settings, which was not finished")
-            return found, True
+            raise RunError("resuming needs the run's folder: pass run=")
+        previous = unfinished(name, config)
+        if previous is not None:
+            say(f"resuming {previous}, the newest run with these settings, which is unfinished")
+            return previous, True
         folder = new_folder(None, name)
         say(f"starting {folder} (no unfinished runs/{name}-* has these settings)")
         return folder, False
@@ -66,19 +69,19 @@ def _choose(
         return path, True
     if resume is True:
         raise RunError(
-            f"{path} has no finished checkpoint to go on from; give --run {path} --continue to begin again in it"
+            f"{path} has no finished checkpoint to resume from; use --run {path} --continue to start again in it"
         )
-    if any((path / name).exists() for name in (".lock", "run.json")):  # killed before or after it wrote who it is
+    if any((path / name).exists() for name in (".lock", "run.json")):  # killed before its first checkpoint
         say(f"starting again in {path}, which has no finished checkpoint")
         return path, False
     return new_folder(path, name), False
 
 
 def check_files(path: Path) -> None:
-    """That what a run goes on with is what was written.
+    """Check that `run.json` and `config.gin` of a run to be resumed are what was written.
 
     Raises:
-      AlteredFile: it is not.
+      AlteredFile: one of them is not.
     """
     for name, read in ((INFO, read_json), (CONFIG, read_gin)):
         with contextlib.suppress(FileNotFoundError):
@@ -91,10 +94,10 @@ def is_new(path: Path) -> bool:
 
 
 def new_folder(path: Path | None, stem: str = "run") -> Path:
-    """Makes the folder of a new run: `path`, or the next free `runs/<stem>-<n>`.
+    """Make the folder of a new run: `path`, or the next free `runs/<stem>-<n>`.
 
     Raises:
-      RunError: `path` is there and not empty, or cannot be made.
+      RunError: `path` exists and is not empty, or cannot be made.
     """
     try:
         if path is not None:
@@ -115,7 +118,7 @@ def new_folder(path: Path | None, stem: str = "run") -> Path:
 
 
 def unfinished(stem: str, config: TrainConfig) -> Path | None:
-    """The newest `runs/<stem>-<n>` of the same settings with a checkpoint that was not finished and is not in use."""
+    """Return the newest `runs/<stem>-<n>` with these settings, if it is unfinished, unused and has a checkpoint."""
     root = Path("runs")
     settings = gin_config.dumps("train", config.values())
     for n in sorted(_numbers(root, stem), reverse=True) if root.is_dir() else []:
@@ -125,7 +128,7 @@ def unfinished(stem: str, config: TrainConfig) -> Path | None:
             finished = read_json(path / INFO).get("status") == "finished"
             lock(path).close()
         except AlteredFile as e:
-            raise AlteredFile(f"{e}; or name a folder with --run, and {path} is left alone") from None
+            raise AlteredFile(f"{e}; or name another folder with --run, which leaves {path} as it is") from None
         except (OSError, ValueError, RunError):
             continue
         if same:
@@ -134,7 +137,11 @@ def unfinished(stem: str, config: TrainConfig) -> Path | None:
 
 
 def lock(path: Path) -> IO[str]:
-    """Takes the folder until the returned file is closed or the process ends, however it ends."""
+    """Lock a run folder until the returned file is closed or the process ends.
+
+    Raises:
+      RunError: another process holds the lock, or the folder cannot be written to.
+    """
     import fcntl
 
     try:
@@ -148,6 +155,6 @@ def lock(path: Path) -> IO[str]:
 
 
 def _numbers(root: Path, stem: str) -> list[int]:
-    """The n of every `<stem>-<n>` in `root`; another run's name may begin like this one's."""
+    """The n of every `<stem>-<n>` in `root`."""
     tails = [p.name.removeprefix(f"{stem}-") for p in root.iterdir() if p.name.startswith(f"{stem}-")]
     return [int(tail) for tail in tails if tail.isdecimal()]

@@ -1,6 +1,6 @@
-"""Sockets between the processes of one run: a connection that does not begin with the run's token is closed.
+"""Sockets between the processes of one run, authenticated: a connection has to begin with the run's token.
 
-It listens on loopback where all processes share a machine, else on the interface that reaches JAX's coordinator.
+A process listens on loopback if all processes are on one machine, else on the interface that reaches JAX's coordinator.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any, ClassVar, cast
 
 LOOPBACK = "127.0.0.1"
 HELLO = 5.0
-"""Seconds in which a new connection has to send the token."""
+"""Seconds that a new connection has to send the token."""
 
 LINE = 64 * 1024
-"""Bytes of a line, at most."""
+"""Most bytes of a line."""
 
 _PENDING = 64
 
 
 def new_token() -> str:
-    """A secret of 32 characters, that every connection to a `Listener` begins with."""
+    """Return a secret of 32 characters that connections to a `Listener` have to begin with."""
     return secrets.token_hex(16)
 
 
 class Listener:
-    """Hands connections that began with the token to `serve`, each on a thread of its own.
+    """Calls `serve` with each connection that begins with the token, on a thread of its own.
 
-    One thread reads the tokens of all new connections, so that a silent one costs no thread. Where more than twice
-    `count` (and 64) are silent at a time, the oldest is closed.
+    One thread reads the tokens of all new connections, so that a silent connection costs no thread. If more than
+    `max(64, 2 * count)` connections have sent no token yet, the oldest is closed.
 
     Args:
       host: the address to bind; "" is all interfaces.
@@ -57,16 +57,16 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return self.address[1]
 
     def close(self) -> None:
-        """Takes no more connections; those that are served go on."""
+        """Accept no more connections; open ones are still served."""
         self._wake.close()
         self._thread.join(HELLO)
 
     def _run(self) -> None:
-        waiting: dict[socket.socket, tuple[float, bytes]] = {}  # oldest first: its deadline, and what it has sent
+        waiting: dict[socket.socket, tuple[float, bytes]] = {}  # oldest first: (deadline, bytes received)
         with selectors.DefaultSelector() as selector, self._server, self._woken:
 
             def drop(connection: socket.socket, *, close: bool = True) -> None:
@@ -90,7 +90,7 @@ class Listener:
                     if connection is self._server:
                         try:
                             new, _ = self._server.accept()
-                        except OSError:  # it has gone, or there is no free file descriptor
+                        except OSError:  # the client has gone, or there is no free file descriptor
                             time.sleep(0.01)
                             continue
                         new.setblocking(False)
@@ -102,13 +102,13 @@ class Listener:
                         hello = self._more(connection, waiting)
                         if hello is None:
                             continue
-                        right = hmac.compare_digest(hello, self._token) and self._places.acquire(blocking=False)
-                        drop(connection, close=not right)
-                        if right:
+                        accepted = hmac.compare_digest(hello, self._token) and self._places.acquire(blocking=False)
+                        drop(connection, close=not accepted)
+                        if accepted:
                             threading.Thread(target=self._served, args=(connection,), daemon=True).start()
 
     def _more(self, connection: socket.socket, waiting: dict[socket.socket, tuple[float, bytes]]) -> bytes | None:
-        """What a connection began with, once that is as long as a token or the end; `None` before."""
+        """Return the first bytes of a connection once they are as many as a token's or it has ended; else `None`."""
         deadline, hello = waiting[connection]
         try:
             data = connection.recv(len(self._token) - len(hello))
@@ -130,11 +130,13 @@ class Listener:
 
 
 def connect(host: str, port: int, token: str, seconds: float) -> socket.socket:
-    """A connection to another process's `Listener`.
+    """Connect to another process's `Listener`.
 
     Args:
-      host, port, token: of the listener.
-      seconds: to wait for it.
+      host: the listener's address.
+      port: its port.
+      token: its token.
+      seconds: how long to wait for it.
 
     Raises:
       OSError: it cannot be reached.
@@ -145,10 +147,10 @@ def connect(host: str, port: int, token: str, seconds: float) -> socket.socket:
 
 
 def lines(connection: socket.socket) -> Iterator[bytes]:
-    """Lines as they come, until the other end closes.
+    """Yield lines as they arrive, until the other end closes.
 
     Raises:
-      OSError: one is longer than `LINE`, or the connection broke.
+      OSError: a line is longer than `LINE`, or the connection broke.
     """
     with connection.makefile("rb") as file:
         while line := file.readline(LINE + 1):
@@ -158,27 +160,27 @@ def lines(connection: socket.socket) -> Iterator[bytes]:
 
 
 def listen_address(machines: Sequence[str | None], coordinator: str) -> str:
-    """The address that a process listens on: loopback where all are on one machine, else its own in the job's network.
+    """Return the address to listen on: loopback if all processes are on one machine, else this one's in the network.
 
     Args:
       machines: `machine()` of every process; `None` where unknown.
-      coordinator: its address, "host:port".
+      coordinator: the coordinator's address, "host:port".
 
     Returns:
-      "" (all interfaces) where processes are on several machines and this one reaches the coordinator over loopback.
+      the address; "" (all interfaces) if there are several machines and this one reaches the coordinator over loopback.
     """
     if len(set(machines)) == 1 and None not in machines:
         return LOOPBACK
     host, _, port = coordinator.rpartition(":")
     family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing: the kernel names the interface
-        way.connect(address)
-        own = str(way.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: connecting makes the kernel choose
+        probe.connect(address)
+        own = str(probe.getsockname()[0])
     return "" if own.startswith("127.") or own == "::1" else own
 
 
 def machine() -> str:
-    """This machine's network: equal for two processes that reach each other over loopback."""
+    """Return an id of this machine and its network namespace: equal for processes that share a loopback interface."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -187,16 +189,16 @@ def machine() -> str:
 
 
 class Coordinator:
-    """JAX's coordinator, and its small store of texts. Every process makes the same ones in the same order.
+    """The key-value store of JAX's coordinator. All processes must make the same instances in the same order.
 
     Args:
-      name: of what is stored.
+      name: a namespace for the keys.
     """
 
     _made: ClassVar[dict[str, int]] = {}
 
     def __init__(self, name: str):
-        from jax._src import distributed  # no public name gives the coordinator's address and its store
+        from jax._src import distributed  # JAX has no public access to the coordinator's address and store
 
         state: Any = distributed.global_state
         self._client, self.address = state.client, str(state.coordinator_address)
@@ -205,17 +207,17 @@ class Coordinator:
 
     @property
     def host(self) -> str:
-        """Its address without the port."""
+        """The coordinator's address without the port."""
         return self.address.rpartition(":")[0].strip("[]")
 
     def put(self, name: object, text: str) -> None:
-        """Stores a text under a name."""
+        """Store a text under a name."""
         self._client.key_value_set(f"{self._key}/{name}", text)
 
     def get(self, name: object, seconds: float) -> str:
-        """A text that some process stores.
+        """Wait for a text that some process stores under a name.
 
         Raises:
-          JaxRuntimeError: none did in time.
+          JaxRuntimeError: no process stored it within `seconds`.
         """
         return self._client.blocking_key_value_get(f"{self._key}/{name}", max(1, int(seconds * 1000)))

@@ -1,4 +1,4 @@
-"""The training loop: a run from its first step, or the step of a checkpoint, to its last."""
+"""The training loop: steps, evaluations and checkpoints, from the first step or a checkpoint's to the last."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from jaxscale.train.snapshots import taker
 from jaxscale.train.watchdog import watching
 
 RETURNS = 3
-"""How often a run goes back without a step beyond the one at which it turned, before it gives up."""
+"""A run fails when a guard rolls it back once more than this without a step beyond where it was rolled back."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """What a training run asks of generation and planning, which are not below it; `jaxscale.fit` passes both.
+    """Generation and planning for the training loop, which may not import them; `jaxscale.fit` passes both.
 
     Args:
-      sample: (run, prompt) -> the text behind a prompt at the end of a run, or `None` for no sample.
-      out_of_memory: (what the compiler or device said, settings) -> the error to raise in its place, which says what
-        takes how much; `None` where it was about something else.
+      sample: (run, prompt) -> the prompt's continuation, sampled at the end of a run, or `None` for no sample.
+      out_of_memory: (error of the compiler or device, settings) -> the error to raise instead, which lists what takes
+        how much memory; `None` if the error is about something else.
     """
 
     sample: Callable[[RunFolder, str], str | None] = lambda run, prompt: None
@@ -48,7 +48,19 @@ class Services:
 
 
 class Loop:
-    """One run from its first step, or the step of a checkpoint, to its last."""
+    """Trains one run, from its first step or a checkpoint's, to its last.
+
+    Args:
+      config: the run's settings.
+      prepared: its compiled parts and data.
+      run: its folder.
+      reporter: prints progress.
+      profile: (first, last) step to profile, or `None`.
+      last: the step to stop after.
+      signals: filled in by `stop_signals` when the run should stop.
+      stop: as in `fit`.
+      services: generation and planning.
+    """
 
     def __init__(
         self,
@@ -85,8 +97,8 @@ class Loop:
         self.lag = 0 if jax.default_backend() == "cpu" else 1
 
     def train(self, resuming: bool) -> None:
-        """Runs it; the folder tells the story even when this raises, or another process ends."""
-        with watching(self.config.watchdog, self.run.path, self.checkpoints.steps, self._ended) as self.watchdog:
+        """Train; `run.json` is updated even if this raises, or another process fails."""
+        with watching(self.config.watchdog, self.run.path, self.checkpoints.steps, self._mark_failed) as self.watchdog:
             self._train(resuming)
 
     def _train(self, resuming: bool) -> None:
@@ -104,7 +116,7 @@ class Loop:
         try:
             files += self.record.begin(first)
             self.snapshots.begin(state, self.saved.facts())
-            state = self._to_the_end(state, files)
+            state = self._run_to_end(state, files)
             self.watchdog.phase(int(state.step), "end of the last save", disk=True)
             self.checkpoints.close()
             status = self._status(int(state.step))
@@ -112,28 +124,28 @@ class Loop:
             reporter.stop()
             self._end_profile()
             for one in (*self.watches, *files):
-                with contextlib.suppress(*([OSError] if status == "failed" else [])):  # a full disk says so once
+                with contextlib.suppress(*([OSError] if status == "failed" else [])):  # keep the first error
                     one.close()
             self.snapshots.close(forget=status != "failed")
-            if status == "failed" and jax.process_count() == 1:  # others may never come to this one's barriers
+            if status == "failed" and jax.process_count() == 1:  # other processes may never reach its barriers
                 with contextlib.suppress(CheckpointError):
                     self.checkpoints.close()
             if self.main:
-                with contextlib.suppress(*([RunError] if status == "failed" else [])):  # what failed says more
+                with contextlib.suppress(*([RunError] if status == "failed" else [])):  # keep the first error
                     self.record.status(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
-        asked = self.signals.get("signal")
-        self.run.stopped_by = asked if status == "stopped" and asked in STOPS else None
-        self._afterwards(int(state.step), status)
+        signal = self.signals.get("signal")
+        self.run.stopped_by = signal if status == "stopped" and signal in STOPS else None
+        self._conclude(int(state.step), status)
 
-    def _afterwards(self, step: int, status: str) -> None:
-        """A picture of the run, and a sample or why it is not finished."""
+    def _conclude(self, step: int, status: str) -> None:
+        """Draw the loss, then print a sample, or why the run is unfinished."""
         config, say = self.config, self.reporter.say
         self.watchdog.phase(step, "picture and sample", disk=True)
         self.record.picture()
         if status != "finished":
-            why = f"stopped by {self.signals['signal']}" if status == "stopped" else f"paused, {config.steps} to go to,"
-            say(f"{why} after step {step}; its checkpoint is written")
+            why = f"stopped by {self.signals['signal']}" if status == "stopped" else "paused"
+            say(f"{why} after step {step} of {config.steps}; its checkpoint is written")
         elif config.prompt is not None:
             text = self.services.sample(self.run, config.prompt)
             if text is not None:
@@ -145,8 +157,8 @@ class Loop:
             return "finished"
         return "paused" if step == self.last else "stopped"
 
-    def _to_the_end(self, state: TrainState, files: list[Any]) -> TrainState:
-        """Every step and the last checkpoint, however often a guard asks for the way back."""
+    def _run_to_end(self, state: TrainState, files: list[Any]) -> TrainState:
+        """Take all steps and save the last checkpoint, rolling back whenever a guard requests it."""
         while True:
             try:
                 state = self._steps(state, int(state.step), files)
@@ -154,8 +166,8 @@ class Loop:
                 self.watchdog.phase(int(state.step), "last save", disk=True)
                 self._save(state)
                 return state
-            except RollBack as asked:
-                back = asked.with_traceback(None)  # which holds on to the state that is left behind
+            except RollBack as e:
+                back = e.with_traceback(None)  # the traceback keeps the abandoned state alive
             self.reporter.stop()
             del state
             state = self._roll_back(back)
@@ -169,14 +181,14 @@ class Loop:
             self.offence = back.steps[0] if back.steps else self.now
         if self.returns == RETURNS:
             raise RunError(
-                f"{back}; the run went back {RETURNS} times, and got no further than step {self.offence}. See where "
-                f"its numbers go wrong with jaxscale replay {self.run.path} --step {self.offence}, or start a run with "
-                f"a train.lr below {self.config.lr:g}"
+                f"{back}; the run was rolled back {RETURNS} times and got no further than step {self.offence}. Find "
+                f"where its numbers go wrong with jaxscale replay {self.run.path} --step {self.offence}, or start "
+                f"a run with a train.lr below {self.config.lr:g}"
             )
         self.returns, self.furthest = self.returns + 1, self.now
         self.skips.pass_over(back.steps, target, str(back))
-        over = f", and passes over {_spans(back.steps)} from now on" if back.steps else ""
-        self.reporter.warn(f"{back}; the run goes back to step {target}{over}")
+        skipping = f", and will skip {_spans(back.steps)}" if back.steps else ""
+        self.reporter.warn(f"{back}; the run goes back to step {target}{skipping}")
         return self.saved.restore() if target else self.prepared.blueprint.init(self.config.seed)
 
     def _steps(self, state: TrainState, first: int, files: list[Any]) -> TrainState:
@@ -190,7 +202,7 @@ class Loop:
             self.watchdog.phase(now, "guards")
             for watch in self.watches:
                 watch.before(now, state)
-            with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._memory_said():
+            with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._explain_memory():
                 state, metrics = self._pass_over(state) if now in self.skips.passed else self._take(state, done)
                 metrics |= self.snapshots.after(now, state)
             pending.append((now, metrics))
@@ -215,14 +227,14 @@ class Loop:
                 self.watchdog.phase(now, "save", disk=True)
                 self._save(state)
             if save or evaluate:
-                self.clock = time.perf_counter()  # what was not training is not in the next step's time
+                self.clock = time.perf_counter()  # do not count this time in the next step's
             if stopping:
                 break
         return state
 
     @contextlib.contextmanager
-    def _memory_said(self) -> Iterator[None]:
-        """A step that does not fit the devices is told of as `explain` does."""
+    def _explain_memory(self) -> Iterator[None]:
+        """Replace an out-of-memory error by one that lists what takes how much memory."""
         try:
             yield
         except jax.errors.JaxRuntimeError as e:
@@ -234,16 +246,16 @@ class Loop:
     def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         self.watchdog.phase(done + 1, "data")
         batch = self._place(done)
-        self.watchdog.phase(done + 1, "step", disk=self.profile is not None)  # which is written at its end
+        self.watchdog.phase(done + 1, "step", disk=self.profile is not None)  # a profile is written at its end
         return self.step(state, batch)
 
     def _pass_over(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """A step that is not taken: the data moves on and nothing else."""
-        nothing = np.float32(np.nan)
-        return state.replace(step=state.step + 1), {"loss": nothing, "grad_norm": nothing}
+        """Skip a step: count it, so that its batch is not used, and change nothing else."""
+        missing = np.float32(np.nan)
+        return state.replace(step=state.step + 1), {"loss": missing, "grad_norm": missing}
 
     def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
-        """Fetches a step's numbers, waiting for it."""
+        """Wait for a step and return its metrics."""
         waiting = time.perf_counter()
         numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
         now = time.perf_counter()
@@ -251,7 +263,7 @@ class Loop:
         if self.timed or self.spent:
             self.timed, self.spent = self.timed + 1, self.spent + seconds
         else:
-            self.spent = 1e-9  # the first step compiles: it is left out of the estimate
+            self.spent = 1e-9  # leave the first step, which compiles, out of the estimate
         row: dict[str, Any] = {"step": step, **numbers}
         if step in self.skips.passed:
             row["skipped"] = "passed over"
@@ -265,12 +277,12 @@ class Loop:
         row["time"] = time.time()
         for file in files:
             file.write(row)
-        left = self.spent / self.timed * (self.last - row["step"]) if self.timed else None  # of the first: not known
+        remaining = self.spent / self.timed * (self.last - row["step"]) if self.timed else None
         share = None if self.peak is None or self.flops is None else row["model_flops_per_second"] / self.peak
-        self.reporter.step(row, self.last, left, share)
+        self.reporter.step(row, self.last, remaining, share)
 
     def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
-        """What the objective reports of held-out batches: `eval_loss`, of a further corpus `eval_loss/NAME`."""
+        """Evaluate held-out batches: `eval_loss` and the like, of a further corpus `eval_loss/NAME`."""
         params = self.prepared.blueprint.weights(state)
         more = (state.frozen,) if self.prepared.blueprint.reference else ()
         totals: Any = None
@@ -279,7 +291,9 @@ class Loop:
             part = jax.tree.map(np.float64, part)
             totals = part if totals is None else jax.tree.map(np.add, totals, part)
         if not any(np.any(b.get("weights", 1)) for b in batches):
-            raise RunError("the held-out batches have no weighted row; raise train.eval_batches or the held-out part")
+            raise RunError(
+                "all rows of the held-out batches have weight 0; raise train.eval_batches or the held-out fraction"
+            )
         objective = self.config.objective
         metrics = objective.metrics(totals)
         return {f"eval_{name}{corpus}": float(metrics[name]) for name in objective.evaluated}
@@ -293,7 +307,7 @@ class Loop:
         self.saved.save(state)
 
     def _stopping(self, step: int) -> bool:
-        """Whether any process was asked to stop; all answer alike."""
+        """Whether any process has to stop; the same on all processes."""
         if self.stop is not None and self.stop():
             self.signals.setdefault("signal", "request")
         if jax.process_count() == 1:
@@ -305,10 +319,10 @@ class Loop:
 
         names = ["", "request", *STOPS]
         mine = np.asarray([names.index(self.signals.get("signal", ""))])
-        asked = int(np.max(multihost_utils.process_allgather(mine)))
-        if asked:
-            self.signals["signal"] = names[asked]  # so that all end with the same exit code
-        return bool(asked)
+        signal = int(np.max(multihost_utils.process_allgather(mine)))
+        if signal:
+            self.signals["signal"] = names[signal]  # so that all end with the same exit code
+        return bool(signal)
 
     @contextlib.contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -325,20 +339,20 @@ class Loop:
             return
         self.profiling = False
         for array in jax.live_arrays():
-            with contextlib.suppress(RuntimeError):  # jax 0.11 has among them what a step was given to overwrite
+            with contextlib.suppress(RuntimeError):  # in jax 0.11 donated arrays are among them
                 array.block_until_ready()
         jax.profiler.stop_trace()
         path = self.run.path
-        self.reporter.say(f"a profile is in {path / 'profile'}; jaxscale plan {path} --measured reads it")
+        self.reporter.say(f"the profile is in {path / 'profile'}; read it with jaxscale plan {path} --measured")
 
-    def _ended(self) -> None:
-        """Another process failed, and this one's main thread may wait for it."""
+    def _mark_failed(self) -> None:
+        """Write to `run.json` that the run failed; called on another thread when another process has failed."""
         if self.run.info["status"] == "running":
             self.record.status("failed", self.saved.last_step())
 
 
 def _spans(steps: Sequence[int]) -> str:
-    """Consecutive steps in words."""
+    """Describe consecutive steps."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 

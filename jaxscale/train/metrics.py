@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line a step, append-only, and TensorBoard beside it."""
+"""`metrics.jsonl`, with one line per step, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from jaxscale.seals import Lines, seal_line
 
 
 class MetricsFile:
-    """Appends lines to `metrics.jsonl`; a line is on its way to disk before the next step starts.
+    """Appends lines to `metrics.jsonl`, flushing each.
 
-    A run that was killed and resumed repeats the steps since its checkpoint: readers let a step replace itself and
-    all that was written after it.
+    A run that was killed and resumed repeats the steps since its checkpoint; readers drop the earlier line of a
+    repeated step and all lines between.
+
+    Args:
+      path: the file.
     """
 
     def __init__(self, path: Path):
         self._file = open_to_append(path)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one line.
+        """Append one line.
 
         Raises:
-          RunError: the disk refuses.
+          RunError: it cannot be written.
         """
         try:
             self._file.write(json_row(row))
@@ -34,24 +37,24 @@ class MetricsFile:
             raise RunError(f"cannot write {self._file.name}: {e.strerror}") from e
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 def json_row(row: dict[str, Any]) -> bytes:
-    """One line of JSON with its digest; numbers that are not finite as strings, since JSON has none."""
+    """Encode one line of JSON with its digest; NaN and infinities become strings, since JSON has none."""
     return seal_line({k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()})
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """A file of lines, to be added to; a line at its end that a kill has torn is taken out."""
+    """Open a file of lines for appending; removes an incomplete last line, which a killed process leaves."""
     file = path.open("ab")
     at = file.tell()
     if at and path.read_bytes()[-1:] != b"\n":
         lines = Lines()
         data = path.read_bytes()
         lines.feed(data)
-        if lines.end():  # only its end is missing
+        if lines.end():  # only its newline is missing
             file.write(b"\n")
         else:
             file.truncate(data.rfind(b"\n") + 1)
@@ -59,16 +62,19 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, one per step in order of step, the last written of each; torn lines left out."""
+    """Read a `metrics.jsonl`: the last row written for each step, in order of step; damaged lines are left out."""
     return Tail(path).rows()
 
 
 class Tail:
-    """A `metrics.jsonl` that grows: what was read of it before is not read again.
+    """Reads a growing `metrics.jsonl`, each line once.
+
+    Args:
+      path: the file.
 
     Attributes:
-      lines: those that are damaged; they are left out.
-      without_step: how many lines have no step that is a whole number; they are left out, too.
+      lines: the reader, which lists damaged lines; they are left out.
+      without_step: how many lines have no whole number as their step; they are left out, too.
     """
 
     def __init__(self, path: Path):
@@ -76,10 +82,10 @@ class Tail:
         self._rows: dict[int, dict[str, Any]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """As `read_metrics`; a line that is being written comes with the next call.
+        """Return what `read_metrics` would; an incomplete last line is left for the next call.
 
         Raises:
-          RunError: it is there, and cannot be read, or is without digests and a link out of its folder.
+          RunError: the file cannot be read, or has no digests and is a link out of its folder.
         """
         try:
             with reading.open_file(self.path) as f:
@@ -99,7 +105,7 @@ class Tail:
             if step is None:
                 self.without_step += 1
                 continue
-            if step in self._rows:  # resumed from before it: what was written since is another future
+            if step in self._rows:  # the run was resumed from an earlier step: drop what followed
                 self._rows = {s: r for s, r in self._rows.items() if s < step}
             numbers = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in row.items()}
             self._rows[step] = {**numbers, "step": step}
@@ -121,7 +127,11 @@ def _step(row: dict[str, Any]) -> int | None:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, through tensorboardX."""
+    """Writes scalars for TensorBoard with tensorboardX.
+
+    Args:
+      folder: where to write event files.
+    """
 
     def __init__(self, folder: Path):
         from tensorboardX import SummaryWriter
@@ -129,27 +139,27 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder))
 
     def write(self, row: dict[str, Any]) -> None:
-        """One step's numbers."""
+        """Write one step's numbers."""
         for key, value in row.items():
             if key != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(key, value, row["step"])
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
         self._writer.close()
 
 
-def tensorboard_or_none(folder: Path, wanted: bool | None) -> TensorBoard | None:
-    """A writer when wanted (`True`) or possible (`None`).
+def tensorboard_or_none(folder: Path, enabled: bool | None) -> TensorBoard | None:
+    """Make a TensorBoard writer: `True` always, `None` if tensorboardX is installed, `False` never.
 
     Raises:
-      RunError: wanted, and tensorboardX is not installed.
+      RunError: `enabled` is `True` and tensorboardX is not installed.
     """
-    if wanted is False:
+    if enabled is False:
         return None
     try:
         return TensorBoard(folder)
     except ImportError:
-        if wanted:
+        if enabled:
             raise RunError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'") from None
         return None

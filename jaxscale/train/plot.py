@@ -1,4 +1,4 @@
-"""The picture of a run: its loss over steps."""
+"""Plot a run's loss over steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jaxscale.errors import RunError
 
 
 def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) -> Any:
-    """Draws training and held-out loss over steps.
+    """Plot training and held-out loss over steps.
 
     Args:
-      rows: as `read_metrics` gives.
+      rows: rows of `read_metrics`.
       title: of the figure.
-      path: a PNG to write.
+      path: a PNG to write, if any.
 
     Returns:
       the matplotlib figure.
 
     Raises:
-      RunError: matplotlib is not installed, or there is nothing to draw.
+      RunError: matplotlib is not installed, or no row has a loss.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,7 +48,7 @@ def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) 
 
 
 def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """A running mean over a fiftieth of the run, corrected for its start."""
+    """Exponential moving average over about a fiftieth of the run, with bias correction."""
     keep = 1 - 1 / max(2, len(points) / 50)
     total = weight = 0.0
     out = []

@@ -1,4 +1,4 @@
-"""What a run writes into its folder beside its states: who it is, its settings, how it ended, a sample, a picture."""
+"""Write a run's folder, apart from checkpoints: `run.json`, `config.gin`, metrics, samples and the loss curve."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxscale.train.run import HF, RunFolder, about, bring_companions, write_con
 
 
 class Record:
-    """Writes down what becomes of a run; only the process that `RunFolder.is_main` does.
+    """Records a run's progress in its folder; only the main process writes.
 
     Args:
-      run: whose folder it is.
-      prepared: its data.
-      checkpoints: its own; given the run's id, which they carry.
-      warn: takes a sentence for the user.
+      run: the run.
+      prepared: its compiled parts and data.
+      checkpoints: its checkpoints; their `run` is set to the run's id.
+      warn: prints a warning.
     """
 
     def __init__(self, run: RunFolder, prepared: Prepared, checkpoints: Checkpoints, warn: Callable[[str], None]):
@@ -31,31 +31,36 @@ class Record:
         self._written: dict[str, Any] = {}
 
     def begin(self, first: int) -> list[Any]:
-        """Says in the folder that the run is under way, from step `first`.
+        """Write the config and the status "running", from step `first`.
 
         Returns:
-          open files, which take a row a step.
+          open files that take one row per step.
         """
         run, config = self.run, self.run.config
         if not run.is_main:
             return []
         if config.start is not None and not (run.path / HF).exists():
-            with contextlib.suppress(RunError, DataError):  # of a run that goes on, that one may be gone
+            with contextlib.suppress(RunError, DataError):  # a resumed run's start may be deleted
                 bring_companions(config.start.run, run)
         lost = write_config(run.path, config, first)
         for setting in lost:
-            self.warn(f"{setting} came from Python and is not in config.gin; resume this run from Python")
+            self.warn(f"{setting} came from Python and cannot be written to config.gin; resume this run from Python")
         self.status("running", first)
         board = tensorboard_or_none(run.path / "tensorboard", config.tensorboard)
         return [MetricsFile(run.path / "metrics.jsonl"), *([board] if board else [])]
 
     def status(self, status: str, step: int, error: BaseException | None = None) -> None:
-        """Writes `run.json`; called by one process.
+        """Write `run.json`; called by the main process only.
+
+        Args:
+          status: "running", "finished", "paused", "stopped" or "failed".
+          step: the run's step.
+          error: why it failed, if it did.
 
         Raises:
-          RunError: the disk refuses.
+          RunError: it cannot be written.
         """
-        before = self._written  # what is on disk may be damaged by now, and the run need not fail for that
+        before = self._written  # rather than the file, which may have been damaged since
         if not before and (self.run.path / INFO).exists():
             before = self.run.info
         self.checkpoints.run = before.get("id", self.checkpoints.run) or os.urandom(8).hex()
@@ -73,14 +78,14 @@ class Record:
         self._written = info
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """A line of `samples.jsonl`, for who compares runs later."""
+        """Append a sampled text to `samples.jsonl`, which comparisons of runs read."""
         if self.run.is_main:
             samples = MetricsFile(self.run.path / "samples.jsonl")
             samples.write({"step": step, "prompt": prompt, "text": text})
             samples.close()
 
     def picture(self) -> None:
-        """Draws `loss.png`, or warns why there is none."""
+        """Write `loss.png`, or warn why that is not possible."""
         if not self.run.is_main:
             return
         try:
@@ -89,7 +94,7 @@ class Record:
             self.warn(f"{e}")
 
     def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
-        """The run and the checkpoint that the first parameters are of; looked up once, since that run may go."""
+        """Entry with the run and checkpoint of the first parameters; looked up once, since that run may be deleted."""
         start = self.run.config.start
         if start is None:
             return {}

@@ -1,4 +1,4 @@
-"""A step of a run taken once more: from the checkpoint before it, bit for bit, and where its numbers went wrong."""
+"""Replay a step of a run from the checkpoint before it, bit for bit, and find the first operation that made a NaN."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ NUMBERS = ("loss", "grad_norm")
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What a replayed step shows.
+    """Result of replaying a step.
 
     Args:
-      step: which, from 1.
-      checkpoint: the step it was replayed from.
+      step: the step, from 1.
+      checkpoint: the step of the checkpoint it was replayed from; 0 is the initial state.
       numbers: its loss and gradient norm.
-      recorded: what the run wrote down for it; empty where it wrote nothing.
-      before: arrays that held a NaN or an infinity before the step, and how many: of the state and of the batch.
-      origin: where the step first made one of finite numbers, or `None`.
+      recorded: the same as the run recorded them; empty if it did not.
+      before: arrays of the state and batch that held NaNs or infinities before the step, with how many.
+      origin: the operation that first made a NaN or infinity from finite numbers, or `None`.
     """
 
     step: int
@@ -46,50 +46,49 @@ class Replayed:
 
     @property
     def finite(self) -> bool:
-        """Whether the replayed step is."""
+        """Whether the replayed loss and gradient norm are finite."""
         return all(map(math.isfinite, self.numbers.values()))
 
     @property
     def same(self) -> bool:
-        """Whether the numbers are the recorded ones, bit for bit."""
+        """Whether the numbers equal the recorded ones, bit for bit."""
         pairs = [(self.numbers[k], v) for k, v in self.recorded.items()]
         return all(a == b or math.isnan(a) and math.isnan(b) for a, b in pairs)
 
     def __str__(self) -> str:
-        shown = lambda numbers: ", ".join(f"{k} {v!r}" for k, v in numbers.items())  # noqa: E731
-        lines = [f"step {self.step}, replayed from step {self.checkpoint}: {shown(self.numbers)}"]
+        lines = [f"step {self.step}, replayed from step {self.checkpoint}: {_format(self.numbers)}"]
         if not self.recorded:
             lines.append("the run recorded nothing for this step")
         elif self.same:
-            lines.append("as recorded, to the bit")
+            lines.append("equal to the recorded numbers, bit for bit")
         else:
             lines.append(
-                f"NOT as recorded: {shown(self.recorded)}; the program and the data do not explain it (another layout, "
-                "other versions, or a fault of the hardware)"
+                f"NOT as recorded: {_format(self.recorded)}; program and data do not explain the difference (another "
+                "layout, other versions, or a hardware fault)"
             )
         lines += [f"before the step: {name} holds {n} number(s) that are not finite" for name, n in self.before.items()]
         if self.origin is not None:
             lines.append(f"first number that is not finite: {self.origin}")
         elif not self.finite and not self.before:
-            lines.append("on one device and without a mesh, nothing of this step is not finite")
+            lines.append("on one device without a mesh, every number of this step is finite")
         elif self.finite:
             lines.append("every number of this step is finite")
         return "\n".join(lines)
 
 
 def replay(run: RunFolder, step: int) -> Replayed:
-    """Takes a step of a run again, on the run's own layout.
+    """Take a step of a run again, on the run's own layout.
 
-    Where the step is not finite, it is then worked out on one device without a mesh, where the whole model and its
-    gradient have to fit.
+    If its loss or gradient norm is not finite, the step is traced on one device without a mesh, which has to hold the
+    whole model and its gradient.
 
     Args:
-      run: which.
-      step: from 1.
+      run: the run.
+      step: the step, from 1.
 
     Raises:
-      RunError: there is no such step.
-      JaxscaleError: the run's settings or data cannot be had again.
+      RunError: the run has no such step.
+      JaxscaleError: the run's settings or data are not available any more.
     """
     config = dataclasses.replace(run.config, eval_batches=0, eval_every=0, evaluate_on={}, prompt=None)
     if not 1 <= step <= config.steps:
@@ -112,15 +111,15 @@ def replay(run: RunFolder, step: int) -> Replayed:
         metrics = jax.device_get(take(state, batch)[1])
     numbers = {k: float(metrics[k]) for k in NUMBERS}
     params, opt_state, inputs, frozen = host
-    rooms = (("params", params), ("opt_state", opt_state), ("batch", inputs))
-    before = {k: n for room, tree in rooms for k, n in _nonfinite(room, tree).items()}
+    parts = (("params", params), ("opt_state", opt_state), ("batch", inputs))
+    before = {k: n for part, tree in parts for k, n in _nonfinite(part, tree).items()}
     finite = all(map(math.isfinite, numbers.values()))
     origin = None if finite else _origin(config, params, inputs, jax.random.fold_in(key, step - 1), frozen)
     return Replayed(step, checkpoint, numbers, _recorded(run, step, skips), before, origin)
 
 
 def _before(run: RunFolder, config: TrainConfig, prepared: Prepared, step: int) -> tuple[int, TrainState]:
-    """The newest checkpoint before a step, or the run's beginning."""
+    """Restore the newest checkpoint before a step, or make the run's initial state."""
     steps = [s for s in run.checkpoints.steps() if s < step]
     if not steps:
         return 0, prepared.blueprint.init(config.seed)
@@ -130,7 +129,7 @@ def _before(run: RunFolder, config: TrainConfig, prepared: Prepared, step: int) 
 
 
 def _recorded(run: RunFolder, step: int, skips: list[dict[str, Any]]) -> dict[str, float]:
-    """What was written down when the step was taken or refused, not when it was passed over."""
+    """Return the numbers recorded when the step was taken or rejected by a guard, not when it was skipped."""
     rows = [r for r in run.metrics() if r["step"] == step and r.get("skipped") != "passed over"]
     rows += [r for r in skips if r.get("step") == step]
     return {k: float(rows[-1][k]) for k in NUMBERS if k in rows[-1]} if rows else {}
@@ -140,18 +139,23 @@ def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array, frozen
     config = dataclasses.replace(config, layout=None)
     blueprint, _ = blueprint_of(config)
     grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
-    found = (first_nonfinite(grads, p, b, key, frozen) for p, b in config.algorithm.copies(params, batch))
-    return next((origin for origin in found if origin is not None), None)
+    origins = (first_nonfinite(grads, p, b, key, frozen) for p, b in config.algorithm.copies(params, batch))
+    return next((origin for origin in origins if origin is not None), None)
 
 
 def _on_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-def _nonfinite(room: str, tree: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _format(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in numbers.items())
+
+
+def _nonfinite(part: str, tree: Any) -> dict[str, int]:
+    """Arrays with NaNs or infinities, by name, and how many each has."""
+    counts: dict[str, int] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(x.dtype, jnp.floating):
             bad = int(np.size(x) - np.isfinite(np.asarray(x, np.float32)).sum())
-            found |= {f"{room}/{path_name(path)}": bad} if bad else {}
-    return found
+            counts |= {f"{part}/{path_name(path)}": bad} if bad else {}
+    return counts

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains."""
+"""Progress of a run on the terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Prints to the terminal or notebook through rich; quiet on all processes but the first.
+    """Prints progress with rich: a live bar on a terminal or in a notebook, else a line every ten seconds.
 
-    On a terminal the steps are one live bar; elsewhere (a log file, CI) a line every ten seconds.
+    Args:
+      quiet: print nothing.
     """
 
     def __init__(self, quiet: bool = False):
         from rich.console import Console
 
         self.console = Console(quiet=quiet, highlight=False)
-        # in a notebook a live bar needs ipywidgets; without, rich would warn at every turn
+        # in a notebook a live bar needs ipywidgets; without it, rich warns at every update
         self.live = self.console.is_terminal or self.console.is_jupyter and find_spec("ipywidgets") is not None
         if not (self.console.is_terminal or self.console.is_jupyter):
-            self.console = Console(quiet=quiet, highlight=False, width=WIDTH)  # a file wraps nothing
+            self.console = Console(quiet=quiet, highlight=False, width=WIDTH)  # do not wrap lines in a file
         self._quiet = quiet
         self._progress: Any = None
         self._task: Any = None
@@ -41,20 +42,27 @@ class Reporter:
         self._started = False
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """One line that should be read."""
+        """Print one line as a warning."""
         self.console.print(f"warning: {text}", markup=False, style="yellow", soft_wrap=True)
 
     def table(self, title: str, rows: Sequence[TensorRow]) -> None:
-        """The tensor table."""
+        """Print a table of tensors."""
         if not self._quiet:
             self.console.print(tensor_table(title, rows))
 
     def announce(self, config: TrainConfig, prepared: Prepared, folder: Path, first: int) -> None:
-        """What is about to be trained, how it is laid out, and from which step."""
+        """Print what is trained, on which layout, and from which step.
+
+        Args:
+          config: the run's settings.
+          prepared: its compiled parts and data.
+          folder: its folder.
+          first: the step it continues from, or 0.
+        """
         blueprint = prepared.blueprint
         layout = "one device, no mesh" if config.layout is None else str(config.layout)
         self.table(f"parameters, laid out {layout}", describe(blueprint.infos, config.layout))
@@ -76,9 +84,14 @@ class Reporter:
             self.say(config.model.describe(config.layout))
 
     def start(self, steps: int, done: int) -> None:
-        """Begins the bar; `done` steps were taken before. Only the first time is the step compiled."""
+        """Start the progress bar.
+
+        Args:
+          steps: the last step.
+          done: steps taken before.
+        """
         self._last_line = time.perf_counter()
-        first, self._started = not self._started, True
+        first, self._started = not self._started, True  # the step is compiled only once
         if self._quiet or not self.live:
             if first:
                 self.say("compiling the step …")
@@ -100,7 +113,14 @@ class Reporter:
         self._progress.start()
 
     def step(self, row: dict[str, Any], steps: int, seconds_left: float | None, peak_share: float | None) -> None:
-        """One step's numbers, and how long the others take, where that is known."""
+        """Show one step's numbers.
+
+        Args:
+          row: the step's row of `metrics.jsonl`.
+          steps: the last step.
+          seconds_left: estimate for the remaining steps, if known.
+          peak_share: model FLOPs utilisation, 0 to 1, if known.
+        """
         unit = "tokens" if "tokens_per_second" in row else "rows"
         numbers = f"loss {row['loss']:.3f} · {_short(row[f'{unit}_per_second'])} {unit}/s"
         if "model_flops_per_second" in row:
@@ -117,15 +137,15 @@ class Reporter:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif time.perf_counter() - self._last_line > 10 or row["step"] == steps:
             self._last_line = time.perf_counter()
-            left = "" if seconds_left is None else f" · {clock(seconds_left)} left"
-            self.say(f"step {row['step']}/{steps} · {numbers}{left}")
+            remaining = "" if seconds_left is None else f" · {clock(seconds_left)} left"
+            self.say(f"step {row['step']}/{steps} · {numbers}{remaining}")
 
     def _above(self, text: str) -> None:
         console = self._progress.console if self._progress is not None else self.console
         console.print(text, markup=False)
 
     def stop(self) -> None:
-        """Ends the bar."""
+        """Stop the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

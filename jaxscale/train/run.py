@@ -1,4 +1,4 @@
-"""A run is a folder: what was trained, how, and what came out."""
+"""`RunFolder`: a run as a folder of config, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from jaxscale.train.plot import plot_loss
 from jaxscale.version import __version__
 
 HF = "hf"
-"""Of a run folder, what came with an imported checkpoint: config.json, tokenizer.json, chat template and their like."""
+"""Subfolder of a run with the files of an imported checkpoint: config.json, tokenizer.json, chat template and so on."""
 
 
 class RunFolder:
-    """A run's folder; `jaxscale.Run` is one that also generates.
+    """A run's folder; `jaxscale.Run` is one that can also generate text.
 
-    `config.gin` rebuilds the run's settings, `run.json` says where and with what it ran, `metrics.jsonl` has a line
-    a step, `checkpoints/` its states, `loss.png` its picture.
+    `config.gin` rebuilds the run's settings, `run.json` records versions, hardware and data, `metrics.jsonl` has one
+    line per step, `checkpoints/` the training states, `loss.png` the loss curve.
 
     Args:
       path: the folder.
-      config: its settings, when they are at hand; else they are read from `config.gin`.
-      state: the last state, when it is in memory.
+      config: the run's settings; read from `config.gin` if omitted.
+      state: the last training state, if it is in memory.
 
     Attributes:
-      stopped_by: the signal, such as "SIGTERM", that stopped its training in this process before the last step.
+      stopped_by: the signal, such as "SIGTERM", that stopped training in this process before the last step.
     """
 
     def __init__(self, path: str | Path, config: TrainConfig | None = None, state: TrainState | None = None):
@@ -64,7 +64,7 @@ class RunFolder:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Whether this is process 0, which writes and prints."""
         return jax.process_index() == 0
 
     @functools.cached_property
@@ -72,16 +72,16 @@ class RunFolder:
         """The run's settings.
 
         Raises:
-          RunError: the folder is no run, or its settings cannot be rebuilt from text.
+          RunError: the folder is not a run, or its settings could not be written as text.
         """
         return self._config if self._config is not None else read_config(self.path)
 
     @property
     def info(self) -> dict[str, Any]:
-        """`run.json`.
+        """The content of `run.json`.
 
         Raises:
-          RunError: there is none.
+          RunError: there is no `run.json`, or it cannot be read.
           AlteredFile: it is not what was written.
         """
         try:
@@ -96,11 +96,11 @@ class RunFolder:
 
     @property
     def imported(self) -> Companions | None:
-        """What came with an imported checkpoint; `None` of a run of our own.
+        """The files of an imported checkpoint (tokenizer, chat template); `None` if the run has none.
 
         Raises:
-          AlteredFile: a file of it is not what was written.
-          CheckpointError: one is a link out of the folder.
+          AlteredFile: one of the files is not what was written.
+          CheckpointError: one of them is a link out of the folder.
         """
         if not (self.path / HF).is_dir():
             return None
@@ -110,62 +110,81 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What turns text into the model's ids: the one in the folder, else that of its settings.
+        """The model's tokenizer: an imported checkpoint's own, else the one in the settings.
 
         Raises:
-          DataError: an imported checkpoint came without one.
+          DataError: an imported checkpoint has no tokenizer.
         """
         imported = self.imported
         return self.config.tokenizer if imported is None else imported.tokenizer
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text.
+        """Token ids that end a completion.
 
         Raises:
-          DataError: an imported checkpoint does not tell.
+          DataError: an imported checkpoint does not name any.
         """
         imported = self.imported
         return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids
 
     def prompt_ids(self, prompt: str) -> Any:
-        """The ids that a prompt starts from, int32: what opens a text (here the end of the one before), and the text's.
+        """Return the int32 token ids of a prompt: the id that starts a document, then those of the text.
+
+        Args:
+          prompt: the text.
 
         Raises:
-          ConfigError: the model does not know one of them.
+          ConfigError: an id is outside of the model's vocabulary.
           DataError: the text cannot be encoded.
         """
         imported = self.imported
         return text_ids(self.config, prompt, None if imported is None else imported.prompt_ids(prompt))
 
     def as_left(self, config: TrainConfig) -> TrainConfig:
-        """Settings of the run with its own copy of the tokenizer, where the file that they name is gone."""
+        """Return `config` with the run's own copy of the tokenizer, if the tokenizer file in `config` no longer exists.
+
+        Args:
+          config: settings of this run.
+        """
         own = self.imported
         if own is None or not isinstance(config.tokenizer, HFTokenizer) or Path(config.tokenizer.path).exists():
             return config
         return dataclasses.replace(config, tokenizer=own.tokenizer)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, now and then `eval_loss`."""
+        """Return a dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, some `eval_loss`."""
         return read_metrics(self.path / "metrics.jsonl")
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draws the loss; a matplotlib figure, also written as PNG where `path` says."""
+        """Plot the loss.
+
+        Args:
+          path: a PNG to write, if any.
+
+        Returns:
+          the matplotlib figure.
+        """
         return plot_loss(self.metrics(), f"{self.path.name}", None if path is None else Path(path))
 
     def params(self, step: int | None = None, layout: Layout | None = None) -> Any:
-        """The parameters of a checkpoint, by default the live ones, or the newest that is whole.
+        """Return the model's parameters: those in memory, else those of a checkpoint.
 
-        Those that its algorithm evaluates (see `Algorithm.weights`; of a schedule-free optimizer an average); of a run
-        with adapters the model's, read from the run it started from, with the adapters added to them.
+        These are the parameters that the run's algorithm evaluates (see `Algorithm.weights`; for a schedule-free
+        optimizer an average). For a run with adapters they are the parameters of the run it started from, with the
+        adapters merged into them.
 
         Args:
-          step: of which checkpoint.
-          layout: onto its devices, each its shards; else on the default device, the live ones where they are.
+          step: the checkpoint's step; by default the parameters in memory, else the newest checkpoint that is not
+            damaged.
+          layout: where to place them; by default on the default device, or where they are if they are in memory.
+
+        Returns:
+          a tree of `jax.Array`s.
 
         Raises:
-          CheckpointError: there is none.
-          LayoutError: they cannot be laid out.
+          CheckpointError: there is no such checkpoint.
+          LayoutError: the layout does not fit the parameters.
         """
         if self.config.adapters is not None:
             return self._with_adapters(step, self.config.layout if self.state is not None and not layout else layout)
@@ -181,12 +200,21 @@ class RunFolder:
         return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), frozen)
 
     def model(self, step: int | None = None) -> Any:
-        """The module with the parameters of a checkpoint, to be called as it is; arguments and errors as `params`."""
+        """Return the model as an `nnx.Module` with parameters of this run; raises as `params`.
+
+        Args:
+          step: as in `params`.
+        """
         graphdef, _ = describe_model(self.config.model)
         return nnx.merge(graphdef, self.params(step))
 
     def trained(self, step: int | None = None, layout: Layout | None = None) -> Any:
-        """The parameters that were trained: the model's, or its adapters; arguments as `params`."""
+        """Return the parameters that were trained, which are the model's or its adapters; raises as `params`.
+
+        Args:
+          step: as in `params`.
+          layout: as in `params`.
+        """
         if self.state is not None and step is None:
             live = self.config.algorithm.weights(self.state)
             if layout is None or layout == self.config.layout:
@@ -194,7 +222,7 @@ class RunFolder:
             blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
             return jax.device_put(live, shardings_of(blueprint.infos, layout))
         if step is None:
-            self.last_step()  # says so where there is none
+            self.last_step()  # raises if there is no checkpoint
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
         part = blueprint.algorithm.weights_in(blueprint)
         if part is not None:
@@ -203,58 +231,71 @@ class RunFolder:
         return blueprint.algorithm.weights(state)
 
     def last_step(self) -> int:
-        """The step of the newest finished checkpoint.
+        """Return the step of the newest finished checkpoint.
 
         Raises:
-          RunError: there is none yet.
+          RunError: there is no finished checkpoint yet.
         """
         steps = self.checkpoints.steps()
         if not steps:
-            raise RunError(f"{self.path} has no finished checkpoint yet; train it to one first")
+            raise RunError(f"{self.path} has no finished checkpoint yet; train it until it writes one")
         return steps[-1]
 
 
 def bring_companions(source: RunFolder, to: RunFolder) -> None:
-    """Copies what came with an imported checkpoint (tokenizer, chat template) to a run made of it, of the same ids."""
+    """Copy the files of an imported checkpoint to a run that starts from it, if both have the same tokenizer.
+
+    Args:
+      source: the run with the imported checkpoint.
+      to: the run that starts from it.
+    """
     own = source.imported
     if own is not None and own.tokenizer.fingerprint == to.config.tokenizer.fingerprint:
         take_companions(source.path / HF, to.path)
 
 
 def take_companions(folder: Path, run: Path) -> None:
-    """Copies what travels with the weights into a run's folder, and writes its digests."""
+    """Copy a Hugging Face checkpoint's tokenizer, chat template and so on into a run folder, and write their digests.
+
+    Args:
+      folder: the Hugging Face checkpoint.
+      run: the run folder.
+    """
     names = copy_companions(folder, run / HF)
     list_files(run, [f"{HF}/{name}" for name in names])
 
 
 def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:
-    """The checkpoints in a run's folder; those of another run are refused.
+    """Return the checkpoints in a run's folder; loading one of another run raises an error.
 
     Args:
-      path: the folder.
-      **keep: see `Checkpoints`.
+      path: the run folder.
+      **keep: arguments of `Checkpoints`: `keep` and `keep_every`.
+
+    Raises:
+      AlteredFile: `run.json` is not what was written.
     """
     try:
         own = RunFolder(path).info.get("id")
     except AlteredFile:
         raise
-    except RunError:  # not written yet, or lost: then whatever is there counts as its own
+    except RunError:  # run.json is not written yet, or lost: accept any checkpoint
         own = None
     return Checkpoints(path / "checkpoints", run=own, **keep)
 
 
-def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[str] = ()) -> TrainConfig:
-    """A run's settings from its `config.gin`, in which nothing is imported; the config in force stays as it is.
+def read_config(path: Path, bindings: Sequence[str] = (), *, replaced: Collection[str] = ()) -> TrainConfig:
+    """Read a run's settings from its `config.gin`, without importing modules or changing gin's current config.
 
     Args:
       path: the run folder.
-      bindings: gin bindings that change them.
-      given: settings that the caller replaces, so that it matters little if the text could not hold them.
+      bindings: gin bindings that override settings.
+      replaced: settings that the caller replaces, which need not be in `config.gin`.
 
     Raises:
-      RunError: the folder is no run, or parts of it could not be written as text.
-      AlteredFile: the text is not what was written.
-      ConfigError: the text does not fit this version, or nothing reads a binding.
+      RunError: the folder is not a run, or a setting could not be written as text.
+      AlteredFile: `config.gin` is not what was written.
+      ConfigError: `config.gin` does not fit this version, or a binding is not used.
     """
     file = path / CONFIG
     if not file.is_file():
@@ -263,10 +304,10 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
         text = read_gin(file)
     except OSError as e:
         raise RunError(f"{file} cannot be read: {e.strerror}") from None
-    lost = [name for name in gin_config.lost(text) if name.split(".")[1:2] and name.split(".")[1] not in given]
+    lost = [name for name in gin_config.lost(text) if name.split(".")[1:2] and name.split(".")[1] not in replaced]
     if lost:
         raise RunError(
-            f"{file} could not hold {', '.join(lost)}, which came from Python; resume it from Python with "
+            f"{file} does not hold {', '.join(lost)}, which came from Python; resume the run from Python with "
             f"jaxscale.fit({lost[0].split('.')[1]}=..., run={str(path)!r}, resume=True)"
         )
     with gin_config.isolated():
@@ -279,17 +320,17 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, given: Collection[s
         except ConfigError as e:
             if "registered" not in str(e):
                 raise
-            raise ConfigError(f"{e}; a part of your own has to be imported first: {_imports(path)}") from None
+            raise ConfigError(f"{e}; if you wrote it, import its module: {_imports(path)}") from None
         config = gin_config.call("train")
         unread = gin_config.unused()
-        if bindings:  # what belonged to a part that they replace is left over, and no mistake
-            typed = {b.partition("=")[0].strip() for b in bindings}
-            unread = [name for name in unread if name in typed]
+        if bindings:  # settings of a part that `bindings` replaces may be left over
+            overrides = {b.partition("=")[0].strip() for b in bindings}
+            unread = [name for name in unread if name in overrides]
         if unread:
             known = [line.partition(" =")[0] for line in text.splitlines() if " = " in line]
             tail = unread[0].rsplit("/", 1)[-1]
             same = [name for name in known if name.endswith(f"/{tail}")]
-            hint = f"; the run's own name for it is {' or '.join(same)}" if same else near(unread[0], known)
+            hint = f"; in this run it is called {' or '.join(same)}" if same else near(unread[0], known)
             raise ConfigError(f"nothing in {file} reads the binding {unread[0]}{hint}")
     return config  # type: ignore[return-value]
 
@@ -298,7 +339,7 @@ _OLD_LOSS = re.compile(r"^train\.(loss|z_loss) =", re.MULTILINE)
 
 
 def _imports(path: Path) -> str:
-    """The options that import a run's own parts. They are typed, since a folder may be anybody's."""
+    """Command-line options that import a run's own modules; never imported by us, since a run may come from anybody."""
     try:
         modules = RunFolder(path).info["imports"]
     except (RunError, KeyError, TypeError):
@@ -310,7 +351,12 @@ def _imports(path: Path) -> str:
 
 
 def write_config(path: Path, config: TrainConfig, step: int) -> list[str]:
-    """Writes `config.gin`; one that said something else is kept as `config.until-<step>.gin`.
+    """Write `config.gin`; an existing one that differs is renamed to `config.until-<step>.gin`.
+
+    Args:
+      path: the run folder.
+      config: the settings.
+      step: the step that the new settings start from.
 
     Returns:
       the settings that could not be written as text.
@@ -325,7 +371,7 @@ def write_config(path: Path, config: TrainConfig, step: int) -> list[str]:
 
 
 def about(config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
-    """What `run.json` says of the machine, the versions and the data."""
+    """Return the facts about machine, versions and data that `run.json` records."""
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     devices = jax.devices()
     layout = config.layout

@@ -1,4 +1,4 @@
-"""The saved states of a run: what is said beside each, and what has to hold before the run goes on from one."""
+"""Save and restore a run's state, with the facts that have to match before training continues from it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jaxscale.train.snapshots.taker import Taker
 
 
 class Saved:
-    """The states that a run goes on from, on disk and in memory.
+    """A run's saved states, on disk and in memory.
 
-    What they were trained on is said beside them, and a run that was given something else does not go on from them.
+    Each records the data it was trained on, and is not used by a run with other data.
 
     Args:
-      run: whose they are.
-      prepared: its model and data.
-      checkpoints: its own; given the run's id when one is restored.
-      say: takes a sentence for the user.
+      run: the run.
+      prepared: its compiled parts and data.
+      checkpoints: its checkpoints; their `run` is set to the run's id when one is restored.
+      say: prints a line.
     """
 
     def __init__(self, run: RunFolder, prepared: Prepared, checkpoints: Checkpoints, say: Callable[[str], None]):
@@ -32,7 +32,12 @@ class Saved:
         self.config = run.config
 
     def first(self, snapshots: Taker, resuming: bool) -> TrainState:
-        """Out of memory where there is a snapshot newer than every checkpoint, else off the disk, else a new one."""
+        """Return the state to start from: a snapshot newer than all checkpoints, else a checkpoint, else a new state.
+
+        Args:
+          snapshots: the run's in-memory snapshots.
+          resuming: whether to restore the newest checkpoint.
+        """
         blueprint, newest = self.prepared.blueprint, snapshots.newest()
         if newest > agree.broadcast(self.last_step()):
             shapes, places = blueprint.abstract_state(), blueprint.shardings()
@@ -42,7 +47,10 @@ class Saved:
         return self.restore() if resuming else blueprint.init(self.config.seed)
 
     def save(self, state: TrainState) -> None:
-        """Starts writing a checkpoint.
+        """Start writing a checkpoint.
+
+        Args:
+          state: the state to save.
 
         Raises:
           CheckpointError: see `Checkpoints.save`.
@@ -53,18 +61,18 @@ class Saved:
         self.checkpoints.save(state, blueprint.algorithm.infos(blueprint), {**facts, "steps": self.config.steps})
 
     def restore(self) -> TrainState:
-        """The state of the newest checkpoint that is whole; those after it are set aside.
+        """Restore the newest checkpoint that is not damaged; newer, damaged ones are renamed.
 
         Raises:
-          CheckpointError: there is none, or it is of another model, or of adapters over other parameters.
-          RunError: the data or its rows are others.
+          CheckpointError: there is no such checkpoint, or it is of another model or start.
+          RunError: it was trained on other data.
         """
         blueprint, manifest = self.prepared.blueprint, {}
 
-        def check(found: dict[str, Any]) -> None:
-            self._check_data(found)
-            self._check_start(found)
-            manifest.update(found)
+        def check(candidate: dict[str, Any]) -> None:
+            self._check_data(candidate)
+            self._check_start(candidate)
+            manifest.update(candidate)
 
         state = self.checkpoints.restore(None, blueprint.abstract_state(), blueprint.shardings(), self.say, check)
         state = blueprint.completed(state)
@@ -75,52 +83,54 @@ class Saved:
         if self.prepared.schedule is not None and manifest.get("steps") != self.config.steps:
             rate = float(self.prepared.schedule(step))
             self.say(
-                f"train.steps was {manifest.get('steps')} and is {self.config.steps}: the schedule is made anew, and "
-                f"goes on with a learning rate of {rate:.3g}"
+                f"train.steps was {manifest.get('steps')} and is now {self.config.steps}: the learning-rate schedule "
+                f"is recomputed and continues at {rate:.3g}"
             )
         return state
 
     def last_step(self) -> int:
-        """The step of the newest checkpoint, or 0."""
+        """Return the step of the newest checkpoint, or 0 if there is none."""
         steps = self.checkpoints.steps()
         return steps[-1] if steps else 0
 
     def facts(self) -> dict[str, Any]:
-        """What a snapshot has to have in common with this run; all processes have to call this."""
+        """Return the facts that a snapshot must share with this run; all processes must call this."""
         run = agree.broadcast(self.checkpoints.run)
         return {"run": run, "data": self.prepared.fingerprint, "rows": self._rows(), "steps": self.config.steps}
 
     def _check_data(self, manifest: dict[str, Any]) -> None:
         rows = manifest.get("rows")
         if not isinstance(rows, dict):
-            raise RunError(f"the checkpoint of {self.run.path} does not say what its rows were; start a new run")
+            raise RunError(
+                f"the checkpoint of {self.run.path} does not record train.seq_len and train.packing; start a new run"
+            )
         for key, value in self._rows().items():
             if rows.get(key) != value:
                 raise RunError(
-                    f"{self.run.path} was trained with train.{key} = {rows.get(key)!r}, and a run keeps its "
-                    f"rows; leave it so, or start a new run for {value!r}"
+                    f"{self.run.path} was trained with train.{key} = {rows.get(key)!r}, which cannot change within a "
+                    f"run; keep that value, or start a new run for {value!r}"
                 )
         saved = manifest.get("data")
         if saved != self.prepared.fingerprint:
             raise RunError(
                 f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "
-                f"is {self.prepared.fingerprint[:12]}); start a new run, or bring the old files back"
+                f"is {self.prepared.fingerprint[:12]}); start a new run, or restore the old files"
             )
 
     def _check_start(self, manifest: dict[str, Any]) -> None:
-        """That a run whose start is in no checkpoint goes on with the one that it began with."""
+        """Check that frozen parameters, which are in no checkpoint, are those that the run began with."""
         if self.config.keeps_start and manifest.get("start") != self._start.get("start"):
             raise CheckpointError(
                 f"{self.run.path} was trained with other frozen parameters than those of "
-                f"{self.config.start}; bring that checkpoint back, or name it with --gin.FromRun.path and .step"
+                f"{self.config.start}; restore that checkpoint, or name it with --gin.FromRun.path and .step"
             )
 
     @functools.cached_property
     def _start(self) -> dict[str, Any]:
-        """What a checkpoint says of where the run started; for most runs nothing depends on it any more."""
+        """Entry of a manifest for the start of the run; empty unless frozen parameters are read from there again."""
         start = self.config.start
         return {} if start is None or not self.config.keeps_start else {"start": start.fingerprint()}
 
     def _rows(self) -> dict[str, Any]:
-        """The settings that decide what a row of data is."""
+        """The settings that define a row of data."""
         return {"seq_len": self.config.seq_len, "packing": self.config.packing}

@@ -1,4 +1,4 @@
-"""A clean stop: the first signal asks for one, the second acts at once."""
+"""Stop a run cleanly on the first signal, and at once on the second."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from jaxscale.interrupts import heard
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[dict[str, str]]:
-    """While inside, SIGINT and SIGTERM put their name under "signal" into the dict that this yields.
+    """Yield a dict into which SIGINT and SIGTERM put their name, under "signal", while the context is active.
 
-    One that is ignored on entry stays ignored (see `jaxscale.interrupts`).
+    Signals that are ignored on entry stay ignored (see `jaxscale.interrupts`).
     """
-    asked: dict[str, str] = {}
+    received: dict[str, str] = {}
     previous: dict[signal.Signals, Any] = {}
 
     def handler(number: int, frame: Any) -> None:
-        if asked:
+        if received:
             signal.signal(number, previous[signal.Signals(number)])
             signal.raise_signal(number)
-        asked["signal"] = signal.Signals(number).name
-        # not through a library: a handler may interrupt one
-        os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once, without one\n")
+        received["signal"] = signal.Signals(number).name
+        # os.write, since a handler may interrupt a library's own printing
+        os.write(2, b"\nstopping after this step, with a checkpoint; signal again to stop at once, without one\n")
 
     try:
         for one in heard():
             previous[one] = signal.signal(one, handler)
     except ValueError:
-        previous = {}  # not the main thread: whoever owns it handles signals
+        previous = {}  # not the main thread, which alone may handle signals
     try:
-        yield asked
+        yield received
     finally:
         for one, old in previous.items():
             signal.signal(one, old)

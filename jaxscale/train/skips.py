@@ -1,4 +1,4 @@
-"""`skipped.jsonl`: which steps of a run were not taken, and why; part of what a resumed run goes by."""
+"""`skipped.jsonl`: which steps of a run were skipped, and why; a resumed run skips the same."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxscale.train.files import altered_lines
 from jaxscale.train.metrics import json_row, open_to_append
 
 SKIPS = "skipped.jsonl"
-"""What the file is called."""
+"""Name of the file."""
 
 
 class Skips:
-    """The record of one run: a line per step that a guard refused, and a line per way back.
+    """The skipped steps of one run: a line per step that a guard rejected, and a line per rollback.
 
-    A line is on disk before the run goes on, so that a run that is killed and resumed passes over the same steps.
+    A line is on disk before the run continues, so that a run that is killed and resumed skips the same steps.
 
     Args:
-      path: the file; made when there is something to say.
+      path: the file; made when the first line is written.
 
     Raises:
       RunError: it cannot be read.
@@ -35,17 +35,30 @@ class Skips:
     def __init__(self, path: Path):
         self.path = path
         self.passed: set[int] = set()
-        """Steps whose batches are passed over."""
+        """Steps whose batches are skipped."""
         for row in read_skips(path):
             self.passed.update(row.get("passed_over", ()))
 
     def refused(self, step: int, guard: str, numbers: dict[str, Any], rows: np.ndarray) -> None:
-        """Records a step that a guard refused, and which rows of the source its batch was."""
-        kept: dict[str, Any] = {k: numbers[k] for k in ("loss", "grad_norm") if k in numbers}
-        self._write({"step": step, "guard": guard, **kept, "rows": rows.tolist()})
+        """Record a step that a guard rejected.
+
+        Args:
+          step: the step.
+          guard: the guard's name.
+          numbers: the step's metrics, of which `loss` and `grad_norm` are recorded.
+          rows: indices of the rows of the source in its batch.
+        """
+        recorded: dict[str, Any] = {k: numbers[k] for k in ("loss", "grad_norm") if k in numbers}
+        self._write({"step": step, "guard": guard, **recorded, "rows": rows.tolist()})
 
     def pass_over(self, steps: Iterable[int], back_to: int, why: str) -> None:
-        """Records the way back to a checkpoint, and what is passed over from there on."""
+        """Record a rollback to a checkpoint, and the steps to skip from there on.
+
+        Args:
+          steps: the steps to skip; those up to `back_to` are left out.
+          back_to: the checkpoint's step.
+          why: the reason.
+        """
         over = sorted(s for s in steps if s > back_to)
         self.passed.update(over)
         self._write({"back_to": back_to, "passed_over": over, "why": why})
@@ -63,7 +76,7 @@ class Skips:
 
 
 def read_skips(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `skipped.jsonl`, in the order written; torn ones left out.
+    """Read a `skipped.jsonl`, in the order written; an incomplete last line is left out.
 
     Raises:
       RunError: it cannot be read.

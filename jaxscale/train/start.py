@@ -1,4 +1,4 @@
-"""Where a run's first parameters come from, when not from random numbers."""
+"""Start a run from the parameters of another one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ Tree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class FromRun:
-    """The parameters of another run's checkpoint: one of our own, or an imported one (`jaxscale import`).
+    """Start from the parameters of another run's checkpoint, trained here or imported (`jaxscale import`).
 
-    They are read straight to the shards of the layout in force. The model's shapes have to be those of that run; its
-    number type need not be.
+    Each device reads its own shards. The models must have the same shapes; dtypes may differ.
 
     Args:
       path: the run folder.
-      step: which checkpoint; `None` is the newest, and the new run writes down which one it was.
+      step: the checkpoint's step; `None` is the newest, whose step the new run records.
 
     Raises:
       ConfigError: the path is empty.
@@ -48,17 +47,17 @@ class FromRun:
 
     @property
     def run(self) -> RunFolder:
-        """The run.
+        """The run whose parameters are used.
 
         Raises:
-          RunError: it is not there.
+          RunError: it does not exist.
         """
         run = RunFolder(Path(self.path).expanduser())
         _ = run.info
         return run
 
     def settled(self) -> FromRun:
-        """With the checkpoint's step and the folder's whole path, so that it means the same tomorrow.
+        """Return a copy with the checkpoint's step and the folder's absolute path, which later runs can rely on.
 
         Raises:
           RunError: there is no such run, or it has no checkpoint.
@@ -68,11 +67,14 @@ class FromRun:
         return FromRun(str(run.path.absolute()), step)
 
     def check(self, infos: Tree) -> None:
-        """That the run's model has these parameters; reads none.
+        """Check that the run's model has the parameters of `infos`, without reading them.
+
+        Args:
+          infos: a `TensorInfo` per parameter.
 
         Raises:
           RunError: there is no such run.
-          CheckpointError: listing those that are missing, extra or of another shape.
+          CheckpointError: parameters are missing, extra or of another shape; the message lists them.
         """
         theirs = _by_name(describe_model(self.run.config.model)[1])
         ours = _by_name(infos)
@@ -86,41 +88,45 @@ class FromRun:
         if wrong:
             more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise CheckpointError(
-                f"the model of {self.path} is not this one: {'; '.join(wrong[:8])}{more}; leave out train.model, and "
-                "it is that run's"
+                f"the model of {self.path} is not this one: {'; '.join(wrong[:8])}{more}; leave out train.model to use "
+                "that run's model"
             )
 
     def params(self, infos: Tree, layout: Layout | None) -> Tree:
-        """The parameters, in the types of `infos`, each device its shards.
+        """Return the parameters with the dtypes of `infos`, sharded by `layout`.
+
+        Args:
+          infos: a `TensorInfo` per parameter.
+          layout: where to place them; `None` is the default device.
 
         Raises:
           CheckpointError: see `check`, and `Checkpoints.restore`.
         """
         self.check(infos)
-        found = self.run.params(self.step, layout)
-        narrowed = [i.path for x, i in zip(*map(jax.tree.leaves, (found, infos)), strict=True) if _narrower(x, i)]
+        params = self.run.params(self.step, layout)
+        narrowed = [i.path for x, i in zip(*map(jax.tree.leaves, (params, infos)), strict=True) if _narrower(x, i)]
         if narrowed:
-            log.info("%s and %d more are rounded to a narrower type", narrowed[0], len(narrowed) - 1)
+            log.info("%s and %d more are rounded to a narrower dtype", narrowed[0], len(narrowed) - 1)
         placed = shardings_of(infos, layout)
-        leaves, structure = jax.tree.flatten(found)
-        del found
-        wanted = jax.tree.leaves(infos)
-        where = [None] * len(wanted) if placed is None else jax.tree.leaves(placed)
-        for n, (info, to) in enumerate(zip(wanted, where, strict=True)):  # one by one: no two whole copies at a time
+        leaves, structure = jax.tree.flatten(params)
+        del params
+        targets = jax.tree.leaves(infos)
+        where = [None] * len(targets) if placed is None else jax.tree.leaves(placed)
+        for n, (info, to) in enumerate(zip(targets, where, strict=True)):  # one by one, to hold one extra array at most
             if leaves[n].dtype != info.dtype:
                 leaves[n] = jax.jit(lambda x, d=info.dtype: x.astype(d), out_shardings=to)(leaves[n])
         return jax.tree.unflatten(structure, leaves)
 
     def fingerprint(self) -> str:
-        """Hex, of the values in the checkpoint, by the digests in its manifest."""
+        """Return a hex SHA-256 over the digests of the checkpoint's parameters."""
         run = self.settled().run
         manifest = run.checkpoints.manifest(run.last_step() if self.step is None else self.step)
         leaves = {n: [x["shape"], x["dtype"], x.get("files")] for n, x in manifest["leaves"].items() if "params/" in n}
-        said = json.dumps([leaves, manifest.get("start")], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()
+        text = json.dumps([leaves, manifest.get("start")], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def about(self) -> dict[str, Any]:
-        """What `run.json` says of it."""
+        """Return the entry "start" of the new run's `run.json`."""
         return {"run": self.path, "step": self.step, "id": self.run.info.get("id"), "fingerprint": self.fingerprint()}
 
 

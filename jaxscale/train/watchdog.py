@@ -1,8 +1,9 @@
-"""Seeing within seconds that another process has died, stopped or stands still: nobody waits for ever in a collective.
+"""Detect within seconds that a process has died or is stuck, so that the others do not wait for ever in a collective.
 
-Every process tells process 0 once a second where it is, over a connection of its own that owes nothing to JAX, whose
-own heartbeats take a minute and know nothing of a process that is alive and stuck. Process 0 judges, tells all, and
-each process leaves one report and ends itself: its main thread may never come back from where it waits.
+Every process sends process 0 a heartbeat once a second, with its step and phase, over a socket of its own: JAX's
+heartbeats take a minute and do not notice a process that is alive but stuck. Process 0 chooses the failed process and
+tells all others; each process then prints one report and exits, since its main thread may never return from a
+collective.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from jaxscale.step.watchdog import BEAT, Watchdog
 from jaxscale.train.listener import Coordinator, Listener, connect, lines, listen_address, machine, new_token
 
 FEW = 64
-"""Up to as many processes are told of each phase of process 0 as it begins; more hear of it once a second."""
+"""With at most this many processes, process 0 sends them each of its phases at once; with more, once a second."""
 
 GRACE = 2.0
-"""Seconds in which the cause of an exception may still come to light: who waits for a dead process gets an error."""
+"""Seconds to wait for the cause of an exception: a process that waits for a dead one raises an error, too."""
 
 _ARRIVE = 5.0
-"""Seconds in which all processes may name their machines; after them, they count as being on several."""
+"""Seconds that all processes have to name their machines; after that, they are treated as being on several."""
 
 
 @contextlib.contextmanager
 def watching(
-    settings: Watchdog, run: Path, steps: Callable[[], list[int]], ended: Callable[[], None]
+    settings: Watchdog, run: Path, steps: Callable[[], list[int]], on_failure: Callable[[], None]
 ) -> Iterator[Watch]:
-    """Watches while inside; where several processes run, an error raised inside ends all of them.
+    """Watch all processes while the context is active; with several, an error raised inside ends all of them.
 
     Args:
       settings: when a process counts as lost.
-      run: the run's folder; what is found goes into its `failures.jsonl`, too.
-      steps: of the checkpoints there are.
-      ended: called in process 0 before it ends because of a failure.
+      run: the run's folder, to whose `failures.jsonl` failures are appended.
+      steps: returns the steps of the finished checkpoints.
+      on_failure: called in process 0 before it exits because of a failure.
     """
     if jax.process_count() == 1:
         yield Watch()
         return
-    watch = _Member(settings, run, steps, ended)
+    watch = _Member(settings, run, steps, on_failure)
     try:
         yield watch
     except BaseException as e:
@@ -61,7 +62,7 @@ def watching(
 
 @contextlib.contextmanager
 def preparing(settings: Watchdog) -> Iterator[None]:
-    """Ends this process if what is inside, which may wait for other processes, takes longer than `first`."""
+    """End this process if the context, which may wait for other processes, takes longer than `settings.first`."""
     if jax.process_count() == 1:
         yield
         return
@@ -75,52 +76,59 @@ def preparing(settings: Watchdog) -> Iterator[None]:
 
 
 class Watch:
-    """Told what a process does; this one, of a single process, needs to know nothing."""
+    """Watches a single process: does nothing."""
 
     def phase(self, step: int, name: str, *, disk: bool = False) -> None:
-        """What is being done from now on, and for which step; `disk` where it may wait for one."""
+        """Report that a phase of a step begins.
+
+        Args:
+          step: the step.
+          name: the phase.
+          disk: whether it may wait for a disk, and so take longer.
+        """
 
 
 @dataclasses.dataclass
-class Seen:
-    """What process 0 knows of another (or itself).
+class Status:
+    """What process 0 knows of a process.
 
     Args:
-      at: how many phases it has been through.
-      step, phase: where it is.
-      since: when that began, seconds of the monotonic clock.
-      limit: how long it may take.
-      heard: when it last gave a sign of life.
-      raised: the error that it met.
-      code: what it wants to exit with.
-      ended: whether its connection closed without a word.
-      left: whether it came to the end.
+      phases: how many phases it has begun.
+      step: the step it is in.
+      phase: the phase it is in.
+      since: when that phase began, in seconds of the monotonic clock.
+      limit: seconds that the phase may take; 0 for no limit.
+      last_beat: when its last heartbeat arrived.
+      error: the error that it raised.
+      code: its exit code for that error.
+      disconnected: whether its connection closed before it finished.
+      finished: whether it finished the run.
     """
 
-    at: int = 0
+    phases: int = 0
     step: int = 0
     phase: str = "start"
     since: float = 0.0
     limit: float = 0.0
-    heard: float = dataclasses.field(default_factory=time.monotonic)
-    raised: str = ""
+    last_beat: float = dataclasses.field(default_factory=time.monotonic)
+    error: str = ""
     code: int = LOST
-    ended: bool = False
-    left: bool = False
+    disconnected: bool = False
+    finished: bool = False
 
     @property
     def where(self) -> str:
-        """In words."""
+        """Step and phase, for a message."""
         return f"in step {self.step}, phase '{self.phase}'"
 
 
 class Verdict(NamedTuple):
-    """What process 0 finds.
+    """Which process failed.
 
     Args:
-      text: a sentence that names the process to blame, its step and its phase.
-      code: what all processes are to exit with.
-      early: whether a better one may come.
+      text: names the failed process, its step and its phase.
+      code: the exit code for all processes.
+      early: whether the cause may still become known.
     """
 
     text: str
@@ -128,57 +136,57 @@ class Verdict(NamedTuple):
     early: bool = False
 
 
-def verdict(all_seen: Sequence[Seen], silent: float, now: float) -> Verdict | None:
-    """Who is to blame, if anybody: who is gone before who is silent, who raised, who keeps the others waiting.
+def verdict(statuses: Sequence[Status], silent: float, now: float) -> Verdict | None:
+    """Choose the failed process, if any: disconnected before silent before raised before stuck.
 
     Args:
-      all_seen: of every process.
-      silent: seconds without a sign of life that are too many.
-      now: on the clock that `Seen` is told in.
+      statuses: of every process.
+      silent: seconds without a heartbeat after which a process counts as lost.
+      now: the time, in seconds of the monotonic clock.
     """
-    here = [(p, s) for p, s in enumerate(all_seen) if not s.left]
-    for p, s in here:
-        if s.ended:
-            return Verdict(f"process {p} ended without a word {s.where}")
-    for p, s in here:
-        if now - s.heard > silent:
-            return Verdict(f"process {p} has given no sign of life for {now - s.heard:.0f} s, {s.where}")
-    raised = [(p, s) for p, s in here if s.raised]
+    running = [(p, s) for p, s in enumerate(statuses) if not s.finished]
+    for p, s in running:
+        if s.disconnected:
+            return Verdict(f"process {p} disconnected {s.where}")
+    for p, s in running:
+        if now - s.last_beat > silent:
+            return Verdict(f"process {p} has sent no heartbeat for {now - s.last_beat:.0f} s, {s.where}")
+    raised = [(p, s) for p, s in running if s.error]
     if raised:
         from_jax = ("XlaRuntimeError", "JaxRuntimeError", "ValueError: UNKNOWN")  # what a broken collective raises
-        p, s = min(raised, key=lambda r: (r[1].raised.startswith(from_jax), r[0]))
-        return Verdict(f"process {p} raised {s.raised}, {s.where}", s.code, early=True)
-    if not here:
+        p, s = min(raised, key=lambda r: (r[1].error.startswith(from_jax), r[0]))
+        return Verdict(f"process {p} raised {s.error}, {s.where}", s.code, early=True)
+    if not running:
         return None
-    p, s = min(here, key=lambda r: r[1].at)  # all go through the same phases: who is behind keeps the others waiting
+    p, s = min(running, key=lambda r: r[1].phases)  # all have the same phases: the others wait for the one behind
     if not s.limit or now - s.since <= s.limit:
         return None
-    alike = len(here) > 1 and all(t.at == s.at for _, t in here)
-    who = f"none of {len(here)} processes gets on" if alike else f"process {p} does not get on"
+    alike = len(running) > 1 and all(t.phases == s.phases for _, t in running)
+    who = f"all {len(running)} processes are stuck" if alike else f"process {p} is stuck"
     return Verdict(f"{who}: {now - s.since:.0f} s {s.where}")
 
 
 class _Member(Watch):
-    """One process's side, and process 0's judgement."""
+    """Sends this process's heartbeats and ends it when a process has failed; in process 0 also chooses which one."""
 
-    def __init__(self, settings: Watchdog, run: Path, steps: Callable[[], list[int]], ended: Callable[[], None]):
-        self.settings, self.run, self.steps, self.ended = settings, run, steps, ended
+    def __init__(self, settings: Watchdog, run: Path, steps: Callable[[], list[int]], on_failure: Callable[[], None]):
+        self.settings, self.run, self.steps, self.on_failure = settings, run, steps, on_failure
         self.me, self.count = jax.process_index(), jax.process_count()
-        self.now = (0, "start", 0, time.monotonic())  # how many phases there were, the phase, the step, since when
+        self.now = (0, "start", 0, time.monotonic())  # phases begun, current phase, step, start of the phase
         self.disk = False
-        self.took: dict[str, list[float]] = {}
+        self.durations: dict[str, list[float]] = {}  # by phase: its first duration, and the longest of the others
         self.error, self.code = "", LOST
         self.raised: BaseException | None = None
         self.over = threading.Event()
         self.hub_was = "before its first step"
         self.sending, self.ending = threading.Lock(), threading.Lock()
-        self.seen = [Seen() for _ in range(self.count)]
+        self.statuses = [Status() for _ in range(self.count)]
         self.members: dict[int, socket.socket] = {}
         coordinator = Coordinator("watchdog")
         coordinator.put(self.me, machine())
         if self.me == 0:
             token, host = new_token(), listen_address(_machines(coordinator, self.count), coordinator.address)
-            self.listener = Listener(host, token, self.count, self._hear)
+            self.listener = Listener(host, token, self.count, self._listen_to_member)
             coordinator.put("hub", json.dumps([host, self.listener.port, token]))
             self._thread(self._judge)
         else:
@@ -192,48 +200,48 @@ class _Member(Watch):
     # --- what the loop calls
 
     def phase(self, step: int, name: str, *, disk: bool = False) -> None:
-        """Notes how long the last phase took, and tells what comes now."""
-        at, last, _, since = self.now
+        """Record the duration of the last phase, and report that a new one begins."""
+        phases, last, _, since = self.now
         now = time.monotonic()
-        took = self.took.get(last, [])
-        self.took[last] = [*took[:1], max([now - since, *took[1:]])]  # the first time, then the longest of the others
-        self.now, self.disk = (at + 1, name, step, now), disk
+        durations = self.durations.get(last, [])
+        self.durations[last] = [*durations[:1], max([now - since, *durations[1:]])]
+        self.now, self.disk = (phases + 1, name, step, now), disk
         self._send_beat()
         if self.me == 0 and self.count <= FEW:
-            self._tell({"where": self._where()})
+            self._broadcast({"where": self._where()})
 
     def leave(self) -> None:
-        """The end was reached: this process is not missed from here on."""
+        """Report that this process has finished."""
         self.over.set()
-        self._send_beat(left=True)
-        self._tell({"left": True})
+        self._send_beat(finished=True)
+        self._broadcast({"finished": True})
 
     def failed(self, e: BaseException) -> None:
-        """Something was raised: it may be the cause of what others meet, or come of it. Does not return."""
+        """Report an error, which may be the cause or the effect of another process's. Does not return."""
         self.raised = e
         self.code = MISTAKE if isinstance(e, JaxscaleError) else LOST
         self.error = f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0][:300]}"
         self._send_beat()
-        time.sleep(self.settings.silent + self.settings.stuck)  # the judgement ends this process
-        self._end(f"process {self.me} raised {self.error}, and no other answered", self.code)
+        time.sleep(self.settings.silent + self.settings.stuck)  # process 0's verdict ends this process
+        self._end(f"process {self.me} raised {self.error}, and process 0 did not answer", self.code)
 
-    # --- beats
+    # --- heartbeats
 
     def _thread(self, what: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=what, args=args, daemon=True).start()
 
     def _message(self, **more: Any) -> dict[str, Any]:
-        at, name, step, since = self.now
-        _, *took = self.took.get(name, [0.0])
+        phases, name, step, since = self.now
+        _, *longest = self.durations.get(name, [0.0])
         least = self.settings.disk if self.disk else self.settings.stuck
-        limit = max(least, 20 * took[0]) if took else self.settings.first
-        told = {"process": self.me, "at": at, "step": step, "phase": name, "age": time.monotonic() - since}
-        return told | {"limit": limit, "error": self.error, "code": self.code} | more
+        limit = max(least, 20 * longest[0]) if longest else self.settings.first
+        place = {"process": self.me, "phases": phases, "step": step, "phase": name, "age": time.monotonic() - since}
+        return place | {"limit": limit, "error": self.error, "code": self.code} | more
 
     def _send_beat(self, **more: Any) -> None:
         message = self._message(**more)
         if self.me == 0:
-            self._heard(message)
+            self._update_status(message)
             return
         with contextlib.suppress(OSError), self.sending:
             self.hub.sendall(_line(message))
@@ -245,65 +253,65 @@ class _Member(Watch):
 
     # --- process 0
 
-    def _hear(self, member: socket.socket) -> None:
+    def _listen_to_member(self, member: socket.socket) -> None:
         process = None
         with contextlib.suppress(OSError, ValueError):
             for line in lines(member):
-                told = json.loads(line)
-                process = int(told["process"])
+                message = json.loads(line)
+                process = int(message["process"])
                 self.members[process] = member
-                self._heard(told)
-        if process is not None and not self.seen[process].left:
-            self.seen[process].ended = True
+                self._update_status(message)
+        if process is not None and not self.statuses[process].finished:
+            self.statuses[process].disconnected = True
 
-    def _heard(self, told: dict[str, Any]) -> None:
-        seen, now = self.seen[told["process"]], time.monotonic()
-        seen.at, seen.step, seen.phase, seen.heard = told["at"], told["step"], told["phase"], now
-        seen.since, seen.limit = now - told["age"], told["limit"]
-        seen.left = seen.left or told.get("left", False)
-        seen.raised, seen.code = told["error"], told["code"]
+    def _update_status(self, message: dict[str, Any]) -> None:
+        status, now = self.statuses[message["process"]], time.monotonic()
+        status.phases, status.step, status.phase = message["phases"], message["step"], message["phase"]
+        status.last_beat, status.since, status.limit = now, now - message["age"], message["limit"]
+        status.finished = status.finished or message.get("finished", False)
+        status.error, status.code = message["error"], message["code"]
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        """Says something to all others."""
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        """Send a message to all other processes."""
         for member in list(self.members.values()):
             with contextlib.suppress(OSError):
                 member.sendall(_line(message))
 
     def _judge(self) -> None:
-        first, told = None, 0.0
+        first, last_broadcast = None, 0.0
         while not self.over.is_set():
             time.sleep(BEAT / 4)
-            if time.monotonic() - told > BEAT:
-                told = time.monotonic()
-                self._tell({"where": self._where()})
-            found = verdict(self.seen, self.settings.silent, time.monotonic())
-            if found and first is None:
+            if time.monotonic() - last_broadcast > BEAT:
+                last_broadcast = time.monotonic()
+                self._broadcast({"where": self._where()})
+            failure = verdict(self.statuses, self.settings.silent, time.monotonic())
+            if failure and first is None:
                 first = time.monotonic()
-            # an exception may be what a process meets whose neighbour has gone
-            if found and (not found.early or time.monotonic() - first > GRACE):  # type: ignore[operator]
-                self._tell({"verdict": found.text, "code": found.code})
-                self._end(found.text, found.code)
+            # an exception may be the effect of another process's death
+            if failure and (not failure.early or time.monotonic() - first > GRACE):  # type: ignore[operator]
+                self._broadcast({"verdict": failure.text, "code": failure.code})
+                self._end(failure.text, failure.code)
 
     # --- the others
 
     def _listen_to_hub(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in lines(self.hub):
-                told = json.loads(line)
-                self.seen[0].heard = time.monotonic()
-                self.seen[0].left |= told.get("left", False)
-                self.hub_was = told.get("where", self.hub_was)
-                if "verdict" in told:
-                    self._end(told["verdict"], told["code"])
-        if not self.seen[0].left:
-            self._end(f"process 0 ended without a word {self.hub_was}")
+                message = json.loads(line)
+                self.statuses[0].last_beat = time.monotonic()
+                self.statuses[0].finished |= message.get("finished", False)
+                self.hub_was = message.get("where", self.hub_was)
+                if "verdict" in message:
+                    self._end(message["verdict"], message["code"])
+        if not self.statuses[0].finished:
+            self._end(f"process 0 disconnected {self.hub_was}")
 
     def _guard_hub(self) -> None:
-        while not self.over.is_set() and not self.seen[0].left:
+        while not self.over.is_set() and not self.statuses[0].finished:
             time.sleep(BEAT)
-            silent = time.monotonic() - self.seen[0].heard
+            silent = time.monotonic() - self.statuses[0].last_beat
             if silent > self.settings.silent:
-                self._end(f"process 0 has given no sign of life for {silent:.0f} s, {self.hub_was}")
+                self._end(f"process 0 has sent no heartbeat for {silent:.0f} s, {self.hub_was}")
 
     def _where(self) -> str:
         _, name, step, _ = self.now
@@ -319,7 +327,7 @@ class _Member(Watch):
             _exit_in(GRACE, code)  # even if the disk does not answer
             steps = self.steps()
             last = f"the last finished checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
-            report = f"jaxscale: {verdict}; process {self.me} was {self._where()} and ends; {last}: {self.run}"
+            report = f"jaxscale: {verdict}; process {self.me} was {self._where()} and exits; {last}: {self.run}"
             if self.raised is not None and code != MISTAKE and verdict.startswith(f"process {self.me} "):
                 import traceback
 
@@ -330,9 +338,9 @@ class _Member(Watch):
                 file.write(json.dumps(row) + "\n")
             if self.me == 0:
                 with contextlib.suppress(Exception):
-                    self.ended()
+                    self.on_failure()
             sys.stdout.flush()
-            os._exit(code)  # its main thread may wait in a collective for ever
+            os._exit(code)  # the main thread may wait in a collective for ever
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -340,13 +348,13 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _machines(coordinator: Coordinator, count: int) -> list[str | None]:
-    """The machine of each process; `None` from the first on that has not come within `_ARRIVE` seconds."""
+    """The machine of each process; `None` from the first process on that names none within `_ARRIVE` seconds."""
     until = time.monotonic() + _ARRIVE
-    found: list[str | None] = [None] * count
+    machines: list[str | None] = [None] * count
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for process in range(count):
-            found[process] = coordinator.get(process, until - time.monotonic())
-    return found
+            machines[process] = coordinator.get(process, until - time.monotonic())
+    return machines
 
 
 def _exit_in(seconds: float, code: int) -> None:
@@ -356,6 +364,6 @@ def _exit_in(seconds: float, code: int) -> None:
 
 
 def _too_long(seconds: float) -> None:
-    text = f"process {jax.process_index()} did not come to its first step within {seconds:.0f} s and ends"
+    text = f"process {jax.process_index()} did not reach its first step within {seconds:.0f} s and exits"
     print(f"\njaxscale: {text}", file=sys.stderr, flush=True)
     os._exit(LOST)

@@ -277,7 +277,7 @@ def elastic_run(**settings):
 ELASTIC = {
     "no data axis": (
         elastic_run(layout=Layout("tensor=2")),
-        ("needs a layout with a data axis, as Layout('data=2')",),
+        ("needs a layout with a data axis, such as Layout('data=2')",),
         [elastic_run(layout=Layout("data=2"))],
     ),
     "too few devices": (

@@ -89,7 +89,7 @@ def test_an_optimizer_of_optax_has_no_learning_rate_to_record():
 
 @pytest.mark.parametrize("setting", [{"lr": 0.1}, {"schedule": js.optim.WSD()}], ids=["lr", "schedule"])
 def test_a_learning_rate_beside_an_optimizer_of_optax_is_refused(setting):
-    with raises_saying(ConfigError, "brings its own learning rate", f"leave out {next(iter(setting))}", "AdamW()"):
+    with raises_saying(ConfigError, "has its own learning rate", f"leave out {next(iter(setting))}", "AdamW()"):
         js.fit(optimizer=optax.sgd(1e-2), **setting)
 
 

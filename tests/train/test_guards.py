@@ -314,7 +314,7 @@ def test_a_state_that_is_not_finite_is_never_saved(monkeypatch):
 
 def test_a_run_that_goes_back_again_and_again_gives_up(bad_batches):
     bad_batches(*range(5, 30))
-    with raises_saying(RunError, "went back 3 times", "jaxscale replay here --step 5"):
+    with raises_saying(RunError, "rolled back 3 times", "jaxscale replay here --step 5"):
         fit("here", steps=30)
 
 

@@ -133,18 +133,18 @@ def test_the_watchdog_listens_on_loopback_and_hears_nobody_without_the_token(mon
     try:
         assert host == LOOPBACK and hub.listener.address[0] == LOOPBACK
         with stranger(hub.listener, beat) as other:
-            assert is_closed(other) and hub.seen[1].step == 0 and not hub.members
+            assert is_closed(other) and hub.statuses[1].step == 0 and not hub.members
         with connect(host, port, token, 10) as member:
             member.sendall(beat)
-            hub_says = next(iter(lines(member))) if _told(hub) else b""
-        assert json.loads(hub_says) == {"left": True} and hub.seen[1].step == 7
+            answer = next(iter(lines(member))) if _finished(hub) else b""
+        assert json.loads(answer) == {"finished": True} and hub.statuses[1].step == 7
     finally:
         hub.over.set()
         hub.listener.close()
 
 
-def _told(hub):
-    """Once process 1 was heard, the hub says that it leaves."""
+def _finished(hub):
+    """Once process 1 has sent a heartbeat, let the hub report that it has finished."""
     for _ in range(1000):
         if 1 in hub.members:
             hub.leave()

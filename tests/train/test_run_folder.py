@@ -278,4 +278,4 @@ def test_a_resume_with_another_length_of_rows_names_the_setting():
 def test_a_resume_with_more_steps_says_what_becomes_of_the_learning_rate(capfd):
     fit("here", steps=2)
     fit("here", resume=True, steps=3, quiet=False)
-    assert "train.steps was 2 and is 3" in capfd.readouterr().out
+    assert "train.steps was 2 and is now 3" in capfd.readouterr().out

@@ -398,7 +398,7 @@ def test_a_bad_outcome_is_one_damaged_trial_of_a_sweep_that_is_read(sweep):
         records = read_records(sweep, "loss")
         assert [r.state for r in records] == [FINISHED, DAMAGED, FINISHED, FINISHED]
         assert "001/outcome.json" in records[1].error and "\n" not in records[1].error
-    with pytest.raises(AlteredFile, match="or remove it: the trial goes on"):
+    with pytest.raises(AlteredFile, match="or remove it: the trial continues"):
         Outcome.read(sweep / "001")
 
 

@@ -68,7 +68,7 @@ def test_what_only_lost_devices_held_is_said_and_nothing_is_changed():
 
 def test_too_few_devices_for_a_slice_are_refused():
     run = Elastic(config("data=2,tensor=2"))
-    with pytest.raises(LayoutError, match="1 devices are left, and a slice of the layout"):
+    with pytest.raises(LayoutError, match="1 devices are left, but one slice of the data axis"):
         run.lose(run.alive[:3])
     with pytest.raises(ConfigError, match="needs a layout with a data axis"):
         Elastic(config("tensor=2"))

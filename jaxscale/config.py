@@ -39,13 +39,13 @@ from jaxscale.config_registry import (
     behind_gin,
     configurable,
     find,
-    known,
     macro_of,
     meant,
     name_of,
     own_modules,
     register,
     registered,
+    selector_of,
     short,
     words,
 )
@@ -78,16 +78,16 @@ class Bound(functools.partial[Any]):
 
 
 def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allow_imports: bool = True) -> str:
-    """Replaces the current config by these files and then these bindings, and checks names and types.
+    """Replace the current config by files and then bindings, and check names and types.
 
     Args:
         files: gin files; an `include` is looked up beside the including file, then in the working directory.
-        bindings: Lines such as `train.lr = 3e-4`, or whole texts such as an earlier snapshot; they win over files.
-        allow_imports: Whether `import my_module` lines are executed and `include` lines followed. Pass False for a text
-            that data brought along, such as the `config.gin` of somebody's run.
+        bindings: Lines such as `train.lr = 3e-4`, or whole gin texts; they override files.
+        allow_imports: Whether `import my_module` lines are executed and `include` lines followed. Pass False for
+            untrusted text, such as the `config.gin` of another person's run.
 
     Returns:
-        A snapshot: gin text which, given to `load(bindings=[snapshot])` in another process, restores this config.
+        A snapshot: gin text that restores this config in another process, by `load(bindings=[snapshot])`.
 
     Raises:
         ConfigError: A file is missing, a line cannot be parsed, a name is unknown or a value has the wrong type.
@@ -97,16 +97,16 @@ def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allo
     try:
         read = [read_file(Path(file), References(), allow_imports=allow_imports) for file in files]
         read += [read_text(text, References(), allow_imports=allow_imports) for text in bindings]
-        for statement, where in itertools.chain.from_iterable(read):
+        for statement, place in itertools.chain.from_iterable(read):
             if isinstance(statement, ImportStatement):
                 imports[statement.format()] = None
-            _bind(statement, where)
+            _bind(statement, place)
         try:
             check(_BINDINGS)
         except RecursionError:
             raise ConfigError("a macro of the config refers to itself without end") from None
         for key, binding in _BINDINGS.items():
-            gin.bind_parameter(key, binding.value)  # so that gin.query_parameter and its kin see the same config
+            gin.bind_parameter(key, binding.value)  # so that gin.query_parameter sees the same config
     except BaseException:
         clear()
         raise
@@ -115,7 +115,7 @@ def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allo
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Whatever is loaded inside is forgotten afterwards, and the config that was in force is back."""
+    """Context manager that restores the current config at its end, whatever is loaded inside."""
     bindings, read = dict(_BINDINGS), set(_READ)
     try:
         yield
@@ -128,21 +128,21 @@ def isolated() -> Iterator[None]:
 
 
 def clear() -> None:
-    """Forgets every binding; what is registered stays."""
+    """Remove every binding; registered objects stay registered."""
     gin.clear_config()
     _BINDINGS.clear()
     _READ.clear()
 
 
 def call(name: str, /, **kwargs: object) -> object:
-    """Calls a registered object with what the config binds; `kwargs` win over bindings.
+    """Call a registered object with the arguments that the config binds.
 
     Args:
         name: `train`, or `scope/train` to use the bindings of a scope.
-        **kwargs: Passed as they are.
+        **kwargs: Arguments that override bindings.
 
     Returns:
-        What the object returns. What it raises is raised unchanged.
+        What the object returns. Its exceptions are not wrapped.
 
     Raises:
         ConfigError: The name is unknown, or an argument without a default is neither bound nor passed.
@@ -159,21 +159,21 @@ def call(name: str, /, **kwargs: object) -> object:
 
 
 def unused() -> list[str]:
-    """Bindings of the loaded config that no `call` has read so far, such as `model/Rotary.theta`; macros included."""
+    """Names of bindings that no `call` has read since the config was loaded (`model/Rotary.theta`), macros included."""
     return sorted(name_of(key) for key in _BINDINGS if key not in _READ)
 
 
-def _bind(statement: Statement, where: str) -> None:
-    """Enters a parsed statement into the bindings; a later one of the same key replaces an earlier one."""
+def _bind(statement: Statement, place: str) -> None:
+    """Store a parsed statement in the bindings; a later one replaces an earlier one of the same name."""
     if isinstance(statement, BlockDeclaration):
-        known(statement.selector, where)
+        selector_of(statement.selector, place)
     elif isinstance(statement, BindingStatement):
         scope, selector, parameter, value, _ = statement
         if parameter:
-            key = (scope, known(selector, where), parameter)
+            key = (scope, selector_of(selector, place), parameter)
         else:
             key = ("/".join(filter(None, (scope, selector))), MACRO, "value")
-        _BINDINGS[key] = Binding(value, where)
+        _BINDINGS[key] = Binding(value, place)
 
 
 def _line(key: Key) -> str:
@@ -185,24 +185,31 @@ def _macros_first(line: str) -> tuple[bool, str]:
 
 
 def unwrap(value: typing.Any) -> typing.Any:
-    """The plain function or class behind gin's own wrapper of it, where no binding would be lost; else `value`."""
+    """Return the function or class inside gin's wrapper.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The registered object if `value` is gin's wrapper of it and nothing is bound for it; else `value`.
+    """
     entry = behind_gin(value)
     if entry is None or any(selector == entry.selector for _, selector, _ in _BINDINGS):
         return value
     return entry.obj
 
 
-# --- values as they are written ---------------------------------------------------------------------------------------
+# --- unresolved values ------------------------------------------------------------------------------------------------
 
 
 def raw(name: str) -> object:
-    """What the loaded config binds, unresolved: a reference is `Text`, a macro what it stands for.
+    """Return the value that the loaded config binds, with references as `Text` and macros replaced by their values.
 
     Args:
         name: A binding, such as `sweep.axes`, or a macro.
 
     Raises:
-        ConfigError: Nothing binds it.
+        ConfigError: The config does not bind it.
     """
     scope, _, last = name.rpartition("/")
     selector, dot, parameter = last.rpartition(".")
@@ -214,19 +221,25 @@ def raw(name: str) -> object:
 
 
 def parse(text: str) -> object:
-    """The value of a gin text, references in it as `Text`; `text` turns it back.
+    """Return the value of a gin literal, with references as `Text`; the inverse of `text`.
+
+    Args:
+        text: gin's notation of one value, such as `(1, @AdamW())`.
 
     Raises:
-        ConfigError: It cannot be parsed, or refers to what is not registered.
+        ConfigError: It cannot be parsed, or refers to an unregistered name.
     """
     return _unresolved(_value(text))
 
 
 def text(value: object) -> str:
-    """gin text of a literal, a `Text`, or containers of them.
+    """Return a value in gin's notation.
+
+    Args:
+        value: A number, string, bool, `None` or `Text`, or containers of these.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It contains something else.
     """
     try:
         return literal(value, _no_words, ())
@@ -235,7 +248,11 @@ def text(value: object) -> str:
 
 
 def resolve(text: str) -> object:
-    """What a gin text stands for under the loaded config: `@Lion()` calls, `@Lion` does not."""
+    """Evaluate a value in gin's notation under the loaded config.
+
+    Args:
+        text: One value: `@Lion()` is an instance, `@Lion` the class.
+    """
     return _resolve(_value(text), ())
 
 
@@ -266,30 +283,34 @@ def _unresolved(value: object) -> typing.Any:
 
 
 def dumps(name: str, values: dict[str, object]) -> str:
-    """gin text that rebuilds these arguments of the configurable `name`, every field spelled out.
+    """Return gin text that binds arguments of the registered object `name`, with every field written out.
 
-    Literals are written as such (a dtype and a path as their strings), instances of registered dataclasses as scoped
+    Literals are written as such (a dtype and a path as strings), instances of registered dataclasses as scoped
     references, registered functions and classes as references, partials of them as scoped references. Anything else
-    becomes a comment, which `lost` finds again.
+    becomes a comment, which `lost` lists.
 
     Args:
-        name: The configurable, such as `train`.
+        name: The registered object, such as `train`.
         values: Its keyword arguments.
 
     Returns:
-        Sorted, stable text; `load(bindings=[text])` and `call(name)` then pass equal values.
+        Sorted text; after `load(bindings=[text])`, `call(name)` passes equal values.
     """
     return Writer(name, values, _parts).text()
 
 
 def lost(text: str) -> list[str]:
-    """The arguments that a `dumps` text says it could not express, such as `train.model.attention`."""
+    """Names of the arguments that `dumps` could not write, such as `train.model.attention`.
+
+    Args:
+        text: What `dumps` returned.
+    """
     return re.findall(rf"^# (\S+) = .*: {LOST}$", text, re.MULTILINE)
 
 
 def _parts(value: object) -> Parts:
-    """Name, arguments and whether to call, of a value that is made from something registered."""
-    if hasattr(type(value), "specification"):  # a placed layout: devices are not a config's
+    """Registered name, arguments, and whether the reference is called, of a value made from a registered object."""
+    if hasattr(type(value), "specification"):  # a placed layout; a config cannot hold devices
         value = value.specification  # type: ignore[attr-defined]
     if isinstance(value, functools.partial) and not value.args:
         name, values, evaluate = _parts(value.func)
@@ -310,7 +331,7 @@ def _parts(value: object) -> Parts:
 
 
 def _build(obj: Callable[..., Any], selector: str, scopes: tuple[str, ...], values: dict[str, object]) -> object:
-    """Calls `obj`, after asking for what it needs and nobody gave."""
+    """Call `obj`, or raise `ConfigError` where an argument without a default is missing."""
     name = "/".join((*scopes, short(selector)))
     if missing := ", ".join(sorted(getattr(obj, "__abstractmethods__", ()))):
         raise ConfigError(f"'{name}' cannot be made: its class has to define {missing}")
@@ -334,27 +355,31 @@ def _build(obj: Callable[..., Any], selector: str, scopes: tuple[str, ...], valu
 
 
 def _without_long(message: object, values: Iterable[object]) -> object:
-    """An error's message in which texts of the config that are long stand shortened."""
+    """An error message with long strings of the config shortened."""
     for value in values:
         if isinstance(message, str) and isinstance(value, str) and len(value) > 200:
             message = message.replace(value, reading.clipped(value))
     return message
 
 
-def _arguments(selector: str, scopes: tuple[str, ...], given: Iterable[str]) -> dict[str, object]:
-    """What the config binds for an object in these scopes, inner scopes winning, references resolved."""
+def _arguments(selector: str, scopes: tuple[str, ...], overridden: Iterable[str]) -> dict[str, object]:
+    """Arguments that the config binds for an object in some scopes, references resolved; inner scopes win.
+
+    `overridden` arguments are left out, and their bindings do not count as read.
+    """
     winners: dict[str, Key] = {}
     for depth in range(len(scopes) + 1):
         scope = "/".join(scopes[:depth])
         winners |= {key[2]: key for key in _BINDINGS if key[:2] == (scope, selector)}
-    for parameter in given:
+    for parameter in overridden:
         winners.pop(parameter, None)
     _READ.update(winners.values())
     return {parameter: _resolve(_BINDINGS[key].value, scopes) for parameter, key in winners.items()}
 
 
 def _resolve(value: object, scopes: tuple[str, ...]) -> object:
-    """A parsed value with its references, however deep in containers, replaced by what they refer to."""
+    """A parsed value with all references in it evaluated."""
+
     if type(value) is list:
         return [_resolve(v, scopes) for v in value]
     if type(value) is tuple:

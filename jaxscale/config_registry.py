@@ -1,7 +1,7 @@
-"""What configs may name: the registry of library objects, and gin's references to them in words of ours.
+"""The registry of objects that configs can name, and gin's references to them.
 
-gin's registry is told as well, under a selector of our own, so that its parser knows the names. `jaxscale.config`
-loads and evaluates; this says what a name is.
+Each object is also registered with gin, under a selector of our own, so that gin's parser accepts the name.
+`jaxscale.config` loads and evaluates configs; this module looks up names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxscale.errors import ConfigError, near
 MACRO = "gin.macro"
 
 _OF_GIN = ("constant", "macro")
-"""What gin makes of `%name`; nobody writes a reference to it, and `@constant()` is a slip of `@Constant()`."""
+"""gin's objects for `%name`. They cannot be referenced, so that `@constant()` gets the hint `@Constant()`."""
 
 T = typing.TypeVar("T", bound=Callable[..., Any])
 Key = tuple[str, str, str]  # scope, full selector, parameter
@@ -46,14 +46,14 @@ def register(obj: T, *, name: str | None = None) -> T: ...
 @typing.overload
 def register(obj: None = None, *, name: str | None = None) -> Callable[[T], T]: ...
 def register(obj: typing.Any = None, *, name: str | None = None) -> typing.Any:
-    """Makes a class or function known to configs as `@name`, in place; plain calls from Python stay untouched.
+    """Register a class or function, so that configs can refer to it as `@name`. Usable as a decorator.
 
     Args:
-        obj: The class or function; left out when used as `@register(name=...)`.
-        name: What configs call it; by default its `__name__`.
+        obj: The class or function; omitted in `@register(name=...)`.
+        name: Its name in configs; by default its `__name__`.
 
     Returns:
-        The very object (so classes keep their identity and pickle), or a decorator.
+        The same object, unwrapped (it still pickles), or a decorator.
 
     Raises:
         ConfigError: The name belongs to another object.
@@ -61,32 +61,37 @@ def register(obj: typing.Any = None, *, name: str | None = None) -> typing.Any:
     if obj is None:
         return functools.partial(register, name=name)
     name = name or obj.__name__
-    known = BY_NAME.get(name)
-    again = known is not None and _origin(known.obj) == _origin(obj)  # a module or a notebook cell run a second time
-    if known is not None and known.obj is not obj and not again:
+    old = BY_NAME.get(name)
+    reloaded = old is not None and _origin(old.obj) == _origin(obj)  # a module or a notebook cell run a second time
+    if old is not None and old.obj is not obj and not reloaded:
         raise ConfigError(
-            f"two objects want the config name '{name}': {'.'.join(_origin(known.obj))} and {'.'.join(_origin(obj))}"
+            f"two objects are registered as '{name}': {'.'.join(_origin(old.obj))} and {'.'.join(_origin(obj))}; "
+            "give one another name with register(name=...)"
         )
     # A full selector of our own keeps `constant` or `macro` apart from gin's objects of that name.
     selector = f"jaxscale_registry.{name}"
     with gin.config.interactive_mode(), gin.unlock_config():
         gin.register(selector)(obj)
-    if known is not None:
-        BY_ID.pop(id(known.obj), None)
+    if old is not None:
+        BY_ID.pop(id(old.obj), None)
     entry = Entry(name, obj, selector)
     BY_NAME[name] = _BY_SELECTOR[selector] = BY_ID[id(obj)] = entry
     return obj
 
 
 def registered() -> dict[str, Callable[..., Any]]:
-    """Name -> object of everything registered, sorted by name."""
+    """All registered objects by name, sorted by name."""
     return {name: BY_NAME[name].obj for name in sorted(BY_NAME)}
 
 
 def own_modules(text: str) -> list[str]:
-    """The modules outside of this package that registered what a config text names, sorted; `--import` takes them.
+    """Modules outside jaxscale that registered names which a config uses, sorted; `--import` takes them.
 
-    What a script or a notebook registered by itself has no module to import.
+    Args:
+        text: gin text.
+
+    Returns:
+        Module names. Names registered by a script or a notebook (`__main__`) have no module to import.
     """
     names = {name for name in re.findall(r"@(?:\w+/)*(\w+)", text) if name in BY_NAME}
     modules = {_origin(BY_NAME[name].obj)[0] for name in names}
@@ -96,9 +101,11 @@ def own_modules(text: str) -> list[str]:
 
 
 def meant(value: object, methods: Iterable[str] = ()) -> str:
-    """Ends an error message where an instance belongs and a class, or its name, was given: `; write @AdamW()`.
+    """The end of an error message about a class, or its name, where an instance is needed: `; write @AdamW()`.
 
-    Nothing is said where what it makes lacks one of the methods that are wanted.
+    Args:
+        value: The wrong value.
+        methods: Methods that the instance needs; without all of them the hint is empty.
     """
     entry = BY_NAME.get(value) if isinstance(value, str) else behind_gin(value) or BY_ID.get(id(value))
     if entry is None:
@@ -111,38 +118,38 @@ def meant(value: object, methods: Iterable[str] = ()) -> str:
 
 
 def find(selector: str) -> str | None:
-    """gin's full selector of a name: ours first, else whatever gin alone knows; None when nobody does."""
+    """gin's full selector of a registered name, ours before gin's own; None if the name is not registered."""
     if selector in BY_NAME:
         return BY_NAME[selector].selector
     try:
         return configurable(selector).selector
-    except (KeyError, ValueError):  # none of that name, or several and none of them ours
+    except (KeyError, ValueError):  # no object of that name, or several
         return None
 
 
 def configurable(selector: str) -> gin.config.Configurable:
-    """gin's own entry of a name.
+    """gin's registry entry of a selector.
 
     Raises:
-        KeyError, ValueError: None has it, or several have.
+        KeyError, ValueError: No object has this name, or several have.
     """
     return ConfigurableReference(selector, False).configurable
 
 
-def known(selector: str, where: str) -> str:
-    """As `find`, for a name that was written at a place.
+def selector_of(name: str, place: str) -> str:
+    """gin's full selector of a name that stands at `place` in a config (`demo.gin:3`).
 
     Raises:
-        ConfigError: Nobody knows it.
+        ConfigError: The name is not registered.
     """
-    found = find(selector)
-    if found is None:
-        raise ConfigError(f"{where}: nothing is registered as '{selector}'{near(selector, BY_NAME, bindings=True)}")
-    return found
+    selector = find(name)
+    if selector is None:
+        raise ConfigError(f"{place}: nothing is registered as '{name}'{near(name, BY_NAME, bindings=True)}")
+    return selector
 
 
 def behind_gin(value: object) -> Entry | None:
-    """The entry whose gin wrapper `value` is."""
+    """The registry entry whose gin wrapper `value` is, or None."""
     if isinstance(value, type):
         entry = BY_ID.get(id(value.__bases__[0])) if value.__bases__ else None
     else:
@@ -157,12 +164,12 @@ def _origin(obj: Callable[..., Any]) -> tuple[str, str]:
 
 
 def short(selector: str) -> str:
-    """What configs call a full selector."""
+    """The name in configs of a full selector."""
     return _BY_SELECTOR[selector].name if selector in _BY_SELECTOR else selector
 
 
 def name_of(key: Key) -> str:
-    """A binding as it is written: `scope/Rotary.theta`, or a macro's name."""
+    """A binding in gin's notation: `scope/Rotary.theta`, or a macro's name."""
     scope, selector, parameter = key
     return scope if selector == MACRO else f"{scope}/{short(selector)}.{parameter}".lstrip("/")
 
@@ -171,9 +178,10 @@ def name_of(key: Key) -> str:
 
 
 class References(ParserDelegate):
-    """Makes gin's references, from our names first. gin passes SyntaxErrors on as they are, hence their use here."""
+    """Creates gin's references while gin parses. It raises SyntaxError, which gin does not wrap."""
 
     def configurable_reference(self, scoped_selector: str, evaluate: bool) -> ConfigurableReference:
+        """Create the reference `@scoped_selector`, or `@scoped_selector()` if `evaluate`."""
         *scopes, last = scoped_selector.split("/")
         selector = None if last in _OF_GIN and last not in BY_NAME else find(last)
         if selector is None:
@@ -182,14 +190,14 @@ class References(ParserDelegate):
 
 
 def macro_of(value: object) -> str | None:
-    """The name of the macro that a reference reads, or None."""
+    """The name of the macro that a reference stands for, or None."""
     if isinstance(value, ConfigurableReference) and value.configurable.selector == MACRO:
         return "/".join(value.scopes)
     return None
 
 
 def references(value: object) -> Iterator[ConfigurableReference]:
-    """Every reference in a parsed value, however deep in containers."""
+    """Every reference in a parsed value, nested containers included."""
     if isinstance(value, ConfigurableReference):
         yield value
     elif isinstance(value, dict):
@@ -200,7 +208,8 @@ def references(value: object) -> Iterator[ConfigurableReference]:
 
 
 def words(value: object) -> str:
-    """A parsed value as gin text, with our short names in its references."""
+    """A parsed value in gin's notation, with short names in its references."""
+
 
     def reference(ref: object, path: tuple[str, ...]) -> str:
         if not isinstance(ref, ConfigurableReference):

@@ -1,4 +1,4 @@
-"""Values as gin text: literals exactly, objects as references into scopes of their own."""
+"""Writing values in gin's notation: literals as they are, objects as references with a scope of their own."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from typing import Any
 
 LOST = "not expressible in gin; pass it again from Python"
 
-# Name, arguments, and whether the config is to call it.
+# Registered name, arguments, and whether the reference is called.
 Parts = tuple[str, dict[str, object], bool]
 
 
 class Text(str):
-    """gin text of a reference, such as `@Lion()`, as a value that is written as it is, without quotes."""
+    """A reference in gin's notation, such as `@Lion()`; it is written without quotes."""
 
     __slots__ = ()
 
 
 class Inexpressible(Exception):
-    """A value for which gin has no words."""
+    """Raised for a value that gin cannot express."""
 
 
 class Writer:
-    """Writes one configurable's arguments, then, scope by scope, the objects they refer to.
+    """Writes the bindings of one registered object, then those of the objects they refer to, each in its own scope.
 
     Args:
-        name: The configurable.
+        name: The registered object.
         values: Its arguments.
-        parts: Takes apart a value made from something registered; raises `Inexpressible` for any other.
+        parts: Returns the `Parts` of a value made from a registered object; raises `Inexpressible` for any other.
     """
 
     def __init__(self, name: str, values: dict[str, object], parts: Callable[[object], Parts]):
         self.parts = parts
         self.lines: list[str] = []
         self.scopes: set[str] = set()
-        # What is still to be written: (prefix of the binding, path of the attribute, arguments).
+        # Objects to write: (prefix of the binding, path of the attribute, arguments).
         self.todo: list[tuple[str, tuple[str, ...], dict[str, object]]] = [(name, (name,), values)]
 
     def text(self) -> str:
-        """The whole text; asked for once."""
+        """Return the whole text; call it once."""
         while self.todo:
             prefix, path, values = self.todo.pop(0)
             for field in sorted(values):
@@ -51,10 +51,10 @@ class Writer:
                 try:
                     line = f"{prefix}.{field} = {literal(values[field], self._reference, (*path, field))}"
                 except Inexpressible:
-                    del self.todo[before[0] :]  # elements of the same tuple that could be said
+                    del self.todo[before[0] :]  # expressible elements of the same tuple
                     self.scopes = before[1]
-                    seen = " ".join(repr(values[field]).split())[:100]
-                    line = f"# {'.'.join((*path, field))} = {seen}: {LOST}"
+                    shortened = " ".join(repr(values[field]).split())[:100]
+                    line = f"# {'.'.join((*path, field))} = {shortened}: {LOST}"
                 self.lines.append(line)
         return "\n".join(self.lines) + "\n" if self.lines else ""
 
@@ -73,15 +73,15 @@ class Writer:
 
 
 def literal(value: object, other: Callable[[object, tuple[str, ...]], str], path: tuple[str, ...]) -> str:
-    """gin text of a value.
+    """Return a value in gin's notation.
 
     Args:
         value: Anything.
-        other: Words what is no literal, given the value and its path.
-        path: Where the value stands: names and indices from the top.
+        other: Called with a value that is not a literal and its path; returns its notation.
+        path: Names and indices that lead to the value.
 
     Raises:
-        Inexpressible: There is no such text.
+        Inexpressible: gin has no notation for it.
     """
 
     def items(values: Iterable[Any]) -> list[str]:
@@ -120,11 +120,12 @@ def literal(value: object, other: Callable[[object, tuple[str, ...]], str], path
 
 def _dtype_name(value: object) -> str | None:
     """`bfloat16` for a dtype, a NumPy scalar type or a jax.numpy one; None for the rest."""
-    numpy = sys.modules.get("numpy")  # floor 0 imports no array library; without it there is no dtype to meet
+    numpy = sys.modules.get("numpy")  # this module imports no array library; if NumPy is not loaded, nothing is a dtype
     if numpy is None:
         return None
     if isinstance(value, type):
         if issubclass(value, numpy.generic):
             return numpy.dtype(value).name
-        value = getattr(value, "dtype", None)  # jnp.bfloat16 and its like
+        value = getattr(value, "dtype", None)  # jnp.bfloat16
+
     return value.name if isinstance(value, numpy.dtype) else None

@@ -1,4 +1,4 @@
-"""What a registered function or class accepts, and whether a value parsed from a config fits its annotation."""
+"""Parameters and annotations of registered objects, and whether a parsed value has the annotated type."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parameters(obj: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def type_hints(obj: Callable[..., Any]) -> dict[str, object]:
-    """Annotations with strings resolved; one that cannot be (imported for type checkers only) is left out."""
-    # A dataclass keeps its annotations at the classes that declare the fields, each with names of its own module.
+    """Annotations by parameter name, strings resolved; those imported for type checkers only are left out."""
+    # Annotations of a dataclass belong to the classes that declare the fields, each with the names of its own module.
     target = _constructor(obj) if isinstance(obj, type) and not dataclasses.is_dataclass(obj) else obj
     try:
         return typing.get_type_hints(target)
@@ -53,7 +53,7 @@ def _constructor(cls: type) -> Callable[..., Any]:
 
 
 def fits(value: object, expected: object, macros: Mapping[str, object]) -> bool:
-    """Whether a parsed value may be passed where `expected` is the annotation; lenient where it cannot be told.
+    """Whether a parsed value matches an annotation; True where that cannot be decided.
 
     Args:
         value: A literal, a gin reference, or containers of them.
@@ -102,7 +102,7 @@ def fits(value: object, expected: object, macros: Mapping[str, object]) -> bool:
         return isinstance(value, str)
     try:
         return isinstance(value, expected)
-    except TypeError:  # a TypedDict and its like cannot be asked
+    except TypeError:  # isinstance does not work with a TypedDict
         return True
 
 
@@ -115,19 +115,20 @@ def is_call(expected: object) -> bool:
 
 
 def say(expected: object) -> str:
-    """An annotation in words: `int`, `float | None`."""
+    """An annotation for a message: `int`, `float | None`."""
     if isinstance(expected, type) and not typing.get_args(expected):
         return expected.__name__
     return str(expected).replace("typing.", "")
 
 
 def _reference_fits(value: ConfigurableReference, target: object) -> bool:
-    """Whether `@name` or `@name()` may be passed; what a function returns is not known, so it always may."""
-    made = value.configurable.wrapped
+    """Whether `@name` or `@name()` matches a type; a function's result is unknown and always matches."""
+    referenced = value.configurable.wrapped
     if target is None or target is typing.Literal:
         return False
     if not isinstance(target, type) or target is object or value.configurable.selector.startswith("gin."):
         return True
     if not value.evaluate:
-        return isinstance(made, target)
-    return not isinstance(made, type) or issubclass(made, target)
+        return isinstance(referenced, target)
+    return not isinstance(referenced, type) or issubclass(referenced, target)
+

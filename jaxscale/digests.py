@@ -1,4 +1,4 @@
-"""`digests.json`: the SHA-256 of files whose form leaves no place for a seal, such as a CSV or a tokenizer's JSON."""
+"""`digests.json`: SHA-256 digests of files that cannot hold their own, such as a CSV or a tokenizer's JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _BODY = "files"
 
 
 def body_of(digests: dict[str, list[str]]) -> dict[str, dict[str, list[str]]]:
-    """What is written to `digests.json`: by a file's path in the folder, the digests that it may have."""
+    """The content of `digests.json`.
+
+    Args:
+      digests: the valid digests of each file, by its path in the folder.
+    """
     return {_BODY: digests}
 
 
@@ -25,10 +29,10 @@ def digest(data: bytes) -> str:
 
 
 def listed(folder: Path) -> dict[str, list[str]]:
-    """The digests in a folder's `digests.json`; of one of an earlier version, which has none, nothing.
+    """The valid digests of each file in a folder's `digests.json`; empty for folders of older versions, without one.
 
     Raises:
-      AlteredFile: they are not what was written.
+      AlteredFile: `digests.json` itself was edited or is damaged.
     """
     path = folder / FILE
     try:
@@ -36,43 +40,43 @@ def listed(folder: Path) -> dict[str, list[str]]:
     except FileNotFoundError:
         return {}
     except OSError as e:
-        raise AlteredFile(f"{path} cannot be read: {e.strerror}; bring back a copy") from None
+        raise AlteredFile(f"{path} cannot be read: {e.strerror}; restore it from a copy") from None
     except DamagedFile as e:
         raise AlteredFile(f"{path} is not what was written: {e}; {_remedy(folder)}") from None
-    if not isinstance(files, dict) or not all(isinstance(known, list) for known in files.values()):
-        raise AlteredFile(f"{path} has no object of lists called {_BODY}; bring back a copy")
+    if not isinstance(files, dict) or not all(isinstance(valid, list) for valid in files.values()):
+        raise AlteredFile(f"{path} has no object of lists called {_BODY}; restore it from a copy")
     return files
 
 
 def faults(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Those of the listed files that are not what was written, each with a sentence.
+    """A message for each listed file whose digest does not match, by the file's name.
 
     Args:
-      folder: that has the `digests.json`.
-      names: of files that are looked at; all that are listed by default.
+      folder: the folder with `digests.json`.
+      names: files to check; all listed ones by default.
 
     Raises:
       AlteredFile: see `listed`.
     """
-    known, found = listed(folder), {}
-    for name in known if names is None else names:
+    valid, messages = listed(folder), {}
+    for name in valid if names is None else names:
         try:
             data = reading.read_bytes(folder / name)
         except OSError as e:
-            if name in known:
-                found[name] = f"{folder / name} cannot be read: {e.strerror}; {_remedy(folder)}"
+            if name in valid:
+                messages[name] = f"{folder / name} cannot be read: {e.strerror}; {_remedy(folder)}"
             continue
-        if name in known and digest(data) not in known[name]:
+        if name in valid and digest(data) not in valid[name]:
             why = f"its SHA-256 is not that in {FILE}"
-            found[name] = f"{folder / name} is not what was written: {why}; {_remedy(folder)}"
-    return found
+            messages[name] = f"{folder / name} is not what was written: {why}; {_remedy(folder)}"
+    return messages
 
 
 def check(folder: Path, names: Iterable[str] | None = None) -> None:
-    """That listed files are what was written; arguments as of `faults`.
+    """Check the digests of listed files; arguments as of `faults`.
 
     Raises:
-      AlteredFile: one is not.
+      AlteredFile: a digest does not match.
     """
     for fault in faults(folder, names).values():
         raise AlteredFile(fault)
@@ -80,6 +84,7 @@ def check(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def _remedy(folder: Path) -> str:
     return (
-        f"an edit of yours is taken as it is with --accept-edits, as in jaxscale checkpoint verify {folder} "
-        "--accept-edits; if it is none, the file is damaged: bring back a copy"
+        f"if you edited it, accept the edit with --accept-edits, as in jaxscale checkpoint verify {folder} "
+        "--accept-edits; if not, the file is damaged: restore it from a copy"
+
     )

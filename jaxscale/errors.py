@@ -1,4 +1,4 @@
-"""What jaxscale raises: one sentence that names the offending thing and the nearest valid choice."""
+"""Exceptions of jaxscale. A message is one sentence with the offending value and the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from jaxscale.other_names import same
 
 MISTAKE = 2
-"""Exit code of a command that raised an error of ours: beginning again would not help."""
+"""Exit code of a command that raised a `JaxscaleError`; running it again would raise it again."""
 
 INTERRUPTED = 130
-"""Exit code of a command that a signal ended before it was done."""
+"""Exit code of a command that a signal interrupted."""
 
 LOST = 70
-"""Exit code of a process that ended itself because another was lost, or because none got on."""
+"""Exit code of a process that stopped because another process was lost, or because no process made progress."""
 
 
 class JaxscaleError(Exception):
-    """Base of every error a user can cause; the command line prints its sentence and exits with 2."""
+    """Base of all errors that a user can cause; the command line prints the message and exits with 2."""
 
 
 class LayoutError(JaxscaleError, ValueError):
-    """A mesh, a rule or a logical axis that cannot be laid out."""
+    """An invalid mesh, rule or logical axis, or a dimension that the mesh does not divide."""
 
 
 class ConfigError(JaxscaleError, ValueError):
-    """A gin file, a binding or an argument that does not fit."""
+    """An invalid gin file, binding or argument."""
 
 
 class DataError(JaxscaleError, ValueError):
@@ -35,15 +35,20 @@ class DataError(JaxscaleError, ValueError):
 
 
 class CheckpointError(JaxscaleError, RuntimeError):
-    """A checkpoint that is missing, incomplete, or of another model."""
+    """A checkpoint that is missing, incomplete, or belongs to another model."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not, or no longer, what was written; an older one may be whole."""
+    """A checkpoint whose digests do not match its content; an older checkpoint may be intact."""
 
 
 class DamagedFile(JaxscaleError, ValueError):
-    """A file that is not, or no longer, what was written; `content` is what can be read of it all the same."""
+    """A file whose digest does not match its content.
+
+    Args:
+      message: the sentence for the user.
+      content: the part of the file that could be read, or `None`.
+    """
 
     def __init__(self, message: str, content: Any = None):
         super().__init__(message)
@@ -51,24 +56,25 @@ class DamagedFile(JaxscaleError, ValueError):
 
 
 class RunError(JaxscaleError, RuntimeError):
-    """A run folder or a training run that cannot go on."""
+    """A run folder that cannot be used, or a training run that cannot continue."""
 
 
 class AlteredFile(RunError):
-    """A file of a run's or a sweep's folder that is not what was written: edited by hand, or damaged."""
+    """A file of a run or sweep that was edited by hand or is damaged: its digest does not match."""
 
 
 class OutOfMemory(JaxscaleError, MemoryError):
-    """A step that does not fit the devices' memory; its message tells what takes it, and what would help."""
+    """A step that does not fit the devices' memory; the message lists the largest arrays and possible remedies."""
 
 
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
-    """Ends an error message: `; did you mean 'fsdp'?`, or the list of known words when none is near.
+    """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
 
     Args:
-      word: what somebody wrote, maybe as another program calls it (see `jaxscale.other_names`).
-      known: what could stand there.
-      cutoff: how alike two spellings are, from 0 to 1.
+      word: the invalid word; it may be another program's name for a valid one (see `jaxscale.other_names`).
+      known: the valid words.
+      cutoff: the least similarity of two spellings, from 0 to 1.
+
       bindings: see `jaxscale.other_names.same`.
     """
     known = sorted(set(known))

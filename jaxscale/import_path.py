@@ -1,4 +1,4 @@
-"""Where Python looks for modules: the current folder may be somebody else's, and its `xxhash.py` is then not ours."""
+"""Python's module search path. Modules of the current folder must not replace installed ones, such as `xxhash`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ ROOT = str(Path(__file__).resolve().parents[1])
 
 
 def drop_current_folder() -> None:
-    """Takes the current folder from before the standard library, where `python -m` or an empty PYTHONPATH entry put it.
+    """Remove the current folder from `sys.path`, where `python -m` or an empty PYTHONPATH entry put it first.
 
-    It stays where PYTHONPATH names it, and where it is the checkout that is running.
+    It stays if PYTHONPATH names it, or if it is the checkout that is running.
     """
-    here = os.getcwd()
-    if here == ROOT or here in map(os.path.abspath, _entries()):
+    current = os.getcwd()
+    if current == ROOT or current in map(os.path.abspath, _entries()):
         return
     library = os.path.dirname(os.__file__)
     end = sys.path.index(library) if library in sys.path else len(sys.path)
-    sys.path[:end] = [path for path in sys.path[:end] if os.path.abspath(path) != here]
+    sys.path[:end] = [path for path in sys.path[:end] if os.path.abspath(path) != current]
 
 
 def append_current_folder() -> None:
-    """Lets modules of the current folder be imported, after everything that is installed."""
-    here = os.getcwd()
-    if here not in map(os.path.abspath, sys.path):
-        sys.path.append(here)
+    """Append the current folder to `sys.path`, after everything that is installed."""
+    current = os.getcwd()
+    if current not in map(os.path.abspath, sys.path):
+        sys.path.append(current)
 
 
 def python_path() -> str:
-    """PYTHONPATH of a child process: our packages first, and no empty entry, which would be the current folder."""
+    """PYTHONPATH for a child process: our packages first, and no empty entry, which means the current folder."""
+
     return os.pathsep.join([ROOT, *_entries()])
 
 

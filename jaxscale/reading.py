@@ -1,6 +1,6 @@
-"""Reading files that others wrote: a pipe, a device or an endless nesting is an error and never a wait or a crash.
+"""Reading untrusted files: pipes, devices and deeply nested JSON raise an error and never block or crash.
 
-Everything here raises OSError or ValueError with a message that completes the sentence "FILE cannot be read: ...".
+All functions raise OSError or ValueError with a message that completes the sentence "FILE cannot be read: ...".
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import IO, Any, TypeGuard
 
 DEPTH = 100
-"""Lists and objects in a text may be nested so deep; deeper ones end in a RecursionError at some place or other."""
+"""Deepest nesting of lists and objects that is accepted; deeper ones could end in a RecursionError later."""
 
 LARGEST = 2**53
-"""Whole numbers up to this are numbers; larger ones overflow in floats and arrays."""
+"""Largest integer that is accepted; larger ones are inexact in floats or overflow in arrays."""
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 _BAD_NUMBER = re.compile(r"Exceeds the limit .* for integer string conversion.*")
 
 
 def read_bytes(path: Path, size: int | None = None) -> bytes:
-    """The content of a regular file (a symbolic link to one is one).
+    """Read a regular file, or a symbolic link to one.
 
     Args:
         path: the file.
-        size: the size it has to have, checked before anything is read.
+        size: the expected size in bytes, checked before anything is read.
 
     Raises:
-        OSError: there is none, it is something else (`strerror` says what), or of another size.
+        OSError: the file does not exist, is not a regular file, or has another size; `strerror` says which.
     """
     with open_file(path) as file:
         actual = os.fstat(file.fileno()).st_size
@@ -41,70 +41,74 @@ def read_bytes(path: Path, size: int | None = None) -> bytes:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """A regular file, open to be read.
+    """Open a regular file for reading, in binary mode.
 
     Raises:
-        OSError: there is none, or it is something else.
+        OSError: the file does not exist, or is not a regular file.
     """
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe, opening alone would wait
-    except ValueError as e:  # a NUL in its name, or half a character
-        raise OSError(errno.EINVAL, f"its name cannot be one: {e}", ascii(str(path))) from None
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would block otherwise
+    except ValueError as e:  # a NUL or a lone surrogate in the name
+        raise OSError(errno.EINVAL, f"its name is invalid: {e}", ascii(str(path))) from None
     mode = os.fstat(number).st_mode
     if not stat.S_ISREG(mode):
         os.close(number)
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
-        raise OSError(errno.EINVAL, f"it is {kind} and no file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind} and not a file", str(path))
     return os.fdopen(number, "rb")
 
 
 def leads_out(path: Path) -> bool:
-    """Whether a file is a link to a place outside of its folder."""
+    """Whether a file is a symbolic link to a place outside its folder."""
     try:
         return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
-    except (OSError, RuntimeError):  # a link to itself, which cannot be opened either
+    except (OSError, RuntimeError):  # a link to itself; opening it fails as well
         return False
 
 
 def check_own(path: Path) -> None:
-    """That a file of a folder is not a link to something else on this machine, such as somebody's passwords.
+    """Check that a file is not a link out of its folder, by which a download could read any file of this machine.
 
     Raises:
-        OSError: it is.
+        OSError: it is one.
     """
     if leads_out(path):
         raise OSError(errno.EINVAL, "it is a link out of its folder; copy the file into it", str(path))
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The same, as UTF-8.
+    """Read a regular file as UTF-8.
+
+    Args:
+        path: the file.
+        errors: what to do with invalid bytes, as for `bytes.decode`.
 
     Raises:
         OSError: as `read_bytes`.
-        ValueError: it is no UTF-8, and `errors` is "strict".
+        ValueError: it is not UTF-8, and `errors` is "strict".
     """
     try:
         return read_bytes(path).decode("utf-8", errors)
     except UnicodeDecodeError as e:
-        raise ValueError(f"byte {e.start} is no UTF-8") from None
+        raise ValueError(f"byte {e.start} is not UTF-8") from None
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """The value of a JSON text.
+    """Parse JSON.
 
     Args:
-        text: of JSON.
-        unique: refuse an object that has a key twice; otherwise the last one counts.
+        text: the JSON.
+        unique: refuse objects with duplicate keys; by default the last one counts.
 
     Raises:
-        ValueError: it is none, or nested deeper than `DEPTH`.
+        ValueError: it is not JSON, or nested deeper than `DEPTH`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except UnicodeDecodeError as e:
-        raise ValueError(f"byte {e.start} is no UTF-8") from None
+        raise ValueError(f"byte {e.start} is not UTF-8") from None
     except json.JSONDecodeError:
         raise
     except ValueError as e:
@@ -114,20 +118,20 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read a JSON object from a file.
 
     Raises:
         OSError: as `read_bytes`.
-        ValueError: it holds no JSON, or no object.
+        ValueError: it is not JSON, or not an object.
     """
     fields = parse_json(read_bytes(path))
     if not isinstance(fields, dict):
-        raise ValueError("it holds no object")
+        raise ValueError("it is not a JSON object")
     return fields
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError for lists, tuples and dicts nested deeper than `DEPTH`."""
+    """Raise ValueError for lists, tuples and dicts nested deeper than `DEPTH`."""
     level = [value]
     for _ in range(DEPTH + 1):
         level = [x for v in level if isinstance(v, dict) for x in v.values()] + [
@@ -139,12 +143,13 @@ def check_depth(value: Any) -> None:
 
 
 def clipped(text: str, most: int = 200) -> str:
-    """A text of somebody else's for a message, its middle left out where it is long."""
+    """Untrusted text for a message, shortened in the middle to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 20]} ... {text[-12:]}"
 
 
 def is_whole(value: Any, least: int = 0) -> TypeGuard[int]:
-    """Whether a value is a whole number from `least` on that arrays and floats can hold, and no boolean."""
+    """Whether a value is an int (not a bool) from `least` to `LARGEST`."""
+
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 

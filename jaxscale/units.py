@@ -1,13 +1,13 @@
-"""Numbers as people read them, and how wide a line may be."""
+"""Formatting of numbers for people, and the line width of files."""
 
 from __future__ import annotations
 
 WIDTH = 132
-"""Columns of what is written to a file, which wraps nothing."""
+"""Columns of tables in files, where no terminal wraps lines."""
 
 
 def human_bytes(n: int) -> str:
-    """`n` bytes in three digits (four from 1000 to 1023), of the largest unit that leaves at least 1."""
+    """A number of bytes such as `1.5 GiB`: three digits (four from 1000 to 1023) of the largest unit that fits."""
     size, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB"]
     while round(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -15,13 +15,14 @@ def human_bytes(n: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`4:05`, or `1:04:05`."""
+    """A number of seconds as `4:05` or `1:04:05`."""
     minutes, s = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
 
 
 def human_seconds(t: float) -> str:
-    """A time in the largest unit of s, ms, us and ns that leaves a number above 1."""
+    """A number of seconds such as `1.5 ms`: three digits of the largest unit that fits, s, ms, us or ns."""
+
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if t >= size:
             return f"{t / size:.3g} {unit}"

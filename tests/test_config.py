@@ -125,7 +125,7 @@ def test_registering_leaves_plain_calls_and_pickles_alone():
 
 
 def test_a_name_belongs_to_one_object():
-    with pytest.raises(ConfigError, match="two objects want the config name 't_Rotary'"):
+    with pytest.raises(ConfigError, match="two objects are registered as 't_Rotary'"):
         config.register(Block, name="t_Rotary")
 
 
@@ -250,8 +250,8 @@ def test_bindings_that_nothing_reads_are_listed():
         ("t_Decoder.blocks = (3,)", "t_Decoder.blocks must be tuple["),
         ("t_fit.model = 't_Decoder'", "t_fit.model must be Decoder, not 't_Decoder'; write @t_Decoder()"),
         ("t_fit.loss = 't_softmax'", "t_fit.loss must be Callable, not 't_softmax'; write @t_softmax"),
-        ("t_fit.model = t_Decoder", "'t_Decoder' is no value; write @t_Decoder() for"),
-        ("t_fit.model = t_Decoder()  # it", "'t_Decoder' is no value; write @t_Decoder() for"),
+        ("t_fit.model = t_Decoder", "'t_Decoder' is not a value; write @t_Decoder() for"),
+        ("t_fit.model = t_Decoder()  # it", "'t_Decoder' is not a value; write @t_Decoder() for"),
         ("t_fit.lr = ", "nable to parse value"),
         ("t_fit.lr = (1, ", "binding 't_fit.lr = (1,': "),
         ("t_fit.mesh = 'a", "binding 't_fit.mesh = 'a': "),
@@ -320,7 +320,7 @@ def test_a_file_may_not_include_itself(tmp_path):
 def test_imports_and_includes_can_be_refused(tmp_path):
     (tmp_path / "a.gin").write_text("include 'b.gin'\n")
     (tmp_path / "b.gin").write_text("import this_would_run\n")
-    with pytest.raises(ConfigError, match=r"a.gin:1: include 'b.gin' is refused; .* write the lines of that one here"):
+    with pytest.raises(ConfigError, match=r"a.gin:1: include 'b.gin' is refused, .* copy the lines of that file"):
         config.load([tmp_path / "a.gin"], allow_imports=False)
     with pytest.raises(ConfigError, match=r"b.gin:1: 'import this_would_run' is refused"):
         config.load([tmp_path / "b.gin"], allow_imports=False)

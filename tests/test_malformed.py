@@ -63,7 +63,8 @@ def test_a_chunk_that_is_no_file_is_named(run, kind):
     chunk = run / "checkpoints/0/tensors/params/norm/scale/c.0"
     chunk.unlink()
     {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](chunk)
-    assert f"the file c.0 of the array params/norm/scale cannot be read: it is a {kind} and no file" in faults(run)[0]
+    message = f"the file c.0 of the array params/norm/scale cannot be read: it is a {kind} and not a file"
+    assert message in faults(run)[0]
 
 
 def test_a_chunk_that_is_a_link_is_read(run):

@@ -118,10 +118,10 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{altered} of {len(files)} small files are not what was written")
     lost = [path / CONFIG for path in runs if (path / INFO).is_file() and not os.path.lexists(path / CONFIG)]
     for config in lost:
-        print(f"{config} is not there, and nothing else says how to rebuild the run; bring back a copy")
+        print(f"{config} is not there, and nothing else says how to rebuild the run; restore it from a copy")
     replaced = [place for place in places if os.path.lexists(place) and not place.is_dir()]
     for place in replaced:
-        print(f"{place} is no folder, so that there is no checkpoint in it; bring back a copy")
+        print(f"{place} is no folder, so that there is no checkpoint in it; restore it from a copy")
     bad = sum(_verify_checkpoints(found, steps[path]) for path, found in own.items())
     return 1 if bad or altered or lost or replaced else 0
 
@@ -157,7 +157,9 @@ def _verify_checkpoints(found: Checkpoints, steps: list[int]) -> int:
         bad += bool(faults)
     if bad:
         rest = (
-            "training goes on from the newest that is whole" if bad < len(steps) else "bring back a copy, or start anew"
+            "training continues from the newest intact one"
+            if bad < len(steps)
+            else "restore one from a copy, or start a new run"
         )
         print(f"{bad} of {len(steps)} checkpoints are damaged; {rest}")
     return bad

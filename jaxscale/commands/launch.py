@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from jaxscale.commands.shared import TEXT
 from jaxscale.errors import LOST, MISTAKE, ConfigError
 from jaxscale.import_path import python_path
-from jaxscale.interrupts import STOPS, heard
+from jaxscale.interrupts import STOPS, handled_signals
 
 GRACE = 15.0
 """Seconds that the other processes have, once one has failed, to say so and to end."""
@@ -181,7 +181,7 @@ class _Signals:
         self.group: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> _Signals:
-        self.previous = {one: signal.signal(one, self._pass_on) for one in heard()}
+        self.previous = {one: signal.signal(one, self._pass_on) for one in handled_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

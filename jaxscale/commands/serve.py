@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument, weights_argument, weights_of
 from jaxscale.errors import ConfigError, RunError
-from jaxscale.interrupts import heard
+from jaxscale.interrupts import handled_signals
 
 _DESCRIPTION = """\
 Serves a run's model over HTTP: /v1/completions, /v1/chat/completions (both streaming), /v1/models, /health, /metrics.
@@ -149,7 +149,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.times, self._event = 0, threading.Event()
-        for number in heard():
+        for number in handled_signals():
             signal.signal(number, self._came)
 
     def _came(self, *_: Any) -> None:

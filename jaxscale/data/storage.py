@@ -219,7 +219,7 @@ def read_meta(folder: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _remedy(folder: Path) -> str:
-    return f"bring back a copy, or remove {folder} and prepare it again"
+    return f"restore it from a copy, or remove {folder} and prepare it again"
 
 
 Document = tuple[str, Integer[np.ndarray, " t"]] | tuple[str, Integer[np.ndarray, " t"], Bool[np.ndarray, " t"]]

@@ -73,8 +73,8 @@ class Journal:
             if lines.damaged:
                 raise altered_lines(self.folder / FILE, lines)
             raise RunError(
-                f"{self.folder / FILE} has no line of trial {lost[0]}, nor has {JOBS}; bring back a copy, or sweep "
-                "into another folder"
+                f"{self.folder / FILE} has no line of trial {lost[0]}, nor has {JOBS}; restore it from a copy, or "
+                "sweep into another folder"
             )
 
     def records(self) -> list[Record]:

@@ -134,11 +134,11 @@ def altered(path: Path, why: DamagedFile) -> AlteredFile:
     if why.content is not None:
         return AlteredFile(
             f"{path} is not what was written: {why}; if you edited it, accept the edit with {_accepting(path)}; if you "
-            "did not, the file is damaged: bring back a copy"
+            "did not, the file is damaged: restore it from a copy"
         )
     remedy = {INFO: ", or remove it: the run continues without it"}
     remedy["outcome.json"] = ", or remove it: the trial continues from its checkpoint"
-    return AlteredFile(f"{path} is damaged: {why}; bring back a copy{remedy.get(path.name, '')}")
+    return AlteredFile(f"{path} is damaged: {why}; restore it from a copy{remedy.get(path.name, '')}")
 
 
 def _is_sealed(path: Path) -> bool:
@@ -182,7 +182,7 @@ def states(folder: Path) -> Iterator[State]:
             try:
                 yield _state(path)
             except OSError as e:
-                yield State(path, True, f"{path} cannot be read: {e.strerror}; bring back a copy")
+                yield State(path, True, f"{path} cannot be read: {e.strerror}; restore it from a copy")
     yield from _listed(folder)
     if any((folder / name).is_file() for name in ("sweep.gin", "trials.jsonl")):
         for run in sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()):
@@ -286,7 +286,7 @@ def altered_lines(path: Path, lines: Lines) -> AlteredFile:
     what = f"line {one}" if not more else f"lines {', '.join(map(str, numbers[:8]))}" + (" ..." if more[8:] else "")
     return AlteredFile(
         f"{path}, {what}: not what was written; if you edited it, accept the edit with {_accepting(path)} (lines that "
-        "are not JSON are removed); if you did not, the file is damaged: bring back a copy"
+        "are not JSON are removed); if you did not, the file is damaged: restore it from a copy"
     )
 
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale.interrupts import heard
+from jaxscale.interrupts import handled_signals
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def stop_signals() -> Iterator[dict[str, str]]:
         os.write(2, b"\nstopping after this step, with a checkpoint; signal again to stop at once, without one\n")
 
     try:
-        for one in heard():
+        for one in handled_signals():
             previous[one] = signal.signal(one, handler)
     except ValueError:
         previous = {}  # not the main thread, which alone may handle signals

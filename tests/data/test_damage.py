@@ -137,7 +137,7 @@ def test_an_earlier_versions_folder_is_read_once_and_has_digests_from_then_on(tm
 def test_an_earlier_versions_damaged_folder_is_refused(tmp_path, file):
     folder = old(data.write_token_file(tmp_path / "t", SOME, tokenizer=BYTES).folder)
     flip(folder / file, 3)
-    with pytest.raises(DataError, match="is not what was written; bring back a copy, or remove"):
+    with pytest.raises(DataError, match="is not what was written; restore it from a copy, or remove"):
         data.TokenFile(folder)
     assert cached("x", "y", lambda: SOME, BYTES, tmp_path).tokens.size  # the cache beside it does not mind
 
@@ -173,7 +173,7 @@ def test_the_advice_for_a_damaged_folder_can_be_followed(tmp_path):
     want, copy = rows(folder), shutil.copytree(folder, tmp_path / "copy")
     for mend in (lambda: shutil.copytree(copy, folder), lambda: data.write_token_file(folder, SOME, tokenizer=BYTES)):
         flip(folder / "tokens.bin", 9)
-        with pytest.raises(DataError, match=f"bring back a copy, or remove {folder} and prepare it again"):
+        with pytest.raises(DataError, match=f"restore it from a copy, or remove {folder} and prepare it again"):
             rows(folder)
         shutil.rmtree(folder)
         mend()

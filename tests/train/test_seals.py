@@ -190,7 +190,7 @@ def test_a_config_that_is_not_text_is_a_sentence(run):
     path = run / "config.gin"
     path.write_bytes(path.read_bytes().replace(b"train.steps", b"train.\xffteps"))
     for read in (read_config, accept_edits):
-        with pytest.raises(AlteredFile, match=r"config\.gin is damaged: byte \d+ is no UTF-8; bring back a copy"):
+        with pytest.raises(AlteredFile, match=r"config\.gin is damaged: byte \d+ is not UTF-8; restore it from a copy"):
             read(run)
 
 
@@ -204,7 +204,7 @@ def test_an_edit_of_run_json_is_named_and_taken_when_told_to(run):
 
 def test_a_damaged_run_json_may_be_removed_as_the_sentence_says(run):
     (run / "run.json").write_bytes((run / "run.json").read_bytes()[:40])
-    with pytest.raises(AlteredFile, match="run.json is damaged.*bring back a copy, or remove it"):
+    with pytest.raises(AlteredFile, match="run.json is damaged.*restore it from a copy, or remove it"):
         checkpoints_in(run)
     (run / "run.json").unlink()
     assert checkpoints_in(run).steps() == [] and read_config(run).steps == 4
@@ -468,7 +468,7 @@ def test_verify_covers_a_sweep_and_its_trials(sweep, capsys):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("folder", "it is a folder and no file"), ("pipe", "it is a pipe and no file"), ("link", "No such file")],
+    [("folder", "it is a folder and not a file"), ("pipe", "it is a pipe and not a file"), ("link", "No such file")],
 )
 @pytest.mark.parametrize("name", ["run.json", "config.gin", "metrics.jsonl"])
 def test_verify_names_what_stands_in_the_place_of_a_file(run, capsys, name, kind, words):

@@ -216,7 +216,7 @@ def test_the_newest_run_is_not_passed_over_because_its_config_was_edited(run, mo
     run.rename("runs/demo-1")
     write_json(Path("runs/demo-1/run.json"), INFO | {"status": "stopped"})
     edit(Path("runs/demo-1/config.gin"), "train.steps = 4", "train.steps = 9")
-    with pytest.raises(AlteredFile, match="--accept-edits.*name a folder with --run"):
+    with pytest.raises(AlteredFile, match="--accept-edits.*name another folder with --run"):
         unfinished("demo", js.TrainConfig(**bigram()))
 
 

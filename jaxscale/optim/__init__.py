@@ -1,4 +1,4 @@
-"""Optimizers (optax transformations) and schedules, as values a config can hold."""
+"""Optimizers (optax transformations) and learning-rate schedules, as values that a config can hold."""
 
 from jaxscale.optim.adafactor import Adafactor, adafactor
 from jaxscale.optim.adamw import SGD, AdamW, adamw

@@ -1,4 +1,4 @@
-"""AdamW and SGD, as values a config can hold."""
+"""AdamW and SGD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from jaxscale.optim.base import FusedTransformation, Schedule, Tree, decay_mask
 
 
 class AdamWState(NamedTuple):
-    """Steps taken (int32), and the two moments (of the parameters' shapes and dtypes)."""
+    """State of `adamw`.
+
+    Args:
+      count: updates so far (int32 scalar).
+      mu: first moment, of the parameters' shapes and dtypes.
+      nu: second moment, of the parameters' shapes and dtypes.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # a tuple has a method of this name; optax's states do the same
     mu: Tree
@@ -35,10 +41,11 @@ def adamw(
 
     Args:
       learning_rate: a number, or a function of the step count.
-      b1, b2: decay of the first and second moment.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: times the learning rate, what a decayed parameter loses.
-      mask: a bool per parameter, whether it decays; `None` means all do.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      mask: a bool per parameter, whether weight decay applies; `None` means to all.
     """
     rate: Schedule = learning_rate if callable(learning_rate) else lambda _: jnp.asarray(learning_rate)
 
@@ -65,7 +72,7 @@ def adamw(
 
     def update(grads: Tree, state: AdamWState, params: Tree | None = None) -> tuple[Tree, AdamWState]:
         if params is None:
-            raise ValueError("adamw decays weights, so update needs the parameters: update(grads, state, params)")
+            raise ValueError("adamw decays weights and needs the parameters: call update(grads, state, params)")
         return step(grads, state, params, lambda p, u: u)
 
     def update_and_apply(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
@@ -75,14 +82,30 @@ def adamw(
 
 
 def not_negative(optimizer: Any, *names: str) -> None:
-    """Raises `ConfigError` where a field of an optimizer is below 0, or no number."""
+    """Check that fields of an optimizer are at least 0.
+
+    Args:
+      optimizer: the optimizer.
+      *names: names of its fields.
+
+    Raises:
+      ConfigError: a field is below 0 or NaN.
+    """
     for name in names:
         if not getattr(optimizer, name) >= 0:
             raise ConfigError(f"{type(optimizer).__name__}.{name} = {getattr(optimizer, name)}: must be at least 0")
 
 
 def fractions(optimizer: Any, *names: str) -> None:
-    """Raises `ConfigError` where a field of an optimizer is below 0, or not below 1."""
+    """Check that fields of an optimizer are at least 0 and below 1.
+
+    Args:
+      optimizer: the optimizer.
+      *names: names of its fields.
+
+    Raises:
+      ConfigError: a field is outside that range or NaN.
+    """
     for name in names:
         if not 0 <= getattr(optimizer, name) < 1:
             raise ConfigError(
@@ -93,7 +116,14 @@ def fractions(optimizer: Any, *names: str) -> None:
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """`adamw`, with weight decay on all but norms and biases. Arguments as there."""
+    """AdamW with weight decay on all but norms and biases; see `adamw`.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+    """
 
     width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
@@ -106,14 +136,19 @@ class AdamW:
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `adamw` for these parameters."""
         return adamw(learning_rate, mask=decay_mask(infos), **dataclasses.asdict(self))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class SGD:
-    """Gradient descent with optional momentum (`optax.sgd`)."""
+    """Gradient descent with optional momentum (`optax.sgd`).
+
+    Args:
+      momentum: decay of the sum of past gradients; `None` uses none.
+      nesterov: look ahead along the momentum (Sutskever et al. 2013).
+    """
 
     width_rule: ClassVar[str] = "sgd"
     momentum: float | None = None
@@ -124,5 +159,5 @@ class SGD:
             raise ConfigError(f"SGD.momentum = {self.momentum}: must be at least 0 and below 1, or None")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation; it needs nothing of the parameters."""
+        """Return `optax.sgd`."""
         return optax.sgd(learning_rate, self.momentum, self.nesterov)

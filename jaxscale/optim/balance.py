@@ -1,4 +1,4 @@
-"""Experts' biases: parameters that follow the load and not the loss."""
+"""Load-balancing biases of experts: parameters that follow each expert's load and not the loss."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ import optax
 from jaxscale.optim.base import FusedTransformation, Tree, apply_gradients
 
 NAME = "load_bias"
-"""What such a parameter is called; its gradient is how far each expert's load lies above the mean."""
+"""Name of such a parameter. Its gradient is how far each expert's load lies above the mean."""
 
 
 def gradient_norm(grads: Tree) -> jax.Array:
-    """The global norm, float32, of all gradients of the loss."""
+    """Return the global norm (float32 scalar) of the gradients of the loss, without those of load biases.
+
+    Args:
+      grads: gradients, of the parameters' structure.
+    """
     return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), without_biases(grads)))
 
 
 def without_biases(tree: Tree) -> Tree:
-    """The tree with nothing where a load bias stands."""
+    """Return the tree with `None` in place of each load bias.
+
+    Args:
+      tree: parameters or gradients.
+    """
     return jax.tree_util.tree_map_with_path(lambda path, x: None if _is_bias(path) else x, tree)
 
 
 def balanced(tx: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
-    """`tx` for all parameters but load biases, which go down by `rate` where the load is above the mean, else up.
+    """Return `tx` for all parameters except load biases, and a fixed step for those (Wang et al. 2024).
 
-    (Wang et al. 2024.) No clipping, decay or momentum touches them, and they have no state.
+    A load bias goes down by `rate` where the expert's load is above the mean, and up where it is below. Clipping,
+    weight decay and momentum do not apply to it, and it has no state.
 
     Args:
-      tx: the optimizer of all others, clipping included.
-      rate: what a bias moves by in a step (0.001 in DeepSeek-V3).
+      tx: the optimizer of all other parameters, clipping included.
+      rate: how much a bias changes in a step (0.001 in DeepSeek-V3).
     """
 
     def init(params: Tree) -> Tree:
@@ -53,7 +62,7 @@ def balanced(tx: optax.GradientTransformation, rate: float) -> optax.GradientTra
 
 
 def _with_biases(rest: Tree, biases: Tree) -> Tree:
-    """Load biases from the one tree, all else from the other."""
+    """Take load biases from `biases` and all else from `rest`."""
     pick = lambda path, b, r: b if _is_bias(path) else r  # noqa: E731
     return jax.tree_util.tree_map_with_path(pick, biases, rest)
 

@@ -1,4 +1,4 @@
-"""Optimizers are optax's, and may be more: one that also updates parameters in place."""
+"""The interface of optimizers: optax transformations, some of which also update the parameters in the same pass."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 class FusedTransformation(optax.GradientTransformation):
-    """A `GradientTransformation` with `update_and_apply(grads, state, params) -> (params, state)` besides.
+    """A `GradientTransformation` that also has `update_and_apply(grads, state, params) -> (params, state)`.
 
-    One pass reads gradient, state and parameter and writes the new ones; through `update` and `optax.apply_updates`
-    the updates are written and read again. Both forms give the same parameters.
+    `update_and_apply` reads gradient, state and parameter and writes the new ones in one pass. With `update` and
+    `optax.apply_updates` the updates are written to memory and read again. Both give the same parameters.
+
+    Args:
+      init: parameters -> state, as in optax.
+      update: (gradients, state, parameters) -> (updates, state), as in optax.
+      update_and_apply: (gradients, state, parameters) -> (new parameters, state).
+      notes: sentences about where and in what precision the state is stored, for the user.
     """
 
     update_and_apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     notes: tuple[str, ...]
-    """What a person should know of how its state is kept, a sentence each."""
 
     def __new__(
         cls,
@@ -34,6 +39,7 @@ class FusedTransformation(optax.GradientTransformation):
         update_and_apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
         notes: tuple[str, ...] = (),
     ) -> FusedTransformation:
+        """Return the pair (init, update) with the two further attributes."""
         self = super().__new__(cls, init, update)
         self.update_and_apply = update_and_apply
         self.notes = notes
@@ -42,22 +48,28 @@ class FusedTransformation(optax.GradientTransformation):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What a run is configured with: makes the transformation once the schedule and the parameters are known.
+    """An optimizer in a config: makes the optax transformation once the schedule and the parameters are known.
 
-    A class whose `width_rule` is "adam" or "sgd" goes with parametrisations of the width (`jaxscale.optim.mup.RULES`).
+    A class whose `width_rule` is "adam" or "sgd" can be used with µP and other parametrisations
+    (`jaxscale.optim.mup.RULES`).
     """
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """Builds it.
+        """Return the optax transformation for these parameters.
 
         Args:
           learning_rate: step (int32 scalar) -> learning rate.
-          infos: a `TensorInfo` per parameter, for rules by name or shape.
+          infos: a `TensorInfo` per parameter, for what depends on a parameter's name or shape, such as weight decay.
         """
 
 
 class HostState(NamedTuple):
-    """State that lives in host memory: an optimizer's, and float32 parameters (or `None`); see `OnHost`."""
+    """Optimizer state in host memory; see `OnHost`.
+
+    Args:
+      inner: state of the wrapped optimizer.
+      master: float32 master weights, of the parameters' shapes, or `None`.
+    """
 
     inner: Tree
     master: Tree
@@ -66,9 +78,14 @@ class HostState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NamedState:
-    """State of another shape than its parameter's, with a logical axis per dimension, by which it is laid out.
+    """Optimizer state whose shape differs from its parameter's, with the logical axes by which it is sharded.
 
-    The names are in the state itself, so that they are found whatever wraps the optimizer.
+    The axes are stored in the state itself, so that they are available whatever wraps the optimizer.
+
+    Args:
+      value: the state: an array, or in `state_infos` its `TensorInfo`.
+      path: the state's name, such as "blocks/mlp/up/kernel/rows.gram".
+      axes: a logical axis, or `None`, per dimension.
     """
 
     value: Any
@@ -77,12 +94,20 @@ class NamedState:
 
 
 def is_named(x: Any) -> bool:
-    """For `is_leaf`: state that says itself what its dimensions are."""
+    """Return whether `x` is a `NamedState`, for `is_leaf`.
+
+    Args:
+      x: any node of an optimizer's state.
+    """
     return isinstance(x, NamedState)
 
 
 def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`optax.chain`, keeping `update_and_apply` when the last part has it (then nothing follows it)."""
+    """Return `optax.chain` of transformations, with `update_and_apply` if the last one has it.
+
+    Args:
+      *parts: transformations, in the order in which they are applied.
+    """
     if not isinstance(parts[-1], FusedTransformation):
         return optax.chain(*parts)
     *before, last = parts
@@ -102,7 +127,14 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
 def apply_gradients(
     tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree
 ) -> tuple[Tree, Tree]:  # fmt: skip
-    """New parameters and state, in place where `tx` offers it."""
+    """Return new parameters and state, in one pass where `tx` is a `FusedTransformation`.
+
+    Args:
+      tx: the optimizer.
+      grads: gradients, of the parameters' structure and shapes.
+      state: the optimizer's state.
+      params: the parameters.
+    """
     if isinstance(tx, FusedTransformation):
         return tx.update_and_apply(grads, state, params)
     updates, state = tx.update(grads, state, params)
@@ -110,14 +142,17 @@ def apply_gradients(
 
 
 def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
-    """A `TensorInfo` for every array of `tx`'s state.
+    """Return a `TensorInfo` for every array of `tx`'s state.
 
-    Those of a parameter's shape, and 8-bit ones, carry its names, and a `NamedState` its own; what is left (counts,
-    mostly) has none and is whole on every device.
+    An array of its parameter's shape, and the codes and scales of an 8-bit one, have the parameter's logical axes; a
+    `NamedState` has its own. All others (mostly step counts) have none and are replicated.
 
     Args:
       tx: the optimizer.
       infos: a `TensorInfo` per parameter.
+
+    Returns:
+      A tree of the state's structure.
     """
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
     state: Tree = jax.eval_shape(tx.init, params)
@@ -127,24 +162,29 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
         if is_named(leaf):
             value = TensorInfo(leaf.path, leaf.value.shape, leaf.value.dtype, leaf.axes)
             return dataclasses.replace(leaf, value=value)
-        # whatever wraps an optimizer, the state of a parameter ends with the parameter's own path
-        found = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
-        if found is None:
+        # However optimizers are nested, the path of a parameter's state ends with the path of the parameter.
+        param = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
+        if param is None:
             return TensorInfo("", leaf.shape, leaf.dtype, (None,) * len(leaf.shape))
         if is_quantized(leaf):
-            part = lambda what, x: TensorInfo(f"{found.path}/{what}", x.shape, x.dtype, found.axes)  # noqa: E731
+            part = lambda name, x: TensorInfo(f"{param.path}/{name}", x.shape, x.dtype, param.axes)  # noqa: E731
             return dataclasses.replace(leaf, codes=part("codes", leaf.codes), scales=part("scales", leaf.scales))
-        axes = found.axes if leaf.shape == found.shape else (None,) * len(leaf.shape)
-        return TensorInfo(found.path if leaf.shape == found.shape else "", leaf.shape, leaf.dtype, axes)
+        axes = param.axes if leaf.shape == param.shape else (None,) * len(leaf.shape)
+        return TensorInfo(param.path if leaf.shape == param.shape else "", leaf.shape, leaf.dtype, axes)
 
     return jax.tree_util.tree_map_with_path(info, state, is_leaf=lambda x: is_quantized(x) or is_named(x))
 
 
 def check_state(tx: optax.GradientTransformation, infos: Tree, layout: Layout) -> None:
-    """Raises unless a layout leaves the tiles of 8-bit state whole.
+    """Check that no tile of 8-bit state is divided between devices.
+
+    Args:
+      tx: the optimizer.
+      infos: a `TensorInfo` per parameter.
+      layout: the layout whose rules for `opt_state` shard the state.
 
     Raises:
-      LayoutError: naming a storage that fits.
+      LayoutError: a shard would hold part of a tile. The message names a storage that fits.
     """
     by_path = {i.path: i for i in jax.tree.leaves(infos)}
     eight_bit = filter(is_quantized, jax.tree.leaves(state_infos(tx, infos), is_leaf=is_quantized))
@@ -152,10 +192,15 @@ def check_state(tx: optax.GradientTransformation, infos: Tree, layout: Layout) -
 
 
 def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layout | None) -> Tree:
-    """A sharding for every array of `tx`'s state: those of a parameter's shape by the rules for `opt_state`.
+    """Return a sharding for every array of `tx`'s state, by the layout's rules for `opt_state`.
+
+    Args:
+      tx: the optimizer.
+      infos: a `TensorInfo` per parameter.
+      layout: the layout; `None` returns `None`.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out, or a tile of 8-bit state that the layout would cut.
+      LayoutError: a tensor that cannot be sharded, or a tile of 8-bit state that would be divided between devices.
     """
     if layout is None:
         return None
@@ -164,14 +209,14 @@ def state_shardings(tx: optax.GradientTransformation, infos: Tree, layout: Layou
 
 
 def place_state(infos: Tree, layout: Layout) -> Tree:
-    """A sharding for every array of optimizer state.
+    """Return a sharding for every array of optimizer state.
 
     Args:
-      infos: from `state_infos`.
-      layout: where it goes.
+      infos: a `TensorInfo` per array of the state, from `state_infos`.
+      layout: the layout whose rules for `opt_state` apply.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out.
+      LayoutError: a tensor that cannot be sharded; the message names it.
     """
     shardings = shardings_of(infos, layout, "opt_state")
 
@@ -188,8 +233,15 @@ def _on_host(state: Any) -> bool:
 
 
 def decay_mask(infos: Tree) -> Tree:
-    """Which parameters weight decay shrinks: all but norms' scales and biases, told apart by name."""
-    return jax.tree.map(lambda i: _decays(i), infos)
+    """Return which parameters have weight decay: all but those named `scale` or `bias`.
+
+    Args:
+      infos: a `TensorInfo` per parameter.
+
+    Returns:
+      A bool per parameter.
+    """
+    return jax.tree.map(_decays, infos)
 
 
 def _decays(info: TensorInfo) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizers whose state is stored block by block in 8 bits: an elementwise rule becomes an optax transformation."""
+"""8-bit optimizers: an elementwise rule of `pallas_kernels.blockwise` as an optax transformation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.blockwise import Quantized, Rule, update_blockwise
 
 Scalars = dict[str, Any]
 Finish = Callable[[TensorInfo, jax.Array, jax.Array, Scalars], jax.Array]
-"""(parameter's info, parameter, update, scalars) -> the update to apply: what a rule cannot do element by element."""
+"""(parameter's info, parameter, update, scalars) -> the update to apply, for what is not elementwise (LAMB's ratio)."""
 
 
 def blockwise(
@@ -34,20 +34,23 @@ def blockwise(
     finish: Finish | None = None,
     implementation: str | None = None,
 ) -> FusedTransformation:
-    """A rule of `pallas_kernels.blockwise` as an optimizer, with `update_and_apply` in one pass over memory.
+    """Make an optimizer from a rule of `pallas_kernels.blockwise`; its `update_and_apply` is one pass over memory.
 
     Args:
       rule: the elementwise update.
-      scalars: steps taken before this one (int32) -> the numbers the rule and `finish` take.
+      scalars: number of earlier steps (int32) -> the numbers that the rule and `finish` need.
       make_state: `(count, *moments)` -> a NamedTuple of them; a moment is a tree like the parameters'.
-      storage: which states take 8 bits, and how.
-      infos: a `TensorInfo` per parameter: names tell which dimension stacks layers and, under a layout, where each
-        tensor lives. Without them a tensor is one layer, and the kernel is left out on several devices.
-      decay_mask: a bool per parameter or subtree, whether it decays, or a function from the parameters to that;
-        `None` means all do.
-      initial: what each moment begins as; zeros by default.
+      storage: which states are in 8 bits, and in which format.
+      infos: a `TensorInfo` per parameter, whose logical axes show which dimension stacks layers and, under a layout,
+        how each tensor is sharded. Without them a tensor is one layer, and on several devices the kernel is not used.
+      decay_mask: a bool per parameter or subtree, whether weight decay applies, or a function from the parameters to
+        that; `None` means to all.
+      initial: initial value of each moment; zeros by default.
       finish: applied to the update before it is added.
-      implementation: of `update_blockwise`.
+      implementation: implementation of `update_blockwise`; `None` chooses by device.
+
+    Raises:
+      ConfigError: from `init` and `update`, parameters other than those of `infos`, or arrays that are not floats.
     """
     known = None if infos is None else {path_name(k): i for k, i in jax.tree_util.tree_leaves_with_path(infos)}
     begin = initial or (0.0,) * len(rule.states)
@@ -57,7 +60,7 @@ def blockwise(
         if known is None:
             return TensorInfo(name, tuple(p.shape), p.dtype, (None,) * p.ndim)
         if name not in known or known[name].shape != tuple(p.shape):
-            raise ConfigError(f"the optimizer was made for other parameters: '{name}' of shape {p.shape} is not theirs")
+            raise ConfigError(f"the optimizer was made for other parameters: it has no '{name}' of shape {p.shape}")
         return known[name]
 
     def init(params: Tree) -> Any:
@@ -80,11 +83,11 @@ def blockwise(
         out, news = [], []
         for (path, p), g, decay, *states in zip(paths, gs, decays, *columns, strict=True):
             info = info_of(path, p)
-            for what, x in (("parameter", p), ("gradient of", g)):
+            for kind, x in (("parameter", p), ("gradient of", g)):
                 if not jnp.issubdtype(x.dtype, jnp.floating):
-                    raise ConfigError(f"the {what} {info.path} is {x.dtype}, not a float; cast it to float32 first")
+                    raise ConfigError(f"the {kind} {info.path} is {x.dtype}, not a float; cast it to float32 first")
             if g.shape != p.shape:
-                raise ConfigError(f"the gradient of {info.path} has shape {g.shape}, and the parameter {p.shape}")
+                raise ConfigError(f"the gradient of {info.path} has shape {g.shape}, but the parameter has {p.shape}")
             own = numbers if decay else {**numbers, "weight_decay": jnp.zeros([], jnp.float32)}
             named = infos is not None
             u, new = _one(rule, own, info, p, g, tuple(states), apply and finish is None, named, implementation)
@@ -100,7 +103,7 @@ def blockwise(
 
     def update(grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         if params is None:
-            raise ValueError(f"{rule.name} reads weights, so update needs the parameters: update(grads, state, params)")
+            raise ValueError(f"{rule.name} needs the parameters: call update(grads, state, params)")
         return step(grads, state, params, False)
 
     def update_and_apply(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -111,15 +114,15 @@ def blockwise(
 
 
 def _is_decayed(mask: Tree | None, path: tuple[Any, ...], params: Tree) -> bool:
-    """Whether the parameter at `path` decays; a bool in the mask stands for all below it, as in optax."""
+    """Return whether the parameter at `path` decays; a bool in the mask holds for all parameters below it."""
     mask = mask(params) if callable(mask) else mask
     if mask is None:
         return True
     entries = jax.tree_util.tree_leaves_with_path(mask, is_leaf=lambda m: m is None)
-    found = [bool(value) for at, value in entries if path[: len(at)] == at]
-    if not found:
-        raise ConfigError(f"the mask of weight decay says nothing of '{path_name(path)}'; give a bool for it")
-    return found[0]
+    matches = [bool(value) for prefix, value in entries if path[: len(prefix)] == prefix]
+    if not matches:
+        raise ConfigError(f"the weight-decay mask has no entry for '{path_name(path)}'; add a bool for it")
+    return matches[0]
 
 
 def _one(
@@ -133,7 +136,7 @@ def _one(
     named: bool,
     implementation: str | None,
 ) -> tuple[jax.Array, tuple[Moment, ...]]:
-    """One parameter's step; what is returned first is the new parameter, or the float32 update."""
+    """Update one parameter; return the new parameter (with `apply`) or the float32 update, and the new states."""
     own = {k: jnp.asarray(numbers[k], jnp.float32) for k in rule.scalars}
     if not is_quantized(states[0]):
         derived = rule.derive(own)

@@ -1,4 +1,4 @@
-"""The 8-bit optimizers, as functions and as values a config can hold."""
+"""The 8-bit optimizers, as functions and as values that a config can hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from pallas_kernels.blockwise import ADAGRAD, ADAM_DIRECTION, ADAMW, LION, MOMEN
 
 
 class MomentState(NamedTuple):
-    """Steps taken (int32), and the one moment."""
+    """State of an optimizer with one moment.
+
+    Args:
+      count: updates so far (int32 scalar).
+      mu: the moment: per parameter a `Quantized`, or a float32 array of its shape.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # a tuple has a method of this name; optax's states do the same
     mu: Tree
@@ -45,18 +50,20 @@ def adamw_8bit(
 
     Args:
       learning_rate: a number, or a function of the step count.
-      b1, b2: decay of the first and second moment.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: times the learning rate, what a decayed parameter loses.
-      mask: a bool per parameter, whether it decays; `None` means all do.
-      storage: which moments take 8 bits, and how.
-      infos: a `TensorInfo` per parameter, as `jaxscale.layout.abstract` gives: names tell layers apart and where a
-        layout puts each tensor. Without them a tensor is one layer.
-      implementation: of `pallas_kernels.blockwise.update_blockwise`; `None` is the best one here.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      mask: a bool per parameter, whether weight decay applies; `None` means to all.
+      storage: which moments are in 8 bits, and in which format.
+      infos: a `TensorInfo` per parameter, as `jaxscale.layout.abstract` returns: its logical axes show which dimension
+        stacks layers, and how a layout shards the tensor. Without them a tensor is one layer.
+      implementation: implementation of `pallas_kernels.blockwise.update_blockwise`; `None` chooses the best one for
+        the device.
 
     Raises:
       ConfigError: integer gradients, or parameters other than those of `infos`.
-      LayoutError: a tile that a layout would cut; names one that fits.
+      LayoutError: a layout would divide a tile between devices; the message names a storage that fits.
     """
     scalars = _adam_scalars(_rate(learning_rate), b1, b2, eps, weight_decay)
     options: Any = dict(storage=storage, infos=infos, decay_mask=mask, implementation=implementation)
@@ -77,8 +84,23 @@ def lamb_8bit(
 ) -> FusedTransformation:
     """LAMB (You et al. 2020) with its two moments in 8 bits: Adam's direction times a trust ratio per layer.
 
-    The ratio is the parameter's norm over the direction's, 1 where either is 0, taken over each layer, each expert and
-    over the whole of a sharded tensor. Arguments as `adamw_8bit`; `mask` says what decays, not what is scaled.
+    The ratio is the parameter's norm over the direction's, and 1 where either is 0. Each layer and each expert has its
+    own; the norm of a sharded tensor is taken over all of its shards.
+
+    Args:
+      learning_rate: a number, or a function of the step count.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: weight_decay · parameter is added to Adam's direction.
+      mask: a bool per parameter, whether weight decay applies (the ratio always does); `None` means to all.
+      storage: which moments are in 8 bits, and in which format.
+      infos: a `TensorInfo` per parameter, as for `adamw_8bit`.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+
+    Raises:
+      ConfigError: as `adamw_8bit`.
+      LayoutError: as `adamw_8bit`.
     """
 
     def finish(info: TensorInfo, p: jax.Array, u: jax.Array, s: Scalars) -> jax.Array:
@@ -115,7 +137,22 @@ def lion_8bit(
     infos: Tree | None = None,
     implementation: str | None = None,
 ) -> FusedTransformation:
-    """Lion (Chen et al. 2023) with its moment in 8 bits. Arguments as `adamw_8bit`."""
+    """Lion (Chen et al. 2023) with its moment in 8 bits.
+
+    Args:
+      learning_rate: a number, or a function of the step count.
+      b1: weight of the momentum in the update's direction; the gradient's is 1 - b1.
+      b2: decay of the momentum.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      mask: a bool per parameter, whether weight decay applies; `None` means to all.
+      storage: which moments are in 8 bits, and in which format.
+      infos: a `TensorInfo` per parameter, as for `adamw_8bit`.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+
+    Raises:
+      ConfigError: as `adamw_8bit`.
+      LayoutError: as `adamw_8bit`.
+    """
     rate = _rate(learning_rate)
     scalars = lambda count: {"lr": rate(count), "b1": b1, "b2": b2, "weight_decay": weight_decay}  # noqa: E731
     options: Any = dict(storage=storage, infos=infos, decay_mask=mask, implementation=implementation)
@@ -133,9 +170,21 @@ def sgdm_8bit(
     infos: Tree | None = None,
     implementation: str | None = None,
 ) -> FusedTransformation:
-    """Gradient descent with momentum in 8 bits (as `optax.sgd`; decay is added to the gradient, as torch's).
+    """Gradient descent with momentum in 8 bits, as `optax.sgd`; weight decay is added to the gradient, as in PyTorch.
 
-    Arguments as `adamw_8bit`; `nesterov` looks ahead (Sutskever et al. 2013).
+    Args:
+      learning_rate: a number, or a function of the step count.
+      momentum: decay of the sum of past gradients.
+      weight_decay: weight_decay · parameter is added to the gradient.
+      nesterov: look ahead along the momentum (Sutskever et al. 2013).
+      mask: a bool per parameter, whether weight decay applies; `None` means to all.
+      storage: which moments are in 8 bits, and in which format.
+      infos: a `TensorInfo` per parameter, as for `adamw_8bit`.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+
+    Raises:
+      ConfigError: as `adamw_8bit`.
+      LayoutError: as `adamw_8bit`.
     """
     rate = _rate(learning_rate)
     scalars = lambda count: {"lr": rate(count), "momentum": momentum, "weight_decay": weight_decay}  # noqa: E731
@@ -154,9 +203,24 @@ def adagrad_8bit(
     infos: Tree | None = None,
     implementation: str | None = None,
 ) -> FusedTransformation:
-    """Adagrad (Duchi et al. 2011) with its sum of squares in 8 bits. Arguments as `adamw_8bit`.
+    """Adagrad (Duchi et al. 2011) with its sum of squares in 8 bits.
 
-    A sum that only grows by less than a code's width stays where it is: over long runs prefer `adamw_8bit`.
+    An increment that is small against the distance to the next code is lost to rounding; for long runs prefer
+    `adamw_8bit`.
+
+    Args:
+      learning_rate: a number, or a function of the step count.
+      eps: added to the root of the sum of squares.
+      weight_decay: weight_decay · parameter is added to the gradient.
+      initial_accumulator: what the sum of squares starts at.
+      mask: a bool per parameter, whether weight decay applies; `None` means to all.
+      storage: which moments are in 8 bits, and in which format.
+      infos: a `TensorInfo` per parameter, as for `adamw_8bit`.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+
+    Raises:
+      ConfigError: as `adamw_8bit`.
+      LayoutError: as `adamw_8bit`.
     """
     rate = _rate(learning_rate)
     scalars = lambda count: {"lr": rate(count), "eps": eps, "weight_decay": weight_decay}  # noqa: E731
@@ -167,7 +231,16 @@ def adagrad_8bit(
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW8bit:
-    """`adamw_8bit`, with weight decay on all but norms and biases. Arguments as there."""
+    """8-bit AdamW with weight decay on all but norms and biases; see `adamw_8bit`.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      storage: which moments are in 8 bits, and in which format.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+    """
 
     width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
@@ -182,14 +255,23 @@ class AdamW8bit:
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `adamw_8bit` for these parameters."""
         return adamw_8bit(learning_rate, mask=decay_mask(infos), infos=infos, **_fields(self))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class LAMB8bit:
-    """`lamb_8bit`, with weight decay on all but norms and biases. Arguments as there."""
+    """8-bit LAMB with weight decay on all but norms and biases; see `lamb_8bit`.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: weight_decay · parameter is added to Adam's direction.
+      storage: which moments are in 8 bits, and in which format.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+    """
 
     b1: float = 0.9
     b2: float = 0.999
@@ -203,14 +285,22 @@ class LAMB8bit:
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `lamb_8bit` for these parameters."""
         return lamb_8bit(learning_rate, mask=decay_mask(infos), infos=infos, **_fields(self))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Lion8bit:
-    """`lion_8bit`, with weight decay on all but norms and biases. Arguments as there."""
+    """8-bit Lion with weight decay on all but norms and biases; see `lion_8bit`.
+
+    Args:
+      b1: weight of the momentum in the update's direction; the gradient's is 1 - b1.
+      b2: decay of the momentum.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      storage: which moments are in 8 bits, and in which format.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+    """
 
     width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
@@ -224,14 +314,22 @@ class Lion8bit:
         not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `lion_8bit` for these parameters."""
         return lion_8bit(learning_rate, mask=decay_mask(infos), infos=infos, **_fields(self))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class SGDM8bit:
-    """`sgdm_8bit`, with weight decay on all but norms and biases. Arguments as there."""
+    """Gradient descent with 8-bit momentum and weight decay on all but norms and biases; see `sgdm_8bit`.
+
+    Args:
+      momentum: decay of the sum of past gradients.
+      weight_decay: weight_decay · parameter is added to the gradient.
+      nesterov: look ahead along the momentum.
+      storage: which moments are in 8 bits, and in which format.
+      implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
+    """
 
     width_rule: ClassVar[str] = "sgd"
     momentum: float = 0.9
@@ -245,7 +343,7 @@ class SGDM8bit:
         not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `sgdm_8bit` for these parameters."""
         return sgdm_8bit(learning_rate, mask=decay_mask(infos), infos=infos, **_fields(self))
 
 

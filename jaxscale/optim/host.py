@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, brought to the device and back one layer at a time while it is updated."""
+"""Optimizer state in host memory, copied to the device and back one layer at a time while it is updated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxscale.optim.base import (
 from jaxscale.optim.storage import is_quantized
 
 _ABSENT = optax.MaskedNode()
-_UNSTACKED, _SCALAR = 0, -1  # groups, besides those of stacks, which are their number of layers
+_UNSTACKED, _SCALAR = 0, -1  # two groups; the group of a stack of layers is its number of layers
 
 
 @register
@@ -35,40 +35,40 @@ _UNSTACKED, _SCALAR = 0, -1  # groups, besides those of stacks, which are their 
 class OnHost:
     """Another optimizer with its state in host memory (ZeRO-Offload, Ren et al. 2021; Rajbhandari et al. 2021).
 
-    The device holds the state of one layer at a time: a scan over each stack of layers brings a layer's, updates it and
-    sends it back. The numbers are the optimizer's own. On hardware without host memory, and in a run without a layout,
-    the state stays on the device, and a warning says so.
+    The device holds the state of one layer at a time: a scan over each stack of layers copies a layer's state to the
+    device, updates it and copies it back. Results are those of the wrapped optimizer. On hardware without host memory,
+    and in a run without a layout, the state stays on the device, with a warning.
 
     Args:
-      optimizer: one whose states have their parameters' shapes: all but Adafactor and SOAP.
-      master: also keep float32 parameters there, and update those; the model's own, in bfloat16
+      optimizer: the wrapped optimizer; its states must have their parameters' shapes, so not Adafactor or SOAP.
+      master: also store float32 master weights in host memory and update those; the model's parameters, in bfloat16
         (`Transformer.param_dtype`), are rounded from them.
 
     Raises:
-      ConfigError: from `make`, an optimizer with states of other shapes.
+      ConfigError: from `make`, the optimizer has states of other shapes.
     """
 
     optimizer: Optimizer = AdamW()
     master: bool = False
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `on_host` of the wrapped optimizer for these parameters."""
         return on_host(lambda infos: self.optimizer.make(learning_rate, infos), infos, master=self.master)
 
 
 def on_host(
     make: Callable[[Tree], optax.GradientTransformation], infos: Tree, *, master: bool = False
 ) -> FusedTransformation:
-    """`OnHost` for any transformation.
+    """Return any optax transformation with its state in host memory; see `OnHost`.
 
     Args:
-      make: builds it from a `TensorInfo` per parameter; asked for one layer of a stack, whose parameters are one high
-        and the others' places empty (`optax.MaskedNode`), too.
+      make: returns the transformation for a `TensorInfo` per parameter. It is also called for a single layer of each
+        stack: then the stack's parameters have a first dimension of 1, and `optax.MaskedNode` replaces the others.
       infos: a `TensorInfo` per parameter.
-      master: as for `OnHost`.
+      master: whether to store float32 master weights in host memory, as for `OnHost`.
 
     Raises:
-      ConfigError: an optimizer with states of other shapes.
+      ConfigError: the transformation has states of other shapes than their parameters'.
     """
     if master:
         infos = jax.tree.map(lambda i: dataclasses.replace(i, dtype=jnp.dtype(jnp.float32)), infos)
@@ -78,8 +78,8 @@ def on_host(
         if is_named(i) or (not i.path and i.size > 1):
             shape = i.value.shape if is_named(i) else i.shape
             raise ConfigError(
-                f"OnHost streams states of their parameters' shapes, and this optimizer has one of shape {shape}; "
-                "give it AdamW, SGD or an 8-bit optimizer, as OnHost.optimizer = @AdamW()"
+                f"OnHost needs states of their parameters' shapes, but this optimizer has one of shape {shape}; use "
+                "AdamW, SGD or an 8-bit optimizer instead, as OnHost.optimizer = @AdamW()"
             )
     of_params = jax.tree.map(_group, infos)
     of_state = jax.tree.map(lambda q: _group(jax.tree.leaves(q)[0]), states, is_leaf=is_quantized)
@@ -94,7 +94,7 @@ def on_host(
         fetch, store = _moves()
 
         def one(g: int, grads: Tree, params: Tree, inner: Tree, wide: Tree) -> tuple[Tree, Tree, Tree]:
-            """A group, or one layer of it, all on the device."""
+            """Update a group, or one layer of it, with everything on the device."""
             inner = jax.tree.map(lambda k, s, scalar: scalar if k == _SCALAR else s, of_state, inner, state.inner)
             base = wide if master else params
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, base)
@@ -111,7 +111,7 @@ def on_host(
             return out, _each(store, of_state, inner), jax.tree.map(store, wide)
 
         def by_layer(g: int, *trees: Tree) -> tuple[Tree, Tree, Tree]:
-            """A layer is a stack one high, so that names keep their places."""
+            """Update a group by a scan; each layer is a stack of one, so that logical axes still match dimensions."""
 
             def layer(_: None, trees: Any) -> tuple[None, Any]:
                 (grads, params), held = trees[:2], jax.tree.map(fetch, trees[2:])
@@ -123,12 +123,12 @@ def on_host(
             _, (out, inner, wide) = jax.lax.scan(layer, None, trees)
             return out, jax.tree.map(lambda k, s: s[0] if k == _SCALAR else s, of_state, inner), wide
 
-        found = []
+        results = []
         for g in groups:
             held = [_only(g, of_params, grads), _only(g, of_params, params), _only(g, of_state, state.inner)]
             held.append(_only(g, of_params, state.master) if master else None)
-            found.append((at_once if g == _UNSTACKED else by_layer)(g, *held))
-        outs, inners, wides = zip(*found, strict=True)
+            results.append((at_once if g == _UNSTACKED else by_layer)(g, *held))
+        outs, inners, wides = zip(*results, strict=True)
         pick = lambda k, *x: x[0 if k == _SCALAR else groups.index(k)]  # noqa: E731
         return (
             jax.tree.map(pick, of_params, *outs),
@@ -137,7 +137,7 @@ def on_host(
 
     def update(grads: Tree, state: HostState, params: Tree | None = None) -> tuple[Tree, HostState]:
         if params is None:
-            raise ValueError("state on the host is streamed with the parameters: update(grads, state, params)")
+            raise ValueError("OnHost needs the parameters: call update(grads, state, params)")
         return run(grads, state, params, apply=False)
 
     notes = (*getattr(whole, "notes", ()), "optimizer state is in host memory, a layer of it at a time on the device")
@@ -145,7 +145,7 @@ def on_host(
 
 
 def _group(info: TensorInfo) -> int:
-    """Parameters and states that are streamed together: those of as many layers."""
+    """Return the group that an array is updated with: arrays with equally many layers are in one scan."""
     if not info.path:
         return _SCALAR
     return info.shape[0] if info.axes and info.axes[0] == "layers" else _UNSTACKED
@@ -156,17 +156,17 @@ def _one_high(info: TensorInfo) -> TensorInfo:
 
 
 def _only(group: int, groups: Tree, tree: Tree) -> Tree:
-    """The tree with nothing where another group stands."""
+    """Return the tree with `MaskedNode` in place of what is in another group."""
     return jax.tree.map(lambda g, x: x if g == group else _ABSENT, groups, tree)
 
 
 def _each(fn: Callable[[jax.Array], jax.Array], groups: Tree, state: Tree) -> Tree:
-    """`fn` of every array of a state but its scalars."""
+    """Apply `fn` to every array of a state except scalars."""
     return jax.tree.map(lambda g, s: s if g == _SCALAR else jax.tree.map(fn, s), groups, state)
 
 
 def _moves() -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """To the device, and back to the host; or nowhere."""
+    """Return the functions that copy an array to the device and back to the host; identities if all stays there."""
     stay = lambda x: x  # noqa: E731
     if current() is None:
         say_once("a run without a layout keeps optimizer state on the device; Layout('data=1') is one device")

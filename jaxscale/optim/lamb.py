@@ -1,4 +1,4 @@
-"""LAMB and LARS: steps scaled by the ratio of a layer's norm to its update's."""
+"""LAMB and LARS: updates multiplied by the norm of a layer's parameter over the norm of its update."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ def lamb(
 ) -> optax.GradientTransformation:
     """LAMB (You et al. 2020): Adam's direction, decay included, times ‖w‖ / ‖direction‖ of each layer.
 
-    `optax.lamb`, but for the ratio, which is taken over each layer and each expert of a stack. Norms are over the whole
-    of a sharded layer: a number per layer is summed over the devices that hold its pieces.
+    It is `optax.lamb`, except that each layer and each expert of a stack has its own ratio. The norm of a sharded layer
+    is taken over all of its shards: one number per layer is summed over the devices.
 
     Args:
       learning_rate: a number, or a function of the step count.
-      b1, b2: decay of the first and second moment.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: of the parameter, what is added to Adam's direction.
-      mask: a bool per parameter, whether it decays; `None` means all do.
-      infos: a `TensorInfo` per parameter, whose names tell layers apart; `None` leaves every tensor one layer.
+      weight_decay: weight_decay · parameter is added to Adam's direction.
+      mask: a bool per parameter, whether weight decay applies; `None` means to all.
+      infos: a `TensorInfo` per parameter, whose logical axes show which dimension stacks layers; `None` treats every
+        tensor as one layer.
     """
     return optax.chain(
         optax.scale_by_adam(b1, b2, eps),
@@ -56,17 +58,17 @@ def lars(
 ) -> optax.GradientTransformation:
     """LARS (You et al. 2017): the gradient, decay included, times trust_coefficient · ‖w‖ / ‖gradient‖ of each layer.
 
-    `optax.lars`, but for the ratio, which is per layer as in `lamb`.
+    It is `optax.lars`, except that each layer and each expert of a stack has its own ratio, as in `lamb`.
 
     Args:
       learning_rate: a number, or a function of the step count.
       momentum: decay of the sum of past steps.
-      weight_decay: of the parameter, what is added to the gradient.
-      trust_coefficient: times the ratio.
+      weight_decay: weight_decay · parameter is added to the gradient.
+      trust_coefficient: factor on the ratio.
       eps: added to the gradient's norm.
       nesterov: look ahead along the momentum.
-      mask: a bool per parameter, whether it decays and is scaled by the ratio; `None` means all are.
-      infos: as of `lamb`.
+      mask: a bool per parameter, whether weight decay and the ratio apply; `None` means to all.
+      infos: a `TensorInfo` per parameter, as in `lamb`.
     """
     scaled = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps), infos)
     return optax.chain(
@@ -80,7 +82,14 @@ def lars(
 @register
 @dataclasses.dataclass(frozen=True)
 class LAMB:
-    """`lamb`, with weight decay on all but norms and biases. Arguments as there."""
+    """LAMB with weight decay on all but norms and biases; see `lamb`.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: weight_decay · parameter is added to Adam's direction.
+    """
 
     b1: float = 0.9
     b2: float = 0.999
@@ -92,14 +101,22 @@ class LAMB:
         not_negative(self, "eps", "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `lamb` for these parameters."""
         return lamb(learning_rate, mask=decay_mask(infos), infos=infos, **dataclasses.asdict(self))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class LARS:
-    """`lars`; norms and biases neither decay nor are scaled by the ratio, as in the paper. Arguments as there."""
+    """LARS; norms and biases neither decay nor are scaled by the ratio, as in the paper. See `lars`.
+
+    Args:
+      momentum: decay of the sum of past steps.
+      weight_decay: weight_decay · parameter is added to the gradient.
+      trust_coefficient: factor on the ratio.
+      eps: added to the gradient's norm.
+      nesterov: look ahead along the momentum.
+    """
 
     momentum: float = 0.9
     weight_decay: float = 1e-4
@@ -112,5 +129,5 @@ class LARS:
         not_negative(self, "weight_decay", "trust_coefficient", "eps")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `lars` for these parameters."""
         return lars(learning_rate, mask=decay_mask(infos), infos=infos, **dataclasses.asdict(self))

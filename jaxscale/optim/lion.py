@@ -1,4 +1,4 @@
-"""Lion, as a value a config can hold."""
+"""Lion: the sign of a momentum as the update."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxscale.optim.base import Schedule, Tree, decay_mask
 class Lion:
     """`optax.lion` (Chen et al. 2023): the sign of a momentum, with weight decay on all but norms and biases.
 
-    Its steps are larger than Adam's: the paper takes a third to a tenth of Adam's learning rate, and as many times its
-    weight decay.
+    Its steps are larger than Adam's: the paper divides Adam's learning rate by 3 to 10 and multiplies its weight decay
+    by as much.
 
     Args:
-      b1: of the momentum against the gradient, in the direction.
+      b1: weight of the momentum in the update's direction; the gradient's is 1 - b1.
       b2: decay of the momentum.
-      weight_decay: times the learning rate, what a decayed parameter loses.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
     """
 
     width_rule: ClassVar[str] = "adam"
@@ -37,5 +37,5 @@ class Lion:
         not_negative(self, "weight_decay")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return `optax.lion` for these parameters."""
         return optax.lion(learning_rate, mask=decay_mask(infos), **dataclasses.asdict(self))

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised, a layer at a time."""
+"""Muon: the update is the orthogonalised momentum of each layer's matrix."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
 from jaxscale.optim.adamw import fractions, not_negative
 from jaxscale.optim.base import Schedule, Tree, decay_mask
-from jaxscale.optim.layers import dealt, hidden_matrices, returned, view_of, with_rest
+from jaxscale.optim.layers import gather_matrices, hidden_matrices, scatter_matrices, view_of, with_rest
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Jordan's coefficients: steep at 0, and not quite 1 in the end."""
+"""Jordan's coefficients: steep at 0, so that few iterations suffice; they do not converge to exactly 1."""
 
 
 def newton_schulz(
     x: jax.Array, steps: int = 5, coefficients: tuple[float, float, float] = QUINTIC, eps: float = 1e-8
 ) -> jax.Array:
-    """Nearly the closest orthogonal matrix: singular values go to between 0.7 and 1.2, singular vectors stay.
+    """Approximate the closest orthogonal matrix by Newton-Schulz iterations (Jordan et al. 2024).
 
-    (Jordan et al. 2024.) Float32 inside, of the default matmul precision.
+    Singular values move to between 0.7 and 1.2, singular vectors stay. Arithmetic is in float32, at the default matmul
+    precision.
 
     Args:
-      x: (..., m, n); leading dimensions are matrices apart.
-      steps: iterations.
+      x: (..., m, n), a matrix per index of the leading dimensions.
+      steps: number of iterations.
       coefficients: (a, b, c) of x -> (a + b xxᵀ + c (xxᵀ)²) x.
-      eps: added to the norm that x is divided by first.
+      eps: added to the norm by which x is divided first.
+
+    Returns:
+      (..., m, n) float32.
     """
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
@@ -47,7 +51,12 @@ def newton_schulz(
 
 
 class MuonState(NamedTuple):
-    """Steps taken (int32), and the momentum (of the parameters' shapes)."""
+    """State of `scale_by_muon`.
+
+    Args:
+      count: updates so far (int32 scalar).
+      mu: the momentum, of the parameters' shapes and dtypes.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # a tuple has a method of this name; optax's states do the same
     mu: Tree
@@ -63,29 +72,30 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """The direction of Muon (Jordan et al. 2024; Liu et al. 2025), for parameters that are all matrices per layer.
 
-    On one matrix it is `optax.contrib.scale_by_muon`, scaled. On a layout the momentum lies as the rules for optimizer
-    state say; to be orthogonalised each matrix is brought whole to one device, the matrices of a stack dealt out over
-    those that hold pieces of them (`dealt`), and its update goes back: an exchange each way of as many bytes as the
-    parameters have in float32, and no product done twice, as long as the stack divides. A matrix that has no stack,
-    and what of the mesh does not divide one, is gathered, and worked on by every device.
+    On one matrix it is `optax.contrib.scale_by_muon`, scaled. On a layout the momentum is sharded by the rules for
+    optimizer state. To orthogonalise it, the matrices of a stack are distributed whole over the devices that hold
+    shards of them (`gather_matrices`), and the updates are resharded back: an exchange each way of as many bytes as
+    the parameters have in float32, and no product is computed twice if the mesh axes divide the stack. Along mesh axes
+    that do not, and for a matrix without a stack, matrices are gathered and processed by every device.
 
     Args:
       infos: a `TensorInfo` per parameter.
       beta: decay of the momentum.
       nesterov: look ahead along the momentum.
       ns_steps: iterations of `newton_schulz`.
-      rms: the root mean square of an update's numbers, times √max(inputs, outputs) of an orthogonal matrix: 0.2 is
-        about AdamW's, whose learning rate and decay then serve (Liu et al. 2025). `None` scales by
-        √max(1, outputs / inputs) instead (Jordan et al. 2024), for a learning rate of its own, about 0.02.
+      rms: root mean square of the update's entries: the orthogonal matrix is multiplied by
+        rms · √max(inputs, outputs). 0.2 is about AdamW's, so AdamW's learning rate and weight decay can be used (Liu et
+        al. 2025). `None` multiplies by √max(1, outputs / inputs) instead (Jordan et al. 2024), which needs its own
+        learning rate, about 0.02.
       coefficients: of `newton_schulz`.
     """
 
     def one(info: TensorInfo, momentum: jax.Array) -> jax.Array:
         view = view_of(info)
         inputs, outputs = view.shape[-2:]
-        whole = newton_schulz(dealt(momentum.reshape(view.shape), *view.axes), ns_steps, coefficients)
+        whole = newton_schulz(gather_matrices(momentum.reshape(view.shape), *view.axes), ns_steps, coefficients)
         scale = max(1.0, outputs / inputs) ** 0.5 if rms is None else rms * max(inputs, outputs) ** 0.5
-        return returned((scale * whole).astype(momentum.dtype), *view.axes).reshape(info.shape)
+        return scatter_matrices((scale * whole).astype(momentum.dtype), *view.axes).reshape(info.shape)
 
     def init(params: Tree) -> MuonState:
         return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
@@ -105,14 +115,21 @@ def scale_by_muon(
 @register
 @dataclasses.dataclass(frozen=True)
 class Muon:
-    """Muon for the matrices between hidden features, AdamW for all else: embedding, head, positions, routers, norms,
-    biases (see `is_hidden_matrix`). Weight decay is on all but norms and biases.
+    """Muon for matrices between hidden features and AdamW for all other parameters (Jordan et al. 2024).
+
+    AdamW updates the embedding, output head, learned positions, routers, norms and biases (see `is_hidden_matrix`).
+    Weight decay is on all but norms and biases.
 
     Args:
-      beta, nesterov, ns_steps, rms: see `scale_by_muon`.
-      weight_decay: times the learning rate, what a decayed parameter loses.
-      others: components of paths whose parameters go to AdamW as well.
-      b1, b2, eps: AdamW's.
+      beta: decay of Muon's momentum.
+      nesterov: look ahead along the momentum.
+      ns_steps: Newton-Schulz iterations.
+      rms: root mean square of an update's entries, or `None`; see `scale_by_muon`.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      others: path components of further parameters that AdamW updates.
+      b1: AdamW's decay of the first moment.
+      b2: AdamW's decay of the second moment.
+      eps: AdamW's, added to the root of the second moment.
       rest: AdamW's learning rate, as a fraction of Muon's.
     """
 
@@ -136,7 +153,7 @@ class Muon:
             raise ConfigError(f"Muon.rms = {self.rms}: must be above 0, or None")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return Muon and AdamW for these parameters."""
         is_matrix = hidden_matrices(infos, self.others, "Muon")
         return optax.chain(
             with_rest(

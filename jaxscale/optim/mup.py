@@ -1,12 +1,13 @@
-"""Parametrisations: how initial values, learning rates and logits follow the width, from the names of dimensions.
+"""Parametrisations: how initial values, learning rates and logits scale with the width of a model.
 
-A transformer's standard initial values keep activations as they are when the model widens, but not what a step of
-training changes them by: with one learning rate for all tensors the best one falls with the width. µP (Yang & Hu 2021,
-Tensor Programs IV; Yang et al. 2022, Tensor Programs V) gives each tensor a rate, and the head a factor, such that
-every layer's features move by as much at any width. What was tuned at `base_width` then holds at all others.
+With a transformer's standard initial values activations have the same size at every width, but the change of
+activations in a step of training has not: with one learning rate for all tensors, the best one falls with the width. µP
+(Yang & Hu 2021, Tensor Programs IV; Yang et al. 2022, Tensor Programs V) gives each tensor its own learning rate, and
+the logits a factor, such that a step changes every layer's features by as much at any width. Hyperparameters tuned at
+`base_width` can then be used at other widths.
 
-Only width is treated. How residual branches and rates should follow the *depth* (CompleteP and others) is another
-question, which nothing here answers: blocks keep the model's own 1 / sqrt(2 depth).
+Logical axes show which dimensions of a tensor are width. Only width is treated, not depth (CompleteP and others):
+residual branches have the model's own factor 1 / sqrt(2 depth).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jaxscale.layout import STACKED, TensorInfo, abstract
 from jaxscale.optim.base import FusedTransformation, Optimizer, Schedule, Tree, apply_gradients
 
 WIDTHS = ("embed", "expert_embed", "norm", "mlp", "expert_mlp", "heads", "kv_heads")
-"""Logical axes that are width. A head's own (`head_dim`) grows along with "heads" or instead of it."""
+"""Logical axes that grow with the width. `head_dim` may grow together with "heads" or instead of it."""
 
 STREAM = ("embed", "expert_embed")
-"""Those of the residual stream: every matrix leads from it or to it, which tells its inputs from its outputs."""
+"""Axes of the residual stream. Every matrix has it as input or output, which shows which side is which."""
 
 HEAD = "head"
 """The first part of the output head's path."""
@@ -38,11 +39,12 @@ HEAD = "head"
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What a tensor is to the width.
+    """How a tensor scales with the width.
 
     Args:
       kind: a key of a parametrisation's table.
-      fan_in, fan_out: how many times the base's its inputs and its outputs are; of one layer, and of one expert.
+      fan_in: number of inputs, of one layer and one expert, relative to the model of the base width.
+      fan_out: number of outputs, likewise.
     """
 
     kind: str
@@ -52,11 +54,12 @@ class Role:
 
 @dataclasses.dataclass(frozen=True)
 class Powers:
-    """What tensors of a kind are multiplied by, beyond what a standard parametrisation does.
+    """Factors for tensors of a kind, relative to the standard parametrisation.
 
     Args:
-      init: initial values, by fan_in to this power.
-      adam, sgd: learning rates under either rule, by fan_in and by fan_out to these powers.
+      init: initial values are multiplied by fan_in to this power.
+      adam: learning rates of Adam and its like are multiplied by fan_in and fan_out to these two powers.
+      sgd: learning rates of gradient descent are multiplied by fan_in and fan_out to these two powers.
     """
 
     init: float = 0.0
@@ -65,44 +68,61 @@ class Powers:
 
 
 class Widenable(Protocol):
-    """What a parametrisation has to know of a model's config (a dataclass, such as `TransformerConfig`)."""
+    """What a parametrisation needs from a model's config (a dataclass, such as `TransformerConfig`)."""
 
     @property
-    def tied(self) -> bool: ...
+    def tied(self) -> bool:
+        """Whether the token embedding is also the output head."""
 
     @property
-    def attention_scale(self) -> float | None: ...
+    def attention_scale(self) -> float | None:
+        """Factor on attention scores; `None` is 1 / sqrt(head_dim)."""
 
     @property
-    def sizes(self) -> Any: ...
+    def sizes(self) -> Any:
+        """Sizes of the model, with `width` and `head_dim`."""
 
-    def at_width(self, width: int) -> Any: ...
+    def at_width(self, width: int) -> Any:
+        """Return the config of the same model at another width.
 
-    def make(self, rngs: nnx.Rngs) -> Any: ...
+        Args:
+          width: size of the residual stream.
+
+        Raises:
+          ConfigError: there is no such model.
+        """
+
+    def make(self, rngs: nnx.Rngs) -> Any:
+        """Return the model.
+
+        Args:
+          rngs: random keys for initial values.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Parametrisation:
-    """A table of powers, against a base width at which it is the standard parametrisation, to the bit.
+    """Base of parametrisations: a table of powers of the width relative to a base width.
 
-    A model's field `parametrisation` holds one (`Transformer.parametrisation = @MuP()`); `None` is the standard one.
+    At the base width it is bit for bit the standard parametrisation. A model's field `parametrisation` holds one
+    (`Transformer.parametrisation = @MuP()`); `None` is the standard parametrisation.
 
     Args:
-      base_width: the width at which hyperparameters were tuned, or are to be.
+      base_width: the width at which hyperparameters are tuned.
 
     Raises:
-      ConfigError: it is no whole number of at least 1.
+      ConfigError: `base_width` is not a whole number of at least 1.
     """
 
     base_width: int = 64
 
     table: ClassVar[Mapping[str, Powers]]
     logits: ClassVar[float]
-    """The logits are multiplied by the width, in base widths, to this power."""
+    """The logits are multiplied by (width / base width) to this power."""
     scores: ClassVar[bool]
-    """Whether attention scores shrink with a head's width, 1 / d, and not with its root."""
+    """Whether attention scores are multiplied by 1 / head_dim instead of 1 / sqrt(head_dim)."""
     ties: ClassVar[bool]
-    """Whether the token embedding may be the head as well."""
+    """Whether the token embedding may also be the output head."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.base_width, int) or isinstance(self.base_width, bool) or self.base_width < 1:
@@ -110,14 +130,20 @@ class Parametrisation:
             raise ConfigError(f"{name}.base_width = {self.base_width!r}: must be a whole number of at least 1")
 
     def of(self, model: Widenable) -> Widening:
-        """What follows from it for a model.
+        """Return the factors of a model's tensors.
+
+        Args:
+          model: the model's config.
 
         Raises:
-          ConfigError: the model cannot be had at the base width, or has a tensor of unknown role.
+          ConfigError: there is no such model at the base width, its embeddings may not be tied, or the role of a tensor
+            is unknown.
         """
         name = type(self).__name__
         if model.tied and not self.ties:
-            raise ConfigError(f"{name} gives embedding and head rates of their own; set Transformer.tied = False")
+            raise ConfigError(
+                f"{name} has different learning rates for the embedding and the head; set Transformer.tied = False"
+            )
         plain: Any = dataclasses.replace(model, parametrisation=None)  # type: ignore[type-var]
         try:
             base = plain.at_width(self.base_width)
@@ -134,10 +160,10 @@ class Parametrisation:
 @register
 @dataclasses.dataclass(frozen=True)
 class MuP(Parametrisation):
-    """Maximal update parametrisation, µP: every layer learns features, as fast at any width (Yang et al. 2022).
+    """Maximal update parametrisation, µP: layers learn features equally fast at any width (Yang et al. 2022).
 
-    With m_in and m_out for how many times the base's a tensor's inputs and outputs are, it multiplies, against the
-    standard parametrisation (initial standard deviation 1 / sqrt(fan_in), constant for lookups; one learning rate):
+    Let m_in and m_out be a tensor's inputs and outputs relative to the base model's. Factors relative to the standard
+    parametrisation (initial standard deviation 1 / sqrt(fan_in), constant for lookups; one learning rate) are:
 
         tensor                                          initial values  Adam's rate  SGD's rate
         lookups (token embedding, learned positions)    1               1            m_out
@@ -146,18 +172,22 @@ class MuP(Parametrisation):
         head    (its logits times 1 / m_in)             sqrt(m_in)      1            m_in
         output  (width to a fixed size: MoE's router)   1 / sqrt(m_in)  1 / m_in     1 / m_in
 
-    The head's line is that of Tensor Programs V, table 8, which allows tied embeddings; all others are those of table
-    3 (the two tables agree on them but for outputs, where they are equivalent), with fan_out / fan_in for SGD where
-    widths grow unevenly. Attention scores have the factor 1 / d and not 1 / sqrt(d), equal at the base (definition
-    4.1 there), which matters where a head's own width grows; `Transformer.attention_scale` is that of the base.
+    The head's row is from Tensor Programs V, table 8, which allows tied embeddings. All other rows are from table 3
+    (the two tables agree on them except for outputs, where they are equivalent), with fan_out / fan_in for SGD if
+    dimensions grow unevenly. Attention scores have the factor 1 / head_dim instead of 1 / sqrt(head_dim), equal at the
+    base width (definition 4.1), which matters if `head_dim` grows; `Transformer.attention_scale` is that of the base.
 
-    A decayed parameter loses the learning rate times the weight decay, whatever its own rate is: its decay is divided
-    by what its rate is multiplied by, as the authors' package `mup` does, and as AdamW needs for rates to transfer
-    beyond the first steps (Wang & Aitchison 2024). Adam's `eps` is not scaled: let it stay far below the gradients.
+    A step subtracts weight decay · learning rate · parameter from every decayed parameter, with the learning rate that
+    has no factor: the weight decay is divided by the factor of the rate. The authors' package `mup` does the same, and
+    AdamW needs it for learning rates to transfer beyond the first steps (Wang & Aitchison 2024). Adam's `eps` is not
+    scaled; choose it far below the gradients.
 
-    Tied embeddings: one tensor, a lookup by its initial values and rate, whose logits have the head's factor. Experts:
-    each is hidden, and the router is an output. Grouped queries: heads and key heads grow together; a `kv_heads` that
-    does not divide down to the base width is refused.
+    A tied embedding is one tensor with the initial values and learning rate of a lookup, whose logits have the head's
+    factor. Matrices of experts are hidden, and the router is an output. With grouped-query attention, query heads and
+    key-value heads grow together; a `kv_heads` that the base width cannot have is an error.
+
+    Args:
+      base_width: the width at which hyperparameters are tuned.
     """
 
     table: ClassVar[Mapping[str, Powers]] = {
@@ -175,11 +205,14 @@ class MuP(Parametrisation):
 @register
 @dataclasses.dataclass(frozen=True)
 class NTK(Parametrisation):
-    """The neural tangent parametrisation (Jacot et al. 2018), to compare with.
+    """The neural tangent parametrisation (Jacot et al. 2018), for comparisons with µP.
 
-    Its matrices are unit normals times 1 / sqrt(fan_in) (Yang & Hu 2021, table 1: a = 1/2, b = c = 0), which is the
-    same as standard initial values with rates divided by fan_in for SGD, and by its root for Adam. Under SGD hidden
-    features move ever less with the width; under Adam with one rate they move ever more.
+    Its matrices are unit normals times 1 / sqrt(fan_in) (Yang & Hu 2021, table 1: a = 1/2, b = c = 0). That equals
+    standard initial values with learning rates divided by fan_in for SGD, and by its root for Adam. The wider the
+    model, the less a step of SGD changes hidden features, and the more a step of Adam does.
+
+    Args:
+      base_width: the width at which hyperparameters are tuned.
     """
 
     table: ClassVar[Mapping[str, Powers]] = {
@@ -196,11 +229,11 @@ class NTK(Parametrisation):
 
 @dataclasses.dataclass(frozen=True)
 class Widening:
-    """What a parametrisation makes of one model.
+    """The factors that a parametrisation gives the tensors of one model.
 
     Args:
-      parametrisation: which.
-      roles: of every parameter, by its path.
+      parametrisation: the parametrisation.
+      roles: the role of every parameter, by its path.
       logits: factor on the output logits.
       attention_scale: as `Transformer.attention_scale`.
     """
@@ -211,46 +244,59 @@ class Widening:
     attention_scale: float | None
 
     def init_factor(self, path: str) -> float:
-        """What a parameter's standard initial values are multiplied by."""
+        """Return the factor on a parameter's standard initial values.
+
+        Args:
+          path: the parameter's path.
+        """
         role = self.roles[path]
         return role.fan_in ** self.parametrisation.table[role.kind].init
 
     def rate_factor(self, path: str, rule: str) -> float:
-        """What a parameter's learning rate is multiplied by, under "adam" or "sgd"."""
+        """Return the factor on a parameter's learning rate.
+
+        Args:
+          path: the parameter's path.
+          rule: "adam" or "sgd", a key of `RULES`.
+        """
         role = self.roles[path]
         into, out = getattr(self.parametrisation.table[role.kind], rule)
         return role.fan_in**into * role.fan_out**out
 
     def rescale(self, model: nnx.Module) -> None:
-        """Brings a model from standard initial values to its own, in place."""
+        """Multiply a model's standard initial values by their factors, in place.
+
+        Args:
+          model: the model.
+        """
         for path, variable in nnx.iter_graph(model):
             name = "/".join(map(str, path))
             if isinstance(variable, nnx.Param) and self.init_factor(name) != 1:
                 variable.set_value(variable.get_value() * self.init_factor(name))
 
     def make(self, optimizer: Optimizer, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation of an optimizer: one for each group of tensors that share a rate.
+        """Return an optimizer's transformation, with one group for all tensors that have the same factor on the rate.
 
         Args:
-          optimizer: whose class has a `width_rule`, "adam" or "sgd".
-          learning_rate: at the base width.
+          optimizer: the optimizer; its class has a `width_rule`, "adam" or "sgd".
+          learning_rate: the schedule at the base width.
           infos: a `TensorInfo` per parameter.
 
         Raises:
-          ConfigError: it has none.
+          ConfigError: the optimizer's class has no `width_rule`.
         """
         name, rule = type(optimizer).__name__, getattr(optimizer, "width_rule", None)
         if rule not in RULES:
             raise ConfigError(
-                f"{type(self.parametrisation).__name__} knows no learning rates for {name}; use one whose class has a "
-                f"`width_rule`, such as AdamW() or SGD(), or the standard parametrisation"
+                f"{type(self.parametrisation).__name__} has no learning rates for {name}; use an optimizer whose class "
+                "has a `width_rule`, such as AdamW() or SGD(), or the standard parametrisation"
             )
         rates = jax.tree.map(lambda i: self.rate_factor(i.path, rule), infos)
         groups = sorted(set(jax.tree.leaves(rates)))
         if groups == [1.0]:
             return optimizer.make(learning_rate, infos)
         parts = {
-            r: slowed(optimizer, r).make(functools.partial(_times, r, learning_rate), _only(r, rates, infos))
+            r: with_same_decay(optimizer, r).make(functools.partial(_times, r, learning_rate), _only(r, rates, infos))
             for r in groups
         }
         return by_group(parts, rates)
@@ -260,37 +306,42 @@ RULES = {
     "adam": "entries of an update do not depend on the gradient's scale (Adam, Adagrad, Lion)",
     "sgd": "updates are proportional to gradients",
 }
-"""What an optimizer says of itself by `width_rule`; another kind has no place in the tables."""
+"""Values of an optimizer's `width_rule`, with their meaning; the tables have columns for these kinds only."""
 
 
-def slowed(optimizer: Any, rate: float) -> Any:
-    """An optimizer for tensors whose learning rate is multiplied by `rate`: what decay takes of them stays the same."""
+def with_same_decay(optimizer: Any, rate: float) -> Any:
+    """Return an optimizer whose weight decay is the same after its learning rate is multiplied by `rate`.
+
+    Args:
+      optimizer: an optimizer, a dataclass that may have a `weight_decay`.
+      rate: factor on the learning rate.
+    """
     if not getattr(optimizer, "weight_decay", 0):
         return optimizer
     return dataclasses.replace(optimizer, weight_decay=optimizer.weight_decay / rate)
 
 
 def by_group(parts: Mapping[float, optax.GradientTransformation], groups: Tree) -> optax.GradientTransformation:
-    """A transformation for each group of parameters; in place if all of them are.
+    """Combine a transformation for each group of parameters.
 
     Args:
-      parts: by group.
-      groups: the group of every parameter.
+      parts: a transformation per group.
+      groups: the group of each parameter.
     """
     order = list(parts)
 
-    def merged(found: list[Tree]) -> Tree:
-        return jax.tree.map(lambda group, *each: each[order.index(group)], groups, *found)
+    def merged(trees: list[Tree]) -> Tree:
+        return jax.tree.map(lambda group, *each: each[order.index(group)], groups, *trees)
 
     def init(params: Tree) -> Tree:
         return {_name(r): tx.init(_only(r, groups, params)) for r, tx in parts.items()}
 
     def each(step: Any, state: Tree, *trees: Tree) -> tuple[Tree, Tree]:
-        found = {
+        results = {
             r: step(tx, state[_name(r)], *(None if t is None else _only(r, groups, t) for t in trees))
             for r, tx in parts.items()
         }
-        return merged([new for new, _ in found.values()]), {_name(r): state for r, (_, state) in found.items()}
+        return merged([new for new, _ in results.values()]), {_name(r): state for r, (_, state) in results.items()}
 
     def update(grads: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         return each(lambda tx, state, grads, params: tx.update(grads, state, params), state, grads, params)
@@ -303,12 +354,16 @@ def by_group(parts: Mapping[float, optax.GradientTransformation], groups: Tree) 
 
 
 def role_of(info: TensorInfo, base: TensorInfo) -> Role:
-    """What a tensor is to the width, by its names and by its shape against the base's.
+    """Return a tensor's role, from its path and logical axes and its shape relative to the base model's.
 
-    Dimensions along which tensors are stacked (layers, experts) are none of its own.
+    Stacked dimensions (layers, experts) are ignored.
+
+    Args:
+      info: the parameter.
+      base: the same parameter of the model at the base width.
 
     Raises:
-      ConfigError: neither its first nor its last dimension is the residual stream's.
+      ConfigError: neither the first nor the last dimension is that of the residual stream.
     """
     path = info.path.split("/")
     own = [(a, n / b) for a, n, b in zip(info.axes, info.shape, base.shape, strict=True) if a not in STACKED]
@@ -320,11 +375,11 @@ def role_of(info: TensorInfo, base: TensorInfo) -> Role:
         inputs, outputs = own[:-1], own[-1:]
     else:
         raise ConfigError(
-            f"{info.path} has the axes {info.axes}, and a parametrisation cannot tell its inputs from its outputs; let "
-            f"its first or its last be the residual stream's, one of {', '.join(STREAM)}"
+            f"{info.path} has the axes {info.axes}, which do not show its inputs and outputs; its first or last axis "
+            f"must be the residual stream's, one of {', '.join(STREAM)}"
         )
     if path[0] == HEAD:
-        return Role("head", _growth(outputs), _growth(inputs))  # kept as (vocab, embed)
+        return Role("head", _growth(outputs), _growth(inputs))  # its shape is (vocab, embed)
     kinds = {(False, True): "lookup", (True, True): "hidden", (True, False): "output", (False, False): "vector"}
     wide = any(a in WIDTHS for a, _ in inputs), any(a in WIDTHS for a, _ in outputs)
     return Role(kinds[wide], _growth(inputs), _growth(outputs))
@@ -339,7 +394,7 @@ def _infos(model: Any) -> dict[str, TensorInfo]:
 
 
 def _only(group: float, groups: Tree, tree: Tree) -> Tree:
-    """The tree with nothing where another group stands."""
+    """Return the tree with `None` in place of what is in another group."""
     return jax.tree.map(lambda g, x: x if g == group else None, groups, tree)
 
 
@@ -352,7 +407,9 @@ def _name(rate: float) -> str:
 
 
 def _notes(rates: Tree) -> tuple[str, ...]:
-    found = jax.tree.leaves(rates)
+    factors = jax.tree.leaves(rates)
     return tuple(
-        f"the learning rate of {found.count(r)} tensors is multiplied by {r:.6g}" for r in sorted(set(found)) if r != 1
+        f"the learning rate of {factors.count(r)} tensors is multiplied by {r:.6g}"
+        for r in sorted(set(factors))
+        if r != 1
     )

@@ -1,4 +1,4 @@
-"""Schedule-free optimizers, and the averaged parameters that are theirs to evaluate and to sample from."""
+"""Schedule-free optimizers, and the averaged parameters that evaluation and sampling use."""
 
 from __future__ import annotations
 
@@ -17,40 +17,50 @@ from jaxscale.optim.base import Schedule, Tree, decay_mask
 
 
 def averages(opt_state: Tree) -> bool:
-    """Whether an optimizer, by its state (or the shapes of it), trains other parameters than are to be evaluated."""
-    return bool(_found(opt_state))
+    """Return whether evaluation should use averaged parameters (see `averaged`) instead of those in training.
+
+    Args:
+      opt_state: an optimizer's state, of arrays or shapes.
+    """
+    return bool(_schedule_free_states(opt_state))
 
 
 def averaged(opt_state: Tree, params: Tree) -> Tree:
-    """The parameters that are to be evaluated, saved for use and sampled from.
+    """Return the parameters to evaluate, export and sample from.
 
-    Those in training, but of a schedule-free optimizer: then their average x, which is worked out from those in
-    training, y = (1 - b1) z + b1 x, and the state's z. Found in the state, whatever wraps the optimizer.
+    With a schedule-free optimizer they are the average x, computed from the parameters in training,
+    y = (1 - b1) z + b1 x, and the z in the optimizer's state. With other optimizers they are those in training.
 
     Args:
-      opt_state: the optimizer's state.
-      params: the parameters in training; the result lies where they do.
+      opt_state: the optimizer's state, which may be nested in that of other transformations.
+      params: the parameters in training.
+
+    Returns:
+      Parameters of the same structure, dtypes and shardings.
     """
-    held = {path_name(path): p for path, p in jax.tree_util.tree_leaves_with_path(params)}
-    found: dict[str, jax.Array] = {}
-    for state in _found(opt_state):  # one for each group of parameters, where there are groups
-        there = lambda tree: {name: jax.device_put(x, held[name].sharding) for name, x in tree.items()}  # noqa: E731
-        z = there(
-            {path_name(path): z for path, z in jax.tree_util.tree_leaves_with_path(state.z)}
-        )  # maybe off the host
-        found |= there(_average(state._replace(base_optimizer_state=(), z=z), {name: held[name] for name in z}))
-    return jax.tree_util.tree_map_with_path(lambda path, p: found.get(path_name(path), p), params)
+    trained = {path_name(path): p for path, p in jax.tree_util.tree_leaves_with_path(params)}
+
+    def place(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: jax.device_put(x, trained[name].sharding) for name, x in tree.items()}
+
+    averages_by_path: dict[str, jax.Array] = {}
+    for state in _schedule_free_states(opt_state):  # one per group of parameters, if there are groups
+        # z may be in host memory
+        z = place({path_name(path): z for path, z in jax.tree_util.tree_leaves_with_path(state.z)})
+        means = _average(state._replace(base_optimizer_state=(), z=z), {name: trained[name] for name in z})
+        averages_by_path |= place(means)
+    return jax.tree_util.tree_map_with_path(lambda path, p: averages_by_path.get(path_name(path), p), params)
 
 
 @jax.jit
 def _average(state: Any, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """optax's, in float32, each of its parameter's type."""
+    """Return optax's average, computed in float32 and cast to each parameter's dtype."""
     wide = lambda tree: optax.tree.cast(tree, jax.numpy.float32)  # noqa: E731
     x = schedule_free_eval_params(wide(state), wide(params))
     return jax.tree.map(lambda x, p: x.astype(p.dtype), x, params)
 
 
-def _found(opt_state: Tree) -> list[Any]:
+def _schedule_free_states(opt_state: Tree) -> list[ScheduleFreeState]:
     is_state = lambda s: isinstance(s, ScheduleFreeState)  # noqa: E731
     return [s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)]
 
@@ -65,17 +75,17 @@ def _check(optimizer: Any) -> None:
 @register
 @dataclasses.dataclass(frozen=True)
 class ScheduleFreeAdamW:
-    """Schedule-free AdamW (Defazio et al. 2024): an average takes the place of momentum and of a falling learning rate.
+    """Schedule-free AdamW (Defazio et al. 2024): averaging replaces momentum and learning-rate decay.
 
-    `optax.contrib.schedule_free` over AdamW without momentum. Give it `train.schedule = @Constant()` with a warm-up,
-    and a larger rate than AdamW's. Evaluation, `Run.params` and sampling take the average (see `averaged`); the
-    training loss is of the parameters in training.
+    `optax.contrib.schedule_free` over AdamW without momentum. Use it with `train.schedule = @Constant()` with a
+    warm-up, and a higher learning rate than AdamW's. Evaluation, `Run.params` and sampling use the averaged parameters
+    (see `averaged`); the training loss is that of the parameters in training.
 
     Args:
-      b1: how much of the average the parameters in training hold.
+      b1: share of the average in the parameters in training, y = (1 - b1) z + b1 x.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: times the learning rate, what a decayed parameter loses; none of norms and biases.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter; norms and biases do not decay.
       weight_lr_power: a step's weight in the average is the highest learning rate so far to this power.
     """
 
@@ -92,7 +102,7 @@ class ScheduleFreeAdamW:
         not_negative(self, "eps")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return schedule-free AdamW for these parameters."""
         adamw = optax.chain(
             optax.scale_by_rms(self.b2, self.eps, eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(self.weight_decay, decay_mask(infos)),
@@ -104,7 +114,13 @@ class ScheduleFreeAdamW:
 @register
 @dataclasses.dataclass(frozen=True)
 class ScheduleFreeSGD:
-    """Schedule-free gradient descent (Defazio et al. 2024). Otherwise, and in its arguments, as `ScheduleFreeAdamW`."""
+    """Schedule-free gradient descent (Defazio et al. 2024); otherwise as `ScheduleFreeAdamW`.
+
+    Args:
+      b1: share of the average in the parameters in training, y = (1 - b1) z + b1 x.
+      weight_decay: weight_decay · parameter is added to the gradient; norms and biases do not decay.
+      weight_lr_power: a step's weight in the average is the highest learning rate so far to this power.
+    """
 
     width_rule: ClassVar[str] = "sgd"
     b1: float = 0.9
@@ -115,7 +131,7 @@ class ScheduleFreeSGD:
         _check(self)
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
+        """Return schedule-free gradient descent for these parameters."""
         sgd = optax.chain(
             optax.add_decayed_weights(self.weight_decay, decay_mask(infos)), optax.sgd(learning_rate)
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: values that give the rate once its peak and the number of steps are known."""
+"""Learning-rate schedules, as values that a config can hold."""
 
 from __future__ import annotations
 
@@ -13,26 +13,35 @@ from jaxscale.optim.base import Schedule
 
 
 class LRSchedule(Protocol):
-    """Makes a schedule of `steps` steps whose highest rate is `peak`."""
+    """A learning-rate schedule in a config."""
 
-    def make(self, peak: float, steps: int) -> Schedule: ...
+    def make(self, peak: float, steps: int) -> Schedule:
+        """Return the schedule, a function from the step (int32 scalar) to the learning rate.
+
+        Args:
+          peak: the highest learning rate.
+          steps: number of steps of the run.
+
+        Raises:
+          ConfigError: a phase of the schedule is negative or longer than the run.
+        """
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class WarmupCosine:
-    """Linear warm-up, then half a cosine down (Loshchilov & Hutter 2017).
+    """Linear warm-up, then decay along half a cosine (Loshchilov & Hutter 2017).
 
     Args:
       warmup: steps of warm-up; below 1, a fraction of all steps.
-      final: last rate, as a fraction of the peak.
+      final: last learning rate, as a fraction of the peak.
     """
 
     warmup: float = 0.05
     final: float = 0.1
 
     def make(self, peak: float, steps: int) -> Schedule:
-        """Step -> rate."""
+        """Return the schedule: step -> learning rate."""
         warm = _steps("WarmupCosine.warmup", self.warmup, steps)
         return optax.warmup_cosine_decay_schedule(0.0, peak, warm, max(steps, warm + 1), peak * self.final)
 
@@ -40,11 +49,12 @@ class WarmupCosine:
 @register
 @dataclasses.dataclass(frozen=True)
 class WSD:
-    """Warm-up, stable, decay (Hu et al. 2024): flat at the peak, then linear down at the end.
+    """Warm-up, stable, decay (Hu et al. 2024): constant at the peak, then linear decay at the end.
 
     Args:
-      warmup, decay: steps of each; below 1, fractions of all steps.
-      final: last rate, as a fraction of the peak.
+      warmup: steps of warm-up; below 1, a fraction of all steps.
+      decay: steps of decay; below 1, a fraction of all steps.
+      final: last learning rate, as a fraction of the peak.
     """
 
     warmup: float = 0.05
@@ -52,7 +62,7 @@ class WSD:
     final: float = 0.0
 
     def make(self, peak: float, steps: int) -> Schedule:
-        """Step -> rate."""
+        """Return the schedule: step -> learning rate."""
         warm, down = _steps("WSD.warmup", self.warmup, steps), _steps("WSD.decay", self.decay, steps)
         if warm + down > steps:
             raise ConfigError(
@@ -72,12 +82,16 @@ class WSD:
 @register
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The peak from the first step, or after a linear warm-up (steps, or below 1 a fraction)."""
+    """A constant learning rate, with an optional linear warm-up.
+
+    Args:
+      warmup: steps of warm-up; below 1, a fraction of all steps.
+    """
 
     warmup: float = 0.0
 
     def make(self, peak: float, steps: int) -> Schedule:
-        """Step -> rate."""
+        """Return the schedule: step -> learning rate."""
         warm = _steps("Constant.warmup", self.warmup, steps)
         if warm == 0:
             return optax.constant_schedule(peak)

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbases of Shampoo's preconditioners, a layer at a time."""
+"""SOAP: Adam in the eigenbases of Shampoo's preconditioners of each layer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo, constrain
 from jaxscale.optim.adamw import fractions, not_negative
 from jaxscale.optim.base import NamedState, Schedule, Tree, decay_mask
-from jaxscale.optim.layers import dealt, hidden_matrices, returned, view_of, with_rest
+from jaxscale.optim.layers import gather_matrices, hidden_matrices, scatter_matrices, view_of, with_rest
 
-_dot = functools.partial(jnp.matmul, precision="highest")  # bases drift apart in bfloat16 products
+_dot = functools.partial(jnp.matmul, precision="highest")  # with bfloat16 products the bases become inexact
 
 
 class SoapState(NamedTuple):
-    """What SOAP keeps.
+    """State of `scale_by_soap`.
 
     Args:
-      count: updates seen (int32); the first one only makes the bases.
+      count: updates so far (int32 scalar); the first one only initialises the bases.
       mu: first moment, of the parameters' shapes.
       nu: second moment of the rotated gradients, of the parameters' shapes.
-      rows, cols: per parameter a `Side`, or `None` where it is not rotated.
+      rows: a `Side` per parameter for the rows of its matrices, or `None` if they are not rotated.
+      cols: the same for the columns.
     """
 
     count: jax.Array  # type: ignore[assignment]  # a tuple has a method of this name; optax's states do the same
@@ -39,7 +40,12 @@ class SoapState(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a stack of (m, n) matrices: the mean of GGᵀ, and its eigenvectors as columns, (..., m, m) float32."""
+    """The preconditioner of the rows of a stack of (m, n) matrices G, or of the columns with Gᵀ for G.
+
+    Args:
+      gram: the running mean of GGᵀ, (..., m, m) float32.
+      basis: its eigenvectors as columns, (..., m, m) float32.
+    """
 
     gram: NamedState
     basis: NamedState
@@ -57,21 +63,22 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """The direction of SOAP (Vyas et al. 2024), for parameters that are all matrices per layer.
 
-    As in the authors' code the first update makes the bases (by `eigh`) and changes no parameter; every `frequency`
-    steps a step of the power method and a QR decomposition bring them up to date. On a layout the preconditioners are
-    cut along their rows as the parameter is (`NamedState`), products with them are left to the partitioner, and what
-    is decomposed is brought whole to one device, the matrices of a stack dealt out (`dealt`).
+    As in the authors' code, the first update initialises the bases (by `eigh`) and changes no parameter; every
+    `frequency` steps, one step of the power method and a QR decomposition update them. On a layout the preconditioners
+    are sharded along their rows like the parameter (`NamedState`), GSPMD partitions products with them, and matrices to
+    decompose are gathered: those of a stack are distributed whole over the devices (`gather_matrices`).
 
-    Where a matrix is wider than tall, GᵀG of the first gradient has a null space in which any basis is as good: there
-    two computers, or two layouts, may go different ways for that reason alone. `one_sided` has no such freedom.
+    If a matrix is wider than tall, GᵀG of the first gradient has a null space, of which any basis is valid: results may
+    then differ between computers, or layouts. `one_sided` avoids this.
 
     Args:
       infos: a `TensorInfo` per parameter.
-      b1, b2: decay of the first moment; of the second and of the preconditioners.
+      b1: decay of the first moment.
+      b2: decay of the second moment and of the preconditioners.
       eps: added to the root of the second moment.
       frequency: steps between decompositions.
-      max_size: a larger side is not rotated.
-      one_sided: rotate the smaller side only.
+      max_size: a side larger than this is not rotated.
+      one_sided: whether to rotate only the smaller side.
     """
 
     def sides(info: TensorInfo) -> tuple[bool, bool]:
@@ -79,15 +86,15 @@ def scale_by_soap(
         return m <= max_size and not (one_sided and m > n), n <= max_size and not (one_sided and n >= m)
 
     def side(info: TensorInfo, axis: int) -> Side | None:
-        """Of rows (-2) or columns (-1), all zero."""
+        """Return the zero `Side` of the rows (axis -2) or columns (-1), or `None` if they are not rotated."""
         view = view_of(info)
         if not sides(info)[axis]:
             return None
-        n, what = view.shape[axis], ("rows", "cols")[axis]
+        n, side_name = view.shape[axis], ("rows", "cols")[axis]
         axes = (*view.axes[:-2], view.axes[axis], None)
 
         def part(name: str) -> NamedState:
-            return NamedState(jnp.zeros((*view.shape[:-2], n, n), jnp.float32), f"{info.path}/{what}.{name}", axes)
+            return NamedState(jnp.zeros((*view.shape[:-2], n, n), jnp.float32), f"{info.path}/{side_name}.{name}", axes)
 
         return Side(part("gram"), part("basis"))
 
@@ -105,7 +112,7 @@ def scale_by_soap(
         out = [one(info, state.count, *of) for info, *of in zip(leaves, *columns, strict=True)]
         first, mu, nu, rows, cols = (list(column) for column in zip(*out, strict=True))
         stage = jnp.where(state.count == 0, 0, jnp.where(state.count % frequency == 0, 1, 2))
-        rows, cols = (_turned(stage, side, frequency) for side in (rows, cols))
+        rows, cols = (_with_new_bases(stage, side, frequency) for side in (rows, cols))
         whole = (structure.unflatten(x) for x in (mu, nu, rows, cols))
         return structure.unflatten(first), SoapState(optax.safe_increment(state.count), *whole)
 
@@ -124,15 +131,15 @@ def _one(
     b2: float,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Side | None, Side | None]:
-    """A parameter's direction and state, in the bases there are; the first time there are none, and nothing moves."""
-    shape, begun = view_of(info).shape, count > 0
+    """Return a parameter's direction and new state; in the first update, without bases yet, the direction is 0."""
+    shape, has_bases = view_of(info).shape, count > 0
     wide, m, v = (x.astype(jnp.float32).reshape(shape) for x in (g, mu, nu))
-    turned = _rotate(wide, rows, cols)
-    m = jnp.where(begun, b1 * m + (1 - b1) * wide, m)
-    v = jnp.where(begun, b2 * v + (1 - b2) * jnp.square(turned), v)
+    rotated = _rotate(wide, rows, cols)
+    m = jnp.where(has_bases, b1 * m + (1 - b1) * wide, m)
+    v = jnp.where(has_bases, b2 * v + (1 - b2) * jnp.square(rotated), v)
     t = jnp.maximum(count, 1)
     direction = (_rotate(m, rows, cols) / (1 - b1**t)) / (jnp.sqrt(v / (1 - b2**t)) + eps)
-    direction = jnp.where(begun, _rotate(direction, rows, cols, back=True), 0.0)
+    direction = jnp.where(has_bases, _rotate(direction, rows, cols, back=True), 0.0)
     flipped = jnp.swapaxes(wide, -1, -2)
     rows, cols = _observe(rows, _dot(wide, flipped), b2), _observe(cols, _dot(flipped, wide), b2)
     lay = lambda x, like: constrain(x.reshape(info.shape), *info.axes, kind="opt_state").astype(like.dtype)  # noqa: E731
@@ -140,7 +147,7 @@ def _one(
 
 
 def _rotate(x: jax.Array, rows: Side | None, cols: Side | None, back: bool = False) -> jax.Array:
-    """Into the bases, or back out of them."""
+    """Rotate matrices into the bases, or with `back` out of them."""
     flip = lambda q, turn: jnp.swapaxes(q, -1, -2) if turn else q  # noqa: E731
     if rows is not None:
         x = _dot(flip(rows.basis.value, not back), x)
@@ -156,23 +163,29 @@ def _observe(side: Side | None, outer: jax.Array, b2: float) -> Side | None:
     return side._replace(gram=dataclasses.replace(side.gram, value=constrain(gram, *side.gram.axes, kind="opt_state")))
 
 
-def _turned(stage: jax.Array, sides: list[Side | None], frequency: int) -> list[Side | None]:
-    """The sides with bases of this step: made (stage 0), brought up to date (1), or as they are (2).
+def _with_new_bases(stage: jax.Array, sides: list[Side | None], frequency: int) -> list[Side | None]:
+    """Return the sides with the bases of this step: initialised (stage 0), updated (1), or unchanged (2).
 
-    Named scopes say how often, for the planner (`jaxscale.plan.scopes`).
+    Named scopes tell the planner how often each stage runs (`jaxscale.plan.scopes`).
     """
 
     def of(fn: Any, scope: str) -> list[jax.Array | None]:
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             return [None if s is None else fn(s) for s in sides]
 
-    def apart(fn: Any, s: Side, x: jax.Array) -> jax.Array:
-        return returned(fn(dealt(x, *s.gram.axes)), *s.gram.axes)
+    def decompose(fn: Any, s: Side, x: jax.Array) -> jax.Array:
+        return scatter_matrices(fn(gather_matrices(x, *s.gram.axes)), *s.gram.axes)
 
-    made = lambda s: apart(lambda a: jnp.linalg.eigh(a)[1][..., ::-1], s, s.gram.value)  # noqa: E731  # largest first
-    moved = lambda s: apart(lambda a: jnp.linalg.qr(a)[0], s, _dot(s.gram.value, s.basis.value))  # noqa: E731
-    kept = lambda s: s.basis.value  # noqa: E731
-    scopes = {"first_update": made, f"every_{frequency}_updates": moved, "": kept}
+    def initial(s: Side) -> jax.Array:
+        return decompose(lambda a: jnp.linalg.eigh(a)[1][..., ::-1], s, s.gram.value)  # largest eigenvalue first
+
+    def updated(s: Side) -> jax.Array:
+        return decompose(lambda a: jnp.linalg.qr(a)[0], s, _dot(s.gram.value, s.basis.value))
+
+    def unchanged(s: Side) -> jax.Array:
+        return s.basis.value
+
+    scopes = {"first_update": initial, f"every_{frequency}_updates": updated, "": unchanged}
     bases = jax.lax.switch(stage, [functools.partial(of, fn, scope) for scope, fn in scopes.items()])
     put = lambda s, q: s._replace(basis=dataclasses.replace(s.basis, value=q))  # noqa: E731
     return [None if s is None else put(s, q) for s, q in zip(sides, bases, strict=True)]
@@ -181,15 +194,20 @@ def _turned(stage: jax.Array, sides: list[Side | None], frequency: int) -> list[
 @register
 @dataclasses.dataclass(frozen=True)
 class SOAP:
-    """SOAP for the matrices between hidden features, AdamW for all else (see `is_hidden_matrix`), with weight decay on
-    all but norms and biases.
+    """SOAP for matrices between hidden features and AdamW for all other parameters (Vyas et al. 2024).
 
-    Its state is large: of an (m, n) matrix 2 (mn + m² + n²) numbers, or 2 (mn + min(m, n)²) one-sided.
+    `is_hidden_matrix` decides which are matrices. Weight decay is on all but norms and biases. The state is large: for
+    an (m, n) matrix 2 (mn + m² + n²) numbers, or 2 (mn + min(m, n)²) with `one_sided`.
 
     Args:
-      b1, b2, eps, frequency, max_size, one_sided: see `scale_by_soap`; b1, b2 and eps are AdamW's, too.
-      weight_decay: times the learning rate, what a decayed parameter loses.
-      others: components of paths whose parameters go to AdamW as well.
+      b1: decay of the first moment, also AdamW's.
+      b2: decay of the second moment and of the preconditioners, also AdamW's.
+      eps: added to the root of the second moment, also AdamW's.
+      frequency: steps between decompositions.
+      max_size: a side larger than this is not rotated.
+      one_sided: whether to rotate only the smaller side of a matrix.
+      weight_decay: a step subtracts weight_decay · learning rate · parameter.
+      others: path components of further parameters that AdamW updates.
     """
 
     b1: float = 0.95
@@ -201,7 +219,7 @@ class SOAP:
     weight_decay: float = 0.01
     others: tuple[str, ...] = ()
 
-    why_no_vmap: ClassVar[str] = "SOAP's decompositions of several runs at once never came back on a CPU (jax 0.10.2)"
+    why_no_vmap: ClassVar[str] = "SOAP's decompositions of several runs at once never finished on a CPU (jax 0.10.2)"
 
     def __post_init__(self) -> None:
         fractions(self, "b1", "b2")
@@ -211,11 +229,11 @@ class SOAP:
                 raise ConfigError(f"SOAP.{name} = {getattr(self, name)!r}: must be a whole number of at least 1")
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:
-        """The transformation, for these parameters."""
-        how: Any = dict(max_size=self.max_size, one_sided=self.one_sided)
+        """Return SOAP and AdamW for these parameters."""
+        sizes: Any = dict(max_size=self.max_size, one_sided=self.one_sided)
         return optax.chain(
             with_rest(
-                lambda infos: scale_by_soap(infos, self.b1, self.b2, self.eps, self.frequency, **how),
+                lambda infos: scale_by_soap(infos, self.b1, self.b2, self.eps, self.frequency, **sizes),
                 optax.scale_by_adam(self.b1, self.b2, self.eps),
                 hidden_matrices(infos, self.others, "SOAP"),
                 infos,

@@ -1,4 +1,4 @@
-"""AdamW in both its forms against optax's, and what a chain keeps."""
+"""AdamW, fused and not, against optax's; and a chain that ends with it."""
 
 from __future__ import annotations
 

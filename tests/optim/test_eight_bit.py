@@ -34,7 +34,7 @@ INFOS = {
 
 
 def _fill(infos, seed, scale=1.0):
-    """Normal arrays, whose sizes spread over the orders of magnitude that gradients have."""
+    """Normal arrays whose magnitudes spread as widely as those of gradients."""
     random = np.random.default_rng(seed)
     draw = lambda i: random.normal(size=i.shape) * 10.0 ** random.uniform(-3, 0, i.shape)  # noqa: E731
     return jax.tree.map(lambda i: (draw(i) * scale).astype(np.float32), infos)
@@ -45,7 +45,7 @@ PARAMS = _fill(INFOS, 0)
 
 @functools.cache
 def _gradients(step):
-    """Of `PARAMS`, at a step; to be read only."""
+    """Gradients of `PARAMS` at a step, not to be written to."""
     return _fill(INFOS, step)
 
 
@@ -57,11 +57,11 @@ MEMBERS = {
     "adagrad": (optim.adagrad_8bit, lambda: optax.adagrad(RATE, eps=1e-7)),
     "lamb": (functools.partial(optim.lamb_8bit, weight_decay=0.01), lambda: optax.lamb(RATE, weight_decay=0.01)),
 }  # fmt: skip
-"""A factory of ours, and optax's of the same rule in float32."""
+"""Each 8-bit optimizer, and optax's float32 optimizer with the same rule."""
 
 
 def _steps(tx, params, *, steps=3, infos=INFOS, fused=True, layout=None):
-    """A few steps from zero state; parameters and state, in NumPy."""
+    """Parameters and state, in NumPy, after a few steps from the initial state."""
 
     def step(params, state, grads):
         if fused:
@@ -179,9 +179,9 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("how", COMPOSED)
-def test_composed_with_optax_it_does_the_same(how):
-    got, _ = _steps(COMPOSED[how](), PARAMS, fused=False)
+@pytest.mark.parametrize("wrapper", COMPOSED)
+def test_composed_with_optax_it_does_the_same(wrapper):
+    got, _ = _steps(COMPOSED[wrapper](), PARAMS, fused=False)
     assert_leaves_agree(got, _plain(), gradient_norm=0.0)
 
 
@@ -215,10 +215,10 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPPED)
-def test_a_wrapped_optimizer_is_laid_out_and_trains_like_one_that_is_not(how):
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_wrapped_optimizer_is_laid_out_and_trains_like_one_that_is_not(wrapper):
     masks = optim.decay_mask(INFOS)
-    tx = WRAPPED[how](optim.adamw_8bit(RATE, infos=INFOS, mask=masks))
+    tx = WRAPPED[wrapper](optim.adamw_8bit(RATE, infos=INFOS, mask=masks))
     layout = LAYOUTS[-1]
     with layout:
         got, state = _steps(tx, PARAMS, fused=False, layout=layout)
@@ -247,7 +247,7 @@ def test_what_decays_can_be_said_in_any_of_optaxs_ways(mask):
 
 def test_a_mask_that_says_nothing_of_a_parameter_is_refused():
     tx = optim.adamw_8bit(0.1, infos=INFOS, mask={"mlp": True})
-    with raises_saying(ConfigError, "mask of weight decay says nothing of 'attn/kernel'"):
+    with raises_saying(ConfigError, "weight-decay mask has no entry for 'attn/kernel'"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -330,13 +330,13 @@ def _quantized(state):
 
 def test_another_optimizers_state_does_not_convert():
     state = optim.adamw_8bit(0.1).init(PARAMS)
-    with raises_saying(ConfigError, "only the same optimizer's state converts"):
+    with raises_saying(ConfigError, "only the state of the same optimizer converts"):
         convert_state(state, jax.eval_shape(optim.lion_8bit(0.1).init, PARAMS))
 
 
 def test_a_tile_that_a_layout_would_cut_names_one_that_fits():
     info = {"w": TensorInfo("mlp/up", (128, 384), jnp.float32, ("embed", "mlp"))}
-    words = ("mlp/up", "tiles of (1, 128)", "a device holds (128, 192)", "storage=EightBit(width=64) it fits")
+    words = ("mlp/up", "tiles of (1, 128)", "a device holds (128, 192)", "storage=EightBit(width=64)")
     with raises_saying(LayoutError, *words):
         state_shardings(optim.adamw_8bit(0.1, infos=info), info, Layout("tensor=2"))
     fits = optim.adamw_8bit(0.1, infos=info, storage=EightBit(width=64))

@@ -1,4 +1,4 @@
-"""Optimizer state on the host: the numbers of the optimizer itself, in the memory it says."""
+"""Optimizer state on the host: results equal the wrapped optimizer's, and the state is in host memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY
 from tests.truth.params import random_params
 
-# two runs of layers, of 2 and 1 groups, and what no stack holds
+# two runs of blocks, of 2 layers and 1, and parameters outside of any stack
 MODEL = TransformerConfig(depth=5, windows=(3, None), vocab=64, width=32, heads=4, head_dim=8, hidden=64)
 LAYOUT = Layout("fsdp=2,tensor=2")
 EIGHT = AdamW8bit(storage=EightBit(block_size=64, width=8, min_size=2048))
@@ -51,7 +51,7 @@ def _blueprint(optimizer, layout=LAYOUT, model=MODEL):
 
 
 def _updated(blueprint, steps=2, fused=True):
-    """Parameters and state after some steps of given gradients, and the step that made them."""
+    """Parameters and state after some steps with fixed gradients, and the step function."""
     params = random_params(blueprint.infos)
     grads = random_params(blueprint.infos, seed=7)
     cast = lambda tree: jax.tree.map(lambda x, i: jnp.asarray(x, i.dtype), tree, blueprint.infos)  # noqa: E731
@@ -97,7 +97,7 @@ def test_state_lies_on_the_host_and_stays_there():
 
 
 def test_float32_parameters_on_the_host_learn_what_bfloat16_ones_would_lose():
-    """Many small steps: rounded each time they are lost, summed in float32 they are not."""
+    """Many small steps are lost if each is rounded to bfloat16, and not if they are summed in float32."""
     small = dataclasses.replace(MODEL, param_dtype="bfloat16")
     infos = _blueprint(AdamW(), model=small).infos
     tx = on_host(lambda infos: optax.sgd(1e-4), infos, master=True)
@@ -125,8 +125,8 @@ def test_hardware_without_host_memory_and_runs_without_a_layout_say_so_once(monk
     with caplog.at_level(logging.WARNING, "jaxscale"):
         for _ in range(2):
             shardings = _blueprint(OnHost()).shardings()
-    (said,) = (m for m in caplog.messages if "host" in m or "memory" in m)
-    assert "optimizer state stays on the device" in said
+    (message,) = (m for m in caplog.messages if "host" in m or "memory" in m)
+    assert "optimizer state stays on the device" in message
     assert {s.memory_kind for s in jax.tree.leaves(shardings.opt_state)} <= {"device", None}
     host.say_once.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Parametrisations: the papers' tables, rates against optax tensor by tensor, and what is refused."""
+"""Parametrisations: the papers' tables, learning rates against optax for each tensor, and errors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ FACTORS = {
 @pytest.mark.parametrize("form", ["update", "update and apply"])
 @pytest.mark.parametrize("member", MEMBERS)
 def test_each_tensor_has_its_rate_and_loses_what_decay_takes_of_all(member, form):
-    """Against optax on one tensor at a time, whose rate times decay is that of the others."""
+    """Compare with optax on one tensor at a time; learning rate times weight decay is equal for all tensors."""
     optimizer, truth, rule = MEMBERS[member]
     tx = Widening(MuP(), ROLES, 1.0, None).make(optimizer, optax.constant_schedule(0.1), INFOS)
     random = np.random.default_rng(0)
@@ -179,8 +179,8 @@ def test_schedule_free_averages_are_those_of_each_tensor_alone(optimizer, rule):
 def test_sharded_equals_unsharded():
     config = Small(depth=1, width=32, hidden=64, kv_heads=2, mlp=GELU, parametrisation=MuP(base_width=16))
     batch = random_batch(32, rows=4, seq=8)
-    found = [_trained(config, layout, batch) for layout in (None, Layout("fsdp=2,tensor=2"))]
-    assert_leaves_agree(found[1], found[0])
+    trained = [_trained(config, layout, batch) for layout in (None, Layout("fsdp=2,tensor=2"))]
+    assert_leaves_agree(trained[1], trained[0])
 
 
 def _trained(config, layout, batch):
@@ -206,7 +206,7 @@ def _through_updates(tx, grads, state, params):
 
 
 REFUSED = {
-    "an optimizer of another kind": (lambda: _run(LAMB8bit()), "MuP knows no learning rates for LAMB8bit"),
+    "an optimizer of another kind": (lambda: _run(LAMB8bit()), "MuP has no learning rates for LAMB8bit"),
     "an optax transformation": (lambda: _run(optax.sgd(0.1)), "brings its own; use an optimizer such as AdamW()"),
     "heads that do not divide": (
         lambda: Small(kv_heads=2, parametrisation=MuP(8)).widening,
@@ -219,7 +219,7 @@ REFUSED = {
     ),
     "a tied head with two rates": (
         lambda: Small(tied=True, parametrisation=NTK(16)).widening,
-        "NTK gives embedding and head rates of their own; set Transformer.tied = False",
+        "NTK has different learning rates for the embedding and the head; set Transformer.tied = False",
     ),
     "a tensor off the residual stream": (
         lambda: role_of(*[TensorInfo("x/kernel", (4, 4), jnp.float32, ("mlp", "heads"))] * 2),

@@ -46,7 +46,7 @@ def _wsd(step, warm, down, final):
 )
 def test_a_schedule_is_its_closed_form_at_every_step(schedule, closed_form):
     rate = schedule.make(PEAK, STEPS)
-    steps = np.arange(STEPS + 5)  # and stays put after the last
+    steps = np.arange(STEPS + 5)  # constant after the last step
     got = jax.jit(jax.vmap(rate))(steps)
     np.testing.assert_allclose(got, [closed_form(int(t)) for t in steps], rtol=1e-5, atol=1e-9)
 

@@ -22,7 +22,7 @@ from jaxscale.layout import STACKED, Layout, TensorInfo, shardings_of
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.optim import state_infos, state_shardings, view_of
-from jaxscale.optim.layers import dealt, returned
+from jaxscale.optim.layers import gather_matrices, scatter_matrices
 from jaxscale.step.prepare import prepare
 from jaxscale.step.state import describe_model
 from jaxscale.step.step import make_eval
@@ -53,7 +53,7 @@ HIDDEN = ("q", "out", "up", "experts")
 
 
 def _draw(seed, scale=1.0):
-    """Normal arrays whose layers differ in size, so that what is taken over all of them at once is wrong."""
+    """Normal arrays whose layers differ in magnitude, so that a norm over all layers together is wrong."""
     random = np.random.default_rng(seed)
 
     def one(info):
@@ -70,7 +70,7 @@ PARAMS, GRADS = _draw(0), [_draw(1 + i, 0.1) for i in range(STEPS)]
 
 
 def _unrolled(tree):
-    """{path: {layer: matrix}}, as someone writes it who stacks nothing."""
+    """{path: {layer: matrix}}: the parameters without stacks."""
     out = {}
     for info, x in zip(jax.tree.leaves(INFOS), jax.tree.leaves(tree), strict=True):
         view = view_of(info)
@@ -100,10 +100,10 @@ class Member:
     """A row of the table.
 
     Args:
-      optimizer: as a config holds it.
-      reference: optax's, for layers by themselves; `None` where NumPy has the word.
+      optimizer: as in a config.
+      reference: optax's optimizer for single layers; `None` where a NumPy version is the reference.
       held: bytes of state, in closed form.
-      tolerance: of its parameters.
+      tolerance: allowed relative error of parameters.
     """
 
     optimizer: optim.Optimizer
@@ -113,13 +113,13 @@ class Member:
 
 
 def _bytes(of: Callable[[int, int], int]) -> int:
-    """Of all matrices between hidden features: 4 times a function of a side and the other, for each layer."""
+    """Return bytes of float32 state of all hidden matrices, `of(rows, columns)` numbers for each layer."""
     views = [view_of(i) for i in jax.tree.leaves(INFOS) if i.path.split("/")[0] in HIDDEN]
     return sum(4 * math.prod(v.shape[:-2]) * of(*v.shape[-2:]) for v in views)
 
 
 COUNT, REST = 4, 4 * (32 * 16 + 2 * 16)
-# up is wider than the bases that are kept, where what rotates it is settled by rounding
+# "up" is wider than tall: its bases have a null space, in which rounding decides the eigenvectors
 WIDE = 16
 MEMBERS = {
     "lion": Member(optim.Lion(), lambda: optax.lion(RATE, weight_decay=0.1, mask=DECAYS), 4 * SIZE + 2 * COUNT),
@@ -134,7 +134,7 @@ MEMBERS = {
     "adafactor": Member(
         optim.Adafactor(min_dim_size_to_factor=8),
         lambda: optax.adafactor(RATE, 8),
-        # rows and columns; what is not factored whole, and a placeholder per layer for what is not there
+        # row and column moments; full moments of what is not factored, and a placeholder per layer for absent ones
         _bytes(lambda m, n: m + n + 1) + 4 * (32 + 16 + 1) + 4 * 2 * (16 + 1 + 1) + 4 * COUNT,
     ),
     "schedule-free adamw": Member(
@@ -168,7 +168,7 @@ def _injected(member):
 
 @functools.cache
 def _program(layout=None, wrap=_plain):
-    """A step of every member, after clipping, compiled once; and where it starts."""
+    """A compiled step of every optimizer, with clipping, and the initial state."""
     txs = {name: optim.chain(optax.clip_by_global_norm(CLIP), wrap(m)) for name, m in MEMBERS.items()}
     params, state = dict.fromkeys(txs, PARAMS), {name: tx.init(PARAMS) for name, tx in txs.items()}
     where = None
@@ -187,7 +187,7 @@ def _program(layout=None, wrap=_plain):
 
 @functools.cache
 def _all(layout=None, wrap=_plain):
-    """Parameters and state of every member after a few steps, in NumPy."""
+    """Parameters and state of every optimizer after a few steps, in NumPy."""
     run, params, state = _program(layout, wrap)
     for grads in GRADS:
         params, state = jax.block_until_ready(run(params, state, dict.fromkeys(MEMBERS, grads)))
@@ -270,7 +270,7 @@ def test_all_state_of_any_size_has_names(name):
 
 @functools.cache
 def _descents():
-    """Of every member, how far it is from a target it is pulled to, at first and after 40 steps, squared."""
+    """For every optimizer the squared distance from a target, at first and after 40 steps of descent."""
     run, params, state = _program()
     target = jax.tree.map(lambda p, d: p + 0.3 * d, PARAMS, _draw(9))
     away = lambda params: {n: jax.tree.map(np.subtract, p, target) for n, p in params.items()}  # noqa: E731
@@ -328,7 +328,9 @@ def test_whole_matrices_are_dealt_out_over_the_stack(mesh, layers, spec):
     layout = Layout(mesh)
     with layout:
         x = jax.device_put(np.ones(info.shape, np.float32), layout.sharding(info.axes, info.shape, kind="opt_state"))
-        program = jax.jit(lambda x: (y := dealt(x, *info.axes), returned(y, *info.axes))).lower(x).compile()
+        program = (
+            jax.jit(lambda x: (y := gather_matrices(x, *info.axes), scatter_matrices(y, *info.axes))).lower(x).compile()
+        )
         out, back = program(x)
     assert ("all-gather" in program.as_text()) == (spec == P("fsdp"))  # where what is left does not divide the stack
     assert back.sharding.is_equivalent_to(x.sharding, 3)
@@ -372,8 +374,8 @@ def test_schedule_free_runs_are_evaluated_saved_and_sampled_at_the_average(tmp_p
     with run.config.layout:
         evaluate = make_eval(prepared.blueprint, prepared.batch_shardings())
         at = lambda params: [evaluate(params, prepared.place(rows.__getitem__, i)) for i in range(len(rows))]  # noqa: E731
-        total = lambda found, name: sum(float(totals[name]) for totals in found)  # noqa: E731
-        mean = lambda found: total(found, "nats") / total(found, "tokens")  # noqa: E731
+        total = lambda batches, name: sum(float(totals[name]) for totals in batches)  # noqa: E731
+        mean = lambda batches: total(batches, "nats") / total(batches, "tokens")  # noqa: E731
         seen = run.metrics()[-1]["eval_loss"]
         assert seen == mean(at(run.params())) != mean(at(run.state.params))
 
@@ -410,7 +412,7 @@ WRONG = {
     "threshold": (lambda: optim.Adafactor(clipping_threshold=0.5), ("Adafactor.clipping_threshold = 0.5",)),
     "on host": (
         lambda: optim.OnHost(optim.Adafactor(min_dim_size_to_factor=8)).make(RATE, INFOS),
-        ("OnHost streams states", "AdamW, SGD"),
+        ("OnHost needs states", "AdamW, SGD"),
     ),
     "other parameters": (
         lambda: _plain(MEMBERS["adafactor"]).init({"other": jnp.ones((4, 4))}), ("'other' of shape (4, 4)",)

@@ -1,4 +1,4 @@
-"""Optimizer state lives where the rules for it say."""
+"""Optimizer state is sharded by the rules for `opt_state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit optimizers on gradients that are sparse or of unlike scales, against 32 bits and bitsandbytes' flat blocks."""
+"""8-bit optimizers on sparse and unevenly scaled gradients, against 32 bits and bitsandbytes' flat blocks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pallas_kernels.blockwise import codec, quantize_blockwise
 STEPS, SHAPE, LR = 50, (4, 384), 1e-2
 KINDS = ("dense", "sparse", "sparse rows", "rows", "columns", "heavy tails", "one outlier")
 INFOS = {"w": TensorInfo("w", (len(KINDS), *SHAPE), jnp.float32, ("layers", "embed", "mlp"))}
-"""The kinds stand as layers of one parameter: no tile, and no norm, goes across them."""
+"""The kinds of gradients are layers of one parameter, so that no tile and no norm spans two of them."""
 EIGHT = EightBit(min_size=0)
 
 
 def _gradients():
-    """(steps, kinds, rows, columns), float32."""
+    """Return gradients, (steps, kinds, rows, columns) float32."""
     random = np.random.default_rng(0)
     draw = lambda: random.normal(size=(STEPS, *SHAPE)) * 1e-3  # noqa: E731
     outlier = draw()
@@ -44,7 +44,7 @@ W0 = np.random.default_rng(1).normal(size=GRADS.shape[1:]).astype(np.float32)
 
 
 def _steps(tx):
-    """(largest |update| of each kind, weights, state) after all the gradients."""
+    """Return (largest |update| of each kind, weights, state) after all gradients."""
 
     @jax.jit
     def run(params):
@@ -61,8 +61,11 @@ def _steps(tx):
 
 
 def _flat(x, signed):
-    """Through bitsandbytes' blocks of 256 of a flat tensor (Dettmers et al. 2022): the nearest value of the dynamic
-    map times the block's absmax, but that a positive second moment is not sent to 0, as its CPU kernel does not."""
+    """Quantise and dequantise in bitsandbytes' blocks of 256 numbers of the flat tensor (Dettmers et al. 2022).
+
+    Each number becomes the nearest value of the dynamic map times the block's absmax; as in its CPU kernel, a positive
+    second moment does not become 0.
+    """
     values = codec("dynamic", signed).values()
     blocks = x.reshape(len(KINDS), -1, 256)
     scale = np.max(np.abs(blocks), axis=-1, keepdims=True)
@@ -114,11 +117,11 @@ MEMBERS = {
     "nesterov": (functools.partial(optim.sgdm_8bit, nesterov=True), _nesterov, (True,)),
     "adagrad": (functools.partial(optim.adagrad_8bit, initial_accumulator=0.0), _adagrad, (False,)),
 }
-"""A factory of ours, the rule in NumPy: (state, gradient, step) -> (direction, state), which states are signed."""
+"""8-bit optimizer; its rule in NumPy, (state, gradient, step) -> (direction, state); which states are signed."""
 
 
 def _in_numpy(name, keep):
-    """(largest |update| of each kind, weights) after all the gradients, states kept by `keep`; float64 besides."""
+    """Return (largest |update| of each kind, weights) after all gradients, in float64 but for states after `keep`."""
     _, rule, signs = MEMBERS[name]
     w, state, largest = np.float64(W0), tuple(np.zeros(W0.shape) for _ in signs), []
     for t, g in enumerate(np.float64(GRADS), 1):

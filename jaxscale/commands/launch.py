@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         help="run several processes on this machine; begin again when one is lost",
         description="Runs a command as N processes of this machine that form one run. When one of them is lost, the "
         "others say so and\nend, and all begin again from the last finished checkpoint. On a cluster SLURM or "
-        "Kubernetes does this (see the README).",
+        "Kubernetes does this (see docs/start/install.md).",
         epilog="  jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4 --gin.train.checkpoint_every=50",
         formatter_class=TEXT,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
-from generate import write_pages  # noqa: E402  (it is beside this file)
+from generate import links_to_pages, write_pages  # noqa: E402  (it is beside this file)
 
 from jaxscale.version import __version__  # noqa: E402
 
@@ -38,4 +38,15 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 
-write_pages(DOCS)
+PAGES = write_pages(DOCS)
+
+
+def setup(app):
+    """Let links of our pages to studies and notebooks go to their pages; in the repository they go to the files."""
+
+    def read(app, name, source):
+        page = Path(app.env.doc2path(name))
+        if page.suffix == ".md" and page not in PAGES.values():
+            source[0] = links_to_pages(source[0], page, PAGES)
+
+    app.connect("source-read", read)

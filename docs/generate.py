@@ -22,11 +22,17 @@ docstrings, the result may no longer hold; `make stale` prints this table.
 """
 
 
-def write_pages(docs: Path) -> None:
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def write_pages(docs: Path) -> dict[Path, Path]:
     """Write every generated page, and remove those of an earlier build that no longer have a source.
 
     Args:
         docs: The folder of `conf.py`.
+
+    Returns:
+        Files of the repository that are pages of the site -> their place there.
     """
     root = docs.parent
     pages = {
@@ -48,7 +54,9 @@ def write_pages(docs: Path) -> None:
         note = notes.get(source.relative_to(root).as_posix(), "")
         written[page] = links_from(source.read_text(), source, docs / page, places) + note
     written["measured/results.md"] = RESULTS + stale.markdown()
-    for source in sorted(root.glob("notebooks/*.ipynb")):
+    notebooks = sorted(root.glob("notebooks/*.ipynb"))
+    places |= {source: docs / NOTEBOOKS / source.name for source in notebooks}
+    for source in notebooks:
         page = f"{NOTEBOOKS}/{source.name}"
         notebook = json.loads(source.read_text())
         for cell in notebook["cells"]:
@@ -61,6 +69,7 @@ def write_pages(docs: Path) -> None:
                 old.unlink()
     for page, text in written.items():
         write(docs / page, text)
+    return places
 
 
 def write(path: Path, text: str) -> None:
@@ -90,4 +99,21 @@ def links_from(text: str, source: Path, page: Path, pages: dict[Path, Path]) -> 
             return label
         return f"{bang}[{label}]({os.path.relpath(pages.get(path, path), page.parent)}{anchor or ''})"
 
-    return re.sub(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)", moved, text)
+    return LINK.sub(moved, text)
+
+
+def links_to_pages(text: str, page: Path, pages: dict[Path, Path]) -> str:
+    """The Markdown of a page written by hand, whose links to files of the repository go to their pages of the site.
+
+    Args:
+        text: The Markdown.
+        page: Its file; links are relative to it.
+        pages: As for `links_from`. All other links stay as they are.
+    """
+
+    def moved(match: re.Match[str]) -> str:
+        bang, label, target, anchor = match.groups()
+        place = pages.get((page.parent / target).resolve())
+        return match[0] if place is None else f"{bang}[{label}]({os.path.relpath(place, page.parent)}{anchor or ''})"
+
+    return LINK.sub(moved, text)

@@ -1,7 +1,8 @@
-"""What every module of a traced function makes: activations by the named scopes they stand in, layers kept apart.
+"""Record the activations of a traced function by the named scope of the module that makes them, layer by layer.
 
-The program is run equation by equation, so that no model has to be written for it: a module's output is the last value
-that its scope makes. Scans over layers run as scans, and return what each turn made.
+The function's jaxpr is evaluated equation by equation, so that any model can be recorded as it is: the output of a
+module is the last value computed in its scope. Scans over layers run as scans and return the activations of every
+iteration.
 """
 
 from __future__ import annotations
@@ -18,74 +19,82 @@ from jaxscale.plan.scopes import scopes_of
 from jaxscale.step.trace import open_call, parts_of_scan
 
 Keep = Callable[[tuple[int, ...]], bool]
-Found = dict[str, Any]
-"""By scope, its last activation; by scope, colon and name, the values that `checkpoint_name` gave this name there."""
+Activations = dict[str, Any]
+"""The last activation of each scope; and under "scope:name" the values that `checkpoint_name` named in that scope."""
 
 
-def recorded(fn: Callable[..., Any], *args: Any, keep: Keep) -> tuple[Any, Found]:
-    """What `fn(*args)` returns, and the activations on its way.
+def recorded(fn: Callable[..., Any], *args: Any, keep: Keep) -> tuple[Any, Activations]:
+    """Return `fn(*args)` and the activations that it computes.
 
     Args:
-      fn: a function of trees of arrays; may be traced itself.
+      fn: a function of trees of arrays. The call may itself be traced, for example under `jax.vmap`.
       *args: its arguments.
-      keep: by its shape, whether a floating-point value may be a module's output; others are passed over.
+      keep: takes the shape of a floating-point value and returns whether it may be a module's output; other values are
+        not recorded.
 
     Returns:
-      the output; and by scope ("runs/0/blocks/0/attn") its last activation, of layers that are scanned with a leading
-      dimension for each. What goes by `checkpoint_name` is under the scope, a colon and the name, in a list.
+      the output; and by scope ("runs/0/blocks/0/attn") the scope's last activation. Activations of scanned layers have
+      a leading dimension of layers. Values named by `checkpoint_name` are in a list under "scope:name".
     """
-    closed, made = jax.make_jaxpr(fn, return_shape=True)(*args)
-    leaves, found = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args), "", keep)
-    return jax.tree.unflatten(jax.tree.structure(made), leaves), found
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    leaves, activations = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args), "", keep)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), activations
 
 
 def _run(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer: str, keep: Keep
-) -> tuple[list[Any], Found]:
+) -> tuple[list[Any], Activations]:
+    """Evaluate a jaxpr within the scope `outer`."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda v: v.val if isinstance(v, core.Literal) else values[v]  # noqa: E731
-    found: Found = {}
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else values[v]
+
+    activations: Activations = {}
     for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
-        here = "/".join(filter(None, (outer, scopes_of(str(eqn.source_info.name_stack)))))
-        made, inside = _one(eqn, given, here, keep)
-        values.update(zip(eqn.outvars, made, strict=True))
-        for name, value in inside.items():
-            found[name] = found.get(name, []) + value if ":" in name else value
+        scope = "/".join(filter(None, (outer, scopes_of(str(eqn.source_info.name_stack)))))
+        outputs, inner = _evaluate(eqn, [read(v) for v in eqn.invars], scope, keep)
+        values.update(zip(eqn.outvars, outputs, strict=True))
+        for name, value in inner.items():
+            activations[name] = activations.get(name, []) + value if ":" in name else value
         if eqn.primitive.name == "name":
-            found.setdefault(f"{here}:{eqn.params['name']}", []).append(made[0])
-        whole = [x for x in made if _is_activation(x, keep)]
-        for scope in itertools.accumulate(here.split("/"), lambda a, b: f"{a}/{b}") if here and whole else ():
-            found[scope] = whole[0]
-    return [read(v) for v in jaxpr.outvars], found
+            activations.setdefault(f"{scope}:{eqn.params['name']}", []).append(outputs[0])
+        candidates = [x for x in outputs if _is_activation(x, keep)]
+        if scope and candidates:
+            for enclosing in itertools.accumulate(scope.split("/"), lambda a, b: f"{a}/{b}"):
+                activations[enclosing] = candidates[0]
+    return [read(v) for v in jaxpr.outvars], activations
 
 
-def _one(eqn: core.JaxprEqn, given: list[Any], here: str, keep: Keep) -> tuple[list[Any], Found]:
-    """What an equation makes, and what is made inside it."""
+def _evaluate(eqn: core.JaxprEqn, inputs: list[Any], scope: str, keep: Keep) -> tuple[list[Any], Activations]:
+    """Return the outputs of an equation and the activations of the jaxprs inside it."""
     params = eqn.params
     if eqn.primitive.name == "scan":
-        return _scan(params, given, here, keep)
+        return _scan(params, inputs, scope, keep)
     if eqn.primitive.name in _CALLS:
-        for body, consts, args, _ in open_call(params, given, ()):
-            return _run(body, consts, args, here, keep)
-    made = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(params))
-    return (list(made) if eqn.primitive.multiple_results else [made]), {}
+        for body, consts, args, _ in open_call(params, inputs, ()):
+            return _run(body, consts, args, scope, keep)
+    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+    return (list(outputs) if eqn.primitive.multiple_results else [outputs]), {}
 
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
           "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
 
 
-def _scan(params: dict[str, Any], given: list[Any], here: str, keep: Keep) -> tuple[list[Any], Found]:
-    fixed, carry, rows = parts_of_scan(params, given)
+def _scan(params: dict[str, Any], inputs: list[Any], scope: str, keep: Keep) -> tuple[list[Any], Activations]:
+    """Evaluate a scan as a scan, with the activations of its body stacked."""
+    fixed, carry, rows = parts_of_scan(params, inputs)
     body = params["jaxpr"]
 
-    def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], tuple[list[Any], Found]]:
-        made, found = _run(body.jaxpr, body.consts, [*fixed, *carry, *row], here, keep)
-        return made[: len(carry)], (made[len(carry) :], found)
+    def iteration(carry: list[Any], row: list[Any]) -> tuple[list[Any], tuple[list[Any], Activations]]:
+        outputs, activations = _run(body.jaxpr, body.consts, [*fixed, *carry, *row], scope, keep)
+        return outputs[: len(carry)], (outputs[len(carry) :], activations)
 
-    last, (each, found) = jax.lax.scan(turn, carry, rows, length=params["length"], reverse=params["reverse"])
-    return [*last, *each], found
+    last, (stacked, activations) = jax.lax.scan(
+        iteration, carry, rows, length=params["length"], reverse=params["reverse"]
+    )
+    return [*last, *stacked], activations
 
 
 def _is_activation(x: Any, keep: Keep) -> bool:

@@ -1,4 +1,4 @@
-"""Settings as a gin file that `jaxscale train` takes as it is."""
+"""Write a run's settings as a gin file that `jaxscale train` reads."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from jaxscale.step import TrainConfig
 
 
 def as_gin(config: TrainConfig, about: str = "") -> str:
-    """The text of a gin file that makes these settings.
+    """Return the text of a gin file that reproduces a run's settings.
 
     Args:
       config: a run's settings.
-      about: what to say of them, a comment at the top.
+      about: a comment for the top of the file; may have several lines.
 
     Raises:
-      ConfigError: a part of them that came from Python and has no name in gin.
+      ConfigError: a value of the settings was passed from Python and has no name in gin.
     """
     text = gin_config.dumps("train", config.values())
     if lost := gin_config.lost(text):

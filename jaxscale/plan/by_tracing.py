@@ -1,4 +1,4 @@
-"""Memory and work of a run from its traced step: no compiler, no devices, no formula of a layer."""
+"""Memory and work of a run from its traced step, without a compiler, devices or formulas for layers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from jaxscale.step.rates import examples, model_flops
 
 
 def traced_plan(config: TrainConfig, hardware: Topology) -> tuple[Estimate, Work]:
-    """Memory and work of a step of any model, objective, algorithm and optimizer, from its traced program.
+    """Return memory and work of a training step, from its traced program.
 
-    Products and kernels are timed at the rates of matrix products, those of attention at its own, and everything that
-    operations read and write at the memory's. Not counted: activations in host memory, and the time that a pipeline's
-    stages wait.
+    This works for any model, objective, algorithm and optimizer. Matrix products and kernels are timed at the chip's
+    rate of matrix products, attention at the rate of attention, and the bytes that operations read and write at memory
+    bandwidth. Activations in host memory and pipeline bubbles are not counted.
 
     Args:
       config: the run's settings, every size of its mesh known.
-      hardware: what it is planned for.
+      hardware: the topology that it is planned for.
 
     Raises:
-      LayoutError, ConfigError: what training refuses.
+      LayoutError, ConfigError: training refuses the run.
     """
     traced = partition(config, hardware)
     memory, moved = traced_memory(config, hardware, traced)
@@ -67,12 +67,12 @@ def traced_plan(config: TrainConfig, hardware: Topology) -> tuple[Estimate, Work
 
 
 def traced_memory(config: TrainConfig, hardware: Topology, traced: Partitioned) -> tuple[Estimate, float]:
-    """Memory of a traced step, activations in host memory not counted; and the bytes that it reads and writes.
+    """Return memory of a traced step and the bytes that it reads and writes; activations in host memory do not count.
 
     Args:
       config: the run's settings, every size of its mesh known.
-      hardware: what it is planned for.
-      traced: `partition` of both.
+      hardware: the topology that it is planned for.
+      traced: `partition(config, hardware)`.
     """
     assert config.layout is not None
     layout = sized(config.layout, hardware.devices)
@@ -83,16 +83,20 @@ def traced_memory(config: TrainConfig, hardware: Topology, traced: Partitioned) 
     for buffer in memory.at_peak:
         modules[_module(buffer.what)] += buffer.size
     at_peak = tuple(Buffer(what, 0, size) for what, size in sorted(modules.items(), key=lambda item: -item[1]))
-    # what is in host memory is an argument of the traced step, too
+    # arrays in host memory are arguments of the traced step, too
     return Estimate(memory.arguments - host, 0, 0, 0, memory.temporaries, host, 0.0, at_peak), memory.moved
 
 
 def better_traced(config: TrainConfig, hardware: Topology) -> bool:
-    """Whether memory of a run that formulas cover is predicted better from its traced step.
+    """Return whether the traced step predicts a run's memory better than the formulas that cover the run.
 
-    Formulas were made for TPUs and runs with AdamW, one micro-batch, and neither packing, adapters nor stored attention
-    scores, and are off by a median of 2% there; the traced step is closer for others
+    The formulas are made for TPUs and for runs with AdamW, one micro-batch, and neither packing, adapters nor stored
+    attention scores. There their median error is 2%; for other runs the traced step is closer
     (`experiments/planner_accuracy/MEMORY.md`).
+
+    Args:
+      config: the run's settings.
+      hardware: the topology that it is planned for.
     """
     return regime(config, hardware) != "usual"
 
@@ -100,11 +104,13 @@ def better_traced(config: TrainConfig, hardware: Topology) -> bool:
 def with_traced_memory(
     formulas: Estimate, config: TrainConfig, hardware: Topology, traced: Partitioned
 ) -> tuple[Estimate, str]:
-    """Memory by the method that is closer for a run that formulas cover, and which one that is.
+    """Return memory of a run that formulas cover by the better method, and the method: "formulas" or "traced".
 
     Args:
       formulas: `jaxscale.plan.estimate` of the run.
-      config, hardware, traced: as of `traced_memory`.
+      config: the run's settings, every size of its mesh known.
+      hardware: the topology that it is planned for.
+      traced: `partition(config, hardware)`.
     """
     if not better_traced(config, hardware):
         return formulas, "formulas"
@@ -113,14 +119,14 @@ def with_traced_memory(
 
 
 def memory_of(config: TrainConfig, hardware: Topology) -> tuple[Estimate, str]:
-    """Memory of any run as `plan_for` predicts it, and how: "formulas" or "traced".
+    """Return memory of any run as `plan_for` predicts it, and the method: "formulas" or "traced".
 
     Args:
       config: the run's settings, every size of its mesh known.
-      hardware: what it is planned for.
+      hardware: the topology that it is planned for.
 
     Raises:
-      LayoutError, ConfigError: what training refuses.
+      LayoutError, ConfigError: training refuses the run.
     """
     try:
         check_attention(covered(config), config.layout)  # type: ignore[arg-type]
@@ -133,6 +139,6 @@ def memory_of(config: TrainConfig, hardware: Topology) -> tuple[Estimate, str]:
 
 
 def _module(what: str) -> str:
-    """The module that makes a buffer, from the buffer's named scopes and operation."""
+    """Return a label with the module that makes a buffer, from the buffer's named scopes and operation."""
     path, _, primitive = what.rpartition("/")
     return f"temporaries of {scopes_of(path) or primitive}"

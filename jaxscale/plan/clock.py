@@ -1,4 +1,4 @@
-"""How long a compiled function takes, and how far that can be trusted."""
+"""Time compiled functions, with the spread of repeated measurements."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import jax
 import numpy as np
 
 STEADY = 0.05
-"""Repeats that spread by more than this share of their median are said to."""
+"""Largest spread of repeats, as a share of their median, at which a measurement counts as steady."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Repeated measurements of one thing.
+    """The time of a function over repeated rounds.
 
     Args:
-      seconds: the median of the rounds, per call.
-      fastest: the least of them: what other work on the machine adds is never taken away.
+      seconds: seconds per call, the median of the rounds.
+      fastest: seconds per call of the fastest round. Other work on the machine only ever adds time, so that this is
+        the least disturbed round.
       spread: the interquartile range of the rounds over their median.
-      rounds: how many there were.
+      rounds: number of rounds.
     """
 
     seconds: float
@@ -33,12 +34,12 @@ class Timing:
 
     @property
     def steady(self) -> bool:
-        """Whether repeats agree within `STEADY`."""
+        """Whether the spread of the rounds is at most `STEADY`."""
         return self.spread <= STEADY
 
 
 def own_time() -> float:
-    """Seconds of work of this process, as if its cores were its own and all at work: for the CPU of a busy machine."""
+    """Return the CPU seconds of this process divided by its number of cores, a timer for the CPU of a busy machine."""
     return time.process_time() / len(os.sched_getaffinity(0))
 
 
@@ -50,36 +51,37 @@ def clock(
     most: int = 21,
     timer: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Times a function whose result is an array or a tree of them.
+    """Time a function that returns an array or a tree of arrays.
 
-    Calls follow one another without waiting, but for the last of a round; on simulated CPU devices, where calls that
-    pile up deadlock, each is waited for. Where rounds disagree by more than `STEADY`, up to `most` are run.
+    The calls of a round are dispatched without waiting, except for the last. On CPU every call is waited for, since
+    calls that queue up on simulated devices deadlock. While the spread of the rounds is above `STEADY`, more rounds
+    are run, up to `most`.
 
     Args:
-      fn: compiled, or it is timed as it is; its first call is not counted.
+      fn: the function, usually compiled. Its first call is not timed.
       *args: its arguments.
-      rounds: at least so many.
-      least: seconds that a round takes at least, so that the clock's own resolution does not count.
-      most: at most so many rounds.
-      timer: what tells the seconds, as `own_time`.
+      rounds: least number of rounds.
+      least: seconds that a round takes at least, long compared with the timer's resolution.
+      most: largest number of rounds.
+      timer: returns the time in seconds, such as `time.perf_counter` or `own_time`.
     """
-    ahead = jax.default_backend() != "cpu"
+    asynchronous = jax.default_backend() != "cpu"
 
-    def once(calls: int) -> float:
+    def one_round(calls: int) -> float:
         start = timer()
         for _ in range(calls):
             out = fn(*args)
-            if not ahead:
+            if not asynchronous:
                 jax.block_until_ready(out)
         jax.block_until_ready(out)
         return (timer() - start) / calls
 
     jax.block_until_ready(fn(*args))
-    calls = max(1, min(1000, round(least / max(once(1), 1e-7))))
-    times = [once(calls) for _ in range(rounds)]
-    while (found := _timing(times)).spread > STEADY and len(times) < most:
-        times.append(once(calls))
-    return found
+    calls = max(1, min(1000, round(least / max(one_round(1), 1e-7))))
+    times = [one_round(calls) for _ in range(rounds)]
+    while (timing := _timing(times)).spread > STEADY and len(times) < most:
+        times.append(one_round(calls))
+    return timing
 
 
 def _timing(times: list[float]) -> Timing:

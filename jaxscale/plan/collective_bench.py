@@ -1,7 +1,7 @@
-"""Collectives timed over message sizes and numbers of devices, and what a link's latency and bandwidth are by that.
+"""Time collectives over message sizes and numbers of devices, and fit a link's latency and bandwidth to the times.
 
-The sweep is that of cluster studies (row 160; Anthony et al. 2025, arXiv 2511.17127): each collective, payloads from
-kilobytes up, the time fitted by latency x steps + bytes sent / bandwidth of the ring algorithms.
+As in Anthony et al. 2025 (arXiv 2511.17127), each collective is timed with payloads from kilobytes up, and the time is
+fitted by latency x steps + bytes sent / bandwidth of the ring algorithms.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _AXIS = "device"
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One collective of one size, timed.
+    """The time of one collective with one payload.
 
     Args:
       kind: one of `KINDS`.
-      devices: how many took part.
-      payload: bytes, as `Collective.payload` counts them: what an all-gather gives, what the others are given.
-      seconds: the median of its repeats.
+      devices: number of devices that took part.
+      payload: bytes as `Collective.payload` counts them: the result of an all-gather, the operand of the others.
+      seconds: the median of its rounds.
       spread: as `Timing.spread`.
     """
 
@@ -53,21 +53,21 @@ class Sample:
         return self.sent / self.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields and its rate."""
+        """Return the fields, and `rate` as "bytes_per_second"."""
         return dataclasses.asdict(self) | {"bytes_per_second": self.rate}
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkFit:
-    """What explains the times of one collective over its sizes.
+    """Latency and bandwidth fitted to the times of one collective over payloads.
 
     Args:
-      kind: of the collective.
-      devices: how many took part.
+      kind: the collective, one of `KINDS`.
+      devices: number of devices that took part.
       latency: seconds per step of the ring.
       bandwidth: bytes/s that a device sends.
       error: the mean of |predicted / measured - 1|.
-      samples: how many sizes it is fitted on.
+      samples: number of payloads that it is fitted on.
     """
 
     kind: str
@@ -78,12 +78,12 @@ class LinkFit:
     samples: int
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return the fields."""
         return dataclasses.asdict(self)
 
 
 def steps(kind: str, devices: int) -> int:
-    """How many times a ring passes something on."""
+    """Return the number of steps in which a ring of `devices` does a collective."""
     return {"all-reduce": 2 * (devices - 1), "collective-permute": 1}.get(kind, devices - 1)
 
 
@@ -96,45 +96,46 @@ def sweep(
     timer: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Sample]:
-    """Times collectives on the devices here.
+    """Time collectives on this machine's devices.
 
     Args:
-      payloads: bytes of each message; rounded up to what divides into the devices.
-      kinds: of `KINDS`.
-      counts: numbers of devices, of which the first so many take part; all of them by default.
-      rounds, timer: as `clock`.
-      say: told what is being timed.
+      payloads: bytes of each message, rounded up to a multiple of the number of devices.
+      kinds: the collectives, of `KINDS`.
+      counts: numbers of devices; the first so many devices take part. By default all devices.
+      rounds: as for `clock`.
+      timer: as for `clock`.
+      say: called with a line on what is timed next.
 
     Raises:
-      LayoutError: an unknown kind, or a number of devices that are not here.
+      LayoutError: an unknown kind, or more devices than there are.
     """
     for kind in kinds:
         if kind not in KINDS:
             raise LayoutError(f"there is no collective '{kind}'{near(kind, KINDS)}")
-    found, payloads = [], list(payloads)
+    samples, payloads = [], list(payloads)
     for count in counts or (jax.device_count(),):
         if not 2 <= count <= jax.device_count():
             raise LayoutError(f"collectives of {count} devices cannot be timed on {jax.device_count()}; give 2 or more")
         mesh = Mesh(np.array(jax.devices()[:count]), (_AXIS,), axis_types=(AxisType.Auto,))
         for kind in kinds:
             say(f"{kind} of {count} devices")
-            found += [_sample(kind, mesh, payload, rounds, timer) for payload in payloads]
-    return found
+            samples += [_sample(kind, mesh, payload, rounds, timer) for payload in payloads]
+    return samples
 
 
 def _sample(kind: str, mesh: Mesh, payload: int, rounds: int, timer: Callable[[], float]) -> Sample:
     count = mesh.size
-    each = 4 * count * math.ceil(payload / (4 * count))  # floats that every device cuts into as many pieces
-    given = each // count if kind == "all-gather" else each
+    payload = 4 * count * math.ceil(payload / (4 * count))  # float32, divisible by the number of devices
+    operand = payload // count if kind == "all-gather" else payload
     spec = PartitionSpec(_AXIS)
-    x = jax.jit(lambda: jnp.ones((count, given // 4), jnp.float32), out_shardings=NamedSharding(mesh, spec))()
+    x = jax.jit(lambda: jnp.ones((count, operand // 4), jnp.float32), out_shardings=NamedSharding(mesh, spec))()
     fn = jax.jit(jax.shard_map(_run(kind, count), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     timing = clock(fn, x, rounds=rounds, timer=timer)
-    return Sample(kind, count, each, timing.seconds, timing.spread)
+    return Sample(kind, count, payload, timing.seconds, timing.spread)
 
 
 def _run(kind: str, count: int) -> Callable[[jax.Array], jax.Array]:
-    """What one device does with its row."""
+    """Return the function that runs a collective on one device's row."""
     ring = [(i, (i + 1) % count) for i in range(count)]
     return {
         "all-reduce": lambda x: jax.lax.psum(x, _AXIS),
@@ -146,24 +147,27 @@ def _run(kind: str, count: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def fit(samples: Sequence[Sample]) -> list[LinkFit]:
-    """Latency and bandwidth of every kind and number of devices: least squares on the relative error.
+    """Fit latency and bandwidth of every collective and number of devices, by least squares on the relative error.
+
+    Args:
+      samples: measured collectives, with three payloads or more of every kind and number of devices.
 
     Raises:
-      LayoutError: fewer than three sizes of one of them.
+      LayoutError: fewer than three payloads of one of them.
     """
     from scipy.optimize import nnls
 
-    found = []
+    fits = []
     for kind, devices in sorted({(s.kind, s.devices) for s in samples}):
         mine = [s for s in samples if (s.kind, s.devices) == (kind, devices)]
         if len(mine) < 3:
             raise LayoutError(f"latency and bandwidth of {kind} are fitted on 3 sizes or more, not on {len(mine)}")
         seconds = np.array([s.seconds for s in mine])
         terms = np.array([[steps(kind, devices), s.sent] for s in mine]) / seconds[:, None]
-        scale = terms.max(0)  # seconds and seconds per byte are of unlike size
+        scale = terms.max(0)  # seconds and seconds per byte differ by orders of magnitude
         latency, per_byte = nnls(terms / scale, np.ones(len(mine)))[0] / scale
         error = np.abs(terms @ (latency, per_byte) - 1).mean()
-        # where times do not grow with the size, the fastest of them is what is known of the bandwidth
+        # where times do not grow with the payload, the fastest sample is a lower bound of the bandwidth
         bandwidth = 1 / per_byte if per_byte > 0 else max(s.rate for s in mine)
-        found.append(LinkFit(kind, devices, float(latency), float(bandwidth), float(error), len(mine)))
-    return found
+        fits.append(LinkFit(kind, devices, float(latency), float(bandwidth), float(error), len(mine)))
+    return fits

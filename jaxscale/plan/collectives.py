@@ -1,4 +1,4 @@
-"""What a compiled program sends: every collective, its mesh axes, its bytes, how often, and the line that caused it."""
+"""Collectives of a compiled program: mesh axes, bytes, how often each runs, and the source line that caused it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BETWEEN_SLICES = re.compile(
 )
 _MOVES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert", "get-tuple-element")
 _BITS = {"pred": 8, "f8": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-# An element is held by one of these, or by whatever number its name ends with.
+# Bits of an element by the beginning of its type's name; for other types, the number at the end of the name.
 _ARRAY = re.compile(r"\b(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]")
 
 
@@ -35,17 +35,17 @@ class Collective:
     Args:
       kind: one of `KINDS`.
       axes: the mesh axes it runs over.
-      devices: how many devices take part in one group.
-      payload: bytes of the whole that is moved: what an all-gather gives, what the others are given.
-      times: how often a step runs it, loops multiplied out.
-      certain: False where a loop's length cannot be read, or under a branch that need not be taken; `times` then
-        counts such a loop, and every branch, once.
-      ring: what a ring of permutes stands for, "all-gather" or "reduce-scatter", where the compiler made it.
+      devices: number of devices in one group.
+      payload: bytes of the unsharded array: the result of an all-gather, the operand of the other collectives.
+      times: how often a step runs it, all iterations of loops counted.
+      certain: False in a loop whose length cannot be read and in a branch; `times` then counts one iteration of such
+        a loop, and every branch once.
+      ring: "all-gather" or "reduce-scatter" for a permute of a ring that the compiler made of one; else "".
       name: the operation it came from, as JAX names it.
-      source: "file:line" of the model or step that asked for it; "" where the compiler does not say.
-      pairs: of a permute, which device sends to which.
-      flops: of a predicted reduce-scatter, those of the product that it sums, on a device, where a compiler may make
-        both a ring; else 0.
+      source: "file:line" of the model or step that caused it; "" where the compiler does not say.
+      pairs: of a permute, the pairs of sending and receiving device.
+      flops: of a predicted reduce-scatter, FLOPs per device of the matrix product that it sums, where a compiler may
+        make a ring of the two; else 0.
     """
 
     kind: str
@@ -62,43 +62,43 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Bytes that each device sends in all `times`, by the ring algorithms (Patarasuk & Yuan 2009)."""
+        """Bytes that each device sends in a step, `times` included, by the ring algorithms (Patarasuk & Yuan 2009)."""
         share = {"collective-permute": 1.0, "all-reduce": 2 * (self.devices - 1) / self.devices}
         return round(self.payload * self.times * share.get(self.kind, (self.devices - 1) / self.devices))
 
 
 def collectives(compiled: Any, sizes: Mapping[str, int], across: str | None = None) -> list[Collective]:
-    """Every collective of a compiled program, in the program's order.
+    """Return the collectives of a compiled program, in the program's order.
 
-    Compile for a TPU to see what runs there (`compile_for`): a CPU's compiler widens bfloat16 to float32, and turns
-    reduce-scatters into all-reduces.
+    Compile for a TPU to see what runs there (`compile_for`): the CPU compiler widens bfloat16 to float32 and replaces
+    reduce-scatters by all-reduces.
 
     Args:
       compiled: a `jax.stages.Compiled`, or its `as_text()`.
       sizes: size by mesh axis, in mesh order, of the mesh it was compiled for (`Layout.sizes`).
-      across: the axis that goes over several TPU slices (`Layout.across`): what travels between slices is a collective
-        along it, of the piece that each device has left after the slice's own.
+      across: the mesh axis that goes over several TPU slices (`Layout.across`). Transfers between slices count as
+        collectives along it, of the shard that each device has after the collectives within its slice.
 
     Returns:
-      a `Collective` for each instruction that moves anything.
+      a `Collective` for each instruction that communicates.
 
     Raises:
-      LayoutError: the program's groups of devices are of another mesh, or it goes over slices and `across` is missing.
+      LayoutError: the program was compiled for another mesh, or it goes over several slices and `across` is missing.
     """
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes, across)
     return list(program.walk(program.entry, 1, True, "", ""))
 
 
-def sent_by_axis(found: list[Collective]) -> dict[tuple[str, ...], int]:
-    """Bytes each device sends, by the mesh axes they travel along."""
+def sent_by_axis(collectives: list[Collective]) -> dict[tuple[str, ...], int]:
+    """Return the bytes that each device sends, by the mesh axes of the collectives."""
     total: dict[tuple[str, ...], int] = defaultdict(int)
-    for c in found:
+    for c in collectives:
         total[c.axes] += c.sent
     return dict(total)
 
 
 def array_bytes(text: str) -> int:
-    """Bytes of all arrays of a type as HLO prints it, `f32[2,3]` or a tuple of them."""
+    """Return the bytes of a type as HLO prints it: `f32[2,3]` or a tuple of such."""
     bits = 0
     for name, dims in _ARRAY.findall(text):
         width = next((b for prefix, b in _BITS.items() if name.startswith(prefix)), None) or int(name[1:])
@@ -107,7 +107,22 @@ def array_bytes(text: str) -> int:
 
 
 class Program:
-    """An HLO module's text: its computations by name, the instructions of each in order, and which is the root."""
+    """An HLO module, parsed from its text.
+
+    Args:
+      text: the module, as `jax.stages.Compiled.as_text()` prints it.
+      sizes: size by mesh axis, in mesh order.
+      across: the mesh axis that goes over several TPU slices, if any.
+
+    Attributes:
+      computations: by name, the texts of a computation's instructions in order, without "name = ".
+      made: text of each instruction by its name.
+      order: by computation, the names of its instructions in order.
+      roots: by computation, the name of its root instruction.
+      header: the module's first line.
+      entry: name of the entry computation.
+      tables: the module's tables of files and stack frames, by name and row.
+    """
 
     def __init__(self, text: str, sizes: Mapping[str, int], across: str | None = None):
         self.across = across
@@ -138,10 +153,18 @@ class Program:
                 self.tables[table][int(row[1])] = row[2]
 
     def walk(self, computation: str, times: int, certain: bool, ring: str, caller: str) -> Iterator[Collective]:
-        """The collectives of a computation that runs so often; what has no name and source has its caller's."""
+        """Yield the collectives of a computation.
+
+        Args:
+          computation: its name.
+          times: how often a step runs it.
+          certain: whether `times` is exact.
+          ring: what a ring of permutes stands for, if the computation is the body of one.
+          caller: text of the calling instruction, whose name and source stand in for missing ones.
+        """
         for line in self.computations.get(computation, ()):
             if op := COLLECTIVE.search(line):
-                # on TPUs the start, the fusions and the end of an asynchronous collective all contain it
+                # on TPUs the start, the fusions and the end of an asynchronous collective all contain it: count one
                 chain = re.search(r"channel_id=(\d+),.*chain_id=\"(\d+)\"", line)
                 if chain and self.chains.setdefault(chain.groups(), line) != line:
                     continue
@@ -165,13 +188,13 @@ class Program:
     ) -> Collective:
         kind = op[1].removeprefix("ragged-")
         operands = re.findall(r"%([\w.-]+)", line[op.end() :].split(")")[0])
-        given = sum(array_bytes(type_of(self.made[o])) for o in operands)
-        if op[1].startswith("ragged"):  # what there is, where to put what comes, and sizes: no more than either has
-            given = min(array_bytes(type_of(self.made[o])) for o in operands[:2])
+        size = sum(array_bytes(type_of(self.made[o])) for o in operands)
+        if op[1].startswith("ragged"):  # operands are the input, the output buffer and row counts
+            size = min(array_bytes(type_of(self.made[o])) for o in operands[:2])
         axes, devices = self.along(line)
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # a TPU's, of which each device keeps its own piece
-        payload = given * devices if kind == "all-gather" else given
+            kind = "reduce-scatter"  # TPU fusion of an all-reduce and the slice of each device's shard
+        payload = size * devices if kind == "all-gather" else size
         named = next(filter(_named, (line, *map(self._maker, operands), caller)), None)
         name = _named(named) if named else None
         return Collective(
@@ -188,18 +211,20 @@ class Program:
         )
 
     def _between_slices(self, line: str, transfer: re.Match[str], times: int, certain: bool, caller: str) -> Collective:
-        """What a TPU sends to other slices, which its compiler gives to the hosts as a pair of send and receive."""
+        """Return a collective between TPU slices, which compiles to a send to the host and a receive."""
         if self.across is None:
-            raise LayoutError("the program goes over several slices; say which axis does, as across=layout.across")
+            raise LayoutError(
+                "the program goes over several slices; name the mesh axis that does with across=layout.across"
+            )
         kind, slices = transfer[3].lower().replace("_", "-"), len(transfer[2].split(","))
         kind = "collective-permute" if kind == "one-to-one" else kind
-        given = array_bytes(type_of(self.made[transfer[1]]))
+        size = array_bytes(type_of(self.made[transfer[1]]))
         name = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', caller)
         return Collective(
             kind,
             (self.across,),
             slices,
-            given * slices if kind == "all-gather" else given,
+            size * slices if kind == "all-gather" else size,
             times,
             certain,
             name=name[1] if name else "",
@@ -207,9 +232,9 @@ class Program:
         )
 
     def _maker(self, operand: str) -> str:
-        """The instruction that makes an operand, past those without a name that only move it.
+        """Return the instruction that computes an operand, skipping copies, casts and reshapes without a name.
 
-        TPUs' compiler makes an all-reduce of a reduce-scatter, and leaves the name behind.
+        Where the TPU compiler makes an all-reduce of a reduce-scatter, the name stays with the operand.
         """
         for _ in range(16):
             text = self.made.get(operand, "")
@@ -220,18 +245,19 @@ class Program:
         return ""
 
     def along(self, line: str) -> tuple[tuple[str, ...], int]:
-        """The mesh axes that a collective's text says it runs along, and how many devices take part in a group."""
+        """Return the mesh axes of a collective and the number of devices in a group, from its text."""
         return self._axes(_pairs(line) or self._groups(line))
 
     def _trips(self, line: str, condition: str, body: str) -> int | None:
+        """Return the number of iterations of a loop, `None` where it cannot be read."""
         if known := re.search(r'known_trip_count[":{]+n"?:"?(\d+)', line):
             return int(known[1])
-        # counted from 0 by steps up to a limit: the form that scans and the compiler's own loops have
+        # scans and the compiler's own loops count from 0 up to a limit
         test = next((t for t in self.computations.get(condition, ()) if " compare(" in t and "direction=LT" in t), "")
         at, limit = None, None
         for operand in re.findall(r"%([\w.-]+)", test.partition(" compare(")[2].split(")")[0]):
-            found = re.search(r"get-tuple-element\(.*index=(\d+)", self.made[operand])
-            at, limit = (int(found[1]) if found else at), (limit if found else self._constant(operand))
+            element = re.search(r"get-tuple-element\(.*index=(\d+)", self.made[operand])
+            at, limit = (int(element[1]) if element else at), (limit if element else self._constant(operand))
         last = self.computations.get(body, [""])[-1].rpartition(" tuple(")[2].split(")")[0]
         after = re.findall(r"%([\w.-]+)", last)
         if at is None or limit is None or at >= len(after):
@@ -240,7 +266,7 @@ class Program:
         return None if step is None else -(-limit // step)
 
     def _step(self, name: str) -> int | None:
-        """How much a loop's counter grows, from the instruction that makes its next value."""
+        """Return the increment of a loop's counter, from the instruction that computes its next value."""
         text = self.made[name]
         if called := re.search(r" fusion\(.*calls=%?([\w.-]+)", text):
             text = self.computations[called[1]][-1]
@@ -250,10 +276,12 @@ class Program:
         return next((s for s in steps if s), None)
 
     def _constant(self, name: str) -> int | None:
+        """Return the value of an integer constant, `None` for another instruction."""
         value = re.match(r"[su]\d+\[\]\S* constant\((\d+)\)", self.made[name])
         return int(value[1]) if value else None
 
     def _groups(self, line: str) -> list[list[int]]:
+        """Return the groups of device numbers of a collective, in any of the forms that HLO prints."""
         everyone = [list(range(math.prod(self.shape)))]
         if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
             return [[int(i) for i in re.findall(r"\d+", g)] for g in re.findall(r"\{([^}]*)\}", listed[1])]
@@ -272,19 +300,19 @@ class Program:
         return everyone
 
     def _axes(self, groups: list[list[int]]) -> tuple[tuple[str, ...], int]:
-        """The mesh axes along which the members of a group differ."""
+        """Return the mesh axes along which the members of a group differ, and the size of the largest group."""
         count = math.prod(self.shape)
         if max(i for g in groups for i in g) >= count:
             raise LayoutError(
                 f"the program's devices are numbered up to {max(map(max, groups))}, and the mesh "
-                f"{dict(zip(self.names, self.shape, strict=True))} has {count}; give the mesh it was compiled for"
+                f"{dict(zip(self.names, self.shape, strict=True))} has {count}; pass the mesh it was compiled for"
             )
         places = [np.stack(np.unravel_index(g, self.shape), axis=1) for g in groups]
         differs = np.any([p.min(0) != p.max(0) for p in places], axis=0)
         return tuple(n for n, d in zip(self.names, differs, strict=True) if d), max(map(len, groups))
 
     def source(self, line: str) -> str:
-        """The innermost line of a person's code: not of an installed package, nor of ours below the models."""
+        """Return "file:line" of the innermost frame outside of `PLUMBING`; "" where there is none."""
         if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
             return f"{plain[1]}:{plain[2]}"
         if not (frame := re.search(r"stack_frame_id=(\d+)", line)):
@@ -296,23 +324,23 @@ class Program:
             path = self.tables["FileNames"][file].strip('"')
             if not any(part in path for part in PLUMBING):
                 return f"{path}:{row}"
-            if parent - 1 in (at, 0):  # parents are numbered from one further on
+            if parent - 1 in (at, 0):  # `parent_frame_id` is one more than the frame's row
                 break
             at = parent - 1
         return ""
 
 
 PLUMBING = ("site-packages", "jaxscale/layout/", "jaxscale/parallel/", "jaxscale/nn/linear.py", "pallas_kernels/")
-"""What multiplies and lays things out for everybody: its caller is who asked."""
+"""Parts of paths whose lines are never a source: they multiply and lay out arrays on behalf of their callers."""
 
 
 def _named(instruction: str) -> re.Match[str] | None:
-    """Of an instruction's text, the operation it came from."""
+    """Match the name of the JAX operation in an instruction's text."""
     return re.search(r'op_name="([^"]*)"', instruction)
 
 
 def type_of(instruction: str) -> str:
-    """The type that an instruction's text begins with."""
+    """Return the type that an instruction's text begins with."""
     if not instruction.startswith("("):
         return instruction.split(" ", 1)[0]
     depth = 0
@@ -324,14 +352,15 @@ def type_of(instruction: str) -> str:
 
 
 def _pairs(instruction: str) -> list[list[int]]:
-    """Of a permute's text, which device sends to which."""
+    """Return pairs of sending and receiving device from a permute's text."""
     listed = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction)
     return [[int(i) for i in re.findall(r"\d+", p)] for p in listed[1].split("},")] if listed else []
 
 
 def _ring(body: str) -> str:
-    found = re.search(r"windowed_dot_general_body_(rs|ag)", body)
-    return {"rs": "reduce-scatter", "ag": "all-gather"}[found[1]] if found else ""
+    """Return what a ring of permutes stands for, from the name of its loop's body; "" for another loop."""
+    match = re.search(r"windowed_dot_general_body_(rs|ag)", body)
+    return {"rs": "reduce-scatter", "ag": "all-gather"}[match[1]] if match else ""
 
 
 def _ints(text: str) -> list[int]:
@@ -339,7 +368,13 @@ def _ints(text: str) -> list[int]:
 
 
 def _along(ids: np.ndarray, sizes: dict[str, int], over: list[tuple[str, str, str]]) -> list[list[int]]:
-    """Groups along some axes of a mesh that HLO made up; a part of an axis is written `name:(before)size`."""
+    """Return groups along axes of a mesh in HLO's own naming, where a part of an axis is written `name:(before)size`.
+
+    Args:
+      ids: device numbers in the order of that mesh.
+      sizes: size by axis.
+      over: axes as (name, before, size), the last two "" for a whole axis.
+    """
     shape: list[int] = []
     chosen: list[int] = []
     for name, size in sizes.items():

@@ -1,7 +1,7 @@
-"""The collectives of a training step, from its traced program: no compiler, no devices.
+"""Predict the collectives of a training step from its traced program, without a compiler or devices.
 
-The step constrains parameters, activations and gradients to the layout's shardings; its collectives are the changes
-from one sharding to the next (`jaxscale.plan.partition`), whatever the layers, the objective and the optimizer are.
+The step constrains parameters, activations and gradients to the layout's shardings. Its collectives are the changes
+from one sharding to the next (`jaxscale.plan.partition`), for any layers, objective and optimizer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from jaxscale.step.step import batch_shardings
 def predict(
     config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False, repeats: bool | None = None
 ) -> list[Collective]:
-    """Every collective of a training step, with named scopes and source lines as in its compiled program.
+    """Return the predicted collectives of a training step, with named scopes and source lines.
 
-    A compiler may replace some by others, merges small ones, and adds a few scalars
+    A compiler may replace some of them by others, merges small ones, and adds a few of scalars
     (`experiments/planner_accuracy/COMMUNICATION.md` compares). A ragged all-to-all of experts' tokens is counted as
     if no token were dropped. See `jaxscale.plan.partition.partitioned` for primitives that have no rule.
 
     Args:
       config: the run's settings, with a layout.
-      hardware: a topology or its name, as "v5p:8x8x8"; only the number of its devices matters, and their kind.
-      every_branch: count a pipeline's branches at every tick, and what an optimizer does every few updates at every
-        one, as a compiled program's text has them, and not only when they are taken.
-      repeats: count a gather that equals an earlier one once more, as XLA makes it for GPUs: weights that a backward
-        pass needs are gathered for what it recomputes, and again. By default on GPUs.
+      hardware: a topology or its name, such as "v5p:8x8x8"; only the number and the kind of its devices matter.
+      every_branch: count a pipeline's branches at every tick and the optimizer's periodic work at every update, as in
+        the text of a compiled program, instead of as often as they are taken.
+      repeats: count a gather again that equals an earlier one, as XLA does for GPUs: weights of a backward pass are
+        gathered once for recomputed operations and once more. By default `True` on GPUs only.
 
     Raises:
-      ConfigError: a run without a layout, or what its layers refuse.
-      LayoutError: what cannot be laid out, or an unknown topology.
+      ConfigError: the run has no layout, or its layers refuse it.
+      LayoutError: something cannot be laid out, or the topology is unknown.
     """
     return list(partition(config, hardware, every_branch=every_branch, repeats=repeats).collectives)
 
@@ -50,7 +50,7 @@ def predict(
 def partition(
     config: TrainConfig, hardware: str | Topology, *, every_branch: bool = False, repeats: bool | None = None
 ) -> Partitioned:
-    """What a device computes and sends in a training step; arguments as `predict`."""
+    """Partition a training step: return what one device computes and sends; arguments as for `predict`."""
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
     target = topology(hardware) if isinstance(hardware, str) else hardware
@@ -72,21 +72,26 @@ def partition(
 
 
 def sized(layout: Layout, devices: int) -> Layout:
-    """A layout whose sizes are known, without devices; of its mesh's -1, they are what is left of so many.
+    """Return a layout without devices whose mesh has no size of -1.
+
+    Args:
+      layout: any layout.
+      devices: number of devices that the mesh fills.
 
     Raises:
-      LayoutError: a mesh that needs more, or a -1 that they do not fill.
+      LayoutError: the mesh needs more devices, or they do not divide into a size of -1.
     """
     return layout.abstract(devices)
 
 
 def _boxes(layout: Layout, x: Any, sharding: Any) -> Boxes:
+    """Return how an array is sharded, without mesh axes of size 1."""
     split = Boxes.of(sharding.spec, len(x.shape)).split
     return Boxes(tuple(tuple(a for a in axes if layout.sizes[a] > 1) for axes in split))
 
 
 def _branch_shares(config: TrainConfig, layout: Layout) -> dict[str, float]:
-    """The share of a pipeline's ticks that enter each branch, by the named scopes of `parallel/pipeline/executor`."""
+    """Return the share of a pipeline's ticks that enter each branch, by named scope of `parallel/pipeline/executor`."""
     rows, split = config.micro_batch, layout.split("batch")
     table = layout.schedule.table(layout.stages, layout.schedule.microbatches_of(layout.stages, rows, split))
     ticks = len(table.slots)

@@ -1,4 +1,4 @@
-"""Two plans for the same hardware side by side: which terms of memory, arithmetic and time differ, and by how much."""
+"""Compare two plans for the same hardware term by term: memory, FLOPs and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
     "seconds": "seconds of a step",
     "throughput": "throughput",
 }
-"""Groups of terms, and the titles of their tables."""
+"""Groups of terms and the titles of their tables."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Term:
     """One quantity of two plans.
 
     Args:
-      group: of `TITLES`.
-      name: of the quantity.
-      a, b: its value in either plan; 0 where a plan has no such term.
+      group: one of `TITLES`.
+      name: the quantity.
+      a, b: its value in each plan; 0 where a plan has no such term.
     """
 
     group: str
@@ -48,7 +48,7 @@ class Comparison(Shown):
 
     Args:
       a, b: the plans.
-      names: of the two, as columns of the tables are called.
+      names: names of the two plans.
     """
 
     a: Plan
@@ -57,12 +57,12 @@ class Comparison(Shown):
 
     @property
     def compiled(self) -> bool:
-        """Whether times are those of both compiled programs; else both are by arithmetic, so that they compare."""
+        """Whether the times of both plans are of compiled programs; otherwise both are analytic."""
         return all(p.compiled is not None and p.compiled.step is not None for p in (self.a, self.b))
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Every quantity of either plan, group by group."""
+        """The quantities of both plans, group by group."""
         each = [_terms(p, p.best if self.compiled else p.step) for p in (self.a, self.b)]
         names = dict.fromkeys(name for values in each for name in values)
         order = [*TITLES]
@@ -70,7 +70,7 @@ class Comparison(Shown):
         return tuple(sorted(terms, key=lambda t: (order.index(t.group), _is_total(t))))
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return terms and both plans as plain values."""
         terms: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
         for t in self.terms:
             terms[t.group][t.name] = {"a": t.a, "b": t.b, "difference": t.b - t.a}
@@ -112,26 +112,27 @@ def compare(
     names: tuple[str, str] = ("a", "b"),
     **options: Any,
 ) -> Comparison:
-    """Plans two runs on the same hardware, to see which terms differ.
+    """Plan two runs on the same hardware and compare the plans.
 
     Args:
-      a, b: settings of the two runs.
+      a: settings of one run.
+      b: settings of the other.
       hardware: a topology or its name, as for `plan_for`.
-      names: of the two runs.
-      options: as `plan_for` takes them: `tokens`, `price`, `watts`, `restarts`, `compile`.
+      names: names of the two runs for the tables.
+      **options: keyword arguments of `plan_for`: `tokens`, `price`, `watts`, `restarts`, `compile`.
 
     Returns:
-      Both plans; `terms` has their quantities.
+      both plans; `terms` has their quantities.
 
     Raises:
-      ConfigError, LayoutError: those of `plan_for`, of either run.
+      ConfigError, LayoutError: `plan_for` refuses one of the runs.
     """
-    there = topology(hardware) if isinstance(hardware, str) else hardware
-    return Comparison(plan_for(a, there, **options), plan_for(b, there, **options), names)
+    target = topology(hardware) if isinstance(hardware, str) else hardware
+    return Comparison(plan_for(a, target, **options), plan_for(b, target, **options), names)
 
 
 def _terms(plan: Plan, step: StepTime) -> dict[tuple[str, str], float]:
-    """A plan's quantities by group and name; those of memory and seconds add up to their totals."""
+    """Return a plan's quantities by group and name; terms of memory and of seconds add up to their totals."""
     terms: dict[tuple[str, str], float] = {("memory", name): size for name, size in groups(plan.memory).items()}
     terms["memory", "on a device"] = plan.memory.device
     terms["memory", "in host memory"] = plan.memory.host
@@ -155,7 +156,7 @@ def _terms(plan: Plan, step: StepTime) -> dict[tuple[str, str], float]:
 
 
 def _is_total(t: Term) -> bool:
-    """Whether a term sums up those of its group, or stands apart from them: these come last."""
+    """Return whether a term is a total of its group, or does not count towards it; such terms are listed last."""
     return (t.group == "memory" and t.name.startswith(("on a device", "in host"))) or t.name == "total"
 
 

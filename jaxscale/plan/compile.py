@@ -1,4 +1,4 @@
-"""Compiling for hardware that nobody has switched on: TPU slices and GPUs by name, on any CPU machine."""
+"""Compile for TPU slices and GPUs by name, on a machine that has none (ahead-of-time compilation)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from pallas_kernels.dispatch import KernelError
 
 
 def topology_devices(topology: str) -> tuple[Any, ...]:
-    """The devices of named hardware that is not here, for `Layout.on`.
+    """Return compile-only devices of named hardware, for `Layout.on`.
 
     Args:
       topology: a TPU slice ("v5e:4x4", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x8") or a number of GPUs ("h200:8").
 
     Raises:
-      LayoutError: an unknown name, or its compiler is not installed; says what to install.
+      LayoutError: the name is unknown, or the compiler is not installed; the message tells what to install.
     """
     try:
         return devices_of(topology)
@@ -47,58 +47,60 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
 def compile_for(
     fn: Callable[..., Any], topology: str, *args: Any, layout: Layout | None = None, donate_argnums: Sequence[int] = ()
 ) -> Any:
-    """Compiles a function for hardware that is not here; what comes back can be read and not run.
+    """Compile a function for hardware that this machine does not have; the result can be read but not run.
 
-    The real compiler makes the real program, so memory (`.memory_analysis()`), arithmetic (`.cost_analysis()`) and
-    communication (`.as_text()`) are those of the hardware. Nothing is allocated.
+    This is the compiler of the hardware, so that memory (`.memory_analysis()`), FLOPs (`.cost_analysis()`) and
+    collectives (`.as_text()`) are those of the program that would run. No array is allocated.
 
     Args:
-      fn: a function, or one that `jax.jit` made (then with its own options).
+      fn: a function, or the result of `jax.jit` (which keeps its options).
       topology: as for `topology_devices`.
       *args: trees of `jax.ShapeDtypeStruct` or arrays; only shape, dtype and partition spec are read. An array
-        without a sharding, or with one that names no mesh axes, is whole on every device.
+        without a sharding, or with one that names no mesh axes, is replicated.
       layout: the mesh and rules in force while tracing; one device of the topology by default.
-      donate_argnums: arguments whose memory the outputs may take.
+      donate_argnums: positions of arguments whose memory the outputs may reuse.
 
     Returns:
       a `jax.stages.Compiled`.
 
     Raises:
       LayoutError: an unknown topology, a compiler that is not installed, or a mesh larger than the topology.
-      ConfigError: `donate_argnums` for a function that is jitted already.
+      ConfigError: `donate_argnums` for a function that is already jitted.
       jax.errors.JaxRuntimeError: the program does not fit the hardware's memory.
     """
     devices = topology_devices(topology)
-    there = Layout("data=1", rules="replicated").on(devices[:1]) if layout is None else layout.on(devices)
-    used = tuple(there.device_mesh.devices.flat)
+    placed = Layout("data=1", rules="replicated").on(devices[:1]) if layout is None else layout.on(devices)
+    used = tuple(placed.device_mesh.devices.flat)
 
-    def place(x: Any) -> jax.ShapeDtypeStruct:
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, sharding=NamedSharding(there.device_mesh, spec))
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, sharding=NamedSharding(placed.device_mesh, spec))
 
     if hasattr(fn, "lower") and donate_argnums:
-        raise ConfigError("a function that jax.jit made has its own donate_argnums; give them there")
+        raise ConfigError("a jitted function has its own donate_argnums; pass donate_argnums to jax.jit instead")
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=tuple(donate_argnums))
-    with there:
-        return compile_lowered(jitted.lower(*jax.tree.map(place, args)), used)
+    with placed:
+        return compile_lowered(jitted.lower(*jax.tree.map(abstract, args)), used)
 
 
 def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[Guard] = ()) -> Any:
-    """Compiles the training step of a run for hardware that is not here, as `fit` would there with these guards.
+    """Compile the training step of a run, for named hardware or for this machine.
+
+    The step is the one that `fit` would run there with these guards.
 
     Args:
-      config: the run's settings; its layout is laid over the topology. Its data is not opened.
+      config: the run's settings; its mesh is made of the topology's devices. Its data is not opened.
       topology: as for `topology_devices`; `None` is this machine.
-      guards: that are part of the step; `config.guards` are those of `fit`.
+      guards: guards that are part of the step; none by default. Pass `config.guards` to compile what `fit` runs.
 
     Returns:
       a `jax.stages.Compiled` of `(state, batch) -> (state, metrics)`.
 
     Raises:
-      ConfigError: the run has no layout, and hardware that is not here.
-      LayoutError: as `compile_for`, or naming a tensor that cannot be laid out.
+      ConfigError: a topology for a run without a layout.
+      LayoutError: as for `compile_for`, or a tensor cannot be laid out.
       jax.errors.JaxRuntimeError: the step does not fit the hardware's memory.
     """
     if topology is not None and config.layout is None:
@@ -112,10 +114,10 @@ def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[
 
 
 def lower_step(config: TrainConfig) -> Any:
-    """Traces and lowers the training step of a run as `fit` makes it, for devices that need not be here.
+    """Trace and lower the training step that `fit` runs, for a mesh of any size.
 
-    Whatever is wrong with shapes, dtypes, kernels or the layout shows, at any size, within a second or two; nothing is
-    compiled or allocated, and the data is not opened. A mesh with a -1 takes the devices that are here.
+    This finds errors in shapes, dtypes, kernels and the layout within a second or two at any size. Nothing is compiled
+    or allocated, and the data is not opened. A mesh size of -1 is filled with this machine's devices.
 
     Args:
       config: the run's settings.
@@ -124,7 +126,7 @@ def lower_step(config: TrainConfig) -> Any:
       a `jax.stages.Lowered` of `(state, batch) -> (state, metrics)` on an abstract mesh, for this machine's platform.
 
     Raises:
-      LayoutError, ConfigError: naming what does not fit, as `jaxscale.step.check`.
+      LayoutError, ConfigError: `jaxscale.step.check` refuses the run, and names what does not fit.
     """
     if config.layout is not None:
         config = dataclasses.replace(config, layout=config.layout.abstract())
@@ -138,7 +140,7 @@ def _lowered(
     guards: tuple[Guard, ...],
     platform: str | None,
 ) -> Any:
-    """The lowered step of a run on its own layout; `platform` is needed where that has no devices."""
+    """Return the lowered step of a run on its layout; `platform` is needed for a layout without devices."""
     inputs = config.objective.inputs(config)
     sharding = None if config.layout is None else batch_shardings(config.layout, inputs, config.batch_size)
     plain = step_of(blueprint, dataclasses.replace(config, guards=guards), schedule)
@@ -154,7 +156,7 @@ def _lowered(
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of what a step is given, laid out as the run says."""
+    """Return shapes, dtypes and shardings of a step's batch."""
     inputs, rows = config.objective.inputs(config), config.batch_size
     where = batch_shardings(config.layout, inputs, rows)
     return {
@@ -164,20 +166,20 @@ def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def bytes_of(program: Any) -> int:
-    """Bytes on a device of a compiled program: arguments, outputs that are not theirs, temporaries.
+    """Return the bytes per device of a compiled program: arguments, outputs that do not alias them, temporaries.
 
-    Of a TPU, jax 0.10.2 reports more temporaries than it allocates (10.9 GiB for 7.4 in one case), and jax 0.12 what it
-    allocates.
+    For TPUs, jax 0.10.2 reports more temporaries than it allocates (10.9 GiB instead of 7.4 in one case); jax 0.12
+    reports what it allocates.
     """
     m = program.memory_analysis()
     return m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
 
 
-def bytes_wanted(error: jax.errors.JaxRuntimeError) -> int:
-    """Bytes that a compiler wanted on giving up.
+def bytes_needed(error: jax.errors.JaxRuntimeError) -> int:
+    """Return the bytes per device that a program needs, from the compiler's out-of-memory error.
 
     Raises:
-      jax.errors.JaxRuntimeError: it gave up for another reason.
+      jax.errors.JaxRuntimeError: the error is not about memory.
     """
     size = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", str(error))
     if size is None:

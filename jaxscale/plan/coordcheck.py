@@ -1,10 +1,11 @@
-"""The coordinate check: whether activations, and what training moves them by, stay the same size as a model widens.
+"""The coordinate check: do activations, and their changes in training, have the same size at every width of a model?
 
-(Yang et al. 2022, Tensor Programs V, appendix D.1.) A few steps at several widths, and for every module the mean
-magnitude of its coordinates. Under a parametrisation that transfers all of it is flat in the width, with two exceptions
-that may shrink, logits and attention scores. µP divides these sums by the number of their terms, which is right once
-training has aligned the terms; at the start they are independent, and their sum is smaller by the root of their number.
-The same holds of what the initial head makes of features that have moved, a part of what the logits move by.
+As in Yang et al. 2022 (Tensor Programs V, appendix D.1), a model is trained for a few steps at several widths, and the
+mean magnitude of each module's output is recorded. Under a parametrisation whose hyperparameters transfer, these are
+flat in the width. Two may shrink: logits and attention scores. µP divides these sums by the number of their terms,
+which is right for terms that training has aligned; at initialisation the terms are independent, so that the sum is
+smaller by the square root of their number. The same holds for the part of the logits' change that the initial head
+makes of changed features.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ if TYPE_CHECKING:
 
 WIDTHS = (32, 64, 128, 256)
 TOLERANCE = 0.15
-"""A size that goes as the width to a larger power than this, or to a smaller one than its negative, is not flat."""
+"""A size is flat if it goes as the width to a power between minus this and this."""
 
 SUMS = ("logits", "scores")
-"""What may shrink."""
+"""Activations that may shrink as the width grows."""
 
-_KEPT = re.compile(r"embed|norm|logits|scores|runs/\d+/blocks/\d+(/(attn|mlp|scores))?")
-"""Modules that are looked at: what each block and each of its sub-layers makes, the ends, and attention's scores."""
+_MODULES = re.compile(r"embed|norm|logits|scores|runs/\d+/blocks/\d+(/(attn|mlp|scores))?")
+"""Modules that are checked: every block and its sub-layers, embedding, last norm, logits, and attention scores."""
 
 Sizes = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Coordinate:
-    """One module's coordinates: mean magnitudes by width, and their slopes in log width.
+    """Mean magnitudes of one module's output by width, and their slopes in log width.
 
     Args:
-      name: the module's scope; of stacked layers all together.
-      at_init: before training, a number per width (the geometric mean over seeds and layers).
-      moved: mean magnitude of the change since then, per step and width.
-      init_slope: of the first.
-      moved_slope: of the second, the steepest of all steps; of what may shrink, the largest.
+      name: the module's scope; all layers of a stack are one module.
+      at_init: mean magnitude before training, by width (the geometric mean over seeds and layers).
+      moved: mean magnitude of the change since then, by step and width.
+      init_slope: slope of log `at_init` in log width.
+      moved_slope: slope of log `moved`, of the step where it is steepest; for `SUMS`, where it is largest.
     """
 
     name: str
@@ -67,9 +68,13 @@ class Coordinate:
     moved_slope: float
 
     def why_not_flat(self, tolerance: float) -> str | None:
-        """What is wrong with it, in words, or `None`."""
+        """Return why the module is not flat, in words; `None` if it is flat.
+
+        Args:
+          tolerance: the steepest slope that counts as flat.
+        """
         if not all(np.isfinite(x).all() for x in (self.at_init, self.moved, self.init_slope, self.moved_slope)):
-            return "is not finite, or is nothing at some widths alone"
+            return "is not finite, or is zero at some widths only"
         shrinks = not self.name.endswith(SUMS)
         for what, slope in (("is", self.init_slope), ("is moved", self.moved_slope)):
             if slope > tolerance or shrinks and slope < -tolerance:
@@ -79,14 +84,16 @@ class Coordinate:
 
 @dataclasses.dataclass(frozen=True)
 class CoordCheck:
-    """What a coordinate check found; prints as a table.
+    """Result of a coordinate check; prints as a table.
 
     Args:
-      parametrisation: in words.
-      widths, steps, seeds: of the check.
+      parametrisation: the model's parametrisation, in words.
+      widths: widths of the residual stream.
+      steps: steps of training.
+      seeds: number of seeds that sizes are averaged over.
       tolerance: the steepest slope that counts as flat.
-      coordinates: of every module.
-      losses: after each step, per width.
+      coordinates: one for every module.
+      losses: by step and width, the mean over seeds.
     """
 
     parametrisation: str
@@ -99,24 +106,24 @@ class CoordCheck:
 
     @property
     def flat(self) -> bool:
-        """Whether everything is."""
+        """Whether every module is flat."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is not, a sentence each."""
-        found = ((c, c.why_not_flat(self.tolerance)) for c in self.coordinates)
-        return tuple(f"{c.name} {why}" for c, why in found if why)
+        """A sentence for each module that is not flat."""
+        reasons = ((c, c.why_not_flat(self.tolerance)) for c in self.coordinates)
+        return tuple(f"{c.name} {why}" for c, why in reasons if why)
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result in words."""
         if self.flat:
             return f"flat: no slope beyond {self.tolerance:g} under {self.parametrisation}"
         return "\n".join([f"not flat under {self.parametrisation}:", *self.failures])
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return all fields, `flat` and `failures` as plain values."""
         return {**dataclasses.asdict(self), "flat": self.flat, "failures": list(self.failures)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -141,11 +148,18 @@ class CoordCheck:
         yield table
         yield f"flat: no slope in log width beyond ±{self.tolerance:g}; {' and '.join(SUMS)} may shrink"
         if len(self.widths) < 3:
-            yield f"a slope of {len(self.widths)} widths is noisy; give three or more"
+            yield f"a slope over {len(self.widths)} widths is noisy; use three or more"
         yield self.verdict
 
     def draw(self, path: str | Path) -> Path:
-        """Draws sizes over widths, at the start and of the changes after each step, into a picture."""
+        """Plot sizes over widths, at initialisation and of the change after each step.
+
+        Args:
+          path: the file to write; its suffix is the format, such as ".png".
+
+        Returns:
+          `path`.
+        """
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(3.2 * (self.steps + 1) + 2.2, 3.4), dpi=90, layout="constrained")
@@ -174,58 +188,58 @@ def coordcheck(
     tolerance: float = TOLERANCE,
     tell: Tell = lambda what, done, total: None,
 ) -> CoordCheck:
-    """Trains a config's model at several widths for a few steps and measures.
+    """Train a model at several widths for a few steps and measure the sizes of its activations.
 
-    On one device, whatever the layout, at the peak learning rate from the first step on, since a warm-up would hide
-    what a step does. All widths see the same batches; activations are those of the first.
+    This runs on one device for any layout, and at the peak learning rate from the first step on, since a warm-up would
+    hide the effect of a step. All widths train on the same batches; activations are recorded on the first of them.
 
     Args:
-      config: of the run; its model has `at_width`.
-      widths: of the residual stream, in any order; two at least.
-      steps: of training.
+      config: the run's settings; its model has a method `at_width`.
+      widths: two or more widths of the residual stream, in any order.
+      steps: steps of training.
       seeds: runs of each width, over which sizes are averaged.
       tolerance: the steepest slope that counts as flat.
-      tell: told what is being done, how far it is, and of how much.
+      tell: called with progress: what is done ("width"), how far it is, and of how much.
 
     Raises:
-      ConfigError: arguments out of their range, or a model that cannot be had at a width.
+      ConfigError: an argument is out of its range, or the model cannot be built at a width.
     """
     widths = tuple(sorted(set(widths)))
     if len(widths) < 2 or widths[0] < 1:
-        raise ConfigError(f"a slope needs two widths of at least 1, and was given {list(widths)}; as {WIDTHS}")
+        raise ConfigError(f"a slope needs two widths of at least 1, not {list(widths)}; use for example {WIDTHS}")
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
     if not isinstance(config.model, HasWidths):
-        raise ConfigError(f"{type(config.model).__name__} has no at_width(width), so it cannot be had at other widths")
+        raise ConfigError(f"{type(config.model).__name__} has no at_width(width), so it has no other widths to check")
     plain: dict[str, Any] = dict(layout=None, schedule=Constant(), steps=steps, guards=(), eval_batches=0, prompt=None)
     configs = [dataclasses.replace(config, model=config.model.at_width(w), **plain) for w in widths]
     prepared = prepare(configs[0])
-    each = [
-        prepared.place(prepared.loader, step) for step in range(steps + 1)
-    ]  # the last is looked at, not learned from
+    # sizes are recorded before each step, so that those after the last step take one batch more
+    each = [prepared.place(prepared.loader, step) for step in range(steps + 1)]
     batches = {k: jnp.stack([b[k] for b in each]) for k in each[0]}
-    found = []
+    results = []
     for width, one in zip(widths, configs, strict=True):
         tell("width", width, widths[-1])
         run = quickly(jax.vmap(_measured(one), in_axes=(0, None)))
-        found.append(jax.device_get(run(jnp.arange(config.seed, config.seed + seeds), batches)))
+        results.append(jax.device_get(run(jnp.arange(config.seed, config.seed + seeds), batches)))
     return CoordCheck(
-        _called(config.model), widths, steps, seeds, tolerance, _coordinates(widths, found),
-        tuple(zip(*(np.mean(f["loss"], axis=0).tolist() for f in found), strict=True)),
+        _parametrisation(config.model), widths, steps, seeds, tolerance, _coordinates(widths, results),
+        tuple(zip(*(np.mean(r["loss"], axis=0).tolist() for r in results), strict=True)),
     )  # fmt: skip
 
 
-def _called(model: Any) -> str:
+def _parametrisation(model: Any) -> str:
+    """Return the name of a model's parametrisation."""
     widening = model.widening if isinstance(model, Parametrised) else None
     return "the standard parametrisation" if widening is None else repr(widening.parametrisation)
 
 
 def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]:
-    """A seed and batches -> before each batch's step, sizes of all activations and of their changes; its loss."""
+    """Return a function that trains from a seed on batches, and records sizes and changes before each step."""
     model: Any = config.model
     scans = isinstance(model, ScansLayers) and model.scan == "auto"
-    if scans:  # so that a module's layers are recorded side by side
+    if scans:  # so that a module's layers are recorded as one stacked array
         config = dataclasses.replace(config, model=dataclasses.replace(model, scan=True))
     blueprint, schedule = blueprint_of(config)
     step = step_of(blueprint, config, schedule)
@@ -251,7 +265,7 @@ def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]
 
 
 def _activations(config: TrainConfig, graphdef: nnx.GraphDef[Any], batch: dict[str, jax.Array], params: Any) -> Sizes:
-    """By module; (B, S, ...), or (layers, B, S, ...)."""
+    """Return activations by module, (B, S, ...) or for stacked layers (layers, B, S, ...)."""
     tokens = batch["tokens"]
 
     def forward(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -259,18 +273,18 @@ def _activations(config: TrainConfig, graphdef: nnx.GraphDef[Any], batch: dict[s
         hidden = model.hidden(tokens, positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
         return hidden, head_logits(hidden, model.head_weight(), softcap=None)
 
-    stream = jax.eval_shape(forward, params)[0].shape  # a module's output, and not what experts report besides
-    (_, logits), found = recorded(forward, params, keep=lambda shape: shape == stream)
-    found["logits"] = logits
-    for name in [n for n in found if n.endswith("attn/qkv:qkv")]:
-        q, k, _ = found[name]
+    stream = jax.eval_shape(forward, params)[0].shape  # modules' outputs have it; statistics of experts do not
+    (_, logits), activations = recorded(forward, params, keep=lambda shape: shape == stream)
+    activations["logits"] = logits
+    for name in [n for n in activations if n.endswith("attn/qkv:qkv")]:
+        q, k, _ = activations[name]
         scale = getattr(config.model, "score_scale", q.shape[-1] ** -0.5)
-        found[name.replace("attn/qkv:qkv", "scores")] = _scores(q, k, scale)
-    return {name: found[name] for name in found if _KEPT.fullmatch(name)}
+        activations[name.replace("attn/qkv:qkv", "scores")] = _scores(q, k, scale)
+    return {name: x for name, x in activations.items() if _MODULES.fullmatch(name)}
 
 
 def _scores(q: jax.Array, k: jax.Array, scale: float) -> jax.Array:
-    """Attention's scores of all causal pairs, such that a mean over the square is the mean over the pairs."""
+    """Return attention scores, 0 for non-causal pairs, scaled so that their mean is the mean over causal pairs."""
     causal = jnp.tril(jnp.ones((q.shape[-3], q.shape[-3]), jnp.float32))
     k = jnp.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
     scores = jnp.einsum("...shd,...thd->...sht", q, k, preferred_element_type=jnp.float32)
@@ -278,7 +292,7 @@ def _scores(q: jax.Array, k: jax.Array, scale: float) -> jax.Array:
 
 
 def _sizes(activations: Sizes) -> Sizes:
-    """Mean magnitudes, of each layer where layers are stacked."""
+    """Return mean magnitudes by module, one per layer where layers are stacked."""
 
     def size(name: str, x: jax.Array) -> jax.Array:
         stacked = x.ndim - (4 if name.endswith("scores") else 3)
@@ -287,31 +301,35 @@ def _sizes(activations: Sizes) -> Sizes:
     return {name: size(name, x) for name, x in activations.items()}
 
 
-def _coordinates(widths: Sequence[int], found: Sequence[dict[str, Any]]) -> tuple[Coordinate, ...]:
+def _coordinates(widths: Sequence[int], results: Sequence[dict[str, Any]]) -> tuple[Coordinate, ...]:
+    """Return a `Coordinate` for every module from the results of every width."""
     rows = []
-    for name in found[0]["size"]:
-        at_init = np.array([_pooled(f["size"][name])[0] for f in found])
-        moved = np.array([_pooled(f["moved"][name])[1:] for f in found]).T
+    for name in results[0]["size"]:
+        at_init = np.array([_pooled(r["size"][name])[0] for r in results])
+        moved = np.array([_pooled(r["moved"][name])[1:] for r in results]).T
         slopes = _slope(widths, at_init), _steepest(name, [_slope(widths, m) for m in moved])
         rows.append(Coordinate(name, tuple(at_init.tolist()), tuple(map(tuple, moved.tolist())), *slopes))
     return tuple(rows)
 
 
 def _steepest(name: str, slopes: Sequence[float]) -> float:
-    """Of several steps: the one that says most against it, and a NaN before all others."""
-    weight = (lambda slope: slope) if name.endswith(SUMS) else abs
-    return max(slopes, key=lambda slope: np.inf if np.isnan(slope) else weight(slope))
+    """Return the slope that is farthest from flat: NaN, else the largest (of `SUMS`) or the largest in magnitude."""
+
+    def distance(slope: float) -> float:
+        return np.inf if np.isnan(slope) else slope if name.endswith(SUMS) else abs(slope)
+
+    return max(slopes, key=distance)
 
 
 def _pooled(sizes: np.ndarray) -> np.ndarray:
-    """By step: the geometric mean over seeds (which come first, then steps) and layers, if any."""
+    """Return geometric means over seeds and layers by step, of sizes (seeds, steps) or (seeds, steps, layers)."""
     with np.errstate(divide="ignore"):
         logs = np.log(sizes)
     return np.exp(np.mean(logs.reshape(*logs.shape[:2], -1), axis=(0, 2)))
 
 
 def _slope(widths: Sequence[int], sizes: Sequence[float] | np.ndarray) -> float:
-    """Of log size in log width, by least squares; 0 where all sizes are 0."""
+    """Return the slope of log size in log width, by least squares; 0 where all sizes are 0."""
     if not np.any(sizes):
         return 0.0
     with np.errstate(divide="ignore", invalid="ignore"):

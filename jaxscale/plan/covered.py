@@ -1,4 +1,4 @@
-"""Which runs the planner's formulas cover; any other is planned from its traced step."""
+"""Decide which runs the planner's formulas cover; other runs are planned from their traced step."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class NotCovered(ConfigError):
-    """No formula knows a part of a run, which can be planned from its traced step all the same.
+    """The planner's formulas do not cover a part of a run, which can still be planned from its traced step.
 
     Args:
       what: that part, in a few words.
     """
 
     def __init__(self, what: str):
-        self.why = f"no formula knows the arithmetic and memory of {what}"
+        self.why = f"no formula covers FLOPs and memory of {what}"
         super().__init__(f"{self.why}; `jaxscale plan` takes them from the traced step")
 
 
 def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig:
-    """A run's model, where formulas cover the run.
+    """Return a run's model if formulas cover the run.
 
     Args:
       config: the run's settings.
-      adapters: whether those of a run are covered, as they are by what it holds and not by what it computes.
+      adapters: whether to accept a run with adapters, which formulas of memory cover and formulas of FLOPs do not.
 
     Raises:
-      NotCovered: they do not.
+      NotCovered: formulas do not cover the run.
     """
     if not config.objective.in_formulas or config.objective.reference:
         raise NotCovered(type(config.objective).__name__)
@@ -49,11 +49,11 @@ def covered(config: TrainConfig, *, adapters: bool = False) -> TransformerConfig
 
 
 def check_attention(model: TransformerConfig, layout: Layout) -> None:
-    """That formulas cover a model's attention on a layout.
+    """Check that formulas cover a model's attention on a layout.
 
     Raises:
-      NotCovered: latent attention of a sharded sequence or beside the feed-forward layer, or a user's kernel over
-        a sharded sequence.
+      NotCovered: latent attention with a sharded sequence or in a block whose sub-layers are parallel, or a kernel of
+        the user's own with a sharded sequence.
     """
     sharded = layout.split("seq") > 1
     if isinstance(model.attention_layer, MultiHeadLatent) and (model.parallel or sharded):
@@ -65,10 +65,10 @@ def check_attention(model: TransformerConfig, layout: Layout) -> None:
 
 
 def covered_model(model: Any) -> TransformerConfig:
-    """A model that formulas cover.
+    """Return a model if formulas cover it.
 
     Raises:
-      NotCovered: they do not.
+      NotCovered: formulas do not cover the model.
     """
     what = model.not_in_formulas() if isinstance(model, Plannable) else type(model).__name__
     if what is not None:

@@ -1,4 +1,4 @@
-"""Everything of a training run but the run: its step, traced and lowered for devices that need not be here."""
+"""Check a training run without running it: trace and lower its step for a mesh of any size."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from jaxscale.units import human_bytes
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What one step of a run would be.
+    """Sizes of one training step.
 
     Args:
       layout: mesh and rules, in words.
-      devices: of the mesh.
-      parameters: of the model.
-      rows, tokens: of a step's batch, over the whole machine; `None` tokens of an objective that takes none.
-      micro_batches: that a step makes of it.
-      flops: of a step's products, over the whole machine, as the model's formula has them; `None` without one.
-      parameter_bytes, state_bytes: per device, of the parameters and of all that training keeps between steps.
+      devices: number of devices of the mesh.
+      parameters: number of the model's parameters.
+      rows: rows of the global batch.
+      tokens: tokens of the global batch; `None` for an objective without tokens.
+      micro_batches: micro-batches of a step.
+      flops: FLOPs of a step's matrix products over all devices, by the model's formula; `None` for a model without one.
+      parameter_bytes: bytes of parameters per device.
+      state_bytes: bytes of the training state per device, parameters included.
       operations: lines of the lowered program.
-      seconds: that tracing and lowering took.
+      seconds: seconds that tracing and lowering took.
     """
 
     layout: str
@@ -49,7 +51,7 @@ class DryRun:
     def __str__(self) -> str:
         batch = f"{self.rows:,} rows" + ("" if self.tokens is None else f", {self.tokens:,} tokens")
         batch += f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        kept = f"{human_bytes(self.state_bytes)} a device, {human_bytes(self.parameter_bytes)} of it parameters"
+        state = f"{human_bytes(self.state_bytes)} a device, {human_bytes(self.parameter_bytes)} of it parameters"
         rows = {
             "layout": f"{self.layout}: {self.devices:,} device{'s' * (self.devices > 1)}",
             "model": f"{self.parameters:,} parameters",
@@ -57,20 +59,20 @@ class DryRun:
             "step": "FLOPs not known (the model config has no flops)"
             if self.flops is None
             else f"{self.flops:.3g} FLOPs of products, over all devices",
-            "state": kept,
+            "state": state,
             "program": f"{self.operations:,} lines, traced and lowered in {self.seconds:.1f} s; not compiled",
         }
         return "\n".join(f"{name:8} {text}" for name, text in rows.items())
 
 
 def dry_run(config: TrainConfig) -> DryRun:
-    """Does all of a step that needs no device: checks the run, traces its step on the layout's mesh, lowers it.
+    """Check a run, then trace and lower its step on the layout's mesh; this needs no devices.
 
     Args:
       config: the run's settings; its data is not opened.
 
     Raises:
-      LayoutError, ConfigError, DataError: naming what does not fit.
+      LayoutError, ConfigError, DataError: the run cannot be trained; the message names what does not fit.
     """
     check_ids(config)
     start, (unit, count) = time.perf_counter(), examples(config)

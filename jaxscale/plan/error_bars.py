@@ -1,4 +1,4 @@
-"""Error bars of predicted memory and of predicted times of a step, from other steps of the same kind."""
+"""Error bars of predicted memory and of predicted step times, from comparisons with steps of the same kind."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ METHODS = {
     "traced": "compiled steps took {} times the memory predicted from the traced step",
     "time": "published runs took {} times the step time predicted",
 }
-"""How a quantity was predicted, and what its error bar says."""
+"""Methods of prediction, and the sentence that gives the error bar of each."""
 REGIMES = {
     "usual": "runs with AdamW, one micro-batch, and neither packing, adapters nor stored attention scores",
     "other": "runs with another optimizer, accumulation, packing or stored attention scores",
     "adapters": "runs with adapters",
     "gpus": "runs for GPUs",
 }
-"""Kinds of runs, by what predictions of memory are known to be off."""
+"""Kinds of runs that differ in the error of predicted memory."""
 TIME_REGIMES = {
     "dense": "runs of models without experts, at most 16k tokens long",
     "long": "runs with sequences of 16k tokens and more",
     "experts": "runs of mixtures of experts",
     "small": "runs of models below 3B parameters",
 }
-"""Kinds of runs, by what predictions of time are known to be off."""
+"""Kinds of runs that differ in the error of predicted step time."""
 LONG = 16384
-"""Tokens of a sequence from which on a run counts as long."""
+"""A run whose sequences have at least so many tokens counts as "long"."""
 SMALL = 3e9
-"""Parameters below which a model counts as small."""
+"""A model with fewer parameters counts as "small"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorBar:
-    """An interval for what is measured, relative to a prediction.
+    """An interval for a measured value, relative to its prediction.
 
     Args:
       low, high: measured over predicted; nine of ten cases lie between them.
-      regime: one of `REGIMES`, of times one of `TIME_REGIMES`.
+      regime: one of `REGIMES`; for times one of `TIME_REGIMES`.
       method: one of `METHODS`.
-      cases: the number of compiled steps or published runs that the factors come from.
-      outside: a sentence if the run is unlike all of these, else "".
+      cases: number of compiled steps or published runs that the factors come from.
+      outside: how the run differs from all of these cases, in words; "" if it does not.
     """
 
     low: float
@@ -63,18 +63,18 @@ class ErrorBar:
     outside: str = ""
 
     def bytes(self, predicted: int) -> tuple[int, int]:
-        """The interval for a prediction in bytes."""
+        """Return the ends of the interval for a prediction in bytes."""
         return int(predicted * self.low), int(predicted * self.high)
 
     def __str__(self) -> str:
-        said = METHODS[self.method].format(f"{self.low:.2f} to {self.high:.2f}")
+        sentence = METHODS[self.method].format(f"{self.low:.2f} to {self.high:.2f}")
         which = TIME_REGIMES[self.regime] if self.method == "time" else REGIMES[self.regime]
         which += ", compiled for TPUs" if self.method != "time" and self.regime != "gpus" else ""
-        return f"nine of ten {said} ({self.cases} {which})" + (f"; {self.outside}" if self.outside else "")
+        return f"nine of ten {sentence} ({self.cases} {which})" + (f"; {self.outside}" if self.outside else "")
 
 
 def regime(config: TrainConfig, hardware: Topology) -> str:
-    """Which of `REGIMES` a run is of."""
+    """Return which of `REGIMES` a run belongs to."""
     if hardware.chip.platform == "gpu":
         return "gpus"
     if config.adapters is not None:
@@ -83,7 +83,7 @@ def regime(config: TrainConfig, hardware: Topology) -> str:
 
 
 def unusual(config: TrainConfig, hardware: Topology) -> list[str]:
-    """What a run has that formulas were not made for, in a few words each."""
+    """Return the parts of a run that formulas of memory are not made for, in a few words each."""
     parts = {
         f"{hardware.chip.name} devices": hardware.chip.platform == "gpu",
         "adapters": config.adapters is not None,
@@ -92,11 +92,11 @@ def unusual(config: TrainConfig, hardware: Topology) -> list[str]:
         "packed sequences (train.segments)": config.segments,
         "attention that stores its scores": getattr(config.model, "attention", None) is dot_product_attention,
     }
-    return [what for what, has_it in parts.items() if has_it]
+    return [name for name, present in parts.items() if present]
 
 
 def time_regime(config: TrainConfig) -> str:
-    """Which of `TIME_REGIMES` a run is of."""
+    """Return which of `TIME_REGIMES` a run belongs to."""
     if isinstance(getattr(config.model, "mlp", None), MixtureOfExperts):
         return "experts"
     if config.seq_len >= LONG:
@@ -105,13 +105,13 @@ def time_regime(config: TrainConfig) -> str:
 
 
 def error_bar(config: TrainConfig, hardware: Topology, predicted: int, method: str = "formulas") -> ErrorBar:
-    """The error bar of a prediction of memory.
+    """Return the error bar of predicted memory.
 
     Args:
       config: the run's settings.
-      hardware: what it is planned for.
-      predicted: bytes on a device.
-      method: how it was predicted, "formulas" or "traced".
+      hardware: the topology that it is planned for.
+      predicted: predicted bytes on a device.
+      method: method of the prediction, "formulas" or "traced".
     """
     kind = regime(config, hardware)
     bar = _bars()[method][kind]
@@ -127,11 +127,11 @@ def error_bar(config: TrainConfig, hardware: Topology, predicted: int, method: s
 
 
 def time_error_bar(config: TrainConfig, hardware: Topology) -> ErrorBar:
-    """The error bar of a prediction of a step's time: published over predicted, of other people's programs.
+    """Return the error bar of a predicted step time, from published times of other programs than jaxscale.
 
     Args:
       config: the run's settings.
-      hardware: what it is planned for.
+      hardware: the topology that it is planned for.
     """
     kind = time_regime(config)
     bar = _bars()["time"][kind]
@@ -152,21 +152,27 @@ def _bars() -> dict[str, dict[str, Any]]:
 
 
 def write_bars(bars: dict[str, dict[str, Any]]) -> None:
-    """Replaces the error bars of some methods in the package's file."""
+    """Replace the error bars of some methods in the package's file.
+
+    Args:
+      bars: by method and regime, the values that `error_bar` reads: "low", "high", "cases", "smallest", "largest",
+        "chips".
+    """
     _FILE.write_text(json.dumps(_bars() | bars, indent=2) + "\n")
     _bars.cache_clear()
 
 
 def factors(ratios: list[float], *, greatest: bool = False) -> tuple[float, float]:
-    """The ends of an error bar: of n ratios the one at 0.05 and at 0.95 of n + 1, else the least and the greatest.
+    """Return the ends of an error bar: the order statistics number 0.05 (n + 1) and 0.95 (n + 1) of n ratios.
 
-    Order statistics of conformal prediction (Vovk, Gammerman & Shafer 2005, "Algorithmic Learning in a Random World").
+    Where there are too few ratios for these, the smallest and the largest. These are the quantiles of conformal
+    prediction (Vovk, Gammerman & Shafer 2005, "Algorithmic Learning in a Random World").
 
     Args:
       ratios: measured over predicted.
-      greatest: the upper end is the greatest, as for memory, where a step that takes more than it does fails.
+      greatest: whether the upper end is the largest ratio, as for memory, where a step that takes more fails.
     """
-    n, known = len(ratios), sorted(ratios)
+    n, ordered = len(ratios), sorted(ratios)
     low = max(0, math.floor(0.05 * (n + 1)) - 1)
     high = n - 1 if greatest else min(n, math.ceil(0.95 * (n + 1))) - 1
-    return round(known[low], 3), round(known[high], 3)
+    return round(ordered[low], 3), round(ordered[high], 3)

@@ -1,4 +1,4 @@
-"""What a run will do, before it does it: its tensors, FLOPs and kernels, and what its compiled step holds and sends."""
+"""Explain a run before it starts: its tensors, FLOPs and kernels, and memory and collectives of its step."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a compiled step holds and sends.
+    """Memory and collectives of a compiled step.
 
     Args:
-      where: what it was compiled for.
-      traffic: its collectives, what sends most first.
-      memory: what a device holds at its fullest.
-      activations: bytes of the activations there, by the names that memory policies have for them; "other" has none.
+      where: the hardware that it was compiled for.
+      traffic: its collectives in groups, those that send the most bytes first.
+      memory: memory of a device at its peak.
+      activations: bytes of activations at the peak, by the names that memory policies use; others by their operation.
     """
 
     where: str
@@ -53,12 +53,12 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Estimated:
-    """What a step holds and sends by arithmetic.
+    """Memory and collectives of a step that was not compiled, by formulas.
 
     Args:
-      where: the hardware, and why nothing was compiled for it.
-      memory: what a device holds.
-      traffic: collectives, as `jaxscale.plan.communication.predict` has them.
+      where: the hardware, and why the step was not compiled for it.
+      memory: memory of a device.
+      traffic: collectives in groups, as `jaxscale.plan.communication.predict` predicts them.
     """
 
     where: str
@@ -68,21 +68,21 @@ class Estimated:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Shown):
-    """Where every tensor of a run lives and why, and what its step does; prints as tables, here or in a notebook.
+    """How each tensor of a run is sharded and why, and what its step does; prints as tables, also in notebooks.
 
     Args:
       layout: the layout, in words.
       params: a row per parameter.
-      gradients: a row per gradient, by the rules for them.
-      state: a row per array of the optimizer's state, by the rules for it.
-      state_bytes_per_device: of all of those.
-      loss: which one runs, in words.
-      attention: the attention kernel, by name; "" for a model that has none to choose.
-      kernels: which implementation of each op is chosen for this hardware and why, a sentence each.
-      flops: of a step, whole machine; `None` where a batch of this size cannot be laid out, and a note says so.
-      compiled: what the compiled step holds and sends, if it was compiled.
-      estimated: the same by arithmetic, for hardware whose compiler is not here.
-      notes: what else to know, such as which state keeps 32 bits and why, or what stages cost, a sentence each.
+      gradients: a row per gradient.
+      state: a row per array of optimizer state.
+      state_bytes_per_device: bytes of optimizer state on a device.
+      loss: the loss, in words.
+      attention: name of the attention kernel; "" for a model without a choice of kernels.
+      kernels: for each op a sentence on the implementation that this hardware uses, and why.
+      flops: FLOPs of a step over all devices; `None` where the batch cannot be laid out, with a note that says so.
+      compiled: memory and collectives of the compiled step, if it was compiled.
+      estimated: the same by formulas, for hardware whose compiler is not installed.
+      notes: other sentences, such as which optimizer state keeps 32 bits, or what pipeline stages cost.
     """
 
     layout: str
@@ -99,11 +99,11 @@ class Explanation(Shown):
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        found = dataclasses.asdict(self) | {"flops": None if self.flops is None else self.flops.to_json()}
+        """Return all fields as plain values."""
+        values = dataclasses.asdict(self) | {"flops": None if self.flops is None else self.flops.to_json()}
         if self.compiled is not None:
-            found["compiled"]["memory"]["groups"] = self.compiled.memory.groups
-        return found
+            values["compiled"]["memory"]["groups"] = self.compiled.memory.groups
+        return values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from jaxscale.plan.explain_tables import explanation_tables
@@ -112,22 +112,22 @@ class Explanation(Shown):
 
 
 def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: bool = False) -> Explanation:
-    """Explains a run, or the settings of one that has not started; needs no devices unless it compiles for them.
+    """Explain a run, or the settings of one that has not started.
 
     Args:
       run: a run or its settings.
-      topology: hardware that need not be here, as "v5p:8x8x8": the step is compiled for it, and read; where its
-        compiler is not installed, its memory and traffic are by arithmetic, and said to be.
-      compile: without a topology, compile for the devices of this machine.
+      topology: named hardware, such as "v5p:8x8x8", which this machine need not have. The step is compiled for it and
+        its memory and collectives are read; where the compiler is not installed, they are estimated by formulas.
+      compile: without a topology, whether to compile for this machine's devices. Otherwise no devices are used.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out, or unknown hardware.
-      OutOfMemory: the step does not fit; says what takes how much, and what would help.
+      LayoutError: a tensor cannot be laid out, or the hardware is unknown.
+      OutOfMemory: the step does not fit; the message lists what takes the memory and what would help.
     """
     config = run if isinstance(run, TrainConfig) else run.config
-    there = None if topology is None else hardware(topology)
-    if there is not None and config.layout is not None:
-        layout: Layout | None = sized(config.layout, there.devices)
+    target = None if topology is None else hardware(topology)
+    if target is not None and config.layout is not None:
+        layout: Layout | None = sized(config.layout, target.devices)
     else:
         layout = config.layout
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
@@ -135,22 +135,22 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
         check_state(blueprint.tx, blueprint.infos, layout)
     infos = blueprint.algorithm.infos(blueprint)
     state = tuple(row for part in ("opt_state", "extra") for row in describe(infos[part], layout, "opt_state"))
-    kind = there.chip.kinds[0] if there is not None and there.chip.kinds else None
+    kind = target.chip.kinds[0] if target is not None and target.chip.kinds else None
     compiled = estimated = flops = None
-    notes = [*getattr(blueprint.tx, "notes", ()), *_of_stages(blueprint, config)]
+    notes = [*getattr(blueprint.tx, "notes", ()), *_pipeline_notes(blueprint, config)]
     notes += filled_notes([blueprint.infos, blueprint.frozen], layout)
     if blueprint.adaptation is not None:
         notes.append(blueprint.adaptation.describe())
     with choosing() as kernels:
         try:
-            flops = of_step(config, there.devices if there else None, kind=kind)
-        except LayoutError as e:  # of the batch, say; tensors are told all the same
-            if there is not None or compile:
+            flops = of_step(config, target.devices if target else None, kind=kind)
+        except LayoutError as e:  # for example of the batch; tensors are listed all the same
+            if target is not None or compile:
                 raise
-            notes.append(f"a step is not counted, since it cannot be laid out: {e}")
-        if there is not None and (why := why_not_compiled(there)):
-            found = traffic(as_compiled(predict(config, there), there)) if layout is not None else ()
-            estimated = Estimated(f"{there.name}: {why}", estimate(config, there), found)
+            notes.append(f"FLOPs are not counted, since the step cannot be laid out: {e}")
+        if target is not None and (why := why_not_compiled(target)):
+            sent = traffic(as_compiled(predict(config, target), target)) if layout is not None else ()
+            estimated = Estimated(f"{target.name}: {why}", estimate(config, target), sent)
         elif topology is not None or compile:
             compiled = _compiled(config, topology, blueprint, layout)
     return Explanation(
@@ -160,7 +160,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
         state,
         sum(r.bytes_per_device for r in state),
         config.objective.describe(config),
-        _called(getattr(config.model, "attention", None)),
+        _name_of(getattr(config.model, "attention", None)),
         tuple(dict.fromkeys(str(c) for c in kernels.values())),
         flops,
         compiled,
@@ -174,12 +174,12 @@ def _compiled(config: TrainConfig, topology: str | None, blueprint: Blueprint, l
         program = compile_step(config, topology)
     where = topology or f"{jax.device_count()} device(s) of this machine ({jax.devices()[0].device_kind})"
     sizes = {} if layout is None else layout.sizes
-    found = traffic(collectives(program, sizes, None if layout is None else layout.across)) if sizes else ()
+    sent = traffic(collectives(program, sizes, None if layout is None else layout.across)) if sizes else ()
     memory = program_memory(program, weight_shapes([blueprint.infos, blueprint.frozen], layout))
-    return Compiled(where, found, memory, _by_tensor(memory, config, layout))
+    return Compiled(where, sent, memory, _by_tensor(memory, config, layout))
 
 
-_WHERE = {
+_MODULES = {
     "norm": ("norm",),
     "qkv": ("attn/qkv",),
     "scores": ("attn/mix",),
@@ -189,34 +189,35 @@ _WHERE = {
     "mlp_up": ("mlp/up", "mlp/experts", "mlp/shared/up"),
     "mlp_hidden": ("mlp/up", "mlp/experts", "mlp/shared/up"),
 }
-"""A layer's tensors -> the modules that make them, within a block."""
+"""By activation of a block, the modules within the block that compute it."""
 
 
 def _by_tensor(memory: ProgramMemory, config: TrainConfig, layout: Layout | None) -> dict[str, int]:
-    """Activations by name. Told by shape, and by the module that made them where shapes are alike."""
+    """Return bytes of activations by name, identified by shape and, among equal shapes, by the module."""
     model = config.model
     tensors = model.activations(config.micro_batch, config.seq_len) if isinstance(model, NamesActivations) else {}
     shapes: dict[str, set[tuple[int, ...]]] = {
         name: {dims_key(_local(i, layout)) for i in infos} for name, infos in tensors.items() if name != "unnamed"
     }
-    found: dict[str, int] = defaultdict(int)
+    total: dict[str, int] = defaultdict(int)
     for b in memory.buffers:
         if b.group == "activations":
-            found[_tensor(b, shapes)] += b.bytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            total[_tensor(b, shapes)] += b.bytes
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def _tensor(b: ProgramBuffer, shapes: dict[str, set[tuple[int, ...]]]) -> str:
+    """Return the names of the activations that a buffer may hold; its own name if none has its shape."""
     dims = dims_key(int(n) for n in b.shape.partition("[")[2].rstrip("]").split(",") if n)
-    alike = [t for t, known in shapes.items() if any(not _missing(k, dims) for k in known)]
-    placed = [t for t in alike if any(b.name.endswith(where) for where in _WHERE.get(t, ()) if where)]
-    return ", ".join(placed or alike[:1]) or b.name
+    same_shape = [t for t, of_tensor in shapes.items() if any(not _differs(shape, dims) for shape in of_tensor)]
+    same_module = [t for t in same_shape if any(b.name.endswith(module) for module in _MODULES.get(t, ()) if module)]
+    return ", ".join(same_module or same_shape[:1]) or b.name
 
 
-def _missing(known: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    """Whether an array is not one of this shape, nor a stack of such."""
+def _differs(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    """Return whether an array of dimensions `dims` is neither of a shape nor a stack of such arrays."""
     rest = list(dims)
-    for n in known:
+    for n in shape:
         if n not in rest:
             return True
         rest.remove(n)
@@ -224,21 +225,22 @@ def _missing(known: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 
 
 def _local(info: TensorInfo, layout: Layout | None) -> tuple[int, ...]:
+    """Return the shape of a tensor's shard."""
     sizes = zip(info.axes, info.shape, strict=True)
     return tuple(n if layout is None or a is None else -(-n // layout.split(a, size=n)) for a, n in sizes)
 
 
-def _of_stages(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
+def _pipeline_notes(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
     if not is_pipelined(blueprint):
         return ()
     return pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)
 
 
-def _called(kernel: Any) -> str:
-    """A callable's name, with what is bound to it."""
+def _name_of(kernel: Any) -> str:
+    """Return a callable's name, with the arguments that are bound to it."""
     if kernel is None:
         return ""
     if isinstance(kernel, functools.partial):
-        given = [repr(a) for a in kernel.args] + [f"{name}={value!r}" for name, value in kernel.keywords.items()]
-        return f"{_called(kernel.func)}({', '.join(given)})"
+        arguments = [repr(a) for a in kernel.args] + [f"{name}={value!r}" for name, value in kernel.keywords.items()]
+        return f"{_name_of(kernel.func)}({', '.join(arguments)})"
     return getattr(kernel, "__name__", None) or repr(kernel)

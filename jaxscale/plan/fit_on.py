@@ -1,4 +1,4 @@
-"""What fits given hardware (model, sequence, batch), and which hardware is cheapest for a run."""
+"""Find the largest model, sequence and batch that fit some hardware, and the cheapest hardware for a run."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 GROWTH = 4096
-"""A quantity is not tried beyond so many times what the run has."""
+"""Largest value of a quantity that is tried, as a multiple of the run's own."""
 
 LARGEST = 4096
-"""Devices of the largest hardware that is tried."""
+"""Devices of the largest topology that is tried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """How large one quantity of a run may be, all others as they are.
+    """The largest value of one quantity of a run that fits, with all others as they are.
 
     Args:
-      name: of the quantity.
-      now: what the run has.
-      largest: what fits; 0 where nothing does.
-      plan: of the run with that, `None` where nothing fits.
-      why: what forbids the next larger value.
+      name: the quantity.
+      now: the run's own value.
+      largest: the largest value that fits; 0 where none does.
+      plan: plan of the run with that value; `None` where none fits.
+      why: why the next larger value does not fit.
     """
 
     name: str
@@ -53,18 +53,18 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Limits(Shown):
-    """The largest that each quantity of a run may be on given hardware; prints as a table.
+    """The largest values of each quantity of a run that fit some hardware; prints as a table.
 
     Args:
       hardware: the hardware.
-      limits: one for each quantity that the run has.
+      limits: one for each quantity of the run.
     """
 
     hardware: Topology
     limits: tuple[Limit, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return limits and their plans as plain values, by quantity."""
         rows = {
             x.name: {
                 "now": x.now,
@@ -92,20 +92,20 @@ class Limits(Shown):
         for x in self.limits:
             yield f"{x.name}: {x.why}"
         yield (
-            "Each quantity is varied alone, the width with its heads and its feed-forward layer. A run fits if the "
-            "upper end of the error bar of its memory does; nothing was compiled, as `jaxscale plan --topology` does."
+            "Each quantity is varied alone, the width together with heads and feed-forward layer. A run fits if the "
+            "upper end of its memory's error bar does. Nothing was compiled; `jaxscale plan --topology` compiles."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class TopologyChoice(Shown):
-    """Plans of a run on several topologies, of which one is chosen; prints as a table.
+    """Plans of a run on several topologies, one of which is chosen; prints as a table.
 
     Args:
-      plans: those that can be laid out, in the order in which they were tried.
-      prices: of a device for an hour, by chip.
-      best: the chosen one, `None` if none meets the goal.
-      goal: what is chosen for, as "cheapest for 1e+12 tokens within 60 days".
+      plans: plans of the topologies on which the run can be laid out, in the order in which they were tried.
+      prices: price of a device for an hour, by chip.
+      best: the chosen plan; `None` if none meets the goal.
+      goal: the goal, such as "cheapest for 1e+12 tokens within 60 days".
       refused: by topology, the error of those that cannot be planned.
     """
 
@@ -116,7 +116,7 @@ class TopologyChoice(Shown):
     refused: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the goal, the best topology and all plans as plain values."""
         return {
             "goal": self.goal,
             "best": None if self.best is None else self.best.hardware.name,
@@ -146,23 +146,24 @@ class TopologyChoice(Shown):
 
 
 def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent) -> Limits:
-    """How deep and wide a model, how long a sequence and how large a batch fit some hardware, each by itself.
+    """Find the deepest and widest model, the longest sequence and the largest batch that fit some hardware.
 
-    Memory is by formulas, or from the traced step where these do not cover the run; no step is compiled. Values are
-    bisected. By formulas memory grows with each quantity, but for one: a layer by itself is not recomputed, so that it
-    may take more than two. Where a traced step's memory falls with size, the smaller of two limits may be found.
+    Each quantity is varied alone, by bisection. Memory is by formulas, or from the traced step for runs that formulas
+    do not cover; no step is compiled. Memory by formulas grows with every quantity, with one exception: a single layer
+    is not recomputed, so that it may take more memory than two. Where memory of a traced step falls with size, the
+    result may be the smaller of two limits.
 
     Args:
       config: the run's settings.
       hardware: a topology or its name.
-      tell: told of progress.
+      tell: called with progress.
 
     Returns:
-      Layers (`model.depth`), the width of a Transformer (heads of their size; key heads and the feed-forward layer
-      in proportion), `seq_len` and `batch_size`.
+      limits of layers (`model.depth`), the width of a Transformer (heads keep their size; key-value heads and the
+      feed-forward layer grow in proportion), `seq_len` and `batch_size`.
 
     Raises:
-      ConfigError, LayoutError: what training refuses of the run as it is.
+      ConfigError, LayoutError: training refuses the run as it is.
     """
     target = topology(hardware) if isinstance(hardware, str) else hardware
     config = on_hardware(config, target)
@@ -180,25 +181,27 @@ def cheapest(
     restarts: Restarts | None = None,
     tell: Tell = silent,
 ) -> TopologyChoice:
-    """The cheapest hardware that trains on so many tokens before a deadline, or the fastest for a sum of money.
+    """Find the cheapest hardware that trains on some tokens before a deadline, or the fastest within a budget.
 
-    Tried are topologies of a power of two of chips, with the run's layout, whose mesh fills them. Days and cost are
-    those at the slow end of the error bar of the time.
+    Topologies with a power of two of chips are tried, with the run's layout, whose mesh fills them. Days and cost are
+    those at the slow end of the error bar of the step time.
 
     Args:
       config: the run's settings; its mesh has one size of -1.
-      chips: chips or hardware files, as "v5p" or "my.json", each in all its sizes; or topologies, as "v5p:4x4x4".
-      tokens: to train on.
-      days: the deadline.
-      budget: the money, in the currency of `prices`.
-      prices: of a device for an hour, by chip or hardware file; without any, device-hours of one chip stand for them.
+      chips: chips or hardware files, such as "v5p" or "my.json", each in all its sizes; or topologies, such as
+        "v5p:4x4x4".
+      tokens: tokens to train on.
+      days: the deadline, in days.
+      budget: the budget, in the currency of `prices`.
+      prices: price of a device for an hour, by chip or hardware file. Without prices, for one chip and a deadline,
+        device-hours are compared.
       restarts: as for `plan_for`.
-      tell: told of progress.
+      tell: called with progress.
 
     Raises:
-      ConfigError: a mesh without -1, neither or both of `days` and `budget`, one of them or a price that is not a
-        finite number above 0, a chip without a price, or a price of no chip.
-      LayoutError: no such hardware, or none of it can be laid out.
+      ConfigError: a mesh without -1; neither or both of `days` and `budget`; one of them or a price that is not a
+        finite number above 0; a chip without a price; or a price for another chip.
+      LayoutError: unknown hardware, or the run can be laid out on none of it.
     """
     prices = dict(prices or {})
     sizes = {name: _topologies(name) for name in chips}
@@ -210,14 +213,12 @@ def cheapest(
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{what} is {value:g}: must be a finite number above 0")
     if unused := sorted(prices.keys() - kinds):
-        raise ConfigError(f"a price is given for '{unused[0]}', which is not one of the chips{near(unused[0], kinds)}")
+        raise ConfigError(f"'{unused[0]}' has a price, but is not one of the chips{near(unused[0], kinds)}")
     if unpriced := sorted(kinds - prices.keys() if prices or budget is not None or len(kinds) > 1 else ()):
-        raise ConfigError(
-            f"no price of a device for an hour is given for {' and '.join(unpriced)}; give one for each chip"
-        )
+        raise ConfigError(f"{' and '.join(unpriced)} has no price of a device for an hour; give one for each chip")
     if config.layout is None or -1 not in parse_mesh(config.layout.mesh).values():
         raise ConfigError(
-            "the mesh has no size of -1 to fill hardware of several sizes; give it one, as --mesh 'fsdp=-1'"
+            "the mesh has no size of -1 to fill hardware of several sizes; give it one, such as --mesh 'fsdp=-1'"
         )
     plans: list[Plan] = []
     refused: dict[str, str] = {}
@@ -230,7 +231,7 @@ def cheapest(
                 plans.append(with_budget(plan, tokens, prices.get(chip_name(name)), restarts=restarts))
             except (LayoutError, ConfigError) as e:
                 refused[on] = str(e)
-                if planned:  # more devices do not divide the batch either, and fail more often
+                if planned:  # more devices do not divide the batch either, or fail too often
                     refused[on] += "; larger topologies were not tried"
                     break
                 continue
@@ -250,22 +251,24 @@ def cheapest(
 
 
 def _slow(plan: Plan) -> float:
+    """Return the slow end of the error bar of the step time, as a factor."""
     return plan.seconds_range[1] / plan.best.total
 
 
 def _cost(plan: Plan) -> float:
+    """Return the cost of a plan, or its device-hours if it has no price."""
     assert plan.budget is not None
     return plan.budget.device_hours if plan.budget.cost is None else plan.budget.cost
 
 
 def chip_name(hardware: str) -> str:
-    """The chip or the hardware file of a topology's name: "v5p" of "V5P:2x2x1", "my.json" of "my.json:8"."""
+    """Return the chip or the hardware file in a topology's name: "v5p" of "V5P:2x2x1", "my.json" of "my.json:8"."""
     name = hardware.partition(":")[0].strip()
     return name if name.endswith(".json") else name.lower()
 
 
 def _topologies(name: str) -> list[str]:
-    """A topology, or all sizes of a chip from the smallest on, each with twice the devices of the one before."""
+    """Return a topology alone, or all sizes of a chip in ascending order, each with twice the devices of the last."""
     chip = topology(name).chip
     if ":" in name:
         return [name]
@@ -277,7 +280,7 @@ def _topologies(name: str) -> list[str]:
 
 
 def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], TrainConfig], int, int]]:
-    """Names of quantities, the run with another value of them, the value that it has, and what it is a multiple of."""
+    """Yield for each quantity its name, a function from a value to the run with it, its value, and its divisor."""
     model, layout = config.model, config.layout
     assert layout is not None
     if isinstance(model, TransformerConfig):
@@ -305,7 +308,7 @@ def _with_model(config: TrainConfig, model: Any) -> TrainConfig:
 
 
 def _sized(model: TransformerConfig) -> TransformerConfig:
-    """The same model with the sizes that would follow from its depth written out."""
+    """Return the model with explicit values for all sizes that follow from its depth."""
     z = model.sizes
     kv_heads = None if model.kv_heads is None else z.kv_heads
     follows = z.head_dim * z.heads == z.width or isinstance(model.attention_layer, MultiHeadLatent)
@@ -316,7 +319,12 @@ def _sized(model: TransformerConfig) -> TransformerConfig:
 
 
 def with_heads(model: TransformerConfig, heads: int) -> TransformerConfig:
-    """A Transformer with another number of heads of the same size, all widths in proportion."""
+    """Return a Transformer with another number of heads of the same size, and all widths in proportion.
+
+    Args:
+      model: the Transformer.
+      heads: number of query heads.
+    """
     model = _sized(model)
     z = model.sizes
     kv_heads = None if model.kv_heads is None else heads * z.kv_heads // z.heads
@@ -325,10 +333,11 @@ def with_heads(model: TransformerConfig, heads: int) -> TransformerConfig:
 
 
 def _limit(name: str, make: Callable[[int], TrainConfig], now: int, step: int, hardware: Topology, tell: Tell) -> Limit:
+    """Bisect the largest multiple of `step` that fits."""
     tried: dict[int, str] = {}
 
     def refuses(k: int) -> str:
-        """Why k steps do not fit; "" if they do."""
+        """Return why k steps do not fit; "" if they do."""
         if k not in tried:
             tell(f"trying {name} {k * step:,}; before it", len(tried), 0)
             tried[k] = _refuses(make(k * step), hardware)
@@ -351,7 +360,7 @@ def _plan(config: TrainConfig, hardware: Topology) -> Plan:
 
 
 def _refuses(config: TrainConfig, hardware: Topology) -> str:
-    """Why a run does not fit hardware: the error that refuses it, or its memory's upper end; "" if it fits."""
+    """Return why a run does not fit hardware: an error of its settings, or its predicted memory; "" if it fits."""
     try:
         config = on_hardware(config, hardware)
         memory, method = memory_of(config, hardware)

@@ -1,4 +1,4 @@
-"""Walks a jaxpr and those within, and adds up what its operations compute."""
+"""Walk a jaxpr and the jaxprs inside it, and count floating-point operations."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _ORDER = ("other", "forward", "backward", "recomputed")
 
 @dataclasses.dataclass(frozen=True)
 class FlopRow:
-    """What one module does by one operation, over a whole program.
+    """One kind of operation in one module, over a whole program.
 
     Args:
-      module: the named scopes it stands in ("runs/0/blocks/0/attn/qkv"), else "file:line".
-      what: the primitive, a kernel's name, or "elementwise" for all that is no product.
+      module: the named scopes around it ("runs/0/blocks/0/attn/qkv"); "file:line" where there are none.
+      what: the primitive, the name of a kernel, or "elementwise" for all but products, decompositions and kernels.
       flops: floating-point operations of all `calls`; a multiply-add is two.
-      calls: how often it runs, loops multiplied out; at least once, where an optimizer does something every few
-        updates, whose `flops` and `bytes` are an update's share.
-      bytes: of all its operands and results, each read or written once a call (of a kernel, as it declares).
-      dtype: the widest of its operands'.
+      calls: how often it runs, all iterations of loops counted. For periodic work of an optimizer, `flops` and `bytes`
+        are averages over updates, and `calls` is their average rounded up.
+      bytes: bytes of its operands and results, each read or written once a call (of a kernel, as it declares).
+      dtype: the widest floating-point dtype of its operands.
       stage: one of `PASSES`.
-      matmul: whether it is a product, a decomposition or a kernel, or elementwise work and reductions.
-      certain: False where a loop's length or a branch depends on data (the longest branch is counted, and such a
-        loop once), or a kernel declares no cost (then 0).
+      matmul: True for a product, a decomposition or a kernel; False for elementwise operations and reductions.
+      certain: False where the length of a loop or a branch depends on data (one iteration of the loop and the longest
+        branch count), and where a kernel declares no cost (it counts 0).
     """
 
     module: str
@@ -46,52 +46,59 @@ class FlopRow:
 
 
 def operations(jaxpr: Any, platform: str) -> Iterator[FlopRow]:
-    """What a jaxpr computes, in the program's order, added up by module, operation, dtype and pass.
+    """Yield the operations of a jaxpr in the program's order, summed by module, operation, dtype and pass.
 
     Args:
       jaxpr: a `jax.core.Jaxpr`.
-      platform: "tpu", "cuda" or "cpu", where a function has a branch for each.
+      platform: "tpu", "cuda" or "cpu", for functions with a branch for each.
     """
     walk = _Walk(platform)
     walk.jaxpr(jaxpr, _Place(), 1, True)
-    for (module, what, dtype, stage, matmul, certain), (flops, calls, bytes_) in walk.found.items():
+    for (module, what, dtype, stage, matmul, certain), (flops, calls, bytes_) in walk.counts.items():
         yield FlopRow(module, what, flops, calls, bytes_, dtype, stage, matmul, certain)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Named scopes around an equation, and what of a step it is."""
+    """Where an equation is: the named scopes around it, and the pass of a step (one of `PASSES`)."""
 
     scopes: str = ""
     stage: str = "other"
 
     def at(self, eqn: Any) -> _Place:
-        """That of an equation here."""
+        """Return the place of an equation of a jaxpr that is here."""
         text = str(eqn.source_info.name_stack)
         scopes = "/".join(filter(None, [self.scopes, scopes_of(text)]))
         return _Place(scopes, max((self.stage, stage_of(text)), key=_ORDER.index))
 
 
 class _Walk:
-    """Counts, by module and operation, while it walks a jaxpr and those within."""
+    """Counts operations by module and kind; methods add an equation's inner jaxprs, which run `times` a step.
+
+    Args:
+      platform: "tpu", "cuda" or "cpu".
+
+    Attributes:
+      counts: FLOPs, calls and bytes by (module, what, dtype, stage, matmul, certain), as in `FlopRow`.
+    """
 
     def __init__(self, platform: str):
         self.platform = platform
-        self.found: dict[tuple[Any, ...], list[int]] = {}
+        self.counts: dict[tuple[Any, ...], list[int]] = {}
 
     def jaxpr(self, jaxpr: Any, place: _Place, times: int, certain: bool) -> None:
-        """Adds a jaxpr that runs so often."""
+        """Count a jaxpr that runs `times` a step; `certain` is whether that is exact."""
         for eqn in jaxpr.eqns:
-            name, here = eqn.primitive.name, place.at(eqn)
+            name, inner_place = eqn.primitive.name, place.at(eqn)
             if name in _INNER:
-                _INNER[name](self, eqn, here, times, certain)
+                _INNER[name](self, eqn, inner_place, times, certain)
             elif name in _PRODUCTS:
-                self._add(eqn, here, name, _PRODUCTS[name](eqn), times, True, certain)
-            elif name not in _WITHIN and (inner := list(_jaxprs(eqn.params))):
+                self._add(eqn, inner_place, name, _PRODUCTS[name](eqn), times, True, certain)
+            elif name not in _OF_ELEMENTS and (inner := list(_jaxprs(eqn.params))):
                 for one in inner:
-                    self.jaxpr(one, here, times, certain)
+                    self.jaxpr(one, inner_place, times, certain)
             elif (flops := _elementwise(eqn)) > 0:
-                self._add(eqn, here, "elementwise", flops, times, False, certain)
+                self._add(eqn, inner_place, "elementwise", flops, times, False, certain)
 
     def _add(
         self, eqn: Any, place: _Place, what: str, flops: int, times: int, matmul: bool, certain: bool, bytes_: int = -1
@@ -101,43 +108,48 @@ class _Walk:
         floats = [v.aval.dtype for v in eqn.invars if _is_float(v.aval)] or [np.dtype("float32")]
         dtype = max(floats, key=lambda d: d.itemsize).name
         key = place.scopes or _line(eqn), what, dtype, place.stage, matmul, certain
-        one = self.found.setdefault(key, [0, 0, 0])
+        one = self.counts.setdefault(key, [0, 0, 0])
         for i, n in enumerate((flops * times, times, bytes_ * times)):
             one[i] += n
 
     def scan(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+        """Count all iterations of a scan."""
         self.jaxpr(eqn.params["jaxpr"].jaxpr, place, times * eqn.params["length"], certain)
 
     def loop(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+        """Count one iteration of a while loop, which is not certain."""
         self.jaxpr(eqn.params["body_jaxpr"].jaxpr, place, times, False)
 
     def cond(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+        """Count the branch of this platform, else the longest branch, or a periodic one by its share of updates."""
         branches = eqn.params["branches"]
         platforms = eqn.params.get("branches_platforms")
         if platforms is not None:
-            wanted = [b for b, p in zip(branches, platforms, strict=True) if p is not None and self.platform in p]
+            own = [b for b, p in zip(branches, platforms, strict=True) if p is not None and self.platform in p]
             default = [b for b, p in zip(branches, platforms, strict=True) if p is None]
-            self.jaxpr((wanted or default)[0].jaxpr, place, times, certain)
+            self.jaxpr((own or default)[0].jaxpr, place, times, certain)
             return
         walks, shares = [_Walk(self.platform) for _ in branches], [share_of_updates(b.jaxpr) for b in branches]
         for walk, branch in zip(walks, branches, strict=True):
             walk.jaxpr(branch.jaxpr, place, times, certain)
         for walk, share in zip(walks, shares, strict=True):
-            for counts in walk.found.values():
+            for counts in walk.counts.values():
                 counts[:] = counts if share is None else [math.ceil(n * share) for n in counts]
-        totals = [sum(n for n, *_ in w.found.values()) for w in walks]
+        totals = [sum(n for n, *_ in w.counts.values()) for w in walks]
         most = totals.index(max(totals))
         known = min(totals) == max(totals) or shares[most] is not None
-        for (*key, sure), counts in walks[most].found.items():
-            one = self.found.setdefault((*key, sure and known), [0, 0, 0])
+        for (*key, sure), counts in walks[most].counts.items():
+            one = self.counts.setdefault((*key, sure and known), [0, 0, 0])
             for i, n in enumerate(counts):
                 one[i] += n
 
     def shard_map(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+        """Count the body on every device of its mesh axes."""
         mesh, manual = eqn.params["mesh"], manual_axes(eqn)
         self.jaxpr(plain_jaxpr(eqn.params["jaxpr"]), place, times * math.prod(mesh.shape[a] for a in manual), certain)
 
     def kernel(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+        """Count a Pallas kernel by the cost that it declares."""
         cost = eqn.params.get("cost_estimate")
         name = str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", "") or "kernel")
         if cost is None:
@@ -161,7 +173,7 @@ def _dot(eqn: Any) -> int:
 
 
 def _ragged(eqn: Any) -> int:
-    """Each row meets one group's matrix; of a gradient, whose groups are its first dimension, each row one of them."""
+    """Count a product of every row with the matrix of its group; for a gradient by group, of every row with its own."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -175,16 +187,16 @@ def _convolution(eqn: Any) -> int:
 
 
 def _eigh(eqn: Any) -> int:
-    """All eigenvalues and vectors of symmetric n x n matrices, 9 n^3 (Golub & Van Loan 2013, section 8.3)."""
+    """Count 9 n^3 for all eigenvalues and vectors of symmetric n x n matrices (Golub & Van Loan 2013, section 8.3)."""
     *stack, n, _ = eqn.invars[0].aval.shape
     return 9 * math.prod(stack) * n**3
 
 
 def _qr(eqn: Any) -> int:
-    """Householder QR of m x n matrices with Q written out, 8/3 n^3 where m = n.
+    """Count Householder QR of m x n matrices with an explicit Q, 8/3 n^3 for m = n.
 
-    Golub & Van Loan 2013, section 5.2; other shapes are those of LAPACK's geqrf and orgqr (Blackford & Dongarra 1999,
-    LAPACK Working Note 41, appendix C).
+    Golub & Van Loan 2013, section 5.2; other shapes as LAPACK's geqrf and orgqr (Blackford & Dongarra 1999, LAPACK
+    Working Note 41, appendix C).
     """
     *stack, m, n = eqn.invars[0].aval.shape
     k, columns = min(m, n), eqn.outvars[0].aval.shape[-1]
@@ -204,7 +216,7 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
 
 
 def product_flops(eqn: Any) -> int:
-    """Operations of a product or a decomposition of matrices, or of a kernel as it declares them; 0 of any other."""
+    """Return the FLOPs of a matrix product, a decomposition, or a kernel as it declares; 0 for other equations."""
     if eqn.primitive.name == "pallas_call":
         cost = eqn.params.get("cost_estimate")
         return 0 if cost is None else int(cost.flops)
@@ -212,10 +224,10 @@ def product_flops(eqn: Any) -> int:
     return 0 if count is None else count(eqn)
 
 
-_WITHIN = ("reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add",
+_OF_ELEMENTS = ("reduce", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add",
            "scatter_mul", "scatter_min", "scatter_max", "reduce_window", "select_and_scatter", "custom_partitioning",
            "sort")  # fmt: skip
-"""Their inner jaxprs say what is done to two elements."""
+"""Primitives whose inner jaxpr is of single elements."""
 
 _MOVES = frozenset(
     """
@@ -231,7 +243,7 @@ _MOVES = frozenset(
 
 
 def _elementwise(eqn: Any) -> int:
-    """One for each element that is made, of a reduction for each it takes; 0 of what moves or compares."""
+    """Return one FLOP per output element, or per input element of a reduction; 0 for what moves or compares."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
     if name in _MOVES or out is None or not _is_float(out):
         return 0
@@ -242,6 +254,7 @@ def _elementwise(eqn: Any) -> int:
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:
+    """Yield the jaxprs in an equation's parameters."""
     for value in params.values() if isinstance(params, dict) else params:
         if isinstance(value, tuple | list):
             yield from _jaxprs(value)
@@ -250,11 +263,12 @@ def _jaxprs(params: Any) -> Iterator[Any]:
 
 
 def plain_jaxpr(jaxpr: Any) -> Any:
+    """Return the jaxpr of a closed jaxpr; a plain one unchanged."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def manual_axes(eqn: Any) -> Any:
-    """The mesh axes over which a `shard_map` cuts what was whole before."""
+    """Return the mesh axes that a `shard_map` makes manual, over which it splits its operands."""
     return eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
 
 
@@ -272,7 +286,7 @@ def _nbytes(aval: Any) -> int:
 
 
 def _line(eqn: Any) -> str:
-    """Where it was written, "file:line"."""
+    """Return "file:line" of the innermost frame outside of installed packages; "" where there is none."""
     frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
     mine = next((f for f in frames if "site-packages" not in f.file_name), None)
     return "" if mine is None else f"{Path(mine.file_name).name}:{mine.line_num}"

@@ -1,4 +1,4 @@
-"""What a program computes: its floating-point operations by module, dtype and pass, counted from its jaxpr."""
+"""Count floating-point operations of a program by module, dtype and pass, from its jaxpr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """A program's operations; of a sharded one, the whole machine's. Prints as a table."""
+    """Floating-point operations of a program, over all devices; prints as a table.
+
+    Args:
+      rows: operations by module, primitive, dtype and pass.
+    """
 
     rows: tuple[FlopRow, ...]
 
@@ -35,26 +39,31 @@ class Flops:
 
     @property
     def matmul(self) -> int:
-        """Those of matrix products and kernels."""
+        """FLOPs of matrix products, decompositions and kernels."""
         return sum(r.flops for r in self.rows if r.matmul)
 
     @property
     def elementwise(self) -> int:
-        """All others, one for each element an operation makes (or a reduction takes)."""
+        """All other FLOPs: one for each element of an operation's output, or of a reduction's input."""
         return self.total - self.matmul
 
     @property
     def certain(self) -> bool:
-        """Whether nothing of it depends on data."""
+        """Whether no count depends on data."""
         return all(r.certain for r in self.rows)
 
     def by(self, field: str, *, matmul: bool | None = None) -> dict[str, int]:
-        """FLOPs by "module", "dtype", "stage" or "what", most first; of products alone, of the others, or of all."""
-        found: dict[str, int] = defaultdict(int)
+        """Return FLOPs by the values of a field, most first.
+
+        Args:
+          field: "module", "dtype", "stage" or "what" (see `FlopRow`).
+          matmul: whether to count products only (`True`) or all other operations only (`False`); all by default.
+        """
+        total: dict[str, int] = defaultdict(int)
         for r in self.rows:
             if matmul in (None, r.matmul):
-                found[getattr(r, field)] += r.flops
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+                total[getattr(r, field)] += r.flops
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
 
     @property
     def by_module(self) -> dict[str, int]:
@@ -67,7 +76,7 @@ class Flops:
         return self.by("dtype")
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return totals, breakdowns and rows as plain values."""
         return {
             "total": self.total,
             "matmul": self.matmul,
@@ -82,10 +91,10 @@ class Flops:
 
 
 def count(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> Flops:
-    """Counts a function's operations from shapes; nothing is computed.
+    """Count a function's operations from shapes; nothing is computed.
 
     Args:
-      fn: a function of arrays.
+      fn: a function of trees of arrays.
       *args: trees of arrays or `jax.ShapeDtypeStruct`.
       platform: as for `of_jaxpr`.
     """
@@ -93,36 +102,37 @@ def count(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> Fl
 
 
 def of_jaxpr(closed: Any, *, platform: str | None = None) -> Flops:
-    """Counts a jaxpr's operations.
+    """Count a jaxpr's operations.
 
-    Scans are multiplied out, a body under `shard_map` runs on every device of its mesh axes, of branches the longest is
-    counted, a Pallas kernel by the cost it declares. What moves or compares (gathers, casts, collectives) is none, nor
-    what no result depends on, which compilers leave out (the gradients of frozen weights; JAX 0.10 keeps kernels).
+    All iterations of scans are counted, and all devices of a `shard_map`; of several branches the longest counts, and
+    a Pallas kernel counts as it declares. Operations that move or compare (gathers, casts, collectives) count nothing.
+    Neither do operations that no result depends on, which compilers remove, such as gradients of frozen weights
+    (except for kernels, which JAX 0.10 keeps).
 
     Args:
       closed: a `jax.core.ClosedJaxpr`.
-      platform: "tpu", "cuda" or "cpu", where a function has a branch for each; by default that of the device in scope.
+      platform: "tpu", "cuda" or "cpu", for functions with a branch for each; by default that of the device in scope.
     """
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return Flops(tuple(operations(jaxpr, platform or device().platform)))
 
 
 def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None = None) -> Flops:
-    """Counts a run's training step, over the whole machine. Needs no devices and no compiler.
+    """Count the operations of a run's training step over all devices, without devices or a compiler.
 
-    Attention counts as what runs: `dot_product_attention` multiplies the whole square of scores, masked or not; a flash
-    kernel declares the tiles it may visit, about half of it when causal, and all where documents are packed
-    (`config.segments`), since then data says which; XLA's form of flash visits the whole square in tiles. Rows that a
-    dropless exchange between devices pads are counted, since they are multiplied. A pipeline's stages run their layers
-    again before they go backwards, from inputs they kept, which counts as recomputed; where they idle counts nothing.
+    Attention counts as it is computed. `dot_product_attention` computes all scores, masked or not. A flash kernel
+    declares the tiles that it may visit: about half of them with a causal mask, and all of them for packed documents
+    (`config.segments`), where data decides. The XLA implementation of flash attention visits all tiles. Padding rows of
+    a dropless all-to-all between experts count, since they are multiplied. Layers of a pipeline stage run again before
+    its backward pass, from saved inputs, which counts as recomputed; bubbles count nothing.
 
     Args:
       config: the run's settings.
-      devices: how many there are, for a mesh with a -1; else the mesh says.
-      kind: a device kind ("TPU v5", "NVIDIA H200") whose kernels are counted; by default what XLA makes of them.
+      devices: number of devices, for a mesh with a size of -1.
+      kind: the device kind ("TPU v5", "NVIDIA H200") whose kernels are counted; by default XLA's implementations.
 
     Raises:
-      LayoutError: naming a tensor that cannot be laid out.
+      LayoutError: a tensor cannot be laid out.
     """
     layout = None if config.layout is None else config.layout.abstract(devices, kind=kind)
     if layout is not None and layout.stages > 1:
@@ -136,7 +146,11 @@ def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None
 
 
 def traced_step(config: TrainConfig) -> Flops:
-    """As `of_step`, as the step is traced under its own layout; of a pipeline, every phase at every tick."""
+    """Count the operations of a step traced under its own layout; of a pipeline, every phase at every tick.
+
+    Args:
+      config: the run's settings; a mesh of any number of devices, without a size of -1.
+    """
     layout = config.layout
     blueprint, schedule = blueprint_of(config)
     with layout if layout is not None else contextlib.nullcontext():
@@ -149,33 +163,38 @@ def _platform(layout: Layout | None) -> str:
         return device().platform
 
 
-def flops_table(found: Flops, *, rows: int = 24) -> Any:
-    """A rich table: a line per module, products by pass, the rest in one column."""
+def flops_table(flops: Flops, *, rows: int = 24) -> Any:
+    """Return a rich table with a line per module: products by pass, and elementwise operations.
+
+    Args:
+      flops: counted operations.
+      rows: number of modules that are listed; the others are summed in one line.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    products = f"{found.matmul / max(1, found.total):.1%} of it products"
-    most = "" if found.certain else "at most "
-    title = f"FLOPs of a step, whole machine: {most}{short_flops(found.total)}, {products}"
+    products = f"{flops.matmul / max(1, flops.total):.1%} of it products"
+    most = "" if flops.certain else "at most "
+    title = f"FLOPs of a step, whole machine: {most}{short_flops(flops.total)}, {products}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("module", *PASSES[:3], "elementwise", "share"):
         table.add_column(name, justify="left" if name == "module" else "right", no_wrap=name == "module")
-    order = found.by_module
+    order = flops.by_module
     for module in list(order)[:rows]:
-        mine = [r for r in found.rows if r.module == module]
+        mine = [r for r in flops.rows if r.module == module]
         passes = [sum(r.flops for r in mine if r.matmul and r.stage == s) for s in PASSES[:3]]
         passes[0] += sum(r.flops for r in mine if r.matmul and r.stage == "other")
         rest = sum(r.flops for r in mine if not r.matmul)
-        share = f"{order[module] / max(1, found.total):.1%}"
+        share = f"{order[module] / max(1, flops.total):.1%}"
         table.add_row(module, *(short_flops(n) if n else "-" for n in (*passes, rest)), share)
     if len(order) > rows:
-        left = sum(list(order.values())[rows:])
-        table.add_row(f"{len(order) - rows} more", "", "", "", short_flops(left), f"{left / max(1, found.total):.1%}")
+        rest = sum(list(order.values())[rows:])
+        table.add_row(f"{len(order) - rows} more", "", "", "", short_flops(rest), f"{rest / max(1, flops.total):.1%}")
     return table
 
 
 def short_flops(n: float) -> str:
-    """`n` operations with a prefix."""
+    """Return a number of operations with an SI prefix, as "1.2 T"."""
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size:
             return f"{n / size:.3g} {letter}"

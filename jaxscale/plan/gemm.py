@@ -1,9 +1,9 @@
-"""How long a matrix product takes: measured, and a small physical model fitted to that (GPPerf, row 154).
+"""Time matrix products, and fit a model of their time with a few physical parameters.
 
     seconds = launch + (compute ** p + memory ** p) ** (1 / p)
 
-`compute` is the arithmetic of whole tiles on whole waves of cores at a rate, `memory` the three matrices' bytes at a
-bandwidth; p says how far the two overlap, 1 not at all, large wholly (then it is the roofline's maximum).
+`compute` is FLOPs, with sizes rounded up to tiles and tiles to waves of cores, over a rate. `memory` is the bytes of
+the three matrices over a bandwidth. p is the overlap of the two: none at 1, complete for large p (the roofline).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ TILES = (
     (128, 128, 128),
     (256, 256, 256),
 )
-"""Rows, columns and depth that hardware works in at once, of which a fit takes the ones that explain the most."""
+"""Tiles (rows, columns, depth) that a fit tries; it takes the one that explains the times best."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """A measured product of an m x k and a k x n matrix.
+    """A timed product of an m x k and a k x n matrix.
 
     Args:
       m, n, k: its sizes.
-      dtype: of the inputs.
-      seconds: its fastest round took.
-      spread: of repeats, as `Timing.spread`.
+      dtype: dtype of the inputs.
+      seconds: seconds per product in the fastest round.
+      spread: as `Timing.spread`.
     """
 
     m: int
@@ -58,7 +58,7 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """FLOPs; a multiply-add is two."""
         return 2 * self.m * self.n * self.k
 
     @property
@@ -73,11 +73,11 @@ class GemmModel:
 
     Args:
       rate: FLOP/s of full tiles.
-      bandwidth: bytes/s of the matrices.
-      launch: seconds that any product takes.
-      overlap: p above.
-      tile: rows, columns, depth that are worked on at once; sizes are rounded up to them.
-      cores: tiles that are worked on at the same time; their number is rounded up to it.
+      bandwidth: bytes/s at which matrices are read and written.
+      launch: seconds that every product takes at least.
+      overlap: p of the formula in the module's docstring.
+      tile: rows, columns and depth of a tile; sizes are rounded up to multiples of them.
+      cores: tiles that are computed at the same time; the number of tiles is rounded up to a multiple of it.
       width: bytes of an element.
     """
 
@@ -90,13 +90,13 @@ class GemmModel:
     width: int
 
     def seconds(self, m: int, n: int, k: int) -> float:
-        """How long an m x k by k x n product takes."""
+        """Return the predicted seconds of an m x k by k x n product."""
         compute = padded_flops(m, n, k, self.tile, self.cores) / self.rate
         memory = self.width * (m * k + k * n + m * n) / self.bandwidth
         return float(self.launch + _both(compute, memory, self.overlap))
 
     def to_json(self) -> dict[str, Any]:
-        """As a hardware file holds it."""
+        """Return the fields, as a hardware file has them."""
         return dataclasses.asdict(self)
 
 
@@ -105,11 +105,11 @@ class Score:
     """How well a model predicts measurements that it was not fitted on.
 
     Args:
-      r2: share of the variance of the seconds that it explains.
-      r2_log: of their logarithm, where short products count as much as long ones.
+      r2: share of the variance of seconds that it explains.
+      r2_log: share of the variance of log seconds, where short products count as much as long ones.
       mean_error: mean of |predicted / measured - 1|.
-      median_error: its median.
-      count: measurements.
+      median_error: median of the same.
+      count: number of measurements.
     """
 
     r2: float
@@ -119,24 +119,43 @@ class Score:
     count: int
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return the fields."""
         return dataclasses.asdict(self)
 
 
 def padded_flops(m: int, n: int, k: int, tile: tuple[int, int, int], cores: int = 1) -> float:
-    """FLOPs of a product whose sizes are rounded up to tiles, and their number to a multiple of the cores."""
+    """Return the FLOPs of a product with sizes rounded up to tiles.
+
+    Args:
+      m: rows of the result.
+      n: columns of the result.
+      k: the contracted size.
+      tile: rows, columns and depth of a tile.
+      cores: the number of tiles is rounded up to a multiple of it.
+    """
     tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1])
     waves = math.ceil(tiles / cores) * cores
     return 2.0 * waves * tile[0] * tile[1] * math.ceil(k / tile[2]) * tile[2]
 
 
 def _both(compute: Any, memory: Any, p: float) -> Any:
+    """Return (compute ** p + memory ** p) ** (1 / p) without overflow."""
     larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
     return larger * (1 + (smaller / larger) ** p) ** (1 / p)
 
 
 def shapes(count: int, largest: int, *, smallest: int = 16, seed: int = 0) -> list[tuple[int, int, int]]:
-    """Sizes drawn log-uniformly, half of them multiples of 64 as models have them, and half of 8."""
+    """Draw sizes of products log-uniformly, half of them multiples of 64, as in models, and half multiples of 8.
+
+    Args:
+      count: number of products.
+      largest: largest size.
+      smallest: smallest size before rounding.
+      seed: seed of the draws.
+
+    Returns:
+      m, n, k of each product.
+    """
     random = np.random.default_rng(seed)
     drawn = np.exp(random.uniform(np.log(smallest), np.log(largest), (count, 3)))
     step = np.where(np.arange(count) % 2, 8, 64)[:, None]
@@ -150,12 +169,13 @@ def measure(
     rounds: int = 7,
     timer: Callable[[], float] = time.perf_counter,
 ) -> list[Gemm]:
-    """Times products, each of the devices here at work on one of its own.
+    """Time matrix products, with every device of this machine computing one at the same time.
 
     Args:
-      sizes: m, n, k of each.
-      dtype: of both matrices; products are accumulated and given in float32 for "float8_*", int32 for "int8".
-      rounds, timer: as `clock`.
+      sizes: m, n, k of each product.
+      dtype: dtype of both matrices; results are float32 for "float8_*" and int32 for "int8".
+      rounds: as for `clock`.
+      timer: as for `clock`.
     """
     times = ((size, time_product(*size, dtype, rounds, timer)) for size in sizes)
     return [Gemm(*size, dtype, t.fastest, t.spread) for size, t in times]
@@ -164,9 +184,17 @@ def measure(
 def time_product(
     m: int, n: int, k: int, dtype: str, rounds: int = 7, timer: Callable[[], float] = time.perf_counter
 ) -> Timing:
-    """Times one size of product on every device here at once.
+    """Time a matrix product on every device of this machine at the same time.
 
-    The numbers are all over their range: of constants fewer bits change, and a device that its power limits is faster.
+    Operands are scattered over their range: with constants fewer bits flip, and a power-limited device is faster.
+
+    Args:
+      m: rows of the result.
+      n: columns of the result.
+      k: the contracted size.
+      dtype: as for `measure`.
+      rounds: as for `clock`.
+      timer: as for `clock`.
     """
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("device",), axis_types=(AxisType.Auto,))
@@ -184,14 +212,17 @@ def time_product(
 
 
 def scattered(shape: tuple[int, ...], dtype: jnp.dtype, seed: jax.Array) -> jax.Array:
-    """Numbers spread evenly over [-1, 1), or over an integer's range: multiplicative hashes of their places (Knuth,
-    The Art of Computer Programming 6.4), which compile in less time than `jax.random`'s.
+    """Return numbers spread evenly over [-1, 1), or over the range of an integer dtype.
+
+    They are multiplicative hashes of positions (Knuth, The Art of Computer Programming 6.4), which compile faster than
+    `jax.random`.
 
     Args:
-      shape, dtype: of the array.
-      seed: uint32, a scalar.
+      shape: shape of the array.
+      dtype: its dtype.
+      seed: a uint32 scalar.
     """
-    # by dimensions, so that each device makes its own part
+    # positions as a sum over dimensions, so that each device computes its own shard
     parts = [jax.lax.broadcasted_iota(jnp.uint32, shape, d) * math.prod(shape[d + 1 :]) for d in range(len(shape))]
     bits = (functools.reduce(jnp.add, parts) ^ seed) * jnp.uint32(2654435761)
     signed = jax.lax.bitcast_convert_type(bits ^ (bits >> 15), jnp.int32)
@@ -201,7 +232,13 @@ def scattered(shape: tuple[int, ...], dtype: jnp.dtype, seed: jax.Array) -> jax.
 
 
 def split(gemms: Sequence[Gemm], *, held_out: float = 1 / 3, seed: int = 0) -> tuple[list[Gemm], list[Gemm]]:
-    """Measurements to fit on, and others to judge the fit by, drawn by chance once for a seed."""
+    """Split measurements at random into those to fit on and those to test the fit on.
+
+    Args:
+      gemms: measured products.
+      held_out: share of them to test on.
+      seed: seed of the split.
+    """
     order = np.random.default_rng(seed).permutation(len(gemms))
     out = set(order[: round(held_out * len(gemms))].tolist())
     return [g for i, g in enumerate(gemms) if i not in out], [gemms[i] for i in sorted(out)]
@@ -210,20 +247,23 @@ def split(gemms: Sequence[Gemm], *, held_out: float = 1 / 3, seed: int = 0) -> t
 def fit(
     gemms: Sequence[Gemm], *, tiles: Sequence[tuple[int, int, int]] = TILES, cores: Sequence[int] = (1,)
 ) -> GemmModel:
-    """The model that explains measured products best: least squares on the logarithm of their seconds.
+    """Fit a model to measured products, by least squares on log seconds.
 
     Args:
-      gemms: of one dtype; at least eight, of unlike sizes.
-      tiles: to choose from.
+      gemms: at least eight measured products of one dtype and different sizes.
+      tiles: tiles to choose from.
       cores: numbers of cores to choose from.
 
     Raises:
-      ConfigError: too few measurements, or of several dtypes.
+      ConfigError: too few measurements, or several dtypes.
     """
     from scipy.optimize import least_squares
 
     if len(gemms) < 8 or len({g.dtype for g in gemms}) != 1:
-        raise ConfigError(f"a model of products is fitted on at least 8 of one dtype, not on {len(gemms)} of several")
+        dtypes = ", ".join(sorted({g.dtype for g in gemms})) or "no dtype"
+        raise ConfigError(
+            f"a model of matrix products is fitted on 8 or more of one dtype, not on {len(gemms)} of {dtypes}"
+        )
     width = jnp.dtype(gemms[0].dtype).itemsize
     times = np.array([g.seconds for g in gemms])
     moved = np.array([width * (g.m * g.k + g.k * g.n + g.m * g.n) for g in gemms], float)
@@ -236,19 +276,24 @@ def fit(
             return launch + _both(work / rate, moved / bandwidth, 1 + np.exp(x[3]))
 
         start = np.log([np.max(work / times), np.max(moved / times), np.min(times) / 2, 1.0])
-        found = least_squares(lambda x, parts=parts: np.log(parts(x) / times), start, loss="soft_l1", max_nfev=200)
-        if best is None or found.cost < best[0]:
-            rate, bandwidth, launch = np.exp(found.x[:3]).tolist()
+        result = least_squares(lambda x, parts=parts: np.log(parts(x) / times), start, loss="soft_l1", max_nfev=200)
+        if best is None or result.cost < best[0]:
+            rate, bandwidth, launch = np.exp(result.x[:3]).tolist()
             best = (
-                found.cost,
-                GemmModel(rate, bandwidth, launch, 1 + math.exp(min(found.x[3], 5.0)), tile, units, width),
+                result.cost,
+                GemmModel(rate, bandwidth, launch, 1 + math.exp(min(result.x[3], 5.0)), tile, units, width),
             )
     assert best is not None
     return best[1]
 
 
 def score(model: GemmModel, gemms: Sequence[Gemm]) -> Score:
-    """How well a model predicts measured products."""
+    """Return how well a model predicts measured products.
+
+    Args:
+      model: a fitted model.
+      gemms: measured products that it was not fitted on.
+    """
     measured = np.array([g.seconds for g in gemms])
     predicted = np.array([model.seconds(g.m, g.n, g.k) for g in gemms])
     errors = np.abs(predicted / measured - 1)
@@ -266,14 +311,14 @@ def _r2(measured: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def model_of(chip: Chip, dtype: str) -> GemmModel:
-    """The model of a chip's products: the fitted one of its hardware file, else its data sheet's roofline.
+    """Return the model of a chip's matrix products: the fitted one of its hardware file, else its roofline.
 
     Args:
-      chip: the hardware.
-      dtype: of the inputs.
+      chip: the chip.
+      dtype: dtype of the inputs.
 
     Raises:
-      LayoutError: how fast the chip multiplies this is not known.
+      LayoutError: the chip has no known rate for this dtype.
     """
     if (fitted := chip.measured.get("gemm", {}).get(dtype)) is not None:
         return GemmModel(**(fitted | {"tile": tuple(fitted["tile"])}))

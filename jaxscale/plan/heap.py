@@ -1,4 +1,4 @@
-"""Device memory as a compiler deals it out: buffers in the order they are made, in gaps that others left or on top."""
+"""Simulate a compiler's memory allocation: each buffer goes into a gap that others left, or on top of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import itertools
 from collections.abc import Iterator
 
 SCATTERED = 1.0
-"""Free memory lies in pieces: it holds a buffer from 1 + this times the buffer's size on. Chosen on compiled steps."""
+"""Fragmentation: a buffer fits into free memory of at least 1 + this times its size. Chosen on compiled steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A buffer: what it holds, where it begins and how large it is, in bytes; in which place (see `SteadyHeap`)."""
+    """An allocated buffer.
+
+    Args:
+      what: a label of its contents.
+      start: its offset in bytes.
+      size: its size in bytes.
+      place: see `SteadyHeap`.
+    """
 
     what: str
     start: int
@@ -22,16 +29,19 @@ class Buffer:
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """The offset of its end, in bytes."""
         return self.start + self.size
 
 
 class Heap:
-    """Buffers that come and go.
+    """Memory with best-fit allocation.
 
     XLA for TPUs goes through a program in the order it runs and puts each new buffer into the smallest gap between
-    those that live, or on top. What it reports as temporaries is the highest that any of them reached, gaps included:
-    a buffer that finds no gap large enough leaves them all empty below it.
+    live buffers that fits it, or on top. It reports the highest end of any buffer as temporaries, gaps included.
+
+    Attributes:
+      peak: the highest end of any buffer so far, in bytes.
+      at_peak: the buffers that were live when it was reached, the largest first.
     """
 
     def __init__(self) -> None:
@@ -40,7 +50,12 @@ class Heap:
         self.at_peak: tuple[Buffer, ...] = ()
 
     def take(self, what: str, size: int) -> Buffer:
-        """A new buffer of `size` bytes."""
+        """Allocate a buffer.
+
+        Args:
+          what: a label of its contents.
+          size: its size in bytes; a buffer of 0 bytes is not live.
+        """
         gaps = [(gap, start) for start, gap in self._gaps() if gap >= size]
         start = min(gaps)[1] if gaps else max((b.end for b in self._live), default=0)
         buffer = Buffer(what, start, size)
@@ -51,7 +66,7 @@ class Heap:
         return buffer
 
     def drop(self, *buffers: Buffer) -> None:
-        """Gives buffers back."""
+        """Free buffers."""
         for b in buffers:
             if b.size:
                 self._live.remove(b)
@@ -63,31 +78,41 @@ class Heap:
 
 
 class SteadyHeap:
-    """As `Heap`, with a peak that never falls when buffers grow.
+    """Like `Heap`, with a peak that never falls when buffers grow.
 
-    In `Heap` a buffer one byte larger than another may leave a gap that the other just fits, and the peak of the larger
-    program is lower. Here the end of a new buffer of `size` bytes beside `live` others is
+    In `Heap`, a larger buffer may leave a gap that a later buffer just fits, so that a larger program has a lower peak.
+    Here a new buffer of `size` bytes, with `live` bytes in other buffers, ends at
 
         min(highest end + size, live + size + SCATTERED * size)
 
-    on top, or in free memory, of which a part is lost to pieces that are too small. What has the same `place` as
-    something that was given back goes where that was. Ends are sums, minima and maxima of sizes, so that they grow with
-    each of them, while the order in which buffers come and go is the same.
+    which is on top, or in free memory of which a part is lost to fragmentation. A buffer with the same `place` as a
+    freed one takes the freed one's memory. Ends are sums, minima and maxima of sizes, so that for one order of
+    allocations they grow with every size.
+
+    Attributes:
+      peak: the highest end of any buffer so far, in bytes.
+      at_peak: the buffers that were live when it was reached, the largest first.
     """
 
     def __init__(self) -> None:
         self._live: list[Buffer] = []
-        self._left: dict[str, list[int]] = collections.defaultdict(list)  # ends of what was there, by place
+        self._freed: dict[str, list[int]] = collections.defaultdict(list)  # ends of freed buffers, by place
         self.peak = 0
         self.at_peak: tuple[Buffer, ...] = ()
 
     def take(self, what: str, size: int, place: str = "") -> Buffer:
-        """A new buffer of `size` bytes; all of one `place` have one size."""
+        """Allocate a buffer.
+
+        Args:
+          what: a label of its contents.
+          size: its size in bytes; a buffer of 0 bytes is not live.
+          place: a name; buffers with the same one have one size, and reuse each other's memory.
+        """
         live = sum(b.size for b in self._live)
         top = max((b.end for b in self._live), default=0)
         end = min(top + size, live + size + int(SCATTERED * size))
-        if size and self._left[place]:
-            end = max(live + size, min(end, self._left[place].pop(0)))
+        if size and self._freed[place]:
+            end = max(live + size, min(end, self._freed[place].pop(0)))
         buffer = Buffer(what, end - size, size, place)
         if size:
             self._live.append(buffer)
@@ -96,9 +121,9 @@ class SteadyHeap:
         return buffer
 
     def drop(self, *buffers: Buffer) -> None:
-        """Gives buffers back."""
+        """Free buffers."""
         for b in buffers:
             if b.size:
                 self._live.remove(b)
             if b.size and b.place:
-                self._left[b.place] = sorted([*self._left[b.place], b.end])
+                self._freed[b.place] = sorted([*self._freed[b.place], b.end])

@@ -1,4 +1,4 @@
-"""Which term of a step's time (`jaxscale.plan.waterfall`) an instruction of the compiled step belongs to."""
+"""Assign instructions of a compiled step to the terms of a step's time (`jaxscale.plan.waterfall`)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from jaxscale.plan.scopes import scopes_of
 from jaxscale.plan.waterfall import exposed_along
 
 CONTROL = frozenset(("while", "conditional", "call"))
-"""Instructions that run others, whose time is these others'."""
+"""Instructions that run others; their time is that of the others."""
 
 UNNAMED = "kernels without a name"
-"""The term of what the compiled step has no instruction for."""
+"""The term of kernels that are no instruction of the compiled step."""
 
 
 class InstructionTerms:
     """Terms of a program's instructions.
 
-    Collectives are "exposed, AXES" wherever they stand; what is in the optimizer's scope is the optimizer's, and in
-    attention's kernel ("mix", as `nn.Attention` calls it) attention's; products are those of "experts" or of all the
-    rest; copies to and from host memory are "host". Whatever remains is "memory-bound". A fusion is of the scope that
-    XLA names it by, and a product if it contains one.
+    Collectives are "exposed, AXES" in any scope. Instructions in the optimizer's scope are "optimizer", those in the
+    scope "mix" (the kernel of `nn.Attention`) "attention". Matrix products are "experts" in that scope, "products"
+    elsewhere. Copies to and from host memory are "host", and the rest is "memory-bound". A fusion belongs to the scope
+    in its name, and is a product if it contains one.
 
     Args:
       program: the compiled step.
+
+    Attributes:
+      of: a cached function from the name of an instruction to its term; `None` for one that only runs others.
     """
 
     def __init__(self, program: Program):
@@ -33,7 +36,7 @@ class InstructionTerms:
         self.of = functools.cache(self._of)
 
     def _of(self, name: str) -> str | None:
-        """The term of an instruction, by its name; `None` for one that only runs others."""
+        """Return the term of an instruction by its name; `None` for one that only runs others."""
         text = self.program.made.get(name)
         if text is None:
             return UNNAMED
@@ -56,9 +59,9 @@ class InstructionTerms:
         return "memory-bound"
 
     def _axes(self, name: str) -> tuple[str, ...] | None:
-        """The mesh axes of the collective that an instruction is, starts, ends or contains; `None` where it is none.
+        """Return the mesh axes of the collective that an instruction is, starts, ends or contains; `None` without one.
 
-        A fusion that multiplies as well is none: it takes the time of the product.
+        A fusion that also contains a matrix product is not counted as a collective, since the product takes the time.
         """
         text = self.program.made.get(name, "")
         if COLLECTIVE.search(text):
@@ -73,7 +76,7 @@ class InstructionTerms:
         return next((axes for o in self._body(called[1]) if (axes := self._axes(o)) is not None), None)
 
     def _multiplies(self, name: str) -> bool:
-        """Whether an instruction is a matrix product or a convolution, or contains one."""
+        """Return whether an instruction is a matrix product or a convolution, or contains one."""
         text = self.program.made.get(name, "")
         if re.search(r" (?:dot|convolution|ragged-dot)\(| custom-call\(.*target=\"\S*(?:gemm|matmul|conv)", text):
             return True
@@ -81,7 +84,7 @@ class InstructionTerms:
         return called is not None and any(self._multiplies(o) for o in self._body(called[1]))
 
     def _crosses_host(self, text: str) -> bool:
-        """Whether an instruction copies to or from host memory, which HLO writes as memory space 5."""
+        """Return whether an instruction copies to or from host memory, which is memory space 5 in HLO."""
         if ends := re.search(r" copy-done\(.*?%([\w.-]+)", text):
             text = self.program.made.get(ends[1], "")
         return bool(re.search(r" copy(?:-start)?\(", text)) and "S(5)" in text
@@ -91,5 +94,5 @@ class InstructionTerms:
 
 
 def _opcode(text: str) -> str:
-    """Of an instruction's text, what it does."""
+    """Return the opcode of an instruction from its text."""
     return text[len(type_of(text)) :].strip().partition("(")[0]

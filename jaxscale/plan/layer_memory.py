@@ -1,6 +1,6 @@
-"""The buffers of a layer on its way back, in the order in which a compiled step makes them and gives them back.
+"""Memory of a layer: its parameters and activations, and the buffers of its backward pass in the order of a step.
 
-What is walked through here is what programs for TPUs were seen to hold (`experiments/planner_accuracy/MEMORY.md`).
+The order and the buffers are those of compiled programs for TPUs (`experiments/planner_accuracy/MEMORY.md`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.step import Blueprint, TrainConfig
 
 _FEED = ("mlp_up", "mlp_hidden")
-_DEAR = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
-"""What products make."""
+_EXPENSIVE = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
+"""Activations that matrix products make, and are therefore expensive to recompute."""
 
 
 def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: Any = None) -> int:
-    """A tensor's bytes on one device; `kv_seq` of scores stays whole."""
+    """Return a tensor's bytes on one device; the axis `kv_seq` of attention scores is not sharded.
+
+    Args:
+      info: the tensor.
+      layout: the layout, every size of its mesh known.
+      kind: the rules that shard it, such as "params" or "grads". For "activations" its shape is that of computation
+        (`as_used`).
+      dtype: of the array, if it is not the tensor's own.
+    """
     shape = as_used(info, layout).shape if kind == "activations" else info.shape
     sizes = zip(info.axes, shape, strict=True)
     pieces = math.prod(layout.split(a, kind, size=n) for a, n in sizes if a is not None and a != "kv_seq")
@@ -35,23 +43,29 @@ def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *,
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A matrix of one layer, or a table; bytes on one device.
+    """Bytes on one device of one layer's matrix, or of a table.
 
     Args:
-      name: what it is.
-      used: while it is used, in the type of the arithmetic; 0 where what is used is a piece of what is kept.
-      made: its gradient as a product makes it, before devices sum it and cut it up.
-      kept: its gradient thereafter.
+      name: path of the parameter.
+      used: the gathered array that products read, in the computation's dtype; 0 where nothing is gathered.
+      gradient: its gradient as a product computes it, before it is reduced over devices.
+      reduced: its gradient after that, sharded.
     """
 
     name: str
     used: int
-    made: int
-    kept: int
+    gradient: int
+    reduced: int
 
     @classmethod
     def of(cls, info: TensorInfo, layout: Layout, dtype: str) -> Weight:
-        """Of a parameter, or of one layer of a stacked one."""
+        """Return the bytes of a parameter, or of one layer of a stacked parameter.
+
+        Args:
+          info: the parameter.
+          layout: the layout, every size of its mesh known.
+          dtype: of computation.
+        """
         if info.axes and info.axes[0] == "layers":
             info = dataclasses.replace(info, shape=info.shape[1:], axes=info.axes[1:])
         gathered = local_bytes(info, layout) != local_bytes(info, layout, "params")
@@ -63,22 +77,22 @@ class Weight:
         )
 
     def frozen(self) -> Weight:
-        """The same without a gradient."""
-        return dataclasses.replace(self, made=0, kept=0)
+        """Return the weight without a gradient."""
+        return dataclasses.replace(self, gradient=0, reduced=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerBytes:
-    """One layer on one device, for so many rows.
+    """Bytes of one layer on one device.
 
     Args:
       tensors: its activations, by the names that memory policies use.
-      gathered: what a sub-layer takes where the stream is split along its sequence, the whole of it; else 0.
+      gathered: a sub-layer's input after an all-gather along the sequence, with sequence sharding; else 0.
       attention, feed: weights of the two sub-layers.
-      tile: the share of the sequence that the feed-forward layer works at.
-      rows: of a layer of experts, tokens as they are sorted by expert, once for each expert they are given to.
-      sent: the same where the experts are, with room for all that might come; 0 where nothing is sent.
-      keys: keys of the whole sequence (values are as many), where each device gathers them; else 0.
+      tile: the share of the sequence that the feed-forward layer computes at a time.
+      rows: in a layer of experts, tokens sorted by expert, with a copy for each expert of a token; else 0.
+      sent: the same rows after the all-to-all to the experts' devices, as many as may arrive; 0 without one.
+      keys: keys of the whole sequence, where each device gathers them (values take as much); else 0.
     """
 
     tensors: Mapping[str, int]
@@ -94,21 +108,30 @@ class LayerBytes:
     def of(
         cls, model: Any, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int, layer: int = -1
     ) -> LayerBytes:
-        """Of one of the model's layers, by default the last, whose parameters are `infos`."""
+        """Return the bytes of one of a model's layers.
+
+        Args:
+          model: a `TransformerConfig`.
+          infos: the layer's parameters.
+          layout: the layout, every size of its mesh known.
+          rows: rows of a micro-batch, over all devices.
+          seq: tokens of a row.
+          layer: number of the layer; the last one by default.
+        """
         policy = MemoryPolicy.of(model.memory)
         tensors = model.activations(rows, seq, layer)
         tensors, sorted_rows, sent = _dispatched(model.layer_mlps()[layer], model.sizes.width, tensors, layout)
-        found = {name: sum(local_bytes(i, layout) for i in held) for name, held in tensors.items()}
+        sizes = {name: sum(local_bytes(i, layout) for i in infos) for name, infos in tensors.items()}
         whole = local_bytes(dataclasses.replace(tensors["residual"][0], axes=("batch", "seq", "embed")), layout)
-        gathered = whole if whole > found["residual"] else 0
-        found["unnamed"] += 2 * gathered  # each sub-layer's input
-        if model.dtype != "float32":  # whoever keeps all of it has the stream in float32, and not in its own type
-            found["unnamed"] -= found["residual"] + found["residual_mid"]
+        gathered = whole if whole > sizes["residual"] else 0
+        sizes["unnamed"] += 2 * gathered  # each sub-layer's input
+        if model.dtype != "float32":  # a policy that saves everything has the stream in float32 only
+            sizes["unnamed"] -= sizes["residual"] + sizes["residual_mid"]
         matrices = [i for i in infos if len(i.axes) > 2]
         weights = [Weight.of(i, layout, model.dtype) for i in matrices]
         feed = ["mlp" in w.name.split("/") for w in weights]
         return cls(
-            found,
+            sizes,
             gathered,
             tuple(w for w, f in zip(weights, feed, strict=True) if not f),
             tuple(w for w, f in zip(weights, feed, strict=True) if f),
@@ -119,20 +142,20 @@ class LayerBytes:
         )
 
     def frozen(self) -> LayerBytes:
-        """The same where no step changes the weights, so that they have no gradients."""
-        without = lambda weights: tuple(w.frozen() for w in weights)  # noqa: E731
-        return dataclasses.replace(self, attention=without(self.attention), feed=without(self.feed))
+        """Return the layer with frozen weights, which have no gradients."""
+        attention, feed = (tuple(w.frozen() for w in weights) for weights in (self.attention, self.feed))
+        return dataclasses.replace(self, attention=attention, feed=feed)
 
     @property
     def stream(self) -> int:
-        """The residual stream's."""
+        """Bytes of the residual stream."""
         return self.tensors["residual"]
 
 
 def _dispatched(moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:
-    """A layer's tensors with experts' rows as many as there is room for; bytes of rows, and of those that are sent.
+    """Return a layer's tensors with experts' rows at their capacity, bytes of `LayerBytes.rows`, and of `sent`.
 
-    Experts that drop nothing have room for the worst case: every token of every device that sends to them.
+    Dropless experts have buffers for the worst case: every token of every device that sends to them.
     """
     of_experts = [i for i in tensors["mlp_hidden"] if "expert_mlp" in i.axes]
     if not of_experts:
@@ -141,19 +164,27 @@ def _dispatched(moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout
     dropless = moe.capacity is None
     tokens = {m for a in ("expert_batch", "expert_seq") for m in layout.resolved_rules.target("activations", a)}
     sent = math.prod(layout.sizes[m] for m in layout.resolved_rules.target("activations", "experts") if m in tokens)
-    here = moe.experts // layout.split("experts")
-    room = sent * min(moe.top_k, here) / moe.top_k if dropless and sent > 1 else 1
-    wide = lambda i: (  # noqa: E731
-        dataclasses.replace(i, shape=(i.shape[0], int(i.shape[1] * room), i.shape[2])) if "expert_mlp" in i.axes else i
-    )
-    grown = {name: tuple(map(wide, held)) for name, held in tensors.items()}
+    local_experts = moe.experts // layout.split("experts")
+    capacity = sent * min(moe.top_k, local_experts) / moe.top_k if dropless and sent > 1 else 1
+
+    def at_capacity(i: TensorInfo) -> TensorInfo:
+        if "expert_mlp" not in i.axes:
+            return i
+        return dataclasses.replace(i, shape=(i.shape[0], int(i.shape[1] * capacity), i.shape[2]))
+
+    buffers = {name: tuple(map(at_capacity, infos)) for name, infos in tensors.items()}
     one = TensorInfo("rows", (*hidden.shape[:2], width), hidden.dtype, (*hidden.axes[:2], "embed"))
     rows = local_bytes(one, layout)
-    return grown, rows, int(rows * room) if sent > 1 else 0
+    return buffers, rows, int(rows * capacity) if sent > 1 else 0
 
 
-def found_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]:
-    """What of a layer's tensors its backward pass finds on the device; of a group's layers, but for their inputs."""
+def saved_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]:
+    """Return the names of a layer's activations that are saved on the device; a group saves only its first residual.
+
+    Args:
+      policy: the memory policy.
+      layers: bytes of a layer's activations by name.
+    """
     if policy.rest == "keep":
         tiled = {*_FEED, "unnamed"} if "mlp_hidden" in policy.tile else set()
         return set(layers) - {*policy.offload} - tiled
@@ -161,117 +192,153 @@ def found_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]
     return ({"residual", *policy.keep} | products) - {*policy.offload}
 
 
-def kept_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, groups: int) -> tuple[dict[str, int], int]:
-    """Bytes from forward to backward pass, on the device tensor by tensor and in host memory."""
-    every = policy.rest == "keep" or "residual" in policy.keep  # else each group's, which recomputing starts from
-    count = {t: depth if every or t != "residual" else groups for t in found_on_device(policy, layers)}
+def saved_bytes(policy: MemoryPolicy, layers: Mapping[str, int], depth: int, groups: int) -> tuple[dict[str, int], int]:
+    """Return bytes that are saved for the backward pass: on the device by activation, and in host memory.
+
+    Args:
+      policy: the memory policy.
+      layers: bytes of a layer's activations by name.
+      depth: number of layers.
+      groups: number of groups of layers that are recomputed together.
+    """
+    every = policy.rest == "keep" or "residual" in policy.keep  # otherwise one residual per group, to recompute from
+    count = {t: depth if every or t != "residual" else groups for t in saved_on_device(policy, layers)}
     return {t: layers[t] * count[t] for t in layers if t in count}, sum(layers[t] for t in policy.offload) * depth
 
 
-def kept_of_single(layer: LayerBytes, policy: MemoryPolicy) -> int:
-    """What is kept of a layer that is a run by itself besides what the policy says.
+def saved_by_single(layer: LayerBytes, policy: MemoryPolicy) -> int:
+    """Return bytes that a layer in a run of its own saves beyond its policy.
 
-    A scan over one layer is no loop, and the compiler finds that what recomputing makes is there already: of all that
-    is dear to make.
+    A scan over one layer is no loop, so that the compiler finds recomputed matrix products equal to those of the
+    forward pass and saves their results instead.
     """
-    dear = _DEAR - found_on_device(policy, layer.tensors) - {*policy.offload}
-    return sum(layer.tensors[t] for t in dear)
+    expensive = _EXPENSIVE - saved_on_device(policy, layer.tensors) - {*policy.offload}
+    return sum(layer.tensors[t] for t in expensive)
 
 
 def single_layers(
     config: TrainConfig, blueprint: Blueprint, layout: Layout, repeats: Sequence[int], rows: int
 ) -> list[LayerBytes]:
-    """The layers of runs of which one copy is walked at a time, `repeats` being how many of each."""
+    """Return the layers of runs that are not repeated.
+
+    Args:
+      config: the run's settings.
+      blueprint: the run's blueprint.
+      layout: the layout, every size of its mesh known.
+      repeats: for each run of blocks, how often its group is scanned.
+      rows: rows of a micro-batch, over all devices.
+    """
     model: Any = config.model
-    found, first = [], 0
+    layers, first = [], 0
     for (group, whole), n, run in zip(model.runs, repeats, blueprint.infos["runs"].values(), strict=True):
         for at, block in enumerate(run["blocks"].values()) if n == 1 else ():
-            found.append(LayerBytes.of(model, jax.tree.leaves(block), layout, rows, config.seq_len, first + at))
+            layers.append(LayerBytes.of(model, jax.tree.leaves(block), layout, rows, config.seq_len, first + at))
         first += whole * len(group)
-    return found
+    return layers
 
 
 def copied_bytes(info: TensorInfo, layout: Layout, dtype: str) -> int:
-    """A weight in another type than its own: of a stack, XLA casts the whole before it walks it."""
+    """Return the bytes of a weight cast to the computation's dtype; XLA casts a whole stack before its loop.
+
+    Args:
+      info: the weight.
+      layout: the layout, every size of its mesh known.
+      dtype: of computation.
+
+    Returns:
+      bytes on one device; 0 for a weight that has this dtype, and for weights of norms, which are not cast.
+    """
     if "norm" in info.axes or jnp.dtype(dtype) == info.dtype:
         return 0
     return local_bytes(info, layout, "params", dtype=dtype)
 
 
 def backward(heap: SteadyHeap, layer: LayerBytes, policy: MemoryPolicy, *, blocks: int = 1) -> None:
-    """A group of `blocks` layers on its way back, until nothing of it is left but gradients."""
-    t, found = layer.tensors, found_on_device(policy, layer.tensors)
-    again = lambda name: 0 if name in found else t[name]  # noqa: E731
+    """Allocate and free the buffers of the backward pass of a group of layers, except for reduced gradients.
+
+    Args:
+      heap: the memory.
+      layer: one layer of the group.
+      policy: the memory policy.
+      blocks: number of layers in the group.
+    """
+    t, saved = layer.tensors, saved_on_device(policy, layer.tensors)
+
+    def recomputed(name: str) -> int:
+        return 0 if name in saved else t[name]
+
     held = [heap.take("the stream's cotangent", layer.stream)]
-    if "residual" not in found:
+    if "residual" not in saved:
         held.append(heap.take("residual, fetched", layer.stream))
     if policy.rest != "keep":
-        # what norms give is made again where it is used; what norms after a sub-layer are given has no other name
+        # outputs of norms are recomputed where they are used; inputs of norms after a sub-layer have no other name
         after = max(0, t["norm"] - 2 * layer.stream)
-        others = layer.stream + after + sum(t[name] for name in _DEAR - found)
+        others = layer.stream + after + sum(t[name] for name in _EXPENSIVE - saved)
         held += [heap.take("other layers of the group", others) for _ in range(blocks - 1)]
-        held.append(heap.take("what norms after sub-layers are given", after))
-    norm = min(again("norm"), layer.stream)  # of those before a sub-layer
+        held.append(heap.take("inputs of norms after sub-layers", after))
+    norm = min(recomputed("norm"), layer.stream)  # of norms before a sub-layer
     held += [heap.take("norm", norm), heap.take("gathered", layer.gathered)]
     held += [heap.take(w.name, w.used) for w in layer.attention]
-    asked = [heap.take("qkv", again("qkv")), heap.take("scores", again("scores"))]
-    held += [heap.take("attn_out", again("attn_out")), heap.take("lse", again("lse"))]
-    mid = [heap.take("residual_mid", again("residual_mid")), heap.take("norm", norm)]
+    inputs = [heap.take("qkv", recomputed("qkv")), heap.take("scores", recomputed("scores"))]
+    held += [heap.take("attn_out", recomputed("attn_out")), heap.take("lse", recomputed("lse"))]
+    mid = [heap.take("residual_mid", recomputed("residual_mid")), heap.take("norm", norm)]
     _feed_backward(heap, layer)
-    if layer.tile < 1:  # gradients of weights that tiles add to
-        held += [heap.take(f"gradient of {w.name} over tiles", w.kept) for w in layer.feed]
+    if layer.tile < 1:  # tiles accumulate into these
+        held += [heap.take(f"gradient of {w.name} over tiles", w.reduced) for w in layer.feed]
     heap.drop(*mid)
-    _attention_backward(heap, layer, asked)
+    _attention_backward(heap, layer, inputs)
     heap.drop(*held)
 
 
 def _feed_backward(heap: SteadyHeap, layer: LayerBytes) -> None:
-    """The feed-forward half. What it finds of the forward pass it copies out of a stack, what it does not it makes."""
-    cut = lambda n: int(layer.tile * n)  # noqa: E731
-    up, hidden = cut(layer.tensors["mlp_up"]), cut(layer.tensors["mlp_hidden"])
-    held = [heap.take("gathered", cut(layer.gathered))]
+    """Allocate and free the buffers of the feed-forward layer; it copies saved activations, and recomputes others."""
+
+    def tile(size: int) -> int:
+        return int(layer.tile * size)
+
+    up, hidden = tile(layer.tensors["mlp_up"]), tile(layer.tensors["mlp_hidden"])
+    held = [heap.take("gathered", tile(layer.gathered))]
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
-    moved = [heap.take("rows on their way", layer.sent or layer.rows) for _ in range(3)]
+    moved = [heap.take("rows in all-to-all", layer.sent or layer.rows) for _ in range(3)]
     weights = [heap.take(w.name, w.used) for w in layer.feed]
-    # Of gate and up, and of their cotangents, one takes the place of another; which, and whether two do, is up to what
-    # is fused with the products.
+    # One of gate, up and their cotangents reuses the memory of another; fusion decides which, and whether two do.
     gates = round(up / max(1, hidden))
-    given = [heap.take("mlp_up", hidden) for _ in range(gates - 1)] + [heap.take("cotangent of mlp_hidden", hidden)]
+    reused = [heap.take("mlp_up", hidden) for _ in range(gates - 1)] + [heap.take("cotangent of mlp_hidden", hidden)]
     heap.drop(*moved)
-    held.append(heap.take("gathered cotangent", cut(layer.gathered)))
+    held.append(heap.take("gathered cotangent", tile(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
     held += [heap.take("mlp_hidden", hidden)] + [heap.take("cotangent of mlp_up", hidden) for _ in range(gates - 1)]
-    heap.drop(*weights, *([] if layer.rows else given[:1]))  # products over ragged groups are fused with nothing
-    taken = layer.sent or layer.rows or cut(layer.gathered or layer.stream)
-    heap.drop(*[heap.take("cotangent of what was projected", taken) for _ in range(gates)])
-    heap.drop(*(given[:1] if layer.rows else []))
-    held += [heap.take("a weight's gradient", n) for n in _made(layer.feed)[: 1 if layer.rows else 2]]
-    heap.drop(*given[1:], *held)
+    heap.drop(*weights, *([] if layer.rows else reused[:1]))  # ragged products are not fused with anything
+    projected = layer.sent or layer.rows or tile(layer.gathered or layer.stream)
+    heap.drop(*[heap.take("cotangent of the projections' input", projected) for _ in range(gates)])
+    heap.drop(*(reused[:1] if layer.rows else []))
+    held += [heap.take("a weight's gradient", n) for n in _live_gradients(layer.feed)[: 1 if layer.rows else 2]]
+    heap.drop(*reused[1:], *held)
 
 
-def _made(weights: Iterable[Weight]) -> list[int]:
-    """Gradients that are there at once: one is made while the one before it is sent to where it goes."""
-    largest = max(weights, key=lambda w: w.made, default=Weight("", 0, 0, 0))
-    return [largest.made] * (1 if largest.made == largest.kept else 2)
+def _live_gradients(weights: Iterable[Weight]) -> list[int]:
+    """Return sizes of weight gradients that live at the same time: computing one overlaps reducing the previous."""
+    largest = max(weights, key=lambda w: w.gradient, default=Weight("", 0, 0, 0))
+    return [largest.gradient] * (1 if largest.gradient == largest.reduced else 2)
 
 
-def _attention_backward(heap: SteadyHeap, layer: LayerBytes, asked: Iterable[Buffer]) -> None:
-    """The attention half; `asked`, queries, keys and values, are given back once their cotangents are there."""
-    t, taken = layer.tensors, layer.gathered or layer.stream
+def _attention_backward(heap: SteadyHeap, layer: LayerBytes, inputs: Iterable[Buffer]) -> None:
+    """Allocate and free the buffers of attention; `inputs` (queries, keys, values) are freed after their cotangents."""
+    t, projected = layer.tensors, layer.gathered or layer.stream
     heads = t["attn_out"]
     keys = (t["qkv"] - heads) // 2
     held = [heap.take("cotangent of residual_mid", layer.stream), heap.take("gathered cotangent", layer.gathered)]
     mixed = heap.take("cotangent of attn_out", heads)
-    held += [heap.take("keys and values of all", layer.keys) for _ in range(2)]
+    held += [heap.take("gathered keys and values", layer.keys) for _ in range(2)]
     product = heap.take("attn_out by its cotangent, float32", 2 * heads)
     by_head = heap.take("the same, by head", 2 * heads)
     heap.drop(product, by_head)
     scores = heap.take("cotangent of scores", t["scores"])
-    found = [heap.take("cotangents of keys and values", layer.keys or keys) for _ in range(2)]
+    cotangents = [heap.take("cotangents of keys and values", layer.keys or keys) for _ in range(2)]
     heap.drop(heap.take("cotangent of keys, float32", 2 * layer.keys))
-    turned = heap.take("cotangent of queries", heads)
-    heap.drop(mixed, scores, *asked)
-    held += [heap.take("cotangents of what was projected", taken) for _ in range(1 if layer.gathered else 2)]
+    cotangents.append(heap.take("cotangent of queries", heads))
+    heap.drop(mixed, scores, *inputs)
+    held += [heap.take("cotangents of the projections' input", projected) for _ in range(1 if layer.gathered else 2)]
     heap.drop(heap.take("cotangent of queries, float32", 2 * heads))
-    held += [heap.take("a weight's gradient", n) for n in _made(layer.attention)]
-    heap.drop(turned, *found, *held)
+    held += [heap.take("a weight's gradient", n) for n in _live_gradients(layer.attention)]
+    heap.drop(*cotangents, *held)

@@ -55,7 +55,11 @@ class Habits:
 
     @classmethod
     def of(cls, hardware: Topology) -> Habits:
-        """Those of a chip; v5e's for chips of which no program was compiled."""
+        """Return the habits for a chip; those for v5e where no compiled program of the chip was read.
+
+        Args:
+          hardware: the topology.
+        """
         return _HABITS.get(hardware.chip.name, cls())
 
 
@@ -84,7 +88,7 @@ class Allocation:
 
 
 def allocation(program: Program, hardware: Topology) -> Allocation:
-    """The memory of a program.
+    """Return the memory of a program.
 
     Args:
       program: the program of one device.
@@ -145,17 +149,17 @@ class _Block:
                 sources |= dict.fromkeys(op.writes, reads)
 
     def canonical(self, n: int) -> int:
-        """The number that stands for all aliases of an array."""
+        """Return the number that stands for all aliases of an array."""
         while n in self._canonical:
             n = self._canonical[n]
         return n
 
     def made_by(self, n: int) -> str:
-        """The name of the operation that makes an array."""
+        """Return the name of the operation that makes an array; "" for an argument."""
         return self._by[n].name if n in self._by else ""
 
     def _stored(self, op: Operation, users: Sequence[Operation]) -> bool:
-        """Whether an operation's results are in memory, because it or one of its users is not fused."""
+        """Return whether an operation's results are in memory, because it or one of its users is not fused."""
         if self.results & op.writes.keys() or (users and op.name in _STORED):
             return True
         if not users or not op.reads:
@@ -164,14 +168,14 @@ class _Block:
         return any(u.name in unfused for u in users)
 
     def _order(self, donated: Mapping[int, int]) -> list[Operation]:
-        """A schedule of the operations."""
+        """Return a schedule of the operations."""
         maker = {n: i for i, op in enumerate(self.operations) for n in op.writes}
         if self._habits.late and not self._inside:
             return self._late_order(maker)
         return self._early_order(maker, donated)
 
     def _late_order(self, maker: Mapping[int, int]) -> list[Operation]:
-        """A schedule: the longest chain of operations first, every other operation when its result is read."""
+        """Return a schedule with the longest chain of operations first, and others when their result is read."""
         ops = self.operations
         depth = [0] * len(ops)
         for i, op in enumerate(ops):
@@ -192,7 +196,7 @@ class _Block:
         return order
 
     def _early_order(self, maker: Mapping[int, int], donated: Mapping[int, int]) -> list[Operation]:
-        """A schedule: the operation that frees the most memory, otherwise the one whose result is read first."""
+        """Return a schedule by the operation that frees the most memory, else the one whose result is read first."""
         ops = self.operations
         left = Counter(n for op in ops for n in op.reads)
         before = [{maker[n] for n in op.reads if n in maker} for op in ops]
@@ -227,7 +231,7 @@ class _Block:
         return order
 
     def _first(self, before: Sequence[set[int]]) -> frozenset[int]:
-        """Gathers of weights, and what slices or casts these before."""
+        """Return the gathers of weights, and operations that slice or cast weights before them."""
         first = set[int]()
         for i, op in enumerate(self.operations):
             if any(c.kind == "all-gather" for c in op.sent) and all(
@@ -237,7 +241,7 @@ class _Block:
         return frozenset(first)
 
     def run(self, heap: Heap, donated: Mapping[int, int]) -> None:
-        """Allocates and frees the arrays in the order of the schedule; all of them are freed at the end.
+        """Allocate and free the arrays in the order of the schedule; all of them are freed at the end.
 
         Args:
           heap: the memory.
@@ -277,7 +281,11 @@ class _Block:
         heap.drop(*live.values(), *itertools.chain.from_iterable(held.values()))
 
     def moved(self, arguments: Mapping[int, int]) -> float:
-        """Bytes that the operations read and write."""
+        """Return the bytes that the operations read and write.
+
+        Args:
+          arguments: bytes by number of the arrays that come from outside.
+        """
         sizes = {**arguments, **self.bytes}
         total = 0.0
         for op in self.operations:
@@ -290,17 +298,17 @@ class _Block:
 
 
 def _needs_own_buffer(op: Operation) -> bool:
-    """Whether an operation cannot write to the memory of its operands."""
+    """Return whether an operation cannot write to the memory of its operands."""
     return op.name in _STORED - _IN_PLACE
 
 
 def _results_of(op: Operation) -> list[int]:
-    """The numbers of the arrays that are live at the end of a loop's body or a branch."""
+    """Return the numbers of the arrays that are live at the end of a loop's body or a branch."""
     return [*(end for _, end, _ in op.carried.values()), *op.stacked] if op.name == "loop" else [*op.results]
 
 
 def _run_body(op: Operation, heap: Heap, habits: Habits) -> None:
-    """Allocates the arrays of a branch or of one iteration. A row that nothing else reads is written into its stack."""
+    """Allocate the arrays of a branch or of one iteration; a row that nothing else reads is written into its stack."""
     block = _Block(op.body, _results_of(op), habits, inside=True)
     carries = {block.canonical(end): n for n, (_, end, _) in op.carried.items()}
     read = {n for inner in block.operations for n in inner.reads}

@@ -22,9 +22,9 @@ from jaxscale.plan.layer_memory import (
     LayerBytes,
     backward,
     copied_bytes,
-    kept_bytes,
-    kept_of_single,
     local_bytes,
+    saved_by_single,
+    saved_bytes,
     single_layers,
 )
 from jaxscale.plan.pipeline_memory import walk_pipeline
@@ -153,7 +153,7 @@ def walk_layers(
     layer = LayerBytes.of(model, _last_block(whole), layout, rows, seq)
     if adapts:
         ends, layer = ends.frozen(), layer.frozen()
-    kept, host = kept_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
+    kept, host = saved_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
     gradients = lambda infos, of: [heap.take(f"{of} of {i.path}", local_bytes(i, layout, "grads")) for i in infos]  # noqa: E731
     for i in trained:
         if local_bytes(i, layout, "params") != local_bytes(i, layout, "opt_state"):
@@ -170,8 +170,8 @@ def walk_layers(
     copies = sum(b.size for b in stash)
     stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
     alone = single_layers(config, whole, layout, [repeats for _, repeats in model.runs], rows)
-    stash += [heap.take("activations of a layer by itself", kept_of_single(one, policy)) for one in alone]
-    waiting = ends.lose(heap, shared)
+    stash += [heap.take("activations of a layer by itself", saved_by_single(one, policy)) for one in alone]
+    waiting = ends.loss(heap, shared)
     gradients([i for i in trained if i not in tables], "gradient")
     backward(heap, layer, policy, blocks=max(len(group) for group, _ in model.runs))
     heap.drop(*stash)

@@ -17,9 +17,9 @@ from jaxscale.plan.layer_memory import (
     LayerBytes,
     backward,
     copied_bytes,
-    kept_bytes,
-    kept_of_single,
     local_bytes,
+    saved_by_single,
+    saved_bytes,
     single_layers,
 )
 from jaxscale.step import Blueprint, TrainConfig, pipelined, token_loss
@@ -43,7 +43,7 @@ def walk_pipeline(
     held = [index.shape[2] for index in pipeline.stages.index]  # groups of each run in a chunk
     blocks = [len(run["blocks"]) for run in runs]
     depth = sum(n * b for n, b in zip(held, blocks, strict=True))
-    found, host = kept_bytes(policy, layer.tensors, depth, sum(held))
+    found, host = saved_bytes(policy, layer.tensors, depth, sum(held))
 
     def of_chunk(what: str, bytes_of: Callable[[TensorInfo], int], copies: int = 1) -> list[Buffer]:
         """Buffers for so many chunks' layers, padding included."""
@@ -68,16 +68,16 @@ def walk_pipeline(
     if table.phases > 2:
         stash.append(heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1)))
     of_chunk("gradient of", gradient, chunks)
-    heap.take("gradients of tables", ends.kept)
+    heap.take("gradients of tables", ends.reduced)
     cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
     cast += [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in tables]
     ends = dataclasses.replace(ends, cast=0)  # they last, as the layers' do
     ends.look_up(heap, at_once=True)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
-    heap.drop(*ends.lose(heap, at_once=True))
+    heap.drop(*ends.loss(heap, at_once=True))
     now = [heap.take(f"activations, {name}", size) for name, size in found.items()]
     alone = single_layers(config, blueprint, layout, held, rows)
-    now += [heap.take("activations of a layer by itself", kept_of_single(one, policy)) for one in alone]
+    now += [heap.take("activations of a layer by itself", saved_by_single(one, policy)) for one in alone]
     if table.phases > 2:  # gradients wait for a phase of their own
         now.append(heap.take("a micro-batch's products", _pair_bytes(layer) * depth))
     else:

@@ -20,7 +20,7 @@ from jaxscale.layout.mesh import parse_mesh
 from jaxscale.plan.by_tracing import traced_plan, with_traced_memory
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.communication import partition, sized
-from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
+from jaxscale.plan.compile import bytes_needed, bytes_of, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar, unusual
 from jaxscale.plan.memory import Estimate, estimate
@@ -292,7 +292,7 @@ def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> tuple
       memory: `jaxscale.plan.estimate` of the same.
 
     Raises:
-      NotCovered: what no formula knows.
+      NotCovered: no formula covers the run.
     """
     check_attention(covered(config), _layout(config))
     traced = partition(config, there)
@@ -372,7 +372,7 @@ def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:
     try:
         program = compile_step(config, there.name)
     except jax.errors.JaxRuntimeError as e:
-        return Compiled(bytes_wanted(e), None, time.perf_counter() - began)
+        return Compiled(bytes_needed(e), None, time.perf_counter() - began)
     seconds = time.perf_counter() - began
     found = tuple(collectives(program, work.sizes, work.crosses))
     return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=found), there), seconds)

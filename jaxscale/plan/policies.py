@@ -11,7 +11,7 @@ import jax
 
 from jaxscale.errors import ConfigError
 from jaxscale.nn import POLICIES, MemoryPolicy
-from jaxscale.plan.compile import bytes_of, bytes_wanted, compile_step
+from jaxscale.plan.compile import bytes_needed, bytes_of, compile_step
 from jaxscale.plan.covered import covered
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.shown import Shown
@@ -145,7 +145,7 @@ def _compiled_here(config: TrainConfig) -> tuple[Any, int | None]:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return None, bytes_wanted(e)
+            return None, bytes_needed(e)
         return None, None
     return program, bytes_of(program)
 
@@ -161,7 +161,7 @@ def compiled_bytes(config: TrainConfig, topology: str) -> int:
     try:
         return bytes_of(compile_step(config, topology))
     except jax.errors.JaxRuntimeError as e:
-        return bytes_wanted(e)
+        return bytes_needed(e)
 
 
 def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any:

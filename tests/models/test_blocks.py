@@ -193,14 +193,14 @@ def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
         c.axes for c in predict(RUN, "v5e:2x4")
     }  # for which nothing has to be known
     for formula in (lambda: estimate(RUN, "v5e:2x4"), lambda: products(MIXED, 16)):
-        with raises_saying(ConfigError, "no formula knows", "GatedRecurrence", "traced step"):
+        with raises_saying(ConfigError, "no formula covers", "GatedRecurrence", "traced step"):
             formula()
     with raises_saying(ConfigError, "GatedRecurrence", "jaxscale plan"):
         MIXED.activations(2, 16, layer=0)
     with raises_saying(ConfigError, "GatedRecurrence", "widths of its own"):
         MIXED.at_width(32)
     kinds = (BlockConfig(), BlockConfig(mlp=GELU), BlockConfig(mlp=GeGLU))
-    with raises_saying(ConfigError, "no formula knows", "several kinds besides Transformer.mlp"):
+    with raises_saying(ConfigError, "no formula covers", "several kinds besides Transformer.mlp"):
         products(dataclasses.replace(MIXED, blocks=kinds), 16)
     assert products(dataclasses.replace(MIXED, blocks=kinds[:2]), 16)
     traced = plan_for(RUN, "v5e:2x4", compile="never")

@@ -222,7 +222,7 @@ def test_the_planner_counts_the_arrays_that_are_there(base):
     assert sum(r.bytes_per_device for r in rows) == there
     codes = {r.path: r.dtype for r in rows}
     assert codes["embed/weight/codes"] == "int8" and codes["runs/0/blocks/0/mlp/up/scale"] == "float32"
-    with raises_saying(ConfigError, "no formula knows", "Int8", "traced step"):
+    with raises_saying(ConfigError, "no formula covers", "Int8", "traced step"):
         covered(config)
 
 

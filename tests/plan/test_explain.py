@@ -129,7 +129,7 @@ def test_gradients_and_states_have_rows_of_their_own():
     (gradient,) = [r for r in found.gradients if r.path == path]
     assert row(found, path).rules == "replicated: no rule splits these names"
     assert state == gradient.spec == (None, "fsdp") and gradient.rules == "embed→fsdp"
-    assert "optimizer state that lie otherwise than their parameters" in str(found)
+    assert "optimizer state sharded unlike their parameters" in str(found)
 
 
 def test_a_batch_that_does_not_divide_has_its_tensors_told_all_the_same():
@@ -212,7 +212,11 @@ def test_flops_are_those_of_the_whole_machine(compiled):
 
 def test_a_compiled_explanation_prints_and_is_json(compiled):
     text = str(compiled)
-    assert "collectives of a step" in text and "read off the program" in text and "jaxscale/nn/mlp.py:" in text
+    assert (
+        "collectives of a step" in text
+        and "peak memory of the compiled program" in text
+        and "jaxscale/nn/mlp.py:" in text
+    )
     assert json.loads(json.dumps(compiled.to_json()))["compiled"]["memory"]["groups"]["parameters"] > 0
     html = compiled._repr_mimebundle_()["text/html"]
     assert "background" not in html and "<body" not in html  # a page's own colours, dark or light

@@ -88,8 +88,8 @@ def test_the_cheapest_in_time_and_the_fastest_within_a_budget_are_those_of_all_p
     "options, words",
     [
         (dict(days=1, budget=1), "either a deadline"),
-        (dict(budget=1), "no price of a device for an hour is given for v5e"),
-        (dict(days=1, prices={"v5p": 1}), "'v5p', which is not one of the chips"),
+        (dict(budget=1), "v5e has no price of a device for an hour"),
+        (dict(days=1, prices={"v5p": 1}), "'v5p' has a price, but is not one of the chips"),
         (dict(days=1, prices={"v5e": 1, "v5o": 1}), "'v5o'"),
         (dict(days=0), "days is 0: must be a finite number above 0"),
         (dict(days=float("nan")), "days is nan"),

@@ -78,4 +78,4 @@ def test_attention_that_no_formula_knows_is_planned_from_the_traced_step(mesh, p
     config = TrainConfig(model=model, layout=Layout(mesh), batch_size=4, seq_len=8)
     found = plan_for(config, "h100:4", compile="never")
     assert found.error_bar.method == "traced" and found.memory.device > found.memory.state > 0
-    assert any("no formula knows" in note and "MultiHeadLatent" in note for note in found.notes)
+    assert any("no formula covers" in note and "MultiHeadLatent" in note for note in found.notes)

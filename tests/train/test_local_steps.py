@@ -155,7 +155,7 @@ def test_between_averagings_nothing_but_numbers_crosses_replica():
 @pytest.mark.tpu_aot
 def test_a_plan_is_of_the_compiled_step_and_says_that_not_every_step_averages():
     plan = plan_for(config(layout=Layout("replica=2,data=2")), "v5e:2x2")
-    assert any(n.startswith("no formula knows the arithmetic and memory of LocalSteps") for n in plan.notes)
+    assert any(n.startswith("no formula covers FLOPs and memory of LocalSteps") for n in plan.notes)
     assert "collectives over replica that only some steps execute are counted in every step" in plan.notes
 
 

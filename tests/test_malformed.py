@@ -84,7 +84,7 @@ LEAF = ("leaves", "params/norm/scale")
         (("schema",), "2", "schema is '2'"),
         (("arrays",), "x", "arrays is 'x', and is one of chunks, orbax"),
         (("digest",), None, "digest is None of chunks"),
-        ((*LEAF, "shape"), [10**12], "1 files, and its shape \\[1000000000000\\] is cut into 62500000000"),
+        ((*LEAF, "shape"), [10**12], "1 files, but its shape \\[1000000000000\\] has 62500000000 chunks"),
         ((*LEAF, "shape"), [-16], "the shape \\[-16\\]"),
         ((*LEAF, "chunk"), [0], "the chunks \\[0\\]"),
         ((*LEAF, "dtype"), "object", "the dtype 'object'"),

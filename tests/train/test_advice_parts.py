@@ -180,7 +180,7 @@ def memory(monkeypatch):
     """A gibibyte is free, and in a folder called large a hundred."""
     free = lambda folder: 100 * GIB if "large" in str(folder) else GIB  # noqa: E731
     monkeypatch.setattr("shutil.disk_usage", lambda folder: Disk(0, 0, free(folder)))
-    monkeypatch.setattr(Shelf, "_room", lambda self, name, size: np.zeros(0, np.uint8))
+    monkeypatch.setattr(Shelf, "_allocate", lambda self, name, size: np.zeros(0, np.uint8))
 
 
 NUMBER = itertools.count()
@@ -193,7 +193,7 @@ def shelf(size, folder="small"):
 SNAPSHOTS = {
     "too little memory": (
         shelf(2 * GIB),
-        ("make it larger, set Snapshots.folder, or lay the state out over more devices",),
+        ("make it larger, set Snapshots.folder, or shard the state over more devices",),
         [shelf(2 * GIB, "large"), shelf(GIB // 4)],
     ),
     "below zero": (lambda: Snapshots(every=-1), ("at least 0",), [lambda: Snapshots(every=0)]),

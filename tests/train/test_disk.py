@@ -52,7 +52,7 @@ def writing(step):
 def test_a_failed_save_fails_the_run_within_a_save_and_says_why():
     fit(steps=2)
     Path("here/checkpoints/4").touch()  # by whom?
-    with raises_saying(CheckpointError, "could not write checkpoint 4", "is there already", "as it was: 2"):
+    with raises_saying(CheckpointError, "could not write checkpoint 4", "is there already", "are unchanged: 2"):
         fit(resume=True, steps=1000, checkpoint_every=2)
     run = js.Run("here", js.TrainConfig(**bigram()))
     assert run.metrics()[-1]["step"] < 8
@@ -66,7 +66,7 @@ def test_a_full_disk_is_a_sentence_and_older_checkpoints_stay():
     # once it is compiled: the compile cache is not to be cut short with it
     when(lambda: lines() > 2, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1])))
     try:
-        with raises_saying(CheckpointError, "could not write checkpoint", "File too large", "as it was: 2"):
+        with raises_saying(CheckpointError, "could not write checkpoint", "File too large", "are unchanged: 2"):
             fit(resume=True, steps=100_000, checkpoint_every=100, model=Bigram(vocab=512, width=32))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

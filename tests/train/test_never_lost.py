@@ -110,7 +110,7 @@ def test_no_checkpoint_that_is_whole_is_one_sentence(runs, tmp_path):
     copy = Path(corruption.shutil.copytree(runs.good, tmp_path / "copy"))
     for step in ("2", "4"):
         corruption.FAULTS["a file cut short"](runs, copy / "checkpoints" / step, random.Random(0))
-    with raises_saying(DamagedCheckpoint, "no checkpoint in", "is whole", "checkpoint 2", "was written with"):
+    with raises_saying(DamagedCheckpoint, "all checkpoints in", "are damaged", "checkpoint 2", "was written with"):
         runs.restored(copy, None)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what a run is restored from, wherever it goes on."""
+"""Checkpoints: the training state on disk, restored onto any layout."""
 
 from jaxscale.train.checkpoints.manifest import flatten
 from jaxscale.train.checkpoints.store import Checkpoints

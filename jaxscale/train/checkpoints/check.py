@@ -1,4 +1,4 @@
-"""What a manifest has to say, whoever wrote it: a digest shows damage, and not that a text makes sense."""
+"""Validate a manifest. Its digest shows damage, but not that the content is valid: anybody may have written it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ DIMENSIONS = 32
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """That a manifest of the newest schema describes arrays that can be read in the time and space of its files.
+    """Check a manifest of the newest schema: types, shapes and names are valid, and sizes agree with its files.
+
+    Args:
+      manifest: the manifest.
 
     Raises:
-      ValueError: it does not; the message says what of it.
+      ValueError: the manifest is invalid; the message completes "CHECKPOINT has no readable manifest: ...".
     """
     for name, kinds in _FACTS.items():
         if name not in manifest:
@@ -35,7 +38,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"it names an array {_short(name)}, which would lie outside of it")
         above = next((up for n in range(1, len(parts)) if (up := "/".join(parts[:n])) in leaves), None)
         if above is not None:
-            raise ValueError(f"it has an array {_short(above)} and another in it, {_short(name)}")
+            raise ValueError(f"it has an array {_short(above)} and another one below it, {_short(name)}")
         if not isinstance(leaf, dict):
             raise ValueError(f"the array {_short(name)} is {_short(leaf)}")
         try:
@@ -59,15 +62,15 @@ def _check_leaf(leaf: dict[str, Any], chunked: bool) -> None:
     names = isinstance(axes, list) and len(axes) == len(shape) and all(isinstance(a, str | None) for a in axes)
     if axes is not None and not names:
         raise ValueError(f"the axes {_short(axes)}")
-    how = leaf.get("quantized")
-    if how is not None and not (
-        isinstance(how, dict)
-        and _is_shape(how.get("tile"), 1)
-        and isinstance(how.get("format"), str)
-        and isinstance(how.get("signed"), bool)
-        and isinstance(how.get("positive", False), bool)
+    encoding = leaf.get("quantized")
+    if encoding is not None and not (
+        isinstance(encoding, dict)
+        and _is_shape(encoding.get("tile"), 1)
+        and isinstance(encoding.get("format"), str)
+        and isinstance(encoding.get("signed"), bool)
+        and isinstance(encoding.get("positive", False), bool)
     ):
-        raise ValueError(f"the blocks {_short(how)}")
+        raise ValueError(f"the 8-bit encoding {_short(encoding)}")
     if not chunked:
         return
     chunk, files = leaf.get("chunk"), leaf.get("files")
@@ -77,7 +80,7 @@ def _check_leaf(leaf: dict[str, Any], chunked: bool) -> None:
         raise ValueError(f"the files {_short(files)}")
     count = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
     if count != len(files):
-        raise ValueError(f"{len(files)} files, and its shape {shape} is cut into {count}")
+        raise ValueError(f"{len(files)} files, but its shape {shape} has {count} chunks")
 
 
 _FACTS: dict[str, Any] = {

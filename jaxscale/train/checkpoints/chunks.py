@@ -1,8 +1,7 @@
-"""How an array lies on disk: a folder per array, a file per chunk that holds its bytes as they are.
+"""Arrays on disk: a folder per array, with one file of raw bytes per chunk.
 
-Such a folder is a Zarr array, version 3, uncompressed: anything that reads Zarr reads it. A chunk is (a piece of) one
-device's shard, so that each process writes what it holds and nothing is gathered, and the digest of the file is that of
-the memory it was written from.
+Such a folder is an uncompressed Zarr array, version 3. A chunk is (a piece of) one device's shard, so that each process
+writes its own shards without gathering, and the digest of a file is that of the memory it was written from.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ import jax
 import numpy as np
 
 CHUNK_BYTES = 64 * 2**20
-"""Larger shards are cut, so that several threads share one and another layout reads little that it does not need."""
+"""Larger shards are cut, so that several threads share the work and another layout reads little more than it needs."""
 
 Region = tuple[tuple[int, int], ...]
-"""First and past-the-last index along each dimension."""
+"""(start, stop) along each dimension."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """What this process holds of a global array, copied to its memory.
+    """This process's shards of a global array, copied to host memory.
 
     Args:
-      shape: of the whole array.
-      dtype: of its elements.
+      shape: shape of the global array.
+      dtype: its dtype.
       chunk: shape of a chunk.
-      pieces: the shards this process writes; each shard of the array is in one process only.
+      pieces: the shards that this process writes, by region; no two processes have the same one.
     """
 
     shape: tuple[int, ...]
@@ -41,14 +40,18 @@ class HostArray:
     pieces: dict[Region, np.ndarray]
 
     def chunks(self) -> Iterator[tuple[str, np.ndarray]]:
-        """File name of every chunk this process writes, and the part of a shard that it is; nothing is copied."""
+        """Yield (file name, values) of every chunk that this process writes; the values are views of shards."""
         for region, piece in self.pieces.items():
             for key, inner in chunks_in(region, self.chunk):
                 yield key, piece[within(inner, region)]
 
 
 def to_host(arrays: dict[str, jax.Array]) -> dict[str, HostArray]:
-    """Copies to the host what this process has to write; afterwards the arrays may be donated."""
+    """Copy the shards that this process writes to host memory; afterwards the arrays may be donated.
+
+    Args:
+      arrays: global arrays by name.
+    """
     shards = {name: [s for s in x.addressable_shards if s.replica_id == 0] for name, x in arrays.items()}
     for shard in itertools.chain(*shards.values()):
         shard.data.copy_to_host_async()
@@ -62,13 +65,18 @@ def to_host(arrays: dict[str, jax.Array]) -> dict[str, HostArray]:
 
 
 def _own(x: jax.Array) -> np.ndarray:
-    # the host's own memory is lent and not copied, and the next step writes over it
-    lent = x.sharding.memory_kind != "device" or all(d.platform == "cpu" for d in x.devices())
-    return np.array(x) if lent else np.asarray(x)
+    # np.asarray gives a view of arrays that are in host memory, which the next step overwrites
+    is_view = x.sharding.memory_kind != "device" or all(d.platform == "cpu" for d in x.devices())
+    return np.array(x) if is_view else np.asarray(x)
 
 
 def chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A shard's shape, its first even dimensions halved until it is at most `CHUNK_BYTES`."""
+    """Return a shard's shape with its first even dimensions halved until it has at most `CHUNK_BYTES`.
+
+    Args:
+      shard: shape of a shard.
+      itemsize: bytes of an element.
+    """
     chunk = [max(n, 1) for n in shard]
     while math.prod(chunk) * itemsize > CHUNK_BYTES and any(n % 2 == 0 for n in chunk):
         first = next(i for i, n in enumerate(chunk) if n % 2 == 0)
@@ -77,44 +85,49 @@ def chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def chunks_in(region: Region, chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
-    """File name and region of every chunk that meets `region`."""
+    """Yield (file name, region) of every chunk that overlaps `region`.
+
+    Args:
+      region: part of an array.
+      chunk: shape of a chunk.
+    """
     spans = [range(start // n, -(-stop // n)) for (start, stop), n in zip(region, chunk, strict=True)]
     for at in itertools.product(*spans):
         yield ".".join(["c", *map(str, at)]), tuple((i * n, (i + 1) * n) for i, n in zip(at, chunk, strict=True))
 
 
 def whole(shape: tuple[int, ...]) -> Region:
-    """The region that is all of an array."""
+    """Return the region of a whole array."""
     return tuple((0, n) for n in shape)
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    """The region of an index as JAX gives it for a shard."""
+    """Return the region of a shard's `index`, as JAX gives it."""
     return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
 def meet(a: Region, b: Region) -> Region:
-    """What two regions share."""
+    """Return the intersection of two regions."""
     return tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
 
 
 def within(inner: Region, outer: Region) -> tuple[slice, ...]:
-    """The slices that take `inner` from an array of `outer`."""
+    """Return the slices that select region `inner` from the values of region `outer`."""
     return tuple(slice(p - r, q - r) for (p, q), (r, _) in zip(inner, outer, strict=True))
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Its lengths."""
+    """Return the shape of a region's values."""
     return tuple(stop - start for start, stop in region)
 
 
 def as_bytes(x: np.ndarray) -> np.ndarray:
-    """The bytes of an array in row-major order."""
+    """Return the bytes of an array in row-major order, uint8; a view if the array is contiguous."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def zarr_json(leaf: dict[str, Any]) -> str:
-    """What makes the folder of a manifest's leaf a Zarr array."""
+    """Return the content of `zarr.json`, which makes the folder of a manifest's leaf a Zarr array."""
     about = {
         "zarr_format": 3,
         "node_type": "array",

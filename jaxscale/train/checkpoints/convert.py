@@ -1,4 +1,4 @@
-"""A checkpoint of an older schema, rewritten as one of this: with chunks, and digests that guard them from then on."""
+"""Convert a checkpoint of an older schema to the current one, which has chunks and digests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from jaxscale.train.checkpoints.read import FOLDER, dtype_named, open_arrays
 from jaxscale.train.checkpoints.write import write_file
 
 _OLD = ("arrays", "manifest", "_CHECKPOINT_METADATA", "commit_success.txt")
-"""What schema 1 had in a checkpoint's folder."""
+"""Files of a checkpoint of schema 1."""
 
 
 def convert(path: Path) -> bool:
-    """Converts a checkpoint's folder in place, a chunk in memory at a time.
+    """Convert a checkpoint's folder in place, with one chunk in memory at a time.
 
-    The new manifest is what makes it a checkpoint of the new schema, and appears whole; what is old is deleted after
-    the new has been read back and checked. A kill on the way leaves the one or the other.
+    The new manifest is written atomically, and old files are deleted after the new ones have been read back and
+    checked, so that a killed process leaves a valid checkpoint of one schema or the other.
+
+    Args:
+      path: the checkpoint's folder.
 
     Returns:
-      whether there was something to convert.
+      whether it was of an older schema.
 
     Raises:
-      DamagedCheckpoint: it cannot be read; it is left as it is.
+      DamagedCheckpoint: it cannot be read; it stays as it is.
     """
     old = read_manifest(path)
     todo = old["arrays"] != "chunks"
@@ -48,12 +51,12 @@ def convert(path: Path) -> bool:
             new["leaves"][name] = {**leaf, "chunk": list(chunk), "files": files}
             write_file(folder / "zarr.json", zarr_json(new["leaves"][name]).encode())
         for fault in open_arrays(path, new).faults():
-            raise DamagedCheckpoint(f"{fault}, right after it was converted; the old form is as it was")
+            raise DamagedCheckpoint(f"{fault}, right after it was converted; the old files are unchanged")
         places.sync_folders(path)
         write_file(path / f"{FILE}.writing", digest.sealed(new).encode())
         os.replace(path / f"{FILE}.writing", path / FILE)
         places.sync(path)
-    for name in _OLD:  # also when a kill came in between
+    for name in _OLD:  # also if an earlier conversion was killed before this
         if (path / name).is_dir():
             shutil.rmtree(path / name)
         else:

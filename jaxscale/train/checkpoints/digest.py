@@ -1,4 +1,4 @@
-"""Digests of what is in a checkpoint: fast ones for chunks, a cryptographic one for what lists them."""
+"""Digests in a checkpoint: a fast one for chunks, a cryptographic one for the manifest that lists them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["DIGESTS", "NEW", "digest_named", "sealed", "unsealed"]
 
 
 def digest_named(name: str) -> Callable[[Any], str]:
-    """One of `DIGESTS`.
+    """Return the digest function of `DIGESTS` with this name.
 
     Raises:
-      CheckpointError: it is not installed, or unknown.
+      CheckpointError: it is unknown, or its package is not installed.
     """
     if name not in DIGESTS:
         raise CheckpointError(f"this checkpoint has {name} digests{near(name, DIGESTS)}; pip install xxhash")

@@ -1,4 +1,4 @@
-"""A checkpoint as Orbax writes them, for other programs."""
+"""Export a checkpoint to Orbax's format, for other programs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxscale.train.checkpoints.read import open_arrays
 
 
 def to_orbax(path: Path, out: Path) -> int:
-    """Writes a checkpoint as a nested dict of arrays by Orbax's `StandardCheckpointer`, all of it in host memory.
+    """Write a checkpoint as a nested dict of arrays with Orbax's `StandardCheckpointer`, all of it in host memory.
 
-    Every chunk is checked on the way. Names are taken apart at their slashes: `params/embed/weight` becomes
+    Every chunk's digest is checked. Names are split at slashes: `params/embed/weight` becomes
     `{"params": {"embed": {"weight": ...}}}`.
 
     Args:
       path: the checkpoint's folder.
-      out: a folder that is not there yet.
+      out: a folder that does not exist yet.
 
     Returns:
       how many arrays were written.
 
     Raises:
-      CheckpointError: `out` is there already, or cannot be written.
+      CheckpointError: `out` exists already, or cannot be written.
       DamagedCheckpoint: the checkpoint is not what was written.
     """
     import orbax.checkpoint as ocp

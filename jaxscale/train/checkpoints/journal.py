@@ -1,4 +1,4 @@
-"""Which chunks of an unfinished checkpoint are on disk, so that who was interrupted goes on where it was."""
+"""Record which chunks of an unfinished checkpoint are on disk, so that an interrupted import can continue."""
 
 from __future__ import annotations
 
@@ -12,31 +12,43 @@ from jaxscale.train.checkpoints.digest import DIGESTS, NEW
 
 
 class Journal:
-    """A file with a line per chunk, each written after the chunk is on disk.
+    """A file with one line per chunk, appended when the chunk is on disk.
 
     Args:
-      path: the file; it goes on from what is there.
+      path: the file; an existing one is read and continued.
     """
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
-        self._found: dict[tuple[str, str], str] = {}
+        self._digests: dict[tuple[str, str], str] = {}
         lines = path.read_text().splitlines() if path.is_file() else []
         for line in lines:
             try:
                 name, key, digest = json.loads(line)
-            except ValueError:  # the last one was cut off
+            except ValueError:  # the last line is incomplete
                 continue
-            self._found[name, key] = digest
+            self._digests[name, key] = digest
 
-    def kept(self, name: str, key: str, file: Path) -> str | None:
-        """The digest of a chunk that was written before, if its file is still what was written."""
-        noted = self._found.get((name, key))
-        if noted is None or not file.is_file():
+    def recorded(self, name: str, key: str, file: Path) -> str | None:
+        """Return the digest of a chunk that was recorded before, if `file` still has that digest; else `None`.
+
+        Args:
+          name: the array.
+          key: the chunk's file name.
+          file: the chunk's file.
+        """
+        digest = self._digests.get((name, key))
+        if digest is None or not file.is_file():
             return None
-        return noted if DIGESTS[NEW](np.fromfile(file, np.uint8)) == noted else None
+        return digest if DIGESTS[NEW](np.fromfile(file, np.uint8)) == digest else None
 
-    def note(self, name: str, key: str, digest: str) -> None:
-        """A chunk is on disk."""
+    def record(self, name: str, key: str, digest: str) -> None:
+        """Record that a chunk is on disk.
+
+        Args:
+          name: the array.
+          key: the chunk's file name.
+          digest: of its bytes.
+        """
         with self._lock, self._path.open("a") as f:
             f.write(json.dumps([name, key, digest]) + "\n")

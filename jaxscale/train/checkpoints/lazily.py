@@ -1,4 +1,4 @@
-"""Arrays that are somewhere else still: pieces of a `HostArray` that are read when they are written."""
+"""Pieces of a `HostArray` that are read from another file only when they are written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxscale.train.checkpoints.read import Arrays
 
 
 class Unread:
-    """A region of an array on disk, whose values are read when NumPy asks for them.
+    """A region of an array on disk, read when it is converted to a NumPy array.
 
     Args:
-      arrays: where it is.
-      name: which array.
-      region: of it.
+      arrays: the source.
+      name: the array.
+      region: the part of it.
     """
 
     def __init__(self, arrays: Arrays, name: str, region: Region):
         self._arrays, self._name, self._region = arrays, name, region
 
     def __getitem__(self, index: tuple[slice, ...]) -> Unread:
-        """A part of it, unread as well; slices have both ends and no step."""
+        """Return a part of it, still unread; slices need a start and a stop, and no step."""
         inner = tuple((a + s.start, a + s.stop) for (a, _), s in zip(self._region, index, strict=True))
         return Unread(self._arrays, self._name, inner)
 
@@ -35,15 +35,15 @@ class Unread:
 def unread(
     arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
 ) -> HostArray:
-    """What this process has to write of an array, none of it read.
+    """Return the shards of an array that this process writes, without reading them.
 
     Args:
-      arrays: where it is.
-      name: which array.
-      shape: its own.
-      dtype: its own.
-      sharding: each process writes its devices' shards, a shard that several hold the first of them; `None` is one
-        device.
+      arrays: the source.
+      name: the array.
+      shape: its global shape.
+      dtype: its dtype.
+      sharding: each process writes the shards of its devices, and the first process a shard that several have; `None`
+        is one device.
     """
     where: dict[Region, bool] = {}
     shard = shape

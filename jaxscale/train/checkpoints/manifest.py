@@ -1,11 +1,11 @@
-"""A checkpoint's manifest: what it holds, of which run and step, and the digest of every chunk.
+"""A checkpoint's manifest: its arrays, its run and step, and the digest of every chunk.
 
-It is the last file of a checkpoint, and carries its own SHA-256. A body is a dict of
+It is written last, with its own SHA-256. It is a dict of
 
-  schema, step, run    which version of this text, which step, the id of the run (or null)
-  digest               name of the chunks' digest (`DIGESTS`), null where there is none
+  schema, step, run    version of this format, step, id of the run (or null)
+  digest               name of the chunks' digest (`DIGESTS`), null if they have none
   leaves               by name of array: shape, dtype, logical axes, chunk shape, and digest by file name
-  layout, data, ...    what the loop has to say of the run
+  layout, data, ...    facts about the run, added by the training loop
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ Tree = Any
 Manifest = dict[str, Any]
 FILE = "manifest.json"
 OLD_FILE = "manifest/metadata"
-"""Of schema 1, which Orbax wrote."""
+"""The manifest of schema 1, which Orbax wrote."""
 
 
 def is_finished(path: Path) -> bool:
-    """Whether a folder is a checkpoint: it is named so by the rename that finishes it (without a manifest, damaged)."""
+    """Whether a folder is a finished checkpoint: finishing renames it to its step's number."""
     return re.fullmatch("0|[1-9][0-9]{0,15}", path.name) is not None and path.is_dir()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a checkpoint's folder, in the terms of the newest schema.
+    """Read the manifest in a checkpoint's folder, migrated to the newest schema.
+
+    Args:
+      path: the checkpoint's folder.
 
     Raises:
       DamagedCheckpoint: it is missing, not what was written, or of another step.
@@ -60,11 +63,11 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as e:
         raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
     if schema > SCHEMA:
-        raise CheckpointError(f"{what} has schema {schema}, and this version reads up to {SCHEMA}; update jaxscale")
+        raise CheckpointError(f"{what} has schema {schema}, but this version reads up to {SCHEMA}; update jaxscale")
     manifest = migrated({**manifest, "step": int(path.name)} if old else manifest)
     if manifest.get("step") != int(path.name):
         step = reading.clipped(repr(manifest.get("step")))
-        raise DamagedCheckpoint(f"{what} is of step {step}: {file.relative_to(path.parent)} says so")
+        raise DamagedCheckpoint(f"{what} is of step {step} according to {file.relative_to(path.parent)}")
     try:
         check_manifest(manifest)
     except ValueError as e:
@@ -73,7 +76,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """A state (of arrays, shapes or shardings) as a flat dict by name; the random key as its data."""
+    """Flatten a state (of arrays, shapes or shardings) to a dict by name; the random key becomes its uint32 data."""
     out = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -87,15 +90,15 @@ def flatten(state: Any) -> dict[str, Any]:
 def leaves_of(
     state: Any, arrays: dict[str, HostArray], infos: Tree, extra: Mapping[str, Tree] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """An entry per array: shape, dtype, axes, chunk, and how 8-bit state is coded; digests are not known yet.
+    """Return the manifest's "leaves": shape, dtype, axes, chunk and 8-bit encoding per array, without digests yet.
 
-    "positive" says that no positive second moment was rounded to 0, as it was before this was written.
+    "positive" in an encoding says that positive second moments were not rounded to 0, which older versions did.
 
     Args:
-      state: the arrays in their structure; `{}` where none of them is in 8 bits.
-      arrays: what is written, by name.
+      state: the tree of arrays, in which 8-bit state is found; `{}` if there is none.
+      arrays: the arrays to write, by name.
       infos: a `TensorInfo` per parameter.
-      extra: the same of what else an algorithm keeps (see `jaxscale.step.algorithm`).
+      extra: a `TensorInfo` per other array of the algorithm's state (see `jaxscale.step.algorithm`).
     """
     axes = {f"params/{i.path}": i.axes for i in jax.tree.leaves(infos)}
     axes |= {f"extra/{path_name(p)}": i.axes for p, i in jax.tree_util.tree_leaves_with_path(dict(extra))}
@@ -110,16 +113,21 @@ def leaves_of(
     }
     for path, q in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
         if is_quantized(q):
-            how = {"tile": list(q.tile), "format": q.format, "signed": q.signed, "positive": True}
-            leaves[f"{path_name(path)}/codes"]["quantized"] = how
+            encoding = {"tile": list(q.tile), "format": q.format, "signed": q.signed, "positive": True}
+            leaves[f"{path_name(path)}/codes"]["quantized"] = encoding
     return leaves
 
 
 def check_same(saved: dict[str, Any], want: dict[str, Any], what: str) -> None:
-    """That a manifest's leaves are the arrays that are wanted.
+    """Check that a manifest's leaves are the expected arrays.
+
+    Args:
+      saved: leaves of a manifest.
+      want: expected shapes and dtypes, by name.
+      what: the checkpoint, for the message.
 
     Raises:
-      CheckpointError: listing those that are missing, extra, or of another shape or dtype.
+      CheckpointError: arrays are missing, extra, or of another shape or dtype; the message lists them.
     """
     wrong = [f"{k} is missing" for k in want if k not in saved]
     wrong += [f"{k} is not in the model" for k in saved if k not in want]

@@ -1,4 +1,4 @@
-"""Manifests of older versions, brought up to date one version at a time; files on disk stay as they are."""
+"""Migrate manifests of older schemas, one version at a time; files on disk are not changed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ Manifest = dict[str, Any]
 
 
 def _one_to_two(manifest: Manifest) -> Manifest:
-    """Schema 1 was written by Orbax: it has no chunks of its own, no digests, and does not say which run it is of."""
+    """Schema 1 was written by Orbax: it has no chunk files, no digests and no id of the run."""
     return {**manifest, "run": None, "digest": None, "arrays": "orbax"}
 
 
 MIGRATIONS: dict[int, Callable[[Manifest], Manifest]] = {1: _one_to_two}
-"""By schema, what makes a manifest of it one of the next."""
+"""By schema: migrates a manifest to the next one."""
 
 SCHEMA = 1 + max(MIGRATIONS)
-"""What is written now."""
+"""The schema that is written now."""
 
 
 def migrated(manifest: Manifest) -> Manifest:
-    """A manifest of any known schema as one of `SCHEMA`; "written" keeps the version it was written in."""
+    """Migrate a manifest of any known schema to `SCHEMA`; its "written" is the schema on disk."""
     first = manifest["schema"]
     for version in range(first, SCHEMA):
         manifest = {**MIGRATIONS[version](manifest), "schema": version + 1}

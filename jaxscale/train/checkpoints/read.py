@@ -1,4 +1,4 @@
-"""Arrays from disk: each process reads the chunks its devices need, and checks every one before it is used."""
+"""Read arrays from disk: each process reads the chunks that its devices need, and checks the digest of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxscale.train.checkpoints.digest import digest_named
 Manifest = dict[str, Any]
 
 FOLDER = "tensors"
-"""Of a checkpoint, where its arrays are."""
+"""Subfolder of a checkpoint with its arrays."""
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 
@@ -39,46 +39,59 @@ class Arrays(Protocol):
     """The arrays of one checkpoint."""
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
-        """Regions of an array.
+        """Read regions of an array.
+
+        Args:
+          name: the array.
+          regions: parts of it, which may overlap.
+
+        Returns:
+          the values of each region.
 
         Raises:
-          DamagedCheckpoint: naming the file and the array.
+          DamagedCheckpoint: a file is missing or not what was written; the message names it and the array.
         """
 
     def faults(self) -> Iterator[str]:
-        """A sentence for everything on disk that is not what was written."""
+        """Yield a sentence for every file that is not what was written."""
 
 
 class ChunkedArrays:
-    """Arrays with a file and a digest per chunk, of schema 2."""
+    """Arrays with a file and a digest per chunk (schema 2).
+
+    Args:
+      path: the checkpoint's folder.
+      manifest: its manifest.
+    """
 
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._leaves = path, manifest["leaves"]
         self._digest_name = manifest["digest"]
         self._digest = digest_named(manifest["digest"])
-        self._pool = ThreadPoolExecutor(THREADS)  # starts no thread before it is used, and ends with this
+        self._pool = ThreadPoolExecutor(THREADS)  # starts threads when it is first used
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
-        """See `Arrays`; a chunk is read once, whole, however many regions meet it."""
+        """See `Arrays`; each chunk is read once, however many regions overlap it."""
         leaf = self._leaves[name]
         dtype, chunk = dtype_named(leaf["dtype"]), tuple(leaf["chunk"])
-        takers: dict[tuple[str, Region], list[Region]] = {}
-        for region in (wanted := list(dict.fromkeys(regions))):
-            for found in chunks_in(region, chunk):
-                takers.setdefault(found, []).append(region)
-        for key, _ in takers:
-            self._open(name, key).close()  # before memory is taken for what is not there
-        out = {region: np.empty(shape_of(region), dtype) for region in wanted}
+        unique = list(dict.fromkeys(regions))
+        users: dict[tuple[str, Region], list[Region]] = {}  # by chunk, the regions that overlap it
+        for region in unique:
+            for key_and_place in chunks_in(region, chunk):
+                users.setdefault(key_and_place, []).append(region)
+        for key, _ in users:
+            self._open(name, key).close()  # check that files exist before allocating memory
+        out = {region: np.empty(shape_of(region), dtype) for region in unique}
 
         def fill(item: tuple[tuple[str, Region], list[Region]]) -> None:
-            (key, place), wanted = item
+            (key, place), overlapping = item
             data = self._chunk(name, key).view(dtype).reshape(chunk)
-            for region in wanted:
+            for region in overlapping:
                 shared = meet(place, region)
                 out[region][within(shared, region)] = data[within(shared, place)]
 
-        for _ in self._pool.map(fill, takers.items()):
-            pass  # raises what a thread met
+        for _ in self._pool.map(fill, users.items()):
+            pass  # re-raises a thread's exception
         return out
 
     def faults(self) -> Iterator[str]:
@@ -105,10 +118,10 @@ class ChunkedArrays:
         except OSError as e:
             why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
             raise DamagedCheckpoint(self._sentence(name, key, why)) from None
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
+        actual = os.fstat(file.fileno()).st_size
+        if actual != size:
             file.close()
-            raise DamagedCheckpoint(self._sentence(name, key, f"has {found} bytes and was written with {size}"))
+            raise DamagedCheckpoint(self._sentence(name, key, f"has {actual} bytes and was written with {size}"))
         return file
 
     def _chunk(self, name: str, key: str) -> np.ndarray:
@@ -117,9 +130,9 @@ class ChunkedArrays:
                 data = np.fromfile(file, np.uint8)
         except OSError as e:
             raise DamagedCheckpoint(self._sentence(name, key, f"cannot be read: {e.strerror}")) from None
-        digest, wanted = self._digest(data), self._leaves[name]["files"].get(key)
-        if digest != wanted:
-            was = reading.clipped(str(wanted))
+        digest, written = self._digest(data), self._leaves[name]["files"].get(key)
+        if digest != written:
+            was = reading.clipped(str(written))
             why = f"does not hold what was written: its {self._digest_name} is {digest} and was {was}"
             raise DamagedCheckpoint(self._sentence(name, key, why))
         return data
@@ -130,14 +143,19 @@ class ChunkedArrays:
 
 
 class OrbaxArrays:
-    """Arrays as Orbax wrote them until schema 2: Zarr 2 in TensorStore's OCDBT, without digests of values."""
+    """Arrays as Orbax wrote them (schema 1): Zarr 2 in TensorStore's OCDBT, without digests of values.
+
+    Args:
+      path: the checkpoint's folder.
+      manifest: its manifest.
+    """
 
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._leaves = path, manifest["leaves"]
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
-        """See `Arrays`; only what TensorStore itself notices is noticed."""
-        import tensorstore as ts  # only for what is that old
+        """See `Arrays`; only damage that TensorStore itself detects is detected."""
+        import tensorstore as ts  # needed for old checkpoints only
 
         store = {"driver": "ocdbt", "base": f"file://{self._path.absolute()}/arrays/", "path": f"{name}/"}
         spec = {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
@@ -145,7 +163,8 @@ class OrbaxArrays:
         try:
             array = ts.open(spec, open=True, read=True).result()
             if tuple(array.shape) != tuple(leaf["shape"]) or array.dtype.name != leaf["dtype"]:
-                raise ValueError(f"it is {array.dtype.name}{list(array.shape)}, and the manifest says otherwise")
+                expected = f"{leaf['dtype']}{list(leaf['shape'])}"
+                raise ValueError(f"it is {array.dtype.name}{list(array.shape)}, but {expected} in the manifest")
             return {r: np.asarray(array[tuple(slice(*s) for s in r)].read().result()) for r in regions}
         except (ValueError, OSError, RuntimeError) as e:
             first = (str(e).strip() or type(e).__name__).splitlines()[0]
@@ -162,16 +181,27 @@ class OrbaxArrays:
 
 
 ARRAYS: dict[str, Any] = {"chunks": ChunkedArrays, "orbax": OrbaxArrays}
-"""By the name of a form."""
+"""Readers, by the manifest's "arrays"."""
 
 
 def open_arrays(path: Path, manifest: Manifest) -> Arrays:
-    """The arrays beside a manifest, in the form that it names."""
+    """Open the arrays of a checkpoint.
+
+    Args:
+      path: the checkpoint's folder.
+      manifest: its manifest, whose "arrays" names the format.
+    """
     return ARRAYS[manifest["arrays"]](path, manifest)
 
 
 def place(arrays: Arrays, name: str, like: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A global array of the shape of `like`, of which this process reads what its devices hold.
+    """Make a global array, of which this process reads the shards of its devices.
+
+    Args:
+      arrays: the source.
+      name: the array.
+      like: has its global shape.
+      sharding: where to place it.
 
     Raises:
       DamagedCheckpoint: see `Arrays.read`.
@@ -179,13 +209,16 @@ def place(arrays: Arrays, name: str, like: Any, sharding: jax.sharding.Sharding)
     shape = tuple(like.shape)
     indices: Any = sharding.addressable_devices_indices_map(shape)
     mine = {region_of(index, shape) for index in indices.values()}
-    found = arrays.read(name, mine)
-    # a copy for each device: the CPU backend may keep the memory it is given, and replicas are written to apart
-    piece: Any = lambda index: found[region_of(index, shape)].copy()  # noqa: E731
-    return jax.make_array_from_callback(shape, sharding, piece)
+    values = arrays.read(name, mine)
+
+    def shard(index: Any) -> np.ndarray:
+        # a copy for each device: the CPU backend may use the memory itself, and replicas must not share it
+        return values[region_of(index, shape)].copy()
+
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype:
-    """NumPy's dtype of a name, bfloat16 and its like included."""
+    """Return the NumPy dtype of a name, including bfloat16 and other dtypes of JAX."""
     return np.dtype(jax.numpy.dtype(name))

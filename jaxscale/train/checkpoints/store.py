@@ -1,4 +1,4 @@
-"""Checkpoints: global arrays by name, written by the processes that hold them, restored onto any layout."""
+"""`Checkpoints`: global arrays by name, written by the processes that hold them, restored onto any layout."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Checkpoints:
     """The checkpoints of one run, in `folder/<step>/`, written in the background.
 
     A checkpoint is a flat dict of global arrays, `params/embed/weight`, `opt_state/...`, `rng`, `step`, and a manifest
-    with each one's shape, dtype, logical axes and the digest of every chunk. Kept are the newest `keep`, and every one
-    whose step is a multiple of `keep_every`. One that was not finished has another name and is never picked up; one
-    whose bytes are not what was written is never loaded.
+    with the shape, dtype, logical axes and chunk digests of each. The newest `keep` checkpoints stay, and those whose
+    step is a multiple of `keep_every`. Unfinished checkpoints have another name and are never used; damaged ones are
+    never loaded.
 
     Args:
-      folder: made when the first one is saved.
-      keep: how many of the newest stay.
-      keep_every: steps that stay for good, or `None`.
-      run: the run's id; checkpoints of another run are not loaded.
+      folder: where checkpoints are; made when the first one is saved.
+      keep: how many of the newest checkpoints to keep.
+      keep_every: also keep checkpoints whose step is a multiple of this, or `None`.
+      run: the run's id; loading a checkpoint of another run raises `DamagedCheckpoint`.
     """
 
     def __init__(
@@ -60,33 +60,36 @@ class Checkpoints:
         self._failure: BaseException | None = None
 
     def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, ascending."""
+        """Return the steps with a finished checkpoint, ascending."""
         return places.finished(self.folder)
 
     def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
-        """Starts writing `state`; returns once its arrays may be overwritten.
+        """Start writing `state`; returns once its arrays may be overwritten.
 
         Args:
-          state: what to save, but for its frozen parameters, under the name of its step.
-          infos: what is known of its arrays (see `Algorithm.infos`).
-          about: JSON-able facts that go into the manifest.
+          state: the state to save under its step, without its frozen parameters.
+          infos: `TensorInfo`s of its arrays (see `Algorithm.infos`).
+          about: JSON-able facts for the manifest.
 
         Raises:
           CheckpointError: an earlier save failed in the background.
         """
-        self.wait()  # one at a time: two copies of the state may be more than the host has
+        self.wait()  # two copies of the state may be more than fits in host memory
         saved = state.saved
         arrays = to_host(flatten(saved))
         leaves = leaves_of(saved, arrays, infos["params"], infos["extra"])
         self.save_host(int(state.step), arrays, {**about, "leaves": leaves})
 
     def save_host(self, step: int, arrays: dict[str, HostArray], about: dict[str, Any]) -> None:
-        """`save` for a state that is in host memory already; every process calls it.
+        """Start writing a state that is in host memory already; every process must call this.
 
         Args:
-          step: whose state it is.
-          arrays: this process's part of every array.
-          about: the manifest's "leaves", and facts.
+          step: the step of the state.
+          arrays: this process's shards of every array.
+          about: the manifest's "leaves", and JSON-able facts.
+
+        Raises:
+          CheckpointError: an earlier save failed in the background.
         """
         self.wait()
         begin = self._session is None
@@ -105,7 +108,7 @@ class Checkpoints:
             self._keep_every,
             begin,
         )
-        # a daemon: a process that ends in despair does not wait for others; a whole end goes through `close`
+        # a daemon, so that a failing process does not wait for others; a normal end calls `close`
         self._writing = threading.Thread(target=self._write, args=[job], name=f"checkpoint {step}", daemon=True)
         self._writing.start()
 
@@ -116,7 +119,7 @@ class Checkpoints:
             self._failure = e
 
     def check(self) -> None:
-        """Raises what a save in the background has met; costs nothing when there is nothing.
+        """Raise the error of a save that failed in the background, if any; does not block.
 
         Raises:
           CheckpointError: a save failed.
@@ -129,7 +132,7 @@ class Checkpoints:
         raise CheckpointError(f"a checkpoint could not be written into {self.folder}: {failure!r}") from failure
 
     def wait(self) -> None:
-        """Blocks until everything is on disk.
+        """Block until the current save is on disk.
 
         Raises:
           CheckpointError: a save failed in the background.
@@ -140,15 +143,18 @@ class Checkpoints:
         self.check()
 
     def close(self) -> None:
-        """The same, at the end."""
+        """Call `wait`; use it at the end of a run."""
         self.wait()
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a checkpoint.
+        """Read the manifest of a checkpoint.
+
+        Args:
+          step: the checkpoint's step.
 
         Raises:
-          DamagedCheckpoint: it is missing, unreadable, or of another run.
-          CheckpointError: there is no such checkpoint, or its schema is newer.
+          DamagedCheckpoint: the manifest is missing, unreadable, or of another run.
+          CheckpointError: there is no such checkpoint, or its schema is newer than this version.
         """
         have = self.steps()
         if step not in have:
@@ -157,13 +163,20 @@ class Checkpoints:
         manifest = read_manifest(self.folder / str(step))
         if self.run is not None and manifest["run"] not in (None, self.run):
             raise DamagedCheckpoint(
-                f"checkpoint {step} in {self.folder} is not of this run: its manifest is of {manifest['run']}, and the "
-                f"run is {self.run}"
+                f"checkpoint {step} in {self.folder} is not of this run: its manifest names run {manifest['run']}, "
+                f"and this is run {self.run}"
             )
         return manifest
 
     def arrays(self, step: int) -> Arrays:
-        """The arrays of a checkpoint, to be read on the host."""
+        """Open the arrays of a checkpoint, to read them on the host.
+
+        Args:
+          step: the checkpoint's step.
+
+        Raises:
+          CheckpointError: see `manifest`.
+        """
         return open_arrays(self.folder / str(step), self.manifest(step))
 
     def restore(
@@ -174,35 +187,34 @@ class Checkpoints:
         say: Callable[[str], None] = log.info,
         check: Callable[[Manifest], None] = lambda _: None,
     ) -> TrainState:
-        """The state of a step, onto the layout of `shardings`.
+        """Restore a state onto the layout of `shardings`.
 
-        Optimizer state that was saved in 32 bits and is wanted in 8, the other way round, or in other blocks, is
-        converted; second moments that an older version rounded to 0 are raised. `say` is told of both.
+        Optimizer state that was saved in another precision or with other 8-bit tiles is converted, and second moments
+        that an older version rounded to 0 are raised; both print a line with `say`.
 
         Args:
-          step: which checkpoint; `None` is the newest that is whole, on all processes the same; those that are not
-            are logged, with the file and the array.
-          state: shapes and dtypes, as `Blueprint.abstract_state()` gives; of the guards' memory whatever was saved is
-            read, and of the frozen parameters nothing (see `Blueprint.completed`).
+          step: the checkpoint's step; `None` is the newest that is not damaged on any process. Damaged ones are
+            logged, with the file and the array.
+          state: shapes and dtypes, as `Blueprint.abstract_state()` gives. The guards' memory is read as it was saved,
+            and frozen parameters are not read (see `Blueprint.completed`).
           shardings: a sharding per array, or `None` for the default device.
-          say: takes a sentence for the user.
-          check: raises when the run does not want a checkpoint with this manifest.
+          say: prints a line.
+          check: raises if the run cannot use a checkpoint with this manifest.
 
         Raises:
-          DamagedCheckpoint: what is on disk is not what was written.
-          CheckpointError: arrays are missing, extra or of another shape or dtype; all are listed, nothing is loaded.
+          DamagedCheckpoint: a file is not what was written.
+          CheckpointError: arrays are missing, extra or of another shape or dtype; the message lists them.
         """
-
         state, shardings = state.saved, None if shardings is None else shardings.saved
 
         def read(manifest: Manifest, arrays: Arrays) -> tuple[TrainState, TrainState, bool]:
             check(manifest)
             stored, places_ = as_saved(state, shardings, manifest["leaves"])
-            kept = memory_saved(manifest["leaves"])  # of the guards that there were; which those are may change
-            stored = dataclasses.replace(stored, guards=kept)
+            guards = memory_saved(manifest["leaves"])  # the run may have other guards now
+            stored = dataclasses.replace(stored, guards=guards)
             if places_:
-                whole = places_.step
-                places_ = dataclasses.replace(places_, guards=jax.tree.map(lambda _: whole, kept))
+                replicated = places_.step
+                places_ = dataclasses.replace(places_, guards=jax.tree.map(lambda _: replicated, guards))
             want = flatten(stored)
             where = flatten(places_) if places_ else dict.fromkeys(want, _default_sharding())
             got = _read(manifest, arrays, want, where, "")
@@ -212,20 +224,20 @@ class Checkpoints:
             whole_state = jax.tree.unflatten(treedef, [got[path_name(path)] for path, _ in paths])
             return whole_state, stored, has_lost_moments(manifest["leaves"])
 
-        chosen, (restored, stored, lost) = self._first_whole(step, read, say)
+        chosen, (restored, stored, lost) = self._first_undamaged(step, read, say)
         structures: Any = [jax.tree.structure(s.opt_state) for s in (stored, state)]
         dtypes = [[x.dtype for x in jax.tree.leaves(s.opt_state)] for s in (stored, state)]
         same = dtypes[0] == dtypes[1] and structures[0] == structures[1]
         if same and not lost:
             return restored
         if not same:
-            say(f"checkpoint {chosen} keeps its optimizer state in another precision or other blocks; it was converted")
+            say(f"converted the optimizer state of checkpoint {chosen} from another precision or other 8-bit tiles")
         if lost:
             say(f"checkpoint {chosen} is of a version that rounded small second moments to 0 in 8 bits; zeros were "
                 "raised to the smallest 8-bit value, so that no step divides by eps")  # fmt: skip
-        there = shardings.opt_state if shardings else None
+        placed = shardings.opt_state if shardings else None
         raised = raise_zeros if lost else lambda s: s
-        convert = jax.jit(lambda s: convert_state(raised(s), state.opt_state), out_shardings=there)
+        convert = jax.jit(lambda s: convert_state(raised(s), state.opt_state), out_shardings=placed)
         return dataclasses.replace(restored, opt_state=convert(restored.opt_state))
 
     def restore_params(
@@ -236,14 +248,14 @@ class Checkpoints:
         say: Callable[[str], None] = log.info,
         part: str = "params",
     ) -> Tree:
-        """The parameters alone, onto any layout.
+        """Restore only the parameters, onto any layout.
 
         Args:
-          step: which checkpoint; `None` is the newest that is whole.
+          step: the checkpoint's step; `None` is the newest that is not damaged.
           infos: a `TensorInfo` per parameter.
-          layout: where to; `None` is the default device.
-          say: takes a sentence for the user.
-          part: which part of the state holds them (see `Algorithm.weights_in`).
+          layout: where to place them; `None` is the default device.
+          say: prints a line.
+          part: the part of the state that holds them (see `Algorithm.weights_in`).
 
         Raises:
           CheckpointError: as `restore`.
@@ -254,48 +266,51 @@ class Checkpoints:
         where = dict.fromkeys(want, _default_sharding())
         if placed is not None:
             where = {f"{part}/{path_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
-        got = self._first_whole(step, lambda m, a: _read(m, a, want, where, f"{part}/"), say)[1]
+        got = self._first_undamaged(step, lambda m, a: _read(m, a, want, where, f"{part}/"), say)[1]
         return jax.tree.unflatten(jax.tree.structure(params), [got[name] for name in want])
 
     def set_aside(self, after: int) -> None:
-        """Renames the checkpoints of steps past `after`, which were found damaged, so that theirs can be taken again.
+        """Rename damaged checkpoints, so that their steps can be saved again; nothing is deleted.
 
-        Process 0 calls it, of a run that goes on; nothing is deleted.
+        Called by process 0 of a resumed run.
+
+        Args:
+          after: the step that the run resumes from; checkpoints of later steps are renamed.
         """
         for step in self.steps():
             if step > after:
                 word = os.urandom(4).hex()
                 (self.folder / str(step)).rename(places.renamed(self.folder, step, "damaged", word))
 
-    def _first_whole(
+    def _first_undamaged(
         self, step: int | None, read: Callable[[Manifest, Arrays], T], say: Callable[[str], None]
     ) -> tuple[int, T]:
-        """The newest step that can be read (or the one given), and what was read; every process takes the same."""
+        """Read the newest checkpoint that is not damaged on any process, or that of `step`; returns step and result."""
         steps = [step] if step is not None else agree.broadcast(self.steps())[::-1]
         fault = ""
         for one in steps:
-            found: list[T] = []
+            results: list[T] = []
             fault, hopeless = "", False
             try:
                 manifest = self.manifest(one)
                 if manifest["digest"] is None:
                     say(f"checkpoint {one} in {self.folder} is of schema {manifest['written']}, which has no digests: "
                         "its values are loaded unchecked")  # fmt: skip
-                found.append(read(manifest, open_arrays(self.folder / str(one), manifest)))
+                results.append(read(manifest, open_arrays(self.folder / str(one), manifest)))
             except CheckpointError as e:
                 fault, hopeless = str(e), not isinstance(e, DamagedCheckpoint)
-            # one process may need what the others do not, or not see the folder
-            fault, hopeless = max(agree.gather([fault, hopeless]), key=lambda said: (said[1], bool(said[0])))
+            # processes read different chunks, and one may not see the folder
+            fault, hopeless = max(agree.gather([fault, hopeless]), key=lambda answer: (answer[1], bool(answer[0])))
             if hopeless:
                 raise CheckpointError(fault)
             if not fault:
-                return one, found[0]
+                return one, results[0]
             if one != steps[-1] and jax.process_index() == 0:
                 log.warning("%s; going back to the checkpoint before it", fault)
         if not steps:
             raise CheckpointError(f"there is no finished checkpoint in {self.folder}")
         if len(steps) > 1:
-            raise DamagedCheckpoint(f"no checkpoint in {self.folder} is whole: {fault}, nor are newer ones")
+            raise DamagedCheckpoint(f"all checkpoints in {self.folder} are damaged; the oldest: {fault}")
         raise DamagedCheckpoint(fault)
 
 
@@ -308,5 +323,5 @@ def _read(
 
 
 def _default_sharding() -> jax.sharding.Sharding:
-    chosen = getattr(jax.config, "jax_default_device", None)  # by `jax.default_device`, in this thread
+    chosen = getattr(jax.config, "jax_default_device", None)  # set by `jax.default_device` in this thread
     return jax.sharding.SingleDeviceSharding(chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0])

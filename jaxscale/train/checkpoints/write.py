@@ -1,7 +1,7 @@
-"""Writing a checkpoint: each process its chunks, process 0 the manifest, and then the rename that finishes it.
+"""Write a checkpoint: each process its chunks, then process 0 the manifest, and then the rename that finishes it.
 
-Processes tell each other through files in the unfinished folder, so that this needs no device, no collective and no
-main thread, and nobody waits longer than `PATIENCE`.
+Processes communicate through files in the unfinished folder, which needs no device, no collective and no main thread,
+and none waits longer than `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from jaxscale.train.checkpoints.manifest import FILE, Manifest
 from jaxscale.train.checkpoints.read import FOLDER, THREADS
 
 PATIENCE = 600.0
-"""Seconds that a process waits for the others' parts."""
+"""Seconds that a process waits for the others to write their chunks."""
 
 Files = dict[str, dict[str, str]]
-"""By array and file, a digest."""
+"""Digests, by array and file name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """One checkpoint to be written.
+    """Writes one checkpoint.
 
     Args:
-      folder: of the run's checkpoints.
-      session: of this run of the program, equal in all its processes.
-      manifest: without the files' digests.
-      arrays: what this process holds.
-      process: this one's number.
-      processes: how many take part.
-      keep: how many of the newest stay.
-      keep_every: steps that stay for good, or `None`.
-      begin: whether it is the first of this session.
-      journal: of chunks that an interrupted one of the same session has written, and which are not written again.
+      folder: the run's checkpoints.
+      session: id of this execution of the program, the same on all processes.
+      manifest: the manifest, without digests of chunks.
+      arrays: this process's shards, by name of array.
+      process: index of this process.
+      processes: how many processes write.
+      keep: how many of the newest checkpoints to keep.
+      keep_every: also keep checkpoints whose step is a multiple of this, or `None`.
+      begin: whether this is the session's first checkpoint.
+      journal: records written chunks, so that an interrupted save of the same session does not write them again.
     """
 
     folder: Path
@@ -60,26 +60,26 @@ class Save:
 
     @property
     def step(self) -> int:
-        """Whose state it is."""
+        """The checkpoint's step."""
         return self.manifest["step"]
 
     @property
     def partial(self) -> Path:
-        """Where it is until it is finished."""
+        """Path of the checkpoint until it is finished."""
         return places.renamed(self.folder, self.step, "partial", self.session)
 
     def run(self) -> None:
-        """Does it.
+        """Write the checkpoint.
 
         Raises:
-          CheckpointError: in every process, when any could not do its part; what was finished before is as it was.
+          CheckpointError: a process could not write its chunks; raised in all processes. Older checkpoints stay.
         """
         main = self.process == 0
         try:
             try:
                 if main and self.begin:
                     places.take(self.folder, self.session)
-                self._tell("", json.dumps(self._write_chunks()))
+                self._write_message("", json.dumps(self._write_chunks()))
                 if main:
                     self._finish()
                 else:
@@ -101,22 +101,22 @@ class Save:
             digests = list(pool.map(self._write_chunk, jobs))
             list(pool.map(self._write_about, abouts))
         files: Files = {}
-        for (name, key, _), found in zip(jobs, digests, strict=True):
-            files.setdefault(name, {})[key] = found
+        for (name, key, _), chunk_digest in zip(jobs, digests, strict=True):
+            files.setdefault(name, {})[key] = chunk_digest
         return files
 
     def _write_chunk(self, job: tuple[str, str, np.ndarray]) -> str:
         name, key, piece = job
         file = self.partial / FOLDER / name / key
-        kept = self.journal.kept(name, key, file) if self.journal is not None else None
-        if kept is not None:
-            return kept
-        data = as_bytes(piece)  # a copy where it is not in one piece: here, so that few are there at once
-        found = digest.DIGESTS[self.manifest["digest"]](data)  # of the memory: what the disk made of it shows later
+        recorded = self.journal.recorded(name, key, file) if self.journal is not None else None
+        if recorded is not None:
+            return recorded
+        data = as_bytes(piece)  # a copy if it is not contiguous; made here, so that few exist at a time
+        chunk_digest = digest.DIGESTS[self.manifest["digest"]](data)  # of the memory, to detect errors of the disk
         write_file(file, data)
         if self.journal is not None:
-            self.journal.note(name, key, found)
-        return found
+            self.journal.record(name, key, chunk_digest)
+        return chunk_digest
 
     def _write_about(self, item: tuple[str, dict[str, Any]]) -> None:
         name, leaf = item
@@ -125,8 +125,8 @@ class Save:
     def _finish(self) -> None:
         files: Files = {}
         for process in range(self.processes):
-            for name, found in json.loads(self._await_told(process)).items():
-                files.setdefault(name, {}).update(found)
+            for name, digests in json.loads(self._await_digests(process)).items():
+                files.setdefault(name, {}).update(digests)
         leaves = {name: {**leaf, "files": files.get(name, {})} for name, leaf in self.manifest["leaves"].items()}
         write_file(self.partial / FILE, digest.sealed({**self.manifest, "leaves": leaves}).encode())
         for process in range(self.processes):
@@ -134,12 +134,12 @@ class Save:
         places.check_taken(self.folder, self.session)
         places.publish(self.folder, self.step, self.session)
 
-    def _tell(self, suffix: str, text: str) -> None:
+    def _write_message(self, suffix: str, text: str) -> None:
         path = self.partial / f"process-{self.process}{suffix}"
         write_file(path.with_name(f"{path.name}.writing"), text.encode())
         path.with_name(f"{path.name}.writing").rename(path)
 
-    def _await_told(self, process: int) -> str:
+    def _await_digests(self, process: int) -> str:
         path = self.partial / f"process-{process}"
         for _ in _waits(PATIENCE):
             if path.exists():
@@ -147,7 +147,7 @@ class Save:
             failed = path.with_name(f"{path.name}.failed")
             if failed.exists():
                 raise CheckpointError(failed.read_text() or self._sentence(f"process {process} could not write"))
-        raise CheckpointError(self._sentence(f"process {process} did not finish its part within {PATIENCE:.0f} s"))
+        raise CheckpointError(self._sentence(f"process {process} did not write its chunks within {PATIENCE:.0f} s"))
 
     def _await_finish(self) -> None:
         final = self.folder / str(self.step)
@@ -155,29 +155,29 @@ class Save:
             if final.exists():
                 return
             if not self.partial.exists() and not final.exists():
-                raise CheckpointError(self._sentence("process 0 gave it up, and says why"))
+                raise CheckpointError(self._sentence("process 0 failed; see its error"))
         raise CheckpointError(self._sentence(f"process 0 did not finish it within {PATIENCE:.0f} s"))
 
     def _abandon(self, why: str) -> None:
-        if self.journal is not None:  # what is there is gone on from
+        if self.journal is not None:  # keep the chunks, to continue from them
             return
         try:
-            if self.process == 0:  # the others see it go
+            if self.process == 0:  # the others notice that the folder is gone
                 self.partial.rename(places.renamed(self.folder, self.step, "failed", self.session))
             else:
-                self._tell(".failed", why)
+                self._write_message(".failed", why)
         except OSError:
-            pass  # it is gone, or the disk refuses that too
+            pass  # the folder is gone, or the disk fails again
         places.discard(self.folder, self.step, "failed", self.session)
 
     def _sentence(self, why: str) -> str:
         done = places.finished(self.folder)
-        kept = f"; what was finished before is as it was: {', '.join(map(str, done))}" if done else ""
-        return f"could not write checkpoint {self.step} into {self.folder}: {why}{kept}"
+        older = f"; finished checkpoints are unchanged: {', '.join(map(str, done))}" if done else ""
+        return f"could not write checkpoint {self.step} into {self.folder}: {why}{older}"
 
 
 def write_file(path: Path, data: Any) -> None:
-    """Writes a file and waits until it is on disk."""
+    """Write a file and wait until it is on disk."""
     with path.open("wb") as f:
         f.write(data)
         f.flush()
@@ -185,7 +185,7 @@ def write_file(path: Path, data: Any) -> None:
 
 
 def _waits(seconds: float) -> Any:
-    """Yields now, and again after ever longer pauses, until `seconds` have passed."""
+    """Yield at once, and again after increasing pauses, until `seconds` have passed."""
     end, pause = time.monotonic() + seconds, 0.002
     while True:
         yield

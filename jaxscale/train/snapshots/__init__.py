@@ -1,7 +1,7 @@
-"""Snapshots in memory: what a lost process held is made again from what the others keep, and no disk is touched.
+"""Snapshots in host memory: a lost process's state is recomputed from parities on other processes, without a disk.
 
-Every few steps each process copies its part of the state to host memory (replicas deal it among themselves), and sends
-pieces of it to others, which keep parities of them. Sources: REFT (arXiv:2310.12670) and Gemini (SOSP 2023).
+Every few steps each process copies its shards to host memory (each shard on one replica only) and sends pieces of them
+to other processes, which keep parities. Sources: REFT (arXiv:2310.12670) and Gemini (SOSP 2023).
 """
 
 from jaxscale.train.snapshots.erasure import Code

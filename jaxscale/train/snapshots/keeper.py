@@ -1,4 +1,4 @@
-"""Taking snapshots: the state goes to host memory between two steps, and pieces of it to other processes after that."""
+"""Take snapshots: copy the state to host memory between two steps, then send pieces of it in the background."""
 
 from __future__ import annotations
 
@@ -25,31 +25,35 @@ from jaxscale.train.snapshots.table import Table
 
 
 def code_for(processes: int, parity: int) -> Code:
-    """How copies are spread over so many processes; alone there is nobody to give a copy to.
+    """Return the erasure code for a number of processes; a single process has no parity.
+
+    Args:
+      processes: number of processes.
+      parity: `Snapshots.parity`.
 
     Raises:
-      ConfigError: there are more processes and copies than bytes have values.
+      ConfigError: processes and parities together are more than `LARGEST`.
     """
     if processes + parity > LARGEST:
         most = LARGEST - processes
-        advice = f"use Snapshots.parity = {most}" if most >= 0 else "use Snapshots.every = 0, which takes none"
+        advice = f"use Snapshots.parity = {most}" if most >= 0 else "use Snapshots.every = 0 for no snapshots"
         raise ConfigError(
-            f"Snapshots.parity = {parity} for {processes} processes: both together may be {LARGEST} at most; {advice}"
+            f"Snapshots.parity = {parity} for {processes} processes: their sum may be at most {LARGEST}; {advice}"
         )
     return Code(processes, min(parity, processes - 1))
 
 
 class Keeper:
-    """One process's side.
+    """Takes and stores the snapshots of one process.
 
-    Step s is whole once every process has its blob and its parities of it and has told so; nobody writes over the
-    generation before until then. So whenever processes are lost, one of the last two snapshots is whole.
+    A snapshot is complete once every process has reported that it has its own blob and its parities. The one before is
+    not overwritten until then, so one of the last two snapshots is complete whenever processes are lost.
 
     Args:
       root: this run's folder in this machine's memory.
       parity: how many processes may be lost at once.
-      meeting: of all processes.
-      process_of: the process of a device.
+      meeting: exchanges small values between all processes.
+      process_of: returns the process of a device.
     """
 
     def __init__(self, root: Path, parity: int, meeting: Meeting, process_of: Callable[[jax.Device], int]):
@@ -57,7 +61,7 @@ class Keeper:
         self.me = meeting.me
         self.code = code_for(meeting.count, parity)
         self.shelf: Shelf | None = None
-        self.peers = Peers(meeting, self._told)
+        self.peers = Peers(meeting, self._handle)
         self._generation = 0
         self._changed = threading.Condition()
         self._done: dict[int, dict[int, str]] = {}
@@ -70,11 +74,11 @@ class Keeper:
         self._worker: threading.Thread | None = None
 
     def begin(self, arrays: Mapping[str, Any], facts: dict[str, Any]) -> None:
-        """Makes room for snapshots of arrays like these; all processes call it before the first.
+        """Allocate memory for snapshots; all processes must call this before the first one.
 
         Args:
-          arrays: by name, with shapes, dtypes and shardings.
-          facts: JSON-able; only a run with the same ones is given these snapshots back.
+          arrays: arrays (or shapes) by name, with shardings.
+          facts: JSON-able facts; only a run with equal ones may restore these snapshots.
 
         Raises:
           ConfigError: there is too little memory.
@@ -87,19 +91,19 @@ class Keeper:
         about = {"count": self.code.count, "parity": self.code.parity, "piece": self.piece, "facts": facts}
         folder = self.root / self.session / str(self.me)
         self.shelf = Shelf(folder, sizes, {**about, "table": self.table.to_json()})
-        self.meeting.gather("ready")  # nobody sends to one that has no room yet
+        self.meeting.gather("ready")  # no process sends before all have allocated their memory
         self._worker = threading.Thread(target=self._work, name="snapshots", daemon=True)
         self._worker.start()
 
     def take(self, step: int, arrays: Mapping[str, jax.Array]) -> float:
-        """Copies the arrays to host memory, and has the rest done in the background; then they may be donated.
+        """Copy the arrays to host memory and send pieces in the background; on return they may be donated.
 
         Args:
-          step: whose state they are.
-          arrays: those that `begin` was told of.
+          step: the step of the state.
+          arrays: the arrays, by the names and with the shardings passed to `begin`.
 
         Returns:
-          the seconds it took, once the arrays were computed.
+          the seconds it took after the arrays were computed.
 
         Raises:
           ConnectionError: a process that holds a copy has gone.
@@ -126,17 +130,19 @@ class Keeper:
         return time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Until the last snapshot is whole; the watchdog ends a process that waits for one that has gone.
+        """Block until the last snapshot is complete; the watchdog ends a process that waits for a lost one.
 
         Raises:
           ConnectionError: a process that holds a copy has gone.
         """
         self._idle.wait()
         if self._failure is not None:
-            raise ConnectionError(f"a snapshot was not told to all others: {self._failure}") from self._failure
+            raise ConnectionError(
+                f"a snapshot could not be sent to all other processes: {self._failure}"
+            ) from self._failure
 
     def forget(self) -> None:
-        """Takes back all there are, as when a run goes back to before them. All processes call this."""
+        """Discard all snapshots, since the run goes back to a step before them. All processes must call this."""
         self.wait()
         with self._changed:
             for slot in range(GENERATIONS):
@@ -144,7 +150,11 @@ class Keeper:
         self._remove_others()
 
     def close(self, *, forget: bool) -> None:
-        """Ends it; where `forget`, as after a run that is finished, the memory is given back."""
+        """Close all connections.
+
+        Args:
+          forget: also free the memory, as after a run that is finished.
+        """
         if self.shelf is not None:
             if forget:
                 self.wait()
@@ -172,36 +182,37 @@ class Keeper:
     def _spread(self, generation: int, step: int) -> None:
         shelf, slot = self._shelf, generation % GENERATIONS
         blob = shelf.own[slot]
-        found = digest_of(blob)
+        digest = digest_of(blob)
         with self._changed:
-            shelf.note(slot, own=found)
+            shelf.mark(slot, own=digest)
         about = {"generation": generation, "step": step, "from": self.me}
         for i, stripe in enumerate(self.code.stripes(self.me)):
             data = blob[i * self.piece : (i + 1) * self.piece]
             for row, holder in enumerate(self.code.holders(stripe)):
                 self.peers.send(holder, {**about, "kind": "piece", "row": row}, data)
-        wanted = self.code.pieces * self.code.parity
+        expected = self.code.pieces * self.code.parity
         with self._changed:
-            self._changed.wait_for(lambda: self._folded.get(generation, 0) == wanted)
-            shelf.note(slot, parity=True)
-            self._done.setdefault(generation, {})[self.me] = found
+            self._changed.wait_for(lambda: self._folded.get(generation, 0) == expected)
+            shelf.mark(slot, parity=True)
+            self._done.setdefault(generation, {})[self.me] = digest
         for other in range(self.code.count):
             if other != self.me:
-                self.peers.send(other, {**about, "kind": "done", "digest": found})
+                self.peers.send(other, {**about, "kind": "done", "digest": digest})
         with self._changed:
             self._changed.wait_for(lambda: len(self._done.get(generation, {})) == self.code.count)
-            shelf.note(slot, digests=self._done.pop(generation))
+            shelf.mark(slot, digests=self._done.pop(generation))
             self._folded.pop(generation, None)
         if generation == 0:
             self._remove_others()
 
     def _remove_others(self) -> None:
-        """Those of before a restart."""
+        """Delete the snapshots of earlier sessions."""
         for old in self.root.iterdir():
             if old.name != self.session:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _told(self, message: Message, data: np.ndarray) -> np.ndarray | None:
+    def _handle(self, message: Message, data: np.ndarray) -> np.ndarray | None:
+        """Handle a message of another process; returns the answer to a "read"."""
         kind = message["kind"]
         if kind == "read":
             return read_part(self.root, message)
@@ -210,7 +221,7 @@ class Keeper:
             self._enter(generation, message["step"])
             if kind == "done":
                 self._done.setdefault(generation, {})[sender] = message["digest"]
-                self._shelf.note(generation % GENERATIONS, digests=self._done[generation])
+                self._shelf.mark(generation % GENERATIONS, digests=self._done[generation])
             else:
                 self._fold(generation, message["row"], sender, data)
             self._changed.notify_all()
@@ -225,7 +236,7 @@ class Keeper:
         self._folded[generation] = self._folded.get(generation, 0) + 1
 
     def _enter(self, generation: int, step: int) -> None:
-        """The first word of a generation, whoever says it: what is in its place is no longer whole."""
+        """Reuse the slot of an older generation when the first message or blob of a new one arrives."""
         slot = generation % GENERATIONS
         if self._shelf.generation(slot) != generation:
             self._shelf.clear(slot, generation=generation, step=step)
@@ -233,27 +244,35 @@ class Keeper:
 
 
 def digest_of(blob: np.ndarray) -> str:
-    """Of a blob's bytes."""
+    """Return the digest of a blob."""
     return DIGESTS[NEW](blob)
 
 
 def read_part(root: Path, message: Message) -> np.ndarray:
-    """Bytes of a file of this machine's snapshots."""
+    """Read bytes of a snapshot file on this machine.
+
+    Args:
+      root: this run's folder in this machine's memory.
+      message: has "path" in that folder, "start" and "size".
+
+    Raises:
+      OSError: the path is outside of the folder.
+    """
     path = (root / message["path"]).resolve()
     if not path.is_relative_to(root.resolve()):
-        raise OSError(f"{path} is not a snapshot's")
+        raise OSError(f"{path} is not a file of a snapshot")
     return np.fromfile(path, np.uint8, message["size"], offset=message["start"])
 
 
 def read_states(root: Path) -> dict[str, Any]:
-    """What there is in this machine's memory, by `session/process`."""
-    found = {}
+    """Read the state of the snapshots in this machine's memory, by `session/process`."""
+    states = {}
     for path in root.glob("*/*/state.json"):
         try:
-            found[str(path.parent.relative_to(root))] = json.loads(path.read_text())
+            states[str(path.parent.relative_to(root))] = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # being removed
-    return found
+            continue  # it is being removed
+    return states
 
 
 def _remove_empty(*folders: Path) -> None:
@@ -261,4 +280,4 @@ def _remove_empty(*folders: Path) -> None:
         try:
             folder.rmdir()
         except OSError:
-            return  # others are not done with it
+            return  # another process still uses it

@@ -1,4 +1,4 @@
-"""The newest whole snapshot, out of what is left of it in the memory of the machines that are left."""
+"""Restore the newest complete snapshot from the memory of the remaining machines."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jaxscale.train.checkpoints.chunks import region_of
 from jaxscale.train.snapshots.erasure import Code
 from jaxscale.train.snapshots.keeper import digest_of, read_part, read_states
 from jaxscale.train.snapshots.peers import Meeting, Peers
-from jaxscale.train.snapshots.table import Table, assemble
+from jaxscale.train.snapshots.table import Piece, Table, assemble
 
 ABOUT_LIMIT = 2**26
 
 
 class Left:
-    """What is left of one snapshot.
+    """The remaining parts of one snapshot.
 
     Args:
       root: this run's folder in this machine's memory.
-      peers: for what lies in another's.
-      servers: the process that reads a folder, by `session/process`; this one where it can.
-      me: this process.
-      session: of the processes that took it.
-      step: whose state it is.
-      slots: by process, the slot that the snapshot is in and what is whole of it.
-      about: the session's.
+      peers: connections to other processes, which read the memory of other machines.
+      servers: by folder (`session/process`), a process that can read it; this one if it can.
+      me: index of this process.
+      session: session of the processes that took the snapshot.
+      step: its step.
+      slots: by process, the slot that the snapshot is in, and that slot's state (see `Shelf.mark`).
+      about: the session's `about.json`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Left:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every blob is there, or can be made of the others."""
+        """Whether every blob is available, or can be recomputed from the others."""
         if not self.lost <= self.digests.keys():
             return False
         for stripe in range(self.code.count):
@@ -70,10 +70,10 @@ class Left:
         return True
 
     def blob(self, process: int) -> np.ndarray:
-        """Of a process, lost or not.
+        """Return the blob of a process, recomputed if it is lost.
 
         Raises:
-          CheckpointError: it is not what was taken.
+          CheckpointError: its digest is wrong.
         """
         if process not in self._blobs:
             if process in self.lost:
@@ -85,14 +85,15 @@ class Left:
         return self._blobs[process]
 
     def array(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        """An array of the snapshot, wherever it is to live."""
+        """Make an array of the snapshot, with the given sharding."""
         shape, dtype = self.table.arrays[name]
         pieces = [p for p in self.table.pieces if p.name == name]
 
-        taken = lambda piece: self.table.take(piece, self.blob(piece.owner))  # noqa: E731
+        def values(piece: Piece) -> np.ndarray:
+            return self.table.take(piece, self.blob(piece.owner))
 
         def part(index: Any) -> np.ndarray:
-            out = assemble(region_of(index, shape), dtype, ((p.region, partial(taken, p)) for p in pieces))
+            out = assemble(region_of(index, shape), dtype, ((p.region, partial(values, p)) for p in pieces))
             assert out is not None, "a table has every part of its arrays"
             return out
 
@@ -123,20 +124,36 @@ class Left:
 
 
 def read(root: Path, peers: Peers, server: int, me: int, path: str, start: int, size: int) -> np.ndarray:
-    """Bytes of a file in this machine's memory, or in that of another's process."""
+    """Read bytes of a snapshot file, in this machine's memory or through another process.
+
+    Args:
+      root: this run's folder in this machine's memory.
+      peers: connections to other processes.
+      server: the process that can read the file.
+      me: index of this process.
+      path: the file, relative to the run's folder.
+      start: first byte.
+      size: most bytes to read.
+    """
     message = {"kind": "read", "path": path, "start": start, "size": size}
     return read_part(root, message) if server == me else peers.ask(server, message)
 
 
 def newest(root: Path, peers: Peers, meeting: Meeting) -> Left | None:
-    """The newest snapshot of which enough is left; every process finds the same. All have to call it."""
-    told = [json.loads(text) for text in meeting.gather(json.dumps(read_states(root)))]
+    """Find the newest snapshot that can be restored, the same on every process; all processes must call this.
+
+    Args:
+      root: this run's folder in this machine's memory.
+      peers: connections to other processes.
+      meeting: exchanges small values between all processes.
+    """
+    reports = [json.loads(text) for text in meeting.gather(json.dumps(read_states(root)))]
     states: dict[str, Any] = {}
     servers: dict[str, int] = {}
     for process in reversed(range(meeting.count)):
-        for folder, slots in told[process].items():
+        for folder, slots in reports[process].items():
             states[folder], servers[folder] = slots, process
-    servers |= dict.fromkeys(told[meeting.me], meeting.me)
+    servers |= dict.fromkeys(reports[meeting.me], meeting.me)
     snapshots: dict[tuple[int, str], dict[int, tuple[int, dict[str, Any]]]] = {}
     for folder, slots in states.items():
         session, _, owner = folder.partition("/")
@@ -156,20 +173,20 @@ def newest(root: Path, peers: Peers, meeting: Meeting) -> Left | None:
 def load(
     left: Left, want: Mapping[str, Any], where: Mapping[str, jax.sharding.Sharding], meeting: Meeting
 ) -> dict[str, jax.Array]:
-    """Every array of a snapshot, on every process or on none. All have to call it.
+    """Load all arrays of a snapshot; all processes must call this, and all succeed or all raise.
 
     Args:
       left: from `newest`.
-      want: shapes and dtypes by name.
-      where: shardings by name.
-      meeting: of all processes.
+      want: expected shapes and dtypes, by name.
+      where: shardings, by name.
+      meeting: exchanges small values between all processes.
 
     Raises:
-      CheckpointError: arrays are others than wanted, or not what was taken; the same in all processes.
+      CheckpointError: the arrays are not the expected ones, or a digest is wrong; the same on all processes.
     """
     fault, out = "", {}
-    wanted = {name: (tuple(x.shape), np.dtype(x.dtype).name) for name, x in want.items()}
-    different = [k for k in {**wanted, **left.table.arrays} if wanted.get(k) != left.table.arrays.get(k)]
+    expected = {name: (tuple(x.shape), np.dtype(x.dtype).name) for name, x in want.items()}
+    different = [k for k in {**expected, **left.table.arrays} if expected.get(k) != left.table.arrays.get(k)]
     try:
         if different:
             raise CheckpointError(f"the snapshot of step {left.step} is of another model: {different[0]} differs")

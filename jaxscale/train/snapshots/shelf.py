@@ -1,4 +1,4 @@
-"""Where one process keeps its snapshots: files in memory (`/dev/shm`), which outlast it as they would not on a heap."""
+"""Storage of one process's snapshots: files in memory (`/dev/shm`), which outlive the process."""
 
 from __future__ import annotations
 
@@ -12,65 +12,76 @@ import numpy as np
 from jaxscale.errors import ConfigError
 
 GENERATIONS = 2
-"""The last whole snapshot, and the one being made."""
+"""Slots: one for the last complete snapshot, one for the next."""
 
 
 class Shelf:
-    """Two generations of a blob and of parities, and what is whole of them.
+    """Two generations of a blob and of parities, and a record of which parts are complete.
 
     Args:
-      folder: made anew.
-      sizes: bytes of "own" and "parity".
-      about: JSON-able, kept beside them.
+      folder: a folder to make.
+      sizes: bytes of "own", the blob, and of "parity".
+      about: JSON-able facts, written to `about.json`.
 
     Raises:
-      ConfigError: there is too little memory for them.
+      ConfigError: there is too little memory.
     """
 
     def __init__(self, folder: Path, sizes: dict[str, int], about: dict[str, Any]):
         self.folder = folder
         folder.mkdir(parents=True)
-        wanted, free = GENERATIONS * sum(sizes.values()), shutil.disk_usage(folder).free
-        if wanted > free:
+        need, free = GENERATIONS * sum(sizes.values()), shutil.disk_usage(folder).free
+        if need > free:
             folder.rmdir()
             raise ConfigError(
-                f"snapshots need {wanted / 2**20:,.0f} MiB a process in {folder} and {free / 2**20:,.0f} MiB are free; "
-                "make it larger, set Snapshots.folder, or lay the state out over more devices"
+                f"snapshots need {need / 2**20:,.0f} MiB per process in {folder}, with {free / 2**20:,.0f} MiB free; "
+                "make it larger, set Snapshots.folder, or shard the state over more devices"
             )
         (folder / "about.json").write_text(json.dumps(about))
-        self.own = [self._room(f"own-{i}", sizes["own"]) for i in range(GENERATIONS)]
-        self.parity = [self._room(f"parity-{i}", sizes["parity"]) for i in range(GENERATIONS)]
+        self.own = [self._allocate(f"own-{i}", sizes["own"]) for i in range(GENERATIONS)]
+        self.parity = [self._allocate(f"parity-{i}", sizes["parity"]) for i in range(GENERATIONS)]
         self._slots: list[dict[str, Any]] = [{} for _ in range(GENERATIONS)]
         self._write()
 
-    def _room(self, name: str, size: int) -> np.ndarray:
+    def _allocate(self, name: str, size: int) -> np.ndarray:
         if size == 0:
             return np.zeros(0, np.uint8)
-        room: np.ndarray = np.memmap(self.folder / name, np.uint8, "w+", shape=(size,))
-        room[:] = 0  # the pages are found now, not during a step
-        return room
+        memory: np.ndarray = np.memmap(self.folder / name, np.uint8, "w+", shape=(size,))
+        memory[:] = 0  # map the pages now, not during a step
+        return memory
 
     def generation(self, slot: int) -> int | None:
-        """Which one is there, or being made."""
+        """Return the generation in a slot, complete or not; `None` if it is empty."""
         return self._slots[slot].get("generation")
 
     @property
     def nbytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all blobs and parities."""
         return sum(x.nbytes for x in (*self.own, *self.parity))
 
     def clear(self, slot: int, **what: int) -> None:
-        """Nothing in a slot is whole any more; from now on it is for a `generation` and its `step`, if for any."""
+        """Mark a slot as incomplete.
+
+        Args:
+          slot: the slot.
+          **what: `generation` and `step` that the slot is for now, if any.
+        """
         self._slots[slot] = dict(what)
         self._write()
 
-    def note(self, slot: int, **what: Any) -> None:
-        """What is whole: `own` the blob's digest, `parity` all of them, `digests` of others' blobs."""
+    def mark(self, slot: int, **what: Any) -> None:
+        """Record what is complete in a slot.
+
+        Args:
+          slot: the slot.
+          **what: `own`, the digest of this process's blob; `parity`, whether all parities are complete; `digests` of
+            the other processes' blobs.
+        """
         self._slots[slot].update(what)
         self._write()
 
     def remove(self) -> None:
-        """Gives the memory back."""
+        """Delete the files, which frees the memory."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self) -> None:

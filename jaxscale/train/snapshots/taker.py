@@ -1,4 +1,4 @@
-"""Taking snapshots by their settings: what the training loop calls."""
+"""Snapshots as the training loop uses them."""
 
 from __future__ import annotations
 
@@ -22,52 +22,62 @@ def _process_of(device: jax.Device) -> int:
 
 
 def taker(settings: Snapshots, run: Path) -> Taker:
-    """What takes the snapshots of a run in this folder."""
+    """Make the object that takes a run's snapshots.
+
+    Args:
+      settings: the run's settings of snapshots.
+      run: the run's folder.
+    """
     return Taking(settings, run) if settings.every else Taker()
 
 
 class Taker:
-    """Takes no snapshots."""
+    """Takes no snapshots; the interface of `Taking`."""
 
     def newest(self) -> int:
-        """The step of the newest one of which enough is left, or -1. All processes call this."""
+        """Return the step of the newest snapshot that can be restored, or -1. All processes must call this."""
         return -1
 
     def restore(
         self, state: TrainState, shardings: TrainState | None, facts: dict[str, Any], say: Callable[[str], None]
     ) -> TrainState | None:
-        """The state of the newest one, if there is one of these facts. All processes call this.
+        """Restore the newest snapshot, or return `None` if there is none of this run. All processes must call this.
 
         Args:
-          state: shapes and dtypes; of the frozen parameters none are kept (see `Blueprint.completed`).
+          state: shapes and dtypes; snapshots have no frozen parameters (see `Blueprint.completed`).
           shardings: a sharding per array, or `None` for the default device.
-          facts: as given to `begin`.
-          say: told why there is none where there might be.
+          facts: as passed to `begin`.
+          say: prints which snapshot is used, or why it cannot be.
         """
         return None
 
     def begin(self, state: TrainState, facts: dict[str, Any]) -> None:
-        """Makes room for states like this one. All processes call this."""
+        """Allocate memory for snapshots of states like this one. All processes must call this.
+
+        Args:
+          state: a state, or its shapes, with shardings.
+          facts: JSON-able facts; only a run with equal ones may restore these snapshots.
+        """
 
     def after(self, step: int, state: TrainState) -> dict[str, Any]:
-        """Takes one if it is time; what is to be told of it."""
+        """Take a snapshot if one is due after this step; returns metrics to record."""
         return {}
 
     def forget(self) -> None:
-        """Takes back all there are: the run goes back to before them. All processes call this."""
+        """Discard all snapshots, since the run goes back to a step before them. All processes must call this."""
 
     def close(self, *, forget: bool) -> None:
-        """Ends it, and gives the memory back where `forget`."""
+        """Close all connections, and free the memory if `forget`."""
 
 
 class Taking(Taker):
-    """Takes them.
+    """Takes a snapshot every `settings.every` steps.
 
     Args:
-      settings: how.
+      settings: the run's settings of snapshots.
       run: the run's folder.
-      meeting: of all processes; JAX's by default.
-      process_of: the process of a device.
+      meeting: exchanges small values between all processes; by default through JAX's coordinator.
+      process_of: returns the process of a device.
     """
 
     def __init__(
@@ -93,7 +103,7 @@ class Taking(Taker):
         if left is None:
             return None
         if left.facts != facts:
-            say(f"the snapshot of step {left.step} is not used: it is of another run")
+            say(f"not using the snapshot of step {left.step}: it is of another run")
             return None
         state, shardings = state.saved, None if shardings is None else shardings.saved
         want = flatten(state)
@@ -102,11 +112,11 @@ class Taking(Taker):
         try:
             arrays = load(left, want, where, self.meeting)
         except CheckpointError as e:
-            say(f"the newest snapshot is not used: {e}")
+            say(f"not using the newest snapshot: {e}")
             return None
         arrays["rng"] = jax.random.wrap_key_data(arrays["rng"])
-        again = f", {_processes(len(left.lost))} made again from parities" if left.lost else ""
-        say(f"going on from the snapshot of step {left.step}, out of memory{again}")
+        recovered = f"; {_processes(len(left.lost))} recovered from parities" if left.lost else ""
+        say(f"continuing from the snapshot of step {left.step} in host memory{recovered}")
         names = list(want)
         return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names])
 
@@ -115,7 +125,7 @@ class Taking(Taker):
         self.keeper.begin(flatten(state.saved), facts)
 
     def after(self, step: int, state: TrainState) -> dict[str, Any]:
-        """See `Taker`; `snapshot_seconds` is what the step was held up for."""
+        """See `Taker`; `snapshot_seconds` is the time by which the snapshot delayed the step."""
         if step % self.settings.every:
             return {}
         return {"snapshot_seconds": self.keeper.take(step, flatten(state.saved))}

@@ -1,4 +1,7 @@
-"""Parts chosen by value: that one can be called as its family is, said when it is chosen and not inside a trace."""
+"""Checks that a function or class chosen in a config accepts the arguments that its family is called with.
+
+They run when the config is made, so that the error is not a TypeError inside a traced function.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ from jaxscale.errors import ConfigError
 
 
 def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str], named: Sequence[str]) -> None:
-    """That a part takes what its family is called with.
+    """Check that a part accepts the arguments of its family.
 
     Args:
-        setting: what the config calls it, "Transformer.attention".
+        setting: its setting, for the message: "Transformer.attention".
         part: a function, a class that is called, or an instance with `__call__`.
-        positional: names of what is passed by place, for the message.
-        named: names of what is passed by name.
+        positional: names of the positional arguments, for the message.
+        named: names of the keyword arguments.
 
     Raises:
-        ConfigError: naming the parameters that it lacks or wants besides, its own signature and the family's.
+        ConfigError: it lacks parameters or requires others; the message has both signatures.
     """
     try:
         signature = inspect.signature(part)
-    except (TypeError, ValueError):  # of a builtin, which has none to look at
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     if _binds(signature, positional, named):
         return
@@ -36,7 +39,7 @@ def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str]
 
 
 def check_method(setting: str, part: Any, method: str, positional: Sequence[str], named: Sequence[str]) -> None:
-    """The same of a method of a part; one that the part does not have is somebody else's to name."""
+    """As `check_call`, for a method of a part. A missing method is not an error here."""
     bound = getattr(part, method, None)
     if callable(bound):
         check_call(f"{setting}.{method}", bound, positional, named)
@@ -51,20 +54,21 @@ def _binds(signature: inspect.Signature, positional: Sequence[str], named: Seque
 
 
 def _wrong(signature: inspect.Signature, positional: Sequence[str], named: Sequence[str]) -> str:
-    """What does not fit, in words."""
+    """What is wrong with a signature, for a message."""
     own: Mapping[str, inspect.Parameter] = signature.parameters
     kinds = [p.kind for p in own.values()]
     by_place = [n for n, p in own.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if inspect.Parameter.VAR_POSITIONAL not in kinds and len(by_place) < len(positional):
-        return f"takes {len(by_place)} arguments by place and needs to take {len(positional)} ({', '.join(positional)})"
-    given = {*by_place[: len(positional)]}
-    by_name = {n for n, p in own.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)} - given
+        return f"takes {len(by_place)} positional arguments and needs {len(positional)} ({', '.join(positional)})"
+    passed = {*by_place[: len(positional)]}
+    by_name = {n for n, p in own.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)} - passed
     lacks = [] if inspect.Parameter.VAR_KEYWORD in kinds else [n for n in named if n not in by_name]
     if lacks:
         return f"has no parameter {' or '.join(map(repr, lacks))}"
-    others = {*by_name, *by_place} - given - {*named}
-    wants = [repr(n) for n, p in own.items() if n in others and p.default is p.empty]
-    return f"wants {' and '.join(wants)} besides, which nobody gives"
+    others = {*by_name, *by_place} - passed - {*named}
+    required = [repr(n) for n, p in own.items() if n in others and p.default is p.empty]
+    return f"also requires {' and '.join(required)}, which is not passed"
+
 
 
 def _plain(signature: inspect.Signature) -> str:

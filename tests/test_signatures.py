@@ -33,8 +33,8 @@ def wanting(q, k, v, block, *, causal, segment_ids, positions, window, softcap, 
     ("kernel", "words"),
     [
         (plain, "has no parameter 'segment_ids' or 'positions' or 'window' or 'softcap' or 'scale'"),
-        (two, "takes 2 arguments by place and needs to take 3 (q, k, v)"),
-        (wanting, "wants 'block' besides, which nobody gives"),
+        (two, "takes 2 positional arguments and needs 3 (q, k, v)"),
+        (wanting, "also requires 'block', which is not passed"),
     ],
 )
 def test_a_kernel_with_another_signature_is_named_with_what_it_lacks(kernel, words):

@@ -1,4 +1,4 @@
-"""`jaxscale launch`: processes that are watched, and begun again."""
+"""`jaxscale launch`: processes that are watched and restarted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KILLED = "import os, signal\nif attempt == 0 and process == 1: os.kill(os.getpid
 def test_all_begin_again_when_one_is_killed(told, capsys):
     assert supervise(scripts(told, KILLED), 2, restarts=1, fewer=False) == 0
     assert began(told) == ["0:0/2", "0:1/2", "1:0/2", "1:1/2"]
-    assert "process 1 was ended by SIGKILL; beginning again (1 of 1) with 2 processes" in capsys.readouterr().err
+    assert "process 1 was killed by SIGKILL; restart 1 of 1 with 2 processes" in capsys.readouterr().err
 
 
 def test_fewer_begin_again_until_they_fit(told):
@@ -79,7 +79,7 @@ def test_one_that_does_not_end_after_another_failed_is_killed(told, capsys):
     begin = time.monotonic()
     assert supervise(scripts(told, stuck), 2, restarts=0, fewer=False, grace=0.5) == 70
     assert time.monotonic() - begin < 50
-    assert "process 0 did not end, and was killed" in capsys.readouterr().err
+    assert "process 0 did not end and was killed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [130, 143])
@@ -106,8 +106,8 @@ def test_a_signal_is_passed_on_and_nothing_begins_again(told):
         "no-command": (["--nproc", "2"], "jaxscale launch runs train, not ''"),
         "other-command": (["--nproc", "2", "--", "plan", "x.gin"], "jaxscale launch runs train, not 'plan'"),
         "no-process": (["--nproc", "0", "--", "train", "x.gin"], "--nproc 0: must be at least 1"),
-        "distributed": (["--nproc", "2", "--", "train", "x.gin", "--distributed"], "--distributed is what"),
-        "binding": (["--nproc", "2", "--gin.train.lr=1", "--", "train", "x.gin"], "comes after --"),
+        "distributed": (["--nproc", "2", "--", "train", "x.gin", "--distributed"], "passes --distributed"),
+        "binding": (["--nproc", "2", "--gin.train.lr=1", "--", "train", "x.gin"], "options after --"),
     }.values(),
     ids=["no-command", "other-command", "no-process", "distributed", "binding"],
 )
@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_fewer_processes_where_one_was_killed(tmp_path, monke
     reports = [line for line in errors.splitlines() if " jaxscale: " in line]
     assert len(reports) == 1 and reports[0].startswith("[0] jaxscale: process 1 disconnected in step 6"), errors
     assert "the last finished checkpoint is of step" in reports[0]  # of 2, or of 4, which was being written
-    assert "beginning again (1 of 3) with 1 process" in errors
+    assert "restart 1 of 3 with 1 process" in errors
     assert "continuing from the snapshot of step 5 in host memory" in out  # newer than any checkpoint
     run = js.Run(tmp_path / "run")
     assert run.info["status"] == "finished"

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Does it."""
-    from jaxscale.commands.plan import show, told
+    from jaxscale.commands.plan import progress, show
     from jaxscale.plan.coordcheck import TOLERANCE, coordcheck
 
     widths = _widths(args.widths)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder")
     config = load(None, args, bindings)
-    with told() as tell:
+    with progress() as tell:
         found = coordcheck(
             config,
             widths,

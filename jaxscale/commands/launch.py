@@ -1,4 +1,4 @@
-"""`jaxscale launch`: the processes of a run on this machine, begun again from the last good step when one is lost."""
+"""`jaxscale launch`: runs several processes of one run on this machine, and restarts them when one is lost."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from jaxscale.import_path import python_path
 from jaxscale.interrupts import STOPS, handled_signals
 
 GRACE = 15.0
-"""Seconds that the other processes have, once one has failed, to say so and to end."""
+"""Seconds from the first failure of a process until the others are killed; they print a message and end before that."""
 
 
 def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "launch",
-        help="run several processes on this machine; begin again when one is lost",
-        description="Runs a command as N processes of this machine that form one run. When one of them is lost, the "
-        "others say so and\nend, and all begin again from the last finished checkpoint. On a cluster SLURM or "
-        "Kubernetes does this (see docs/start/install.md).",
+        help="run several processes on this machine; restart them when one is lost",
+        description="Runs a command as N processes on this machine that form one run. When one of them is lost, the "
+        "others\nprint that and end, and all are restarted from the last complete checkpoint. On a cluster, SLURM or "
+        "Kubernetes\ndoes this (see docs/start/install.md).",
         epilog="  jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4 --gin.train.checkpoint_every=50",
         formatter_class=TEXT,
     )
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="how many processes")
-    parser.add_argument("--restarts", type=int, default=3, metavar="R", help="begin again at most R times (default 3)")
+    parser.add_argument("--restarts", type=int, default=3, metavar="R", help="restart at most R times (default 3)")
     parser.add_argument(
         "--fewer",
         action="store_true",
-        help="begin again with as many processes as are left; needs a mesh that fits them, as data=-1",
+        help="restart with the processes that are left; needs a mesh for any number of devices, such as data=-1",
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="the command")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Launch the processes; returns the exit code."""
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if bindings:
-        raise ConfigError(f"what is trained comes after --: jaxscale launch --nproc {args.nproc} -- train ... --gin...")
+        raise ConfigError(f"put --gin options after --: jaxscale launch --nproc {args.nproc} -- train ... --gin...")
     if words[:1] != ["train"]:
         raise ConfigError(f"jaxscale launch runs train, not '{' '.join(words[:1])}': launch --nproc 2 -- train CONFIG")
     if any(word.startswith("--distributed") for word in words):
-        raise ConfigError("--distributed is what jaxscale launch gives to each process; leave it out")
+        raise ConfigError("jaxscale launch passes --distributed to each process; leave it out")
     for name, least in (("nproc", 1), ("restarts", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be at least {least}")
@@ -74,18 +74,18 @@ def supervise(
     fewer: bool,
     grace: float = GRACE,
 ) -> int:
-    """Runs processes until all have ended well, and begins again when one has not.
+    """Run processes until all have succeeded, and restart them when one fails.
 
-    A signal to end is passed on to all of them, and nothing begins again after it, nor after one that only a process
-    got and that stopped the run. A mistake (exit code 2) stays one
-    when it is made again; but where the last attempt had fewer processes than the one before, still fewer are tried.
+    SIGINT and SIGTERM are passed on to all processes. There is no restart after such a signal, also if a single
+    process got it and stopped the run with a checkpoint. Errors of the user (exit code 2) are not retried, except
+    that after a restart with fewer processes a smaller number is tried.
 
     Args:
-      command: (processes, process, address of process 0, attempt) -> what one process runs.
-      processes: how many at first.
-      restarts: how often to begin again.
-      fewer: whether to begin again without those that were lost.
-      grace: seconds between the first failure and the end of all.
+      command: (processes, process, address of process 0, attempt) -> command line of one process.
+      processes: number of processes of the first attempt.
+      restarts: how often to restart at most.
+      fewer: whether to restart without the processes that were lost.
+      grace: seconds from the first failure until the other processes are killed.
 
     Returns:
       0, or the exit code of a process that failed.
@@ -96,30 +96,30 @@ def supervise(
             address = f"127.0.0.1:{_free_port()}"
             commands = [command(count, i, address, attempt) for i in range(count)]
             failure = _Group(commands, signals).wait(grace)
-            if failure is None or signals.asked or failure.stopped:
+            if failure is None or signals.received or failure.stopped:
                 return 0 if failure is None else failure.code
             if failure.code == MISTAKE and not (reduced and count > 1):
                 return MISTAKE
             if failure.code == MISTAKE:
-                _say(f"{count} processes do not fit this run; {count - 1} are tried")
+                _say(f"{count} processes do not fit this run; trying {count - 1}")
                 count -= 1
                 continue
             if attempt == restarts:
-                _say(f"{failure.text}; it was begun again {restarts} times, which is as often as --restarts allows")
+                _say(f"{failure.text}; giving up after {restarts} restarts (--restarts)")
                 return failure.code
             attempt += 1
             left = max(count - failure.lost, 1) if fewer else count
             count, reduced = left, left < count
-            _say(f"{failure.text}; beginning again ({attempt} of {restarts}) with {_processes(count)}")
+            _say(f"{failure.text}; restart {attempt} of {restarts} with {_processes(count)}")
 
 
 class Failure(NamedTuple):
-    """Of an attempt.
+    """How an attempt failed.
 
     Args:
-      text: which process failed first, and how.
+      text: which process failed first, and how, for a message.
       code: its exit code, above 0.
-      lost: how many did not end by themselves, at least one.
+      lost: number of processes that crashed or were killed, at least one.
       stopped: whether a signal asked the run to stop, and it did so with a checkpoint.
     """
 
@@ -133,18 +133,18 @@ class _Group:
     """The processes of one attempt."""
 
     def __init__(self, commands: Sequence[Sequence[str]], signals: _Signals):
-        # a group of their own: a Ctrl-C of the terminal reaches them through us, and once
+        # A process group of their own: Ctrl-C in the terminal reaches them only through us, and only once.
         environment = {**os.environ, "PYTHONPATH": python_path()}
-        begin = lambda c: subprocess.Popen(c, stderr=subprocess.PIPE, process_group=0, env=environment)  # noqa: E731
-        self.all = [begin(c) for c in commands]
-        relay = lambda i, p: threading.Thread(target=_relay, args=(i, p.stderr), daemon=True)  # noqa: E731
-        self.relays = [relay(i, p) for i, p in enumerate(self.all)]
+        self.all = [
+            subprocess.Popen(words, stderr=subprocess.PIPE, process_group=0, env=environment) for words in commands
+        ]
+        self.relays = [threading.Thread(target=_relay, args=(i, p.stderr), daemon=True) for i, p in enumerate(self.all)]
         for thread in self.relays:
             thread.start()
         signals.reach(self.all)
 
     def wait(self, grace: float) -> Failure | None:
-        """What failed first, once none is running any more."""
+        """Wait for all processes, and return the first failure, or None."""
         first, until = None, float("inf")
         while None in (codes := [p.poll() for p in self.all]):
             if first is None:
@@ -162,22 +162,22 @@ class _Group:
         failed = [(i, p.returncode) for i, p in enumerate(self.all) if p.returncode and p not in stuck]
         if not failed:
             return None
-        # who was lost says more than who ended because of that
+        # A process that crashed explains more than those that ended because of it.
         lost = [f for f in (first, *failed) if f is not None and f[1] not in (MISTAKE, LOST)]
         count = max(len(stuck) + len(set(lost)), 1)
         if stuck and not lost:
-            return Failure(f"process {self.all.index(stuck[0])} did not end, and was killed", failed[0][1], count)
+            return Failure(f"process {self.all.index(stuck[0])} did not end and was killed", failed[0][1], count)
         who, code = (lost or failed)[0]
         if code < 0:
-            return Failure(f"process {who} was ended by {signal.Signals(-code).name}", 128 - code, count)
+            return Failure(f"process {who} was killed by {signal.Signals(-code).name}", 128 - code, count)
         return Failure(f"process {who} ended with exit code {code}", code, count, code in STOPS.values())
 
 
 class _Signals:
-    """While inside, SIGINT and SIGTERM go to the processes."""
+    """Context manager that passes SIGINT and SIGTERM on to the processes."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.received = 0
         self.group: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> _Signals:
@@ -189,15 +189,15 @@ class _Signals:
             signal.signal(one, old)
 
     def reach(self, group: list[subprocess.Popen[bytes]]) -> None:
-        """From now on these get them, and what came just before."""
+        """Send signals to these processes from now on, also one that was received before they started."""
         self.group = group
-        if self.asked:
-            self._pass_on(self.asked, None)
+        if self.received:
+            self._pass_on(self.received, None)
 
     def _pass_on(self, number: int, _: object) -> None:
-        self.asked = number
+        self.received = number
         for p in self.group:
-            p.send_signal(number)  # which it does not send to one that has ended
+            p.send_signal(number)  # Popen sends nothing to a process that has ended
 
 
 def _relay(process: int, errors: IO[bytes]) -> None:

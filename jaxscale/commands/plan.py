@@ -1,4 +1,4 @@
-"""`jaxscale plan`: what a run takes of hardware that need not be here, and which layout takes the least."""
+"""`jaxscale plan`: memory, time and cost of a run on hardware that need not be present, and a search for layouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 RESTARTS = (
     ("device-mtbf", "HOURS", "mean time between failures of one device (default 50,677: Llama 3's run on H100s)"),
-    ("restart-time", "MINUTES", "from a failure until training continues (default 10)"),
-    ("write-speed", "GB/S", "of a checkpoint, by all devices together (default 0.122 for each: Llama 3's storage)"),
-    ("save-every", "MINUTES", "of training between checkpoints (default: the interval that loses the least time)"),
+    ("restart-time", "MINUTES", "time from a failure until training continues (default 10)"),
+    (
+        "write-speed",
+        "GB/S",
+        "checkpoint write speed of all devices together (default 0.122 each: Llama 3's storage)",
+    ),
+    ("save-every", "MINUTES", "training between checkpoints (default: the interval that loses the least time)"),
 )
 """Options about failures and checkpoints, for plans of a number of tokens."""
 EVERY = 10.0
@@ -36,10 +40,10 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "plan",
-        help="estimate a step on hardware that is not here, or search for the layout that suits it",
-        description="Prints what a gin file's training step takes of named hardware: bytes per device, FLOPs, traffic, "
-        "seconds, MFU, tokens/s. Compiles where the hardware's compiler is installed, and says so; else by arithmetic."
-        "\n\n"
+        help="estimate a step on hardware that is not present, or search for its best layout",
+        description="Estimates the training step of a gin file on named hardware: bytes per device, FLOPs, "
+        "communication, seconds, MFU, tokens/s.\nThe step is compiled if the compiler for the hardware is installed; "
+        "otherwise the estimate is analytic. The output says which.\n\n"
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T --price 4.2\n"
         '  jaxscale plan experiments/llama3_8b.gin --topology h100:8x8 --mesh "fsdp=-1" --analytic\n'
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --search --write winner.gin\n"
@@ -55,65 +59,66 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--topology",
         metavar="NAME",
-        help="a TPU slice as v5p:8x8x8 (two of them: v5p:8x8x8*2), GPUs as h200:8 or h100:8x4 (four hosts), cpu:8, or "
-        "a hardware file of yours, as my_chip.json:8",
+        help="a TPU slice such as v5p:8x8x8 (two slices: v5p:8x8x8*2), GPUs such as h200:8 or h100:8x4 (four hosts), "
+        "cpu:8, or your own hardware file, such as my_chip.json:8",
     )
     parser.add_argument(
         "--measured",
         action="store_true",
-        help="of a run that was trained with --profile: print what its steps spent their time on, beside the plan for "
-        "the hardware that it ran on (or --topology), term by term",
+        help="for a run trained with --profile: print the time that each term of a step took beside the plan for the "
+        "hardware of the run (or --topology)",
     )
-    parser.add_argument("--tokens", metavar="N", help="what training on so many takes, as 300B or 1.5T")
+    parser.add_argument("--tokens", metavar="N", help="also print time and cost of training on N tokens: 300B, 1.5T")
     parser.add_argument(
-        "--price", metavar="X", help="of one device for an hour; with --fit-on of several chips as v5e=1.2,v5p=4.2"
+        "--price", metavar="X", help="price of one device for an hour; with --fit-on of several chips v5e=1.2,v5p=4.2"
     )
-    parser.add_argument("--watts", type=float, metavar="W", help="of one device (default: its data sheet's)")
+    parser.add_argument("--watts", type=float, metavar="W", help="power of one device (default: from its data sheet)")
     for name, metavar, what in RESTARTS:
         parser.add_argument(f"--{name}", type=float, metavar=metavar, help=what)
-    parser.add_argument("--analytic", action="store_true", help="by arithmetic alone: compile nothing")
+    parser.add_argument("--analytic", action="store_true", help="compile nothing; estimate analytically")
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find the layout, memory policy, micro-batches and schedule that train fastest in the memory there is",
+        help="find the layout, memory policy, micro-batches and schedule that train fastest in the available memory",
     )
     parser.add_argument(
         "--write",
         metavar="FILE",
-        help="where --search writes what it found, as a gin file to train (default: <name of CONFIG>-planned.gin, or "
-        "the next number that is free)",
+        help="gin file that --search writes its result to (default: <name of CONFIG>-planned.gin, with a number if "
+        "that exists)",
     )
-    parser.add_argument("--compiles", type=int, metavar="N", help="--search compiles at most so many (default 4)")
+    parser.add_argument("--compiles", type=int, metavar="N", help="--search compiles at most N candidates (default 4)")
     parser.add_argument(
         "--compare",
         metavar="OTHER",
-        help="plan another gin file (or a run) on the same hardware, with the same options, and print what differs",
+        help="plan another gin file (or run) on the same hardware with the same options, and print the differences",
     )
     parser.add_argument(
         "--fit-on",
         metavar="NAME",
         help="instead of --topology: print the most layers, the greatest width, the longest sequence and the largest "
-        "batch that fit this hardware, each by itself",
+        "batch that fit this hardware, each with the other settings unchanged",
     )
     parser.add_argument(
         "--days",
         type=float,
         metavar="X",
-        help="with --fit-on CHIP[,CHIP] and --tokens: the cheapest topology of these chips that takes at most so long",
+        help="with --fit-on CHIP[,CHIP] and --tokens: print the cheapest topology of these chips that takes X days at "
+        "most",
     )
     parser.add_argument(
-        "--budget", type=float, metavar="X", help="the same: the fastest topology that costs at most so much"
+        "--budget", type=float, metavar="X", help="likewise: print the fastest topology that costs X at most"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Print the plan; returns the exit code 0."""
     _check(args)
     import jax
 
-    # planning needs no accelerator, and must not wait for one that is busy or is not there
+    # Planning needs no accelerator and must not wait for one that is busy or absent.
     jax.config.update("jax_platforms", "cpu")
     from jaxscale.config import clear, isolated
     from jaxscale.plan import as_gin, cheapest, compare, fit_on, plan_for, search
@@ -127,11 +132,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     config = _load(path, args, bindings)
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
-        raise ConfigError("--price gives the cost of training on a number of tokens; give --tokens, as 1T")
+        raise ConfigError("--price gives the cost of training on a number of tokens; give --tokens, such as 1T")
     restarts = _restarts(args)
     if args.fit_on is not None:
         chips = [name.strip() for name in args.fit_on.split(",")]
-        with told() as tell:
+        with progress() as tell:
             if tokens is None:
                 show(fit_on(config, args.fit_on, tell=tell), args.json)
             else:
@@ -143,10 +148,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if not args.search:
         for name in ("write", "compiles"):
             if getattr(args, name) is not None:
-                raise ConfigError(f"--{name} is for what --search finds; give --search as well")
+                raise ConfigError(f"--{name} is an option of --search; add --search or leave it out")
         if args.compare is not None:
             with isolated():
-                clear()  # of two gin files, neither takes the other's bindings
+                clear()  # neither gin file gets the other's bindings
                 other = _load(Path(args.compare), argparse.Namespace(**vars(args) | {"config": args.compare}), bindings)
             names = (args.config, args.compare)
             options |= {"compile": compile, "restarts": restarts}
@@ -156,18 +161,18 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         return 0
     file = _free(path.stem if path is not None else "run") if args.write is None else Path(args.write)
     if file.exists():
-        raise ConfigError(f"--write {file} is there already; give another name")
+        raise ConfigError(f"--write {file} exists already; choose another name")
     if not file.parent.is_dir():
         raise ConfigError(f"--write {file}: there is no folder {file.parent}")
-    as_gin(config)  # what cannot be written is said before anything is searched
+    as_gin(config)  # raises for settings that gin cannot express, before the search
     compiles = COMPILES if args.compiles is None else args.compiles
-    with told() as tell:
-        found = search(config, args.topology, compile=compile, compiles=compiles, tell=tell, **options)
-    found = dataclasses.replace(found, winner=with_budget(found.winner, restarts=restarts, **options))
-    about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{found.winner.config.layout}"
-    show(found, args.json)
+    with progress() as tell:
+        result = search(config, args.topology, compile=compile, compiles=compiles, tell=tell, **options)
+    result = dataclasses.replace(result, winner=with_budget(result.winner, restarts=restarts, **options))
+    about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{result.winner.config.layout}"
+    show(result, args.json)
     try:
-        file.write_text(as_gin(found.winner.config, about))
+        file.write_text(as_gin(result.winner.config, about))
     except OSError as e:
         raise ConfigError(f"--write {file}: {e.strerror}") from e
     if not args.json:
@@ -176,31 +181,31 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` for options that do not go together."""
+    """Raise `ConfigError` for options that exclude each other."""
     if args.measured:
         return
-    if args.topology is None and args.fit_on is None:  # not argparse's, which would not name a misspelt option first
-        raise ConfigError("name the hardware, as --topology v5p:4x4x4")
+    if args.topology is None and args.fit_on is None:  # argparse's check would hide the message for a misspelt option
+        raise ConfigError("name the hardware, such as --topology v5p:4x4x4")
     if args.compare is not None and args.search:
         raise ConfigError("--compare plans two configs as they are; leave out --search")
-    asked = args.days is not None or args.budget is not None
+    limited = args.days is not None or args.budget is not None
     if args.fit_on is None:
-        if asked:
-            raise ConfigError("--days and --budget choose hardware; name chips, as --fit-on v5e,v5p")
+        if limited:
+            raise ConfigError("--days and --budget choose hardware; name chips, such as --fit-on v5e,v5p")
         return
     for name in ("topology", "search", "compare", "watts", "compiles", "write"):
         if getattr(args, name) not in (None, False):
-            raise ConfigError(f"--fit-on names the hardware and plans by arithmetic; leave out --{name}")
-    if asked != (args.tokens is not None):
+            raise ConfigError(f"--fit-on names the hardware and plans analytically; leave out --{name}")
+    if limited != (args.tokens is not None):
         raise ConfigError("--fit-on chooses hardware by --tokens and either --days or --budget; give both or neither")
-    if not asked and "," in args.fit_on:
+    if not limited and "," in args.fit_on:
         raise ConfigError(
             f"--fit-on {args.fit_on}: to choose between several chips, give --tokens and --days or --budget"
         )
 
 
 def _measured(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> Measured:
-    """What the profile of a run shows, as `--measured` asks for.
+    """The measured step of a run, for `--measured`.
 
     Raises:
       ConfigError: no run is named, or an option would change the run.
@@ -229,7 +234,7 @@ def _price(option: str, text: str | None) -> float | None:
 
 
 def _prices(text: str | None, names: Sequence[str]) -> dict[str, float]:
-    """Prices by chip: of each, or one price of the only one."""
+    """Prices by chip: `v5e=1.2,v5p=4.2`, or a number if there is one chip."""
     from jaxscale.plan.fit_on import chip_name
 
     kinds = {chip_name(name) for name in names}
@@ -240,7 +245,7 @@ def _prices(text: str | None, names: Sequence[str]) -> dict[str, float]:
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"--price {text}: write a price for each chip, as v5e=1.2,v5p=4.2")
+            raise ConfigError(f"--price {text}: write a price for each chip, such as v5e=1.2,v5p=4.2")
         price = _price(f"--price {name}=", value)
         assert price is not None
         prices[chip_name(name)] = price
@@ -253,7 +258,7 @@ def _load(path: Path | None, args: argparse.Namespace, bindings: list[str]) -> T
 
 
 def _restarts(args: argparse.Namespace) -> Restarts:
-    """How often devices fail and how checkpoints are written, by the options."""
+    """Failure rate and checkpoint settings of the options."""
     from jaxscale.plan import Restarts
 
     names = {
@@ -262,25 +267,25 @@ def _restarts(args: argparse.Namespace) -> Restarts:
         "write_speed": ("write_bandwidth", 1e9),
         "save_every": ("save_every", 60.0),
     }
-    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
-    for name, value in asked.items():
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if args.tokens is None:
-            raise ConfigError(f"{option} changes how long training on a number of tokens takes; give --tokens, as 1T")
+            raise ConfigError(f"{option} changes the time to train on a number of tokens; give --tokens, such as 1T")
         if not value > 0:
             raise ConfigError(f"{option} {value:g}: must be above 0")
-    return Restarts(**{names[name][0]: value * names[name][1] for name, value in asked.items()})
+    return Restarts(**{names[name][0]: value * names[name][1] for name, value in options.items()})
 
 
 def _free(stem: str) -> Path:
-    """A file's name that is not taken: an earlier search's may have been edited since."""
+    """An unused file name; the file of an earlier search is not overwritten, since it may have been edited."""
     names = itertools.chain([f"{stem}-planned.gin"], (f"{stem}-planned-{n}.gin" for n in itertools.count(2)))
     return next(file for file in map(Path, names) if not file.exists())
 
 
 @contextlib.contextmanager
-def told() -> Iterator[Tell]:
-    """Shows on stderr how far a search is: one live line on a terminal, elsewhere a line every few seconds."""
+def progress() -> Iterator[Tell]:
+    """Print the progress of a search to stderr: one live line on a terminal, elsewhere a line every few seconds."""
     from rich.console import Console
 
     console, last = Console(stderr=True, highlight=False), (0.0, "")
@@ -303,13 +308,13 @@ def told() -> Iterator[Tell]:
     yield say
 
 
-def show(found: Any, as_json: bool) -> None:
-    """Prints what a command found."""
+def show(result: Any, as_json: bool) -> None:
+    """Print the result of a command, as JSON or as tables."""
     from rich.console import Console
 
     from jaxscale.units import WIDTH
 
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(result.to_json(), indent=2))
     else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(found)
+        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(result)

@@ -23,56 +23,58 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model; leaves a run folder",
-        description="Trains what a gin file describes and leaves a run folder: config.gin, run.json, metrics.jsonl, "
-        "checkpoints/, loss.png.\nA folder is never overwritten: a new run gets a new one, and --resume goes on in "
-        "the old one.\nCtrl-C and SIGTERM stop it after the step, with a checkpoint, and exit code 130 or 143; once "
-        "more ends it at once.",
+        description="Trains the model of a gin file and writes a run folder: config.gin, run.json, metrics.jsonl, "
+        "checkpoints/, loss.png.\nA folder is never overwritten: a new run gets a new one, and --resume continues in "
+        "the old one.\nCtrl-C and SIGTERM stop training after the current step, with a checkpoint and exit code 130 or "
+        "143; a second one stops at once.",
         formatter_class=TEXT,
     )
     config_arguments(parser)
     accept_argument(parser)
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: a new one, runs/<name of the file>-<n>)")
-    parser.add_argument("--resume", metavar="RUN", help="go on from a run's newest checkpoint, with its own config.gin")
+    parser.add_argument(
+        "--resume", metavar="RUN", help="continue a run from its newest checkpoint with its config.gin"
+    )
     parser.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
-        help="go on from a checkpoint where there is one: in --run DIR, else in the newest unfinished runs/<name>-<n> "
-        "of these very settings; start anew where there is none",
+        help="continue from a checkpoint if there is one (in --run DIR, else in the newest unfinished runs/<name>-<n> "
+        "with the same settings); otherwise start a new run",
     )
     parser.add_argument(
         "--from",
         dest="start",
         metavar="RUN",
-        help="start from the newest checkpoint of a run, ours or imported; its model and tokenizer are taken where the "
-        "config leaves them",
+        help="start from the parameters of a run's newest checkpoint (trained or imported); model and tokenizer are "
+        "the run's unless the config sets them",
     )
     parser.add_argument(
         "--profile",
         metavar="FIRST:LAST",
-        help="write a profile of these steps, as 10:15; jaxscale plan RUN --measured reads it",
+        help="write a profile of these steps, such as 10:15; jaxscale plan RUN --measured reads it",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="train nothing: check everything but the data, trace and lower one step on the mesh, whose devices need "
-        "not be here, and print what it would be",
+        help="do not train: check all settings, trace and lower one step on the mesh (its devices need not exist), and "
+        "print what would run",
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Train; returns the exit code."""
     from jaxscale.run import fit
     from jaxscale.train.fit import check_profile
 
     if args.resume == "" or args.run == "":
-        raise ConfigError("the name of the run folder is empty; was a variable of the shell not set?")
+        raise ConfigError("the name of the run folder is empty; check that the shell variable is set")
     if args.resume and (args.run or args.go_on or args.config):
         raise ConfigError("--resume names a run, which has its own config.gin; leave out CONFIG, --run and --continue")
     if args.resume and args.start:
-        raise ConfigError("--resume goes on in a run, and --from starts a new one; leave out one of them")
+        raise ConfigError("--resume continues a run and --from starts a new one; leave out one of them")
     profile = _window(args.profile)
     config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
     if args.dry_run:
@@ -100,7 +102,7 @@ def _window(text: str | None) -> tuple[int, int] | None:
     try:
         first, last = map(int, text.split(":"))
     except ValueError:
-        raise ConfigError(f"--profile {text} is not of the form first:last, as 10:15") from None
+        raise ConfigError(f"--profile {text} is not of the form first:last, such as 10:15") from None
     return first, last
 
 
@@ -122,7 +124,7 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     picture = "loss.png, " if (run.path / "loss.png").exists() else ""
     return (
         f"the run is in {run.path}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
-        f"next, try:\n"
+        f"next steps:\n"
         f"  {name} {look}\n"
         f"  {name} train --resume {run.path}{more}{simulated}{own}\n"
         f'  {name} explain {run.path} --mesh "{mesh}"{own}'

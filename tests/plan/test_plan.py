@@ -179,7 +179,7 @@ def test_the_command_takes_failures_and_checkpoints_and_says_what_it_assumes(cap
     assert budget["save"] == budget["checkpoint"] / 0.5e9 and budget["days"] > budget["ideal_days"]
     assert main([*command, *options]) == 2
     assert (
-        "--device-mtbf changes how long training on a number of tokens takes; give --tokens" in capfd.readouterr().err
+        "--device-mtbf changes the time to train on a number of tokens; give --tokens" in capfd.readouterr().err
     )
 
 

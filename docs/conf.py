@@ -6,7 +6,8 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
-from generate import links_to_pages, write_pages  # noqa: E402  (it is beside this file)
+from autodoc import setup_autodoc  # noqa: E402  (both are beside this file)
+from generate import links_to_pages, write_pages  # noqa: E402
 
 from jaxscale.version import __version__  # noqa: E402
 
@@ -18,7 +19,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
@@ -26,6 +26,20 @@ exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4  # [text](page.md#heading) works as it does on GitHub
+
+# Docstrings name code with single backquotes. What is the name of something documented becomes a link to it.
+default_role = "py:obj"
+# No nitpick (`-n`): most of what docstrings put into backquotes are expressions, which are nobody's names.
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+napoleon_use_param = False  # one entry may be of several parameters
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Fields", "params_style")]
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxscale"
@@ -50,3 +64,4 @@ def setup(app):
             source[0] = links_to_pages(source[0], page, PAGES)
 
     app.connect("source-read", read)
+    setup_autodoc(app)

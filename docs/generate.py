@@ -1,4 +1,4 @@
-"""Writes the pages of the site that are generated: copies of pages and notebooks that live elsewhere in the repository.
+"""Writes the pages of the site that are generated: those of "Look up", and copies of pages that live elsewhere.
 
 `conf.py` calls `write_pages` before Sphinx reads anything. git ignores what is written.
 """
@@ -9,6 +9,8 @@ import json
 import os
 import re
 from pathlib import Path
+
+import lookup
 
 from experiments import stale
 
@@ -63,9 +65,10 @@ def write_pages(docs: Path) -> dict[Path, Path]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = links_from("".join(cell["source"]), source, docs / page, places)
         written[page] = json.dumps(notebook)
-    for folder in (NOTEBOOKS, STUDIES):
-        for old in sorted((docs / folder).glob("*")):
-            if f"{folder}/{old.name}" not in written:
+    written |= lookup.pages()
+    for folder in (NOTEBOOKS, STUDIES, "reference", "reference/settings", "reference/api"):
+        for old in sorted((docs / folder).glob("*.*")):
+            if f"{folder}/{old.name}" not in written and old.name != "index.md":
                 old.unlink()
     for page, text in written.items():
         write(docs / page, text)

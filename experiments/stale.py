@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -70,6 +71,7 @@ def code_only(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
+@functools.cache
 def _content(name: str, raw: bytes) -> bytes:
     return code_only(raw.decode()).encode() if name.endswith(".py") else raw
 
@@ -156,6 +158,7 @@ def record(name: str) -> Result:
     return new
 
 
+@functools.cache
 def table() -> list[tuple[Result, list[str]]]:
     """Return each result with its changed sources, the unchanged results last."""
     rows = [(result, changed(result)) for result in results()]

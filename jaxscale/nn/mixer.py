@@ -20,11 +20,12 @@ class Mixer(Protocol):
     A layer keeps documents of one row apart (`Context.segment_ids`, 0 is padding). One that is to generate says what
     it keeps of a text in an attribute `decode_state`: a `KeyValues` or a `RecurrentState`.
 
-    widens: its sizes follow the model's width, so that µP and `TransformerConfig.at_width` know them.
-    windowed: it takes a window.
-    any_order: it takes a row's tokens in the order of `Context.order`, as attention and `recurrence` do; else it needs
-      them in their natural one.
-    in_formulas: the planner's formulas know its arithmetic and memory; else a run is planned by compiling.
+    Attributes:
+      widens: its sizes follow the model's width, so that µP and `TransformerConfig.at_width` know them.
+      windowed: it takes a window.
+      any_order: it takes a row's tokens in the order of `Context.order`, as attention and `recurrence` do; else it
+        needs them in their natural one.
+      in_formulas: the planner's formulas know its arithmetic and memory; else a run is planned by compiling.
     """
 
     widens: ClassVar[bool] = False

@@ -57,7 +57,7 @@ def test_a_prediction_beyond_the_runs_says_how_far(fitted, capsys):
     assert any("parameters = 1e+11 is 39.1 times the largest" in note for note in found["notes"])
     assert main(argv) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning: parameters = 1e+11 is 39.1 times the largest that the law was fitted on; no run says" in said
+    assert "warning: parameters = 1e+11 is 39.1 times the largest that the law was fitted on; no run shows" in said
 
 
 def test_a_prediction_among_the_runs_and_just_beyond_them_is_not_called_untried(fitted, capsys):

@@ -116,7 +116,7 @@ def run_predict(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError("ask for something: --parameters N --tokens D, or --flops C")
     if isinstance(fit.law, Surface) and given.keys() == {"flops"}:
         best = optimum(fit, given["flops"], Cost() if args.six_nd else None)
-        shown, found = optimum_table(fit, best), dataclasses.asdict(best)
+        shown, found = optimum_table(fit, best), best.to_json()
         far = fit.beyond(**given, parameters=best.parameters.value, tokens=best.tokens.value)
     else:
         values = fit.predict(**given)

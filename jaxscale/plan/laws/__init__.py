@@ -1,10 +1,10 @@
-"""Scaling laws: what a table of small runs says of large ones, with intervals, and how wrong it was on held-out runs.
+"""Scaling laws: predict large runs from a table of small ones, with intervals and with errors on held-out runs.
 
     table = read_table("runs/scaling")
     fit = Chinchilla().fit(table)
     fit.predict(parameters=1e9, tokens=2e10); optimum(fit, 1e21)
 
-A law reads a table and knows no sweep; it is one file and one line below.
+A law reads a table, from a sweep or elsewhere. To add a law, write its file and list it in `LAWS`.
 """
 
 from jaxscale.plan.laws.base import Fit, HeldOut, Interval, Law, held_out
@@ -23,7 +23,14 @@ LAWS: dict[str, type[Law]] = {law.name: law for law in (Chinchilla, IsoFLOP, Far
 
 
 def load_fit(path: str) -> Fit:
-    """A fit from the file that `Fit.write` left."""
+    """Return a fit from a file that `Fit.write` wrote.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ConfigError: it cannot be read, or is no fit of one of `LAWS`.
+    """
     return _load_fit(path, LAWS)
 
 

@@ -1,7 +1,7 @@
-"""A law, and what fitting one gives: parameters with bootstrap intervals, predictions, error on runs it never saw.
+"""Scaling laws and their fits: parameters with bootstrap intervals, predictions, and errors on held-out runs.
 
-A law is a value: `Chinchilla().fit(table)` is a `Fit`. What differs between laws is how parameters follow from weighted
-rows (`solve`) and what follows from parameters (`at`); the bootstrap, the intervals and the files are here.
+`Chinchilla().fit(table)` is a `Fit`. A law defines how parameters are fitted to weighted rows (`solve`) and how they
+predict (`at`); the bootstrap, the intervals and the files are the same for all laws, and here.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from jaxscale.plan.shown import Shown
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-PLACES = ("parameters", "tokens", "flops")
-"""Where a law can be asked, by names that every law has for its columns."""
+INPUTS = ("parameters", "tokens", "flops")
+"""Quantities that laws predict from; a law's setting of that name is the column of the table."""
 
 FAR = 10.0
-"""So many times beyond the runs a prediction is told to be untried."""
+"""Factor beyond the fitted runs from which on a prediction comes with the warning `UNTRIED`."""
 
-UNTRIED = "no run says whether the law holds there, and its interval does not either: it tells how the runs scatter"
+UNTRIED = "no run shows whether the law holds there, and its interval does not: it reflects only how the runs scatter"
 
 REDRAWS = 200
-"""So often a bootstrap sample that cannot determine the law is drawn anew."""
+"""How often a bootstrap sample that cannot determine the law is drawn anew."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A number, and the interval that the bootstrap gives it."""
+    """A number with its bootstrap interval.
+
+    Args:
+      value: the number.
+      low, high: ends of the interval.
+    """
 
     value: float
     low: float
@@ -53,87 +58,143 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Law(abc.ABC):
-    """What a law has to say for itself; a subclass is one.
+    """A scaling law; a subclass is one law, and its fields are the law's settings.
 
-    Its fields are its settings. Columns are those of a sweep's `results.csv`.
+    Settings that name columns mean columns of a sweep's `results.csv`.
+
+    Attributes:
+      name: the law's name in commands and files.
+      formula: the formula, in a line.
+      naming: how the names of parameters relate to the formula, where they differ from its symbols; else "".
     """
 
     name: ClassVar[str]
-    says: ClassVar[str]
-    """The formula, in a line."""
-    where: ClassVar[str] = ""
-    """How the parameters' names are those of the formula, where they are not the same."""
+    formula: ClassVar[str]
+    naming: ClassVar[str] = ""
 
     def on(self, table: Table) -> Self:
-        """The law with what it takes from the table itself, such as a centre."""
+        """Return the law with settings that follow from the table, such as a centre.
+
+        Args:
+          table: a row per run.
+        """
         return self
 
     def counted(self, table: Table) -> Table:
-        """The rows that the law is fitted on, and that the bootstrap draws from; all, for most."""
+        """Return the rows that the law is fitted on and the bootstrap draws from; by default all.
+
+        Args:
+          table: a row per run.
+        """
         return table
 
     @abc.abstractmethod
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
-        """Which setting each row is a run of: the bootstrap draws settings, and with one all its seeds."""
+        """Return the number of each row's setting; the bootstrap draws settings, each with all its seeds.
+
+        Args:
+          table: a row per run.
+        """
 
     def strata_of(self, table: Table) -> Int[np.ndarray, " n"]:
-        """Groups of rows within which settings are drawn; one of all, for most."""
+        """Return the number of each row's stratum, within which the bootstrap draws settings; by default one.
+
+        Args:
+          table: a row per run.
+        """
         return np.zeros(len(table), np.int64)
 
     def freedom_of(self, table: Table) -> tuple[int, int] | None:
-        """Settings that a regression has, and numbers that it fits to them; `None` where settings are many."""
+        """Return the numbers of settings and of fitted parameters, which widen intervals; by default `None`.
+
+        Args:
+          table: a row per run.
+
+        Returns:
+          `None` for laws with so many settings that intervals need no correction.
+        """
         return None
 
     @abc.abstractmethod
     def check(self, table: Table) -> None:
-        """Says why a table cannot determine the law, before anything is fitted.
+        """Check that a table can determine the law, before anything is fitted.
+
+        Args:
+          table: a row per run.
 
         Raises:
-          ConfigError: naming the variation that is missing, and the nearest design that has it.
+          ConfigError: it cannot; the message names the missing variation and the nearest design that has it.
         """
 
     @property
     @abc.abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Of the parameters."""
+        """Names of the parameters."""
 
     @abc.abstractmethod
     def solve(self, table: Table, weights: Float[np.ndarray, "s n"]) -> Float[np.ndarray, "s k"]:
-        """Parameters for each weighting of the rows; the first is of the data as they are."""
+        """Return the parameters for each weighting of the rows.
+
+        Args:
+          table: a row per run, n in all.
+          weights: s weightings of the rows: first 1 for every row, then how often each row is in a bootstrap sample.
+
+        Returns:
+          the k parameters for each weighting.
+        """
 
     @abc.abstractmethod
     def at(self, params: Mapping[str, Float[np.ndarray, " s"]], **where: float) -> dict[str, Float[np.ndarray, " s"]]:
-        """Predictions, by name, for each sample of the parameters."""
+        """Return predictions by name, for each sample of the parameters.
+
+        Args:
+          params: values of each parameter by name.
+          **where: what to predict for, by names in `INPUTS`.
+
+        Raises:
+          ConfigError: `where` has other names than the law predicts from.
+        """
 
     @abc.abstractmethod
     def errors(self, params: Mapping[str, float], table: Table) -> dict[str, Float[np.ndarray, " m"]]:
-        """How far predictions are from measurements, as shares of these, by what is predicted."""
+        """Return (predicted - measured) / measured, by the name of the prediction.
+
+        Args:
+          params: each parameter by name.
+          table: a row per run.
+        """
 
     @abc.abstractmethod
     def picture(self, fit: Fit, table: Table) -> Any:
-        """A matplotlib figure of the fit over its table."""
+        """Return a matplotlib figure of a fit and its runs.
+
+        Args:
+          fit: a fit of this law.
+          table: the table that it was fitted on.
+        """
 
     def fit(self, table: Table, *, samples: int = 200, level: float = 0.9, seed: int = 0) -> Fit:
-        """Fits the law.
+        """Fit the law to a table.
 
         Args:
           table: a row per run.
-          samples: of the bootstrap (Efron 1979): settings are drawn with replacement, their seeds stay together.
-          level: of the intervals: percentiles of those samples, wider ones where settings are few, since samples
-            scatter less than data do (the expanded percentile interval of Hesterberg 2015, arXiv 1411.5279).
-          seed: of the draws.
+          samples: number of bootstrap samples (Efron 1979). Settings are drawn with replacement, each with all its
+            seeds.
+          level: level of the intervals, which are percentiles of the samples. Where settings are few they are wider,
+            since samples scatter less than data (the expanded percentile interval of Hesterberg 2015, arXiv 1411.5279).
+          seed: seed of the draws.
 
         Raises:
           ConfigError: the table cannot determine the law.
         """
         if not 0 < level < 1:
-            raise ConfigError(f"an interval of level {level} does not exist; use a share such as 0.9")
+            raise ConfigError(f"there is no interval of level {level}; use a number between 0 and 1, such as 0.9")
         law = self.on(table)
         law.check(table)
         table = law.counted(table)
         weights = np.concatenate([np.ones((1, len(table))), _draws(law, table, samples, seed)])
-        found = law.solve(table, weights)
-        return Fit(law, law.names, found[0], found[1:], level, _facts(law, table))
+        params = law.solve(table, weights)
+        return Fit(law, law.names, params[0], params[1:], level, _facts(law, table))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +203,12 @@ class Fit(Shown):
 
     Args:
       law: the law.
-      names: of its parameters.
-      best: their values on the whole table, (k,).
-      samples: their values on each bootstrap sample, (s, k).
-      level: of the intervals.
-      facts: of the table: its name, runs, dropped rows, the columns and ranges of `PLACES`, FLOPs by size, freedom.
+      names: names of its k parameters.
+      best: values of the parameters on the whole table, (k,).
+      samples: values of the parameters on each of s bootstrap samples, (s, k).
+      level: level of the intervals.
+      facts: facts about the table: its name, number of runs, dropped rows, columns and ranges of `INPUTS`, FLOPs by
+        size ("cost"), and the law's `freedom_of`.
     """
 
     law: Law
@@ -158,29 +220,32 @@ class Fit(Shown):
 
     @property
     def parameters(self) -> dict[str, Interval]:
-        """Each with its interval."""
+        """Each parameter with its interval."""
         return {name: self.interval(x) for name, x in self.everything.items()}
 
     @property
     def values(self) -> dict[str, float]:
-        """Each as fitted."""
+        """Each parameter as fitted."""
         return dict(zip(self.names, map(float, self.best), strict=True))
 
     @property
     def everything(self) -> dict[str, Float[np.ndarray, " 1+s"]]:
-        """Each as fitted, then on every bootstrap sample."""
+        """Each parameter as fitted, followed by its values on the bootstrap samples."""
         return {n: np.concatenate([self.best[i : i + 1], self.samples[:, i]]) for i, n in enumerate(self.names)}
 
     @property
     def cost(self) -> Cost:
         """FLOPs of runs like those that the law was fitted on."""
-        return Cost(**self.facts["cost"])
+        return Cost.from_json(self.facts["cost"])
 
     def predict(self, **where: float) -> dict[str, Interval]:
-        """What the law says of a place, as `predict(parameters=1e9, tokens=2e10)`; which it takes, the law knows.
+        """Return the law's predictions, as `predict(parameters=1e9, tokens=2e10)`.
+
+        Args:
+          **where: what to predict for: the quantities of `INPUTS` that the law predicts from.
 
         Raises:
-          ConfigError: another place than the law is of, or a number that is not above 0.
+          ConfigError: the law predicts from other quantities, or a number is not above 0.
         """
         for name, x in where.items():
             if not x > 0:
@@ -188,17 +253,29 @@ class Fit(Shown):
         return {name: self.interval(x) for name, x in self.law.at(self.everything, **where).items()}
 
     def interval(self, values: Float[np.ndarray, " 1+s"]) -> Interval:
-        """Something that follows from the fit, and from each sample."""
+        """Return a number with its interval.
+
+        Args:
+          values: the number as it follows from the fit, then from each bootstrap sample.
+        """
         tail, finite = 100 * _tail(self.level, self.facts["freedom"]), values[1:][np.isfinite(values[1:])]
         low, high = np.percentile(finite, [tail, 100 - tail]) if len(finite) else (np.nan, np.nan)
         return Interval(float(values[0]), float(low), float(high))
 
     def errors(self, table: Table) -> dict[str, Float[np.ndarray, " m"]]:
-        """How far predictions are from a table's runs, as shares."""
+        """Return (predicted - measured) / measured for a table's runs, by the name of the prediction.
+
+        Args:
+          table: a row per run.
+        """
         return self.law.errors(self.values, table)
 
     def beyond(self, **where: float) -> list[str]:
-        """Sentences on what lies outside of the runs that the law was fitted on, with the factor."""
+        """Return a sentence for each quantity that is outside of the range of the fitted runs, with the factor.
+
+        Args:
+          **where: quantities as for `predict`.
+        """
         ranges = self.facts["ranges"]
         out = []
         for name, x in where.items():
@@ -210,10 +287,10 @@ class Fit(Shown):
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for a file."""
+        """Return everything as plain values, as in the file that `write` writes."""
         return {
             "law": self.law.name,
-            "says": self.law.says,
+            "says": self.law.formula,
             "settings": dataclasses.asdict(self.law),
             "parameters": {n: dataclasses.asdict(i) for n, i in self.parameters.items()},
             "level": self.level,
@@ -222,7 +299,14 @@ class Fit(Shown):
         }
 
     def write(self, path: str | Path) -> Path:
-        """Writes what `load_fit` reads."""
+        """Write the fit to a file that `load_fit` reads.
+
+        Args:
+          path: the file.
+
+        Returns:
+          `path`.
+        """
         path = Path(path)
         path.write_text(json.dumps(self.to_json()) + "\n")
         return path
@@ -234,39 +318,44 @@ class Fit(Shown):
 
 
 def load_fit(path: str | Path, laws: Mapping[str, type[Law]]) -> Fit:
-    """A fit from its file.
+    """Return a fit from its file.
+
+    Args:
+      path: the file.
+      laws: the known laws by name.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the file cannot be read or is no fit of one of the laws.
     """
     try:
-        found = json.loads(Path(path).read_text())
-        name, facts = found["law"], found["table"]
-        names, values = list(found["parameters"]), [p["value"] for p in found["parameters"].values()]
-        samples = np.array(found["samples"], np.float64).reshape(-1, len(names))
+        data = json.loads(Path(path).read_text())
+        name, facts = data["law"], data["table"]
+        names, values = list(data["parameters"]), [p["value"] for p in data["parameters"].values()]
+        samples = np.array(data["samples"], np.float64).reshape(-1, len(names))
     except OSError as e:
         why = (e.strerror or type(e).__name__).lower()
         raise ConfigError(f"{path} cannot be read: {why}; make it with jaxscale laws fit SWEEP --out DIR") from None
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is no fitted law ({e}); make one with jaxscale laws fit SWEEP --out DIR") from None
     if name not in laws:
-        raise ConfigError(f"{path} is of the law '{name}'{near(name, laws)}")
+        raise ConfigError(f"{path} is a fit of an unknown law '{name}'{near(name, laws)}")
     try:
-        law = laws[name](**found["settings"])
+        law = laws[name](**data["settings"])
     except (KeyError, TypeError) as e:
         raise ConfigError(f"{path} has other settings than the law '{name}' ({e}); fit it again") from None
-    return Fit(law, tuple(names), np.array(values, np.float64), samples, found["level"], facts)
+    return Fit(law, tuple(names), np.array(values, np.float64), samples, data["level"], facts)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """How well a law fitted on the small foretells the large.
+    """How well a law that is fitted on small runs predicts large ones.
 
     Args:
-      column: what was large.
-      above: rows with more than this were kept from the fit.
-      fitted, judged: runs on either side.
-      errors: of the judged, as shares, by what is predicted.
+      column: the column that runs are large by.
+      above: runs with more than this in the column were held out.
+      fitted: number of runs that the law was fitted on.
+      judged: number of runs that were held out.
+      errors: (predicted - measured) / measured of held-out runs, by the name of the prediction.
     """
 
     column: str
@@ -277,15 +366,21 @@ class HeldOut:
 
     @property
     def mean(self) -> dict[str, float]:
-        """The mean absolute error of each."""
+        """Mean absolute error by the name of the prediction."""
         return {name: float(np.mean(np.abs(e))) for name, e in self.errors.items()}
 
 
 def held_out(law: Law, table: Table, column: str = "parameters", count: int = 1) -> HeldOut:
-    """Fits on the runs with less of a column, and predicts those with the `count` largest values of it.
+    """Fit a law on runs with small values of a column, and judge it on those with the largest values.
+
+    Args:
+      law: the law.
+      table: a row per run.
+      column: the column.
+      count: number of its largest values that are held out.
 
     Raises:
-      ConfigError: what is left cannot determine the law.
+      ConfigError: `count` is not below the number of values, or the other runs cannot determine the law.
     """
     values = np.unique(table.distinct(column))
     if not 0 < count < len(values):
@@ -300,8 +395,8 @@ def held_out(law: Law, table: Table, column: str = "parameters", count: int = 1)
 
 
 def _facts(law: Law, table: Table) -> dict[str, Any]:
-    """Of a table, what outlives it; columns by what they are to the law."""
-    columns = {what: getattr(law, what, what) for what in PLACES}
+    """Return what a fit stores about its table."""
+    columns = {what: getattr(law, what, what) for what in INPUTS}
     ranges = {
         what: (float(table.columns[c].min()), float(table.columns[c].max()))
         for what, c in columns.items()
@@ -309,11 +404,11 @@ def _facts(law: Law, table: Table) -> dict[str, Any]:
     }
     cost = cost_of(table, columns["parameters"], columns["tokens"])
     about = {"name": table.name, "runs": len(table), "dropped": table.dropped, "columns": columns}
-    return {**about, "ranges": ranges, "cost": dataclasses.asdict(cost), "freedom": law.freedom_of(table)}
+    return {**about, "ranges": ranges, "cost": cost.to_json(), "freedom": law.freedom_of(table)}
 
 
 def _tail(level: float, freedom: tuple[int, int] | None) -> float:
-    """The share of samples on either side of an interval."""
+    """Return the share of samples below an interval, which is also the share above it."""
     from scipy.special import ndtr, stdtrit
 
     if freedom is None:
@@ -324,10 +419,10 @@ def _tail(level: float, freedom: tuple[int, int] | None) -> float:
 
 
 def _draws(law: Law, table: Table, samples: int, seed: int) -> Float[np.ndarray, "s n"]:
-    """How often each row is in each bootstrap sample.
+    """Draw bootstrap samples: return how often each row is in each sample.
 
     Raises:
-      ConfigError: hardly any sample determines the law, so that none of its intervals would mean anything.
+      ConfigError: `REDRAWS` draws of a sample could not determine the law, so that intervals would mean nothing.
     """
     random = np.random.default_rng(seed)
     settings, strata = law.settings_of(table), law.strata_of(table)
@@ -348,7 +443,7 @@ def _draws(law: Law, table: Table, samples: int, seed: int) -> Float[np.ndarray,
             break
         else:
             raise ConfigError(
-                f"the law '{law.name}' hangs on single runs of {table.name}: without some of them, {why}; add runs, or "
-                "ask for no intervals (--samples 0)"
+                f"the law '{law.name}' depends on single runs of {table.name}: without some of them, {why}; add runs, "
+                "or fit without intervals (--samples 0)"
             )
     return out

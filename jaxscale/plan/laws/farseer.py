@@ -1,4 +1,4 @@
-"""Farseer's law: how fast loss falls with data depends on the size, by three stretched exponentials."""
+"""Farseer's law: the power of data depends on the size, by three stretched exponentials."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxscale.plan.laws.surface import Surface
 from jaxscale.plan.laws.table import Table
 
 EXPONENTS = np.linspace(0.05, 1.5, 59)
-"""Tried for each size when the search's start is made from differences."""
+"""Exponents of data that are tried for each size, for starts from differences of loss."""
 
 BOUND = 2.0
-"""On the curves: over a decade of sizes more than this is a cliff, and noise makes cliffs."""
+"""Bound of the curves' magnitude: a larger one is a cliff within a decade of sizes, to which only noise is fitted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,26 +28,31 @@ class Farseer(Surface):
 
       L(N, D) = exp(a3 N^gamma + b3) + exp(a2 N^beta + b2) * D^-exp(a1 N^alpha + b1).
 
-    The three numbers of each are nearly interchangeable over the sizes of one sweep. So what is searched for is its
-    value at `centre`, its slope there by log N, and its exponent ("curve", within 2 of 0): with x = N / centre, each is
-    `level + slope * (x^curve - 1) / curve`. `published` gives them as the paper writes them. B's level and slope are of
-    B / D^A at the central D, where it is measured.
+    Over the sizes of one sweep, the three numbers of each are nearly interchangeable. The search is therefore over its
+    value at `centre`, its slope there in log N, and its exponent ("curve", between -2 and 2): with x = N / centre, each
+    is `level + slope * (x^curve - 1) / curve`. B's level and slope are those of B / D^A at the central D, where the
+    runs measure it. `published` returns the numbers of the formula above.
 
-    The paper fits in stages: differences of loss between token budgets of one size, in which G cancels, give A and B of
-    each size; then come the exponents over sizes; then G. Here the stages make starts of the search (Chinchilla's fit
-    makes others), and Huber's loss over all nine numbers at once decides.
+    The paper fits in stages: A and B of each size from differences of loss between token budgets, in which G cancels;
+    then the exponents over sizes; then G. Here these stages only give starts of a search (a fit of Chinchilla's law
+    gives others), which minimises Huber's loss over all nine numbers.
 
     Args:
-      centre: (N, D) of the levels and slopes; the geometric means of the table's, when `None`.
+      parameters: the column that is N: `parameters` counts embeddings, `parameters_without_embeddings` does not.
+      tokens: the column that is D.
+      loss: the column that is L.
+      delta: residual of log L at which Huber's loss becomes linear.
+      centre: (N, D) of the levels and slopes; `None` for the geometric means of the table.
 
-    Raises ConfigError for fewer than 4 sizes or token budgets.
+    Raises:
+      ConfigError: on fitting, for fewer than 4 sizes or token budgets.
     """
 
     centre: tuple[float, float] | None = None
 
     name: ClassVar[str] = "farseer"
-    says: ClassVar[str] = "L(N, D) = G(N) + B(N) / D^A(N)"
-    where: ClassVar[str] = (
+    formula: ClassVar[str] = "L(N, D) = G(N) + B(N) / D^A(N)"
+    naming: ClassVar[str] = (
         "log A(N) = log_A + A_slope (x^A_curve - 1) / A_curve, with x = N / the central N; alike log G(N), and B(N) as "
         "B / D^A at the central D. In the paper: exp(a N^curve + b) each, with alpha, beta, gamma the curves of A, B, G"
     )
@@ -57,12 +62,14 @@ class Farseer(Surface):
     )  # fmt: skip
 
     def on(self, table: Table) -> Self:
+        """Return the law with the table's geometric means as `centre`, if it has none."""
         if self.centre is not None:
             return self
         n, d = (float(np.exp(np.log(np.unique(table[c])).mean())) for c in (self.parameters, self.tokens))
         return dataclasses.replace(self, centre=(n, d))
 
     def log_loss(self, p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
+        """Return log L; the search is over the coefficients, with each curve as `BOUND * tanh(u / BOUND)`."""
         assert self.centre is not None
         x, middle = n - np.log(self.centre[0]), np.log(self.centre[1])
         a0, a1, a2, b0, b1, b2, g0, g1, g2 = (p[:, i, None] for i in range(9))
@@ -72,17 +79,20 @@ class Farseer(Surface):
         amplitude = b0 + exponent * middle + (b1 + exponent * a1 * middle) * _stretched(x, b2)
         return np.log(np.exp(g0 + g1 * _stretched(x, g2)) + np.exp(amplitude - falls * d))
 
-    def told(self, p: np.ndarray) -> np.ndarray:
+    def to_coefficients(self, p: np.ndarray) -> np.ndarray:
+        """Return the coefficients, with bounded curves."""
         out = p.copy()
         out[:, 2::3] = BOUND * np.tanh(p[:, 2::3] / BOUND)
         return out
 
-    def sought(self, coefficients: np.ndarray) -> np.ndarray:
+    def to_search(self, coefficients: np.ndarray) -> np.ndarray:
+        """Return the coefficients with unbounded curves."""
         out = coefficients.copy()
         out[:, 2::3] = BOUND * np.arctanh(np.clip(out[:, 2::3] / BOUND, -1 + 1e-12, 1 - 1e-12))
         return out
 
     def starts(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> np.ndarray:
+        """Return starts from Chinchilla's law and from differences of loss, each with a grid of curves."""
         out = []
         for level in (self._from_chinchilla(n, d, loss), self._from_differences(n, d, loss)):
             for curves in itertools.product((-0.3, 0.05, 0.3), repeat=3):
@@ -92,7 +102,7 @@ class Farseer(Surface):
         return np.array(out)
 
     def _from_chinchilla(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> list[float]:
-        """Its fit has one exponent and one B for all sizes; its floor and its power of N are G."""
+        """Return levels and slopes from Chinchilla's law: constant A and B, and its floor plus power of N as G."""
         assert self.centre is not None
         rows = {"parameters": np.exp(n), "tokens": np.exp(d), "eval_loss": loss}
         e, a, b, alpha, beta = Chinchilla(delta=self.delta).solve(Table(rows), np.ones((1, len(n))))[0]
@@ -103,9 +113,9 @@ class Farseer(Surface):
         return [np.log(beta), 0.0, 0.0, np.log(b) - beta * middle, 0.0, 0.0, np.log(g), -alpha * power / g, 0.0]
 
     def _from_differences(self, n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> list[float]:
-        """A, B and G of each size, then straight lines through their logarithms."""
+        """Return levels and slopes of straight lines through log A, log B and log G of each size."""
         assert self.centre is not None
-        found = []
+        by_size = []
         for size in np.unique(n):
             budgets = np.unique(d[n == size])
             means = np.array([loss[(n == size) & (d == budget)].mean() for budget in budgets])
@@ -119,15 +129,19 @@ class Farseer(Surface):
             best = np.argmin(np.abs(left - np.median(left, axis=1, keepdims=True)).sum(axis=1))
             amplitude = np.exp(np.median(left[best]))
             floor = max(np.median(means - amplitude * shape[best]), 0.05 * means.min())
-            found.append((size - np.log(self.centre[0]), np.log([EXPONENTS[best], amplitude, floor])))
-        if len(found) < 2:
+            by_size.append((size - np.log(self.centre[0]), np.log([EXPONENTS[best], amplitude, floor])))
+        if len(by_size) < 2:
             return self._from_chinchilla(n, d, loss)
-        x, values = np.array([f[0] for f in found]), np.array([f[1] for f in found])
+        x, values = np.array([f[0] for f in by_size]), np.array([f[1] for f in by_size])
         slopes, levels = np.polyfit(x, values, 1)
         return [x for level, slope in zip(levels, slopes, strict=True) for x in (level, slope, 0.0)]
 
     def published(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The paper's nine numbers; where a curve is near 0 its a and b are huge and cancel."""
+        """Return the nine numbers of the paper's formula; where a curve is near 0, its a and b are huge and cancel.
+
+        Args:
+          values: the coefficients by name (`Fit.values`).
+        """
         assert self.centre is not None
         size, middle = np.log(self.centre)
         out: dict[str, float] = {}
@@ -145,7 +159,7 @@ class Farseer(Surface):
 
 
 def _stretched(x: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """(e^cx - 1) / c, x where c is 0; c is what is searched for, within its bound."""
+    """Return (e^cx - 1) / c, or x where c is 0, with c = BOUND * tanh(u / BOUND)."""
     c = BOUND * np.tanh(u / BOUND)
     small = np.abs(c) < 1e-6
     c = np.where(small, 1.0, c)

@@ -1,8 +1,9 @@
-"""The compute-optimal front: of all (N, D) that a budget of FLOPs pays for, the one of least loss."""
+"""The compute-optimal front: the (N, D) of least loss among all that cost a budget of FLOPs."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -11,18 +12,19 @@ from jaxscale.plan.laws.base import Fit, Interval
 from jaxscale.plan.laws.cost import Cost
 
 POINTS = 600
-"""Sizes tried in a budget, first over all that make sense, then around the best."""
+"""Number of sizes that are tried, first over the whole range, then around the best."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """The best of a budget.
+    """The best size and number of tokens for a budget.
 
     Args:
       flops: the budget.
-      parameters, tokens: the size and the tokens to train it on.
-      loss: that the law expects.
-      cost: what turned one into the others.
+      parameters: the best size.
+      tokens: the tokens to train it on.
+      loss: the predicted loss.
+      cost: FLOPs of a run by size and tokens.
     """
 
     flops: float
@@ -31,23 +33,28 @@ class Optimum:
     loss: Interval
     cost: Cost
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return dataclasses.asdict(self) | {"cost": self.cost.to_json()}
+
 
 def optimum(fit: Fit, flops: float, cost: Cost | None = None) -> Optimum:
-    """Where a budget is best spent.
+    """Return the size and number of tokens with the least predicted loss for a budget.
 
     Args:
-      fit: of a law of L(N, D).
-      flops: the budget, forward and backward.
-      cost: of a run; that of the fitted runs by default.
+      fit: a fit of a law of L(N, D), such as `Chinchilla`.
+      flops: the budget, forward and backward passes.
+      cost: FLOPs of a run; by default like those of the fitted runs.
 
     Raises:
-      ConfigError: the fit is of another kind of law, or its loss falls to the very end of sizes or tokens.
+      ConfigError: the law is not of L(N, D), the budget is too small, or the least loss is at the largest or the
+        smallest size.
     """
     law = fit.law
     if not hasattr(law, "losses"):
         raise ConfigError(f"the law '{law.name}' has no loss by size and tokens; fit chinchilla or farseer")
     if not flops > 0:
-        raise ConfigError(f"a budget of {flops} FLOPs buys nothing; give one above 0")
+        raise ConfigError(f"the budget is {flops} FLOPs; give one above 0")
     cost = fit.cost if cost is None else cost
     params = fit.everything
     low, high = np.log(10.0), np.log(cost_limit(flops, cost))
@@ -59,23 +66,28 @@ def optimum(fit: Fit, flops: float, cost: Cost | None = None) -> Optimum:
     if best[0] in (0, POINTS - 1):
         end = "smallest" if best[0] == 0 else "largest"
         raise ConfigError(
-            f"the fitted {law.name} has no best size for {flops:.3g} FLOPs: its loss falls down to the {end}; it is "
-            f"fitted on {fit.facts['name']}, which may not tell so far, so ask nearer to it or add runs"
+            f"the fitted {law.name} has no best size for {flops:.3g} FLOPs: its loss falls up to the {end} size; the "
+            f"runs of {fit.facts['name']} may be too far from this budget; use a closer budget, or add runs"
         )
     step = sizes[1] - sizes[0]
-    found = []
+    optima = []
     for i, at in enumerate(best):  # each sample around its own best
         fine = np.exp(sizes[at] + step * np.linspace(-1, 1, POINTS))
         one = {name: x[i : i + 1] for name, x in params.items()}
         losses = _finite(law.losses(one, fine, cost.tokens(flops, fine)))[0]
-        found.append((fine[np.argmin(losses)], losses.min()))
-    size, loss = np.array(found).T
+        optima.append((fine[np.argmin(losses)], losses.min()))
+    size, loss = np.array(optima).T
     between = fit.interval
     return Optimum(flops, between(size), between(cost.tokens(flops, size)), between(loss), cost)
 
 
 def cost_limit(flops: float, cost: Cost) -> float:
-    """The largest size that a budget trains on ten tokens."""
+    """Return the largest size that a budget trains on ten tokens.
+
+    Args:
+      flops: the budget.
+      cost: FLOPs of a run.
+    """
     return float((flops / (10 * cost.per_token)) ** (1 / cost.power))
 
 

@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from jaxscale.plan.laws.surface import Surface
 
 BUDGETS = 6
-"""Budgets drawn of a surface."""
+"""Number of budgets for which a surface is drawn."""
 
 
 def surface_picture(law: Surface, fit: Fit, table: Table) -> Any:
-    """IsoFLOP curves of the fitted surface with the runs near each budget, and the runs' errors."""
+    """Return a figure of isoFLOP curves of the fitted surface with the runs near each budget, and of runs' errors.
+
+    Args:
+      law: the law.
+      fit: its fit.
+      table: the runs.
+    """
     figure, (left, right) = _figure(2)
     n, loss, cost = table[law.parameters], table[law.loss], fit.cost
     flops = cost.flops(n, table[law.tokens])
@@ -39,11 +45,11 @@ def surface_picture(law: Surface, fit: Fit, table: Table) -> Any:
         near = nearest == i
         left.plot(n[near], loss[near], "o", color=color, markersize=4)
         try:
-            found = optimum(fit, float(budget))
-        except ConfigError:  # the law has no valley here, which the curve shows
+            point = optimum(fit, float(budget))
+        except ConfigError:  # the curve of this budget has no minimum to mark
             continue
-        if sizes[0] <= found.parameters.value <= sizes[-1]:
-            best.append((found.parameters.value, found.loss.value))
+        if sizes[0] <= point.parameters.value <= sizes[-1]:
+            best.append((point.parameters.value, point.loss.value))
     if best:
         left.plot(*zip(*best, strict=True), "k--", linewidth=1, label="compute-optimal")
     left.set(xscale="log", xlabel=f"N ({law.parameters})", ylabel=law.loss, title=f"{law.name}: isoFLOP curves")
@@ -53,13 +59,19 @@ def surface_picture(law: Surface, fit: Fit, table: Table) -> Any:
     for i, size in enumerate(np.unique(n)):
         rows = n == size
         right.plot(flops[rows], 100 * errors[rows], "o", color=_shade(i, len(np.unique(n))), label=f"N = {size:.2e}")
-    right.set(xscale="log", xlabel="FLOPs", ylabel="predicted - measured (%)", title="what the law misses")
+    right.set(xscale="log", xlabel="FLOPs", ylabel="predicted - measured (%)", title="errors of the law")
     right.legend(frameon=False, fontsize=7)
     return figure
 
 
 def isoflop_picture(law: IsoFLOP, fit: Fit, table: Table) -> Any:
-    """Each budget's runs and parabola, and the powers through their lowest points."""
+    """Return a figure of each budget's runs and parabola, and of the powers through their minima.
+
+    Args:
+      law: the law.
+      fit: its fit.
+      table: the runs.
+    """
     figure, (left, right) = _figure(2)
     n, loss, budgets = table[law.parameters], table[law.loss], law.budgets(table)
     valleys = law.valleys(table, np.ones(len(table)))
@@ -78,9 +90,10 @@ def isoflop_picture(law: IsoFLOP, fit: Fit, table: Table) -> Any:
     c, best, tokens = np.array([valley[:3] for valley in valleys]).T
     line = np.geomspace(c.min() / 2, c.max() * 2, 50)
     for which, what, color in ((law.parameters, best, "#1f5fa8"), (law.tokens, tokens, "#d1495b")):
-        found = [fit.predict(flops=float(x))[which] for x in line]
-        right.plot(line, [f.value for f in found], color=color, label=f"best {which}")
-        right.fill_between(line, [f.low for f in found], [f.high for f in found], color=color, alpha=0.2, linewidth=0)
+        best_of = [fit.predict(flops=float(x))[which] for x in line]
+        right.plot(line, [f.value for f in best_of], color=color, label=f"best {which}")
+        low, high = [f.low for f in best_of], [f.high for f in best_of]
+        right.fill_between(line, low, high, color=color, alpha=0.2, linewidth=0)
         right.plot(c, what, "o", color=color)
     right.set(xscale="log", yscale="log", xlabel="FLOPs", title="best size and tokens")
     right.legend(frameon=False)
@@ -88,7 +101,13 @@ def isoflop_picture(law: IsoFLOP, fit: Fit, table: Table) -> Any:
 
 
 def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Any:
-    """Of each (N, D), loss by learning rate and batch, its lowest place (+) and the predicted one (x)."""
+    """Return a figure of loss by learning rate and batch for each (N, D), with minimum (+) and prediction (x).
+
+    Args:
+      law: the law.
+      fit: its fit.
+      table: the runs.
+    """
     bowls = law.bowls(table, np.ones(len(table)))
     figure, panels = _figure(len(bowls))
     groups = law.strata_of(table)
@@ -98,10 +117,10 @@ def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Any:
         dots = panel.scatter(
             table[law.lr][rows], table[law.batch][rows], c=np.minimum(100 * above, 10), cmap="viridis_r", s=40
         )
-        found = fit.predict(parameters=bowl.parameters, tokens=bowl.tokens)
+        predicted = fit.predict(parameters=bowl.parameters, tokens=bowl.tokens)
         if bowl.inside:
             panel.plot(bowl.lr, bowl.batch, "+", color="#d1495b", markersize=12, label="lowest")
-        panel.plot(found["lr"].value, found["batch"].value, "kx", markersize=9, label="law")
+        panel.plot(predicted["lr"].value, predicted["batch"].value, "kx", markersize=9, label="law")
         panel.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="batch (tokens)")
         for axis, column in ((panel.xaxis, law.lr), (panel.yaxis, law.batch)):
             tried = np.unique(table[column][rows])
@@ -114,17 +133,23 @@ def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Any:
 
 
 def ood_picture(law: OutOfDistribution, fit: Fit, table: Table) -> Any:
-    """Loss on each corpus by scale, with its power law."""
+    """Return a figure of the loss on each corpus by scale, with its power law.
+
+    Args:
+      law: the law.
+      fit: its fit.
+      table: the runs.
+    """
     figure, (panel,) = _figure(1)
     rows = law.front(table)
     x = table[law.column][rows]
     line = np.geomspace(x.min(), x.max(), 50)
     for i, loss in enumerate(law.losses):
-        color, found = _shade(i, len(law.losses)), [fit.predict(**{law.of: float(v)})[loss] for v in line]
+        color, curve = _shade(i, len(law.losses)), [fit.predict(**{law.of: float(v)})[loss] for v in line]
         alpha = fit.parameters[f"alpha({loss})"]
         panel.plot(x, table[loss][rows], "o", color=color, markersize=4)
-        panel.plot(line, [f.value for f in found], color=color, label=f"{loss}: exponent {alpha}")
-        panel.fill_between(line, [f.low for f in found], [f.high for f in found], color=color, alpha=0.2, linewidth=0)
+        panel.plot(line, [f.value for f in curve], color=color, label=f"{loss}: exponent {alpha}")
+        panel.fill_between(line, [f.low for f in curve], [f.high for f in curve], color=color, alpha=0.2, linewidth=0)
     panel.set(xscale="log", yscale="log", xlabel=law.column, ylabel="loss (nats per token)")
     panel.legend(frameon=False, fontsize=8)
     return figure
@@ -149,6 +174,7 @@ def _figure(panels: int) -> tuple[Any, Any]:
 
 
 def _shade(i: int, of: int) -> Any:
+    """Return the i-th of several colours of one colour map."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.9 * i / max(1, of - 1))

@@ -1,7 +1,7 @@
-"""Huber regression of many problems at once: every start and every bootstrap sample is a row of one batch.
+"""Huber regression of a batch of problems, such as all starts of a search or all bootstrap samples.
 
-Levenberg-Marquardt on the re-weighted squares that touch Huber's loss from above, so that no accepted step raises it.
-Slopes are taken by a complex step (Squire and Trapp 1998), exact to rounding: a law only has to say its prediction.
+The method is Levenberg-Marquardt on reweighted least squares; an accepted step never raises the loss. Derivatives are
+by the complex step (Squire and Trapp 1998), exact to rounding, so that a law only defines its prediction.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import numpy as np
 from jaxtyping import Complex, Float, Int
 
 STEP = 1e-30
-"""Of the complex step: far below rounding, since nothing is subtracted."""
+"""Size of the complex step; it may be far below rounding, since nothing is subtracted."""
 
 Residuals = Callable[[Complex[np.ndarray, "s k"], Int[np.ndarray, " s"]], Complex[np.ndarray, "s n"]]
-"""Of the parameters of the rows numbered in the second argument."""
+"""Takes parameters of some problems and the numbers of these problems; returns their residuals."""
 
 
 def huber(r: Float[np.ndarray, "*n"], delta: float) -> Float[np.ndarray, "*n"]:
-    """Huber's loss: r² / 2 up to |r| = delta, and linear beyond (Huber 1964)."""
+    """Return Huber's loss: r² / 2 up to |r| = delta, and linear beyond (Huber 1964).
+
+    Args:
+      r: residuals.
+      delta: where the loss becomes linear.
+    """
     size = np.abs(r)
     return np.where(size <= delta, 0.5 * r * r, delta * (size - 0.5 * delta))
 
@@ -33,18 +38,18 @@ def minimise(
     iterations: int = 300,
     tolerance: float = 1e-10,
 ) -> tuple[Float[np.ndarray, "s k"], Float[np.ndarray, " s"]]:
-    """Descends from each start to a minimum of its own weighted Huber loss.
+    """Minimise the weighted Huber loss of each problem from its start.
 
     Args:
-      residuals: what is to be small; written with functions that take complex numbers.
-      starts: a row per problem.
-      weights: of each residual in each problem; a bootstrap's are counts.
-      delta: where the loss turns linear, in the unit of the residuals.
-      iterations: at most so many steps.
+      residuals: computes residuals, with functions that accept complex numbers.
+      starts: parameters to start from, a row per problem.
+      weights: weight of each residual in each problem; counts, for bootstrap samples.
+      delta: where the loss becomes linear, in the unit of the residuals.
+      iterations: largest number of steps.
       tolerance: a problem is done when a step lowers its loss by less than this share.
 
     Returns:
-      the parameters, and the loss of each; infinite where a start is not finite.
+      parameters and loss of each problem; the loss is infinite where a start is not finite.
     """
     params = np.array(starts, np.float64)
     with np.errstate(all="ignore"):
@@ -65,7 +70,7 @@ def minimise(
             damped = curvature + np.einsum("sk,kl->skl", damping[active, None] * (diagonal + floor), np.eye(p.shape[1]))
             trial = p - _solve(damped, gradient)
             after = _loss(residuals, trial, active, w, delta)
-            better = after < loss[active]  # never for what is not finite
+            better = after < loss[active]  # False for a loss that is not finite
             gain = np.where(better, (loss[active] - after) / np.maximum(loss[active], 1e-300), np.inf)
             params[active[better]], loss[active[better]] = trial[better], after[better]
             damping[active] = np.clip(np.where(better, damping[active] / 5, damping[active] * 4), 1e-14, 1e16)
@@ -82,7 +87,7 @@ def _loss(
 
 
 def _slopes(residuals: Residuals, params: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Residuals (S, N), and their slopes (S, N, K)."""
+    """Return residuals (S, N) and their derivatives by the parameters (S, N, K)."""
     columns = []
     for k in range(params.shape[1]):
         moved = params.astype(np.complex128)
@@ -93,11 +98,11 @@ def _slopes(residuals: Residuals, params: np.ndarray, rows: np.ndarray) -> tuple
 
 
 def _solve(matrices: Float[np.ndarray, "s k k"], vectors: Float[np.ndarray, "s k"]) -> Float[np.ndarray, "s k"]:
-    """One that cannot be solved is answered by NaN, which is no step down."""
+    """Solve linear systems; the solution of a system that is not finite is NaN, a step that is never accepted."""
     bad = ~np.isfinite(matrices).all((1, 2)) | ~np.isfinite(vectors).all(1)
     matrices = np.where(bad[:, None, None], np.eye(matrices.shape[1]), matrices)
     try:
-        found = np.linalg.solve(matrices, vectors[..., None])[..., 0]
+        solution = np.linalg.solve(matrices, vectors[..., None])[..., 0]
     except np.linalg.LinAlgError:
-        found = np.einsum("skl,sl->sk", np.linalg.pinv(matrices, hermitian=True), vectors)
-    return np.where(bad[:, None], np.nan, found)
+        solution = np.einsum("skl,sl->sk", np.linalg.pinv(matrices, hermitian=True), vectors)
+    return np.where(bad[:, None], np.nan, solution)

@@ -1,4 +1,4 @@
-"""The Step Law: the best learning rate and batch as powers of size and data."""
+"""The Step Law: the best learning rate and batch size as powers of size and data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from jaxscale.plan.laws.robust import minimise
 from jaxscale.plan.laws.table import Table
 
 LEAST = 8
-"""Runs, at least, of a bowl, which has six numbers."""
+"""Least number of runs that a bowl, which has six coefficients, is fitted to."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bowl:
-    """The loss of one (N, D) near its lowest, a quadratic in log lr and log batch.
+    """The loss of one (N, D) near its minimum, a quadratic in log lr and log batch.
 
     Args:
-      parameters, tokens: N and D.
-      lr, batch: of the lowest loss, batch in tokens.
-      inside: it lies within the grid, and the quadratic opens upwards; else it is the best run's.
-      edge: what the best run has at the end of the grid, "" when nothing.
-      curve: the quadratic's six numbers, of (x, y) from `centre`.
+      parameters: N.
+      tokens: D.
+      lr: learning rate of the lowest loss.
+      batch: batch of the lowest loss, in tokens.
+      inside: whether `lr` and `batch` are the quadratic's minimum, within the grid; else they are the best run's.
+      edge: which runs to add where the best run is at an end of the grid; else "".
+      curve: the quadratic's six coefficients, relative to `centre`; empty where there are too few runs.
       centre: (log lr, log batch) of the best run.
     """
 
@@ -41,7 +43,12 @@ class Bowl:
     centre: tuple[float, float]
 
     def loss(self, lr: float, batch: float) -> float:
-        """Of the quadratic."""
+        """Return the quadratic's loss.
+
+        Args:
+          lr: learning rate.
+          batch: batch in tokens.
+        """
         return float(_terms(np.log(lr) - self.centre[0], np.log(batch) - self.centre[1]) @ self.curve)
 
 
@@ -49,19 +56,23 @@ class Bowl:
 class StepLaw(Law):
     """lr(N, D) = c N^a D^b and batch(D) = d D^e (Li et al. 2025, arXiv 2503.04715).
 
-    There N leaves out the vocabulary, batch is in tokens, and they found c = 1.79, a = -0.713, b = 0.307, d = 0.58,
-    e = 0.571. Each (N, D) has a grid of learning rates and batches. Its lowest loss is that of a quadratic in both
-    logarithms through the runs within `margin` of the best (the paper takes the best runs as they are, on finer grids);
-    both laws are Huber regressions of logarithms through these. The bootstrap draws runs within each (N, D).
+    In the paper N leaves out the vocabulary, batch is in tokens, and c = 1.79, a = -0.713, b = 0.307, d = 0.58,
+    e = 0.571. Each (N, D) has a grid of learning rates and batches. Its optimum is the minimum of a quadratic in both
+    logarithms that is fitted to the runs within `margin` of the best (the paper takes the best runs themselves, of
+    finer grids). Both laws are Huber regressions of logarithms on these optima. The bootstrap draws runs within each
+    (N, D).
 
     Args:
-      parameters, tokens, loss: columns.
+      parameters: the column of N.
+      tokens: the column of D.
+      loss: the column of losses.
       lr: the column of peak learning rates.
       batch: the column of batches in tokens; `tokens / steps` where a table has no such column.
-      margin: share above the lowest loss up to which a run belongs to the quadratic, which has 8 runs at least.
-      delta: where Huber's loss turns linear, in logarithms of lr and batch.
+      margin: the quadratic is fitted to runs whose loss is at most this share above the lowest, and to 8 at least.
+      delta: residual of log lr and log batch at which Huber's loss becomes linear.
 
-    Raises ConfigError for fewer than three (N, D) whose best run is inside of its grid.
+    Raises:
+      ConfigError: on fitting, for fewer than three (N, D) with an optimum inside of their grid.
     """
 
     parameters: str = "parameters"
@@ -73,19 +84,23 @@ class StepLaw(Law):
     delta: float = 0.1
 
     name: ClassVar[str] = "steplaw"
-    says: ClassVar[str] = "lr(N, D) = c N^a D^b, batch(D) = d D^e, batch in tokens"
+    formula: ClassVar[str] = "lr(N, D) = c N^a D^b, batch(D) = d D^e, batch in tokens"
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
         return ("c", "a", "b", "d", "e")
 
     def settings_of(self, table: Table) -> Int[np.ndarray, " n"]:
+        """Return the number of each row's (N, D, lr, batch)."""
         return table.distinct(self.parameters, self.tokens, self.lr, self.batch)
 
     def strata_of(self, table: Table) -> Int[np.ndarray, " n"]:
+        """Return the number of each row's (N, D)."""
         return table.distinct(self.parameters, self.tokens)
 
     def check(self, table: Table) -> None:
+        """Check that every (N, D) has enough runs, and that three have an optimum inside of their grid."""
         bowls = self.bowls(table, np.ones(len(table)))
         enough = "2 sizes by 2 token budgets, each with 4 learning rates by 4 batches around the best, are enough"
         small = [b for b in bowls if not len(b.curve)]
@@ -95,8 +110,8 @@ class StepLaw(Law):
                 f"N = {small[0].parameters:.4g}, D = {small[0].tokens:.4g}; {enough}"
             )
         good = [b for b in bowls if b.inside]
-        places = np.log([[b.parameters, b.tokens] for b in good]).reshape(-1, 2)
-        if len(good) < 3 or np.linalg.matrix_rank(places - places.mean(axis=0), tol=1e-2) < 2:
+        points = np.log([[b.parameters, b.tokens] for b in good]).reshape(-1, 2)
+        if len(good) < 3 or np.linalg.matrix_rank(points - points.mean(axis=0), tol=1e-2) < 2:
             missing = sorted({b.edge for b in bowls if b.edge})
             where = f" ({'; '.join(missing)})" if missing else ""
             raise ConfigError(
@@ -105,13 +120,18 @@ class StepLaw(Law):
             )
 
     def bowls(self, table: Table, weights: Float[np.ndarray, " n"]) -> list[Bowl]:
-        """The lowest loss of each (N, D)."""
+        """Return the bowl of each (N, D).
+
+        Args:
+          table: a row per run.
+          weights: weight of each row; rows of weight 0 are left out.
+        """
         groups, settings = self.strata_of(table), self.settings_of(table)
         parts = [(groups == g) & (weights > 0) for g in np.unique(groups)]
         return [self._bowl(table.where(rows), weights[rows], settings[rows]) for rows in parts]
 
     def _bowl(self, runs: Table, weights: Float[np.ndarray, " m"], settings: Int[np.ndarray, " m"]) -> Bowl:
-        """Of the runs of one (N, D)."""
+        """Return the bowl of the runs of one (N, D)."""
         n, d, lr, batch, loss = (runs[c] for c in (self.parameters, self.tokens, self.lr, self.batch, self.loss))
         distinct, first, which = np.unique(settings, return_index=True, return_inverse=True)
         means = np.bincount(which, weights * loss) / np.bincount(which, weights)
@@ -142,8 +162,9 @@ class StepLaw(Law):
         return Bowl(*at, False, ends[0] if ends else "", curve, centre)
 
     def solve(self, table: Table, weights: Float[np.ndarray, "s n"]) -> Float[np.ndarray, "s k"]:
+        """Fit both laws to the bowls of each weighting."""
         samples = [self.bowls(table, row) for row in weights]
-        whole = np.array([b.inside for b in samples[0]])  # a bowl that is none on all data is none in a sample
+        whole = np.array([b.inside for b in samples[0]])  # samples use the bowls whose optimum is inside on all data
         n, d = (np.log([getattr(b, w) for b in samples[0]]) for w in ("parameters", "tokens"))
         lr, batch = (np.log([[getattr(b, w) for b in s] for s in samples]) for w in ("lr", "batch"))
         counted = np.tile(whole.astype(float), (len(samples), 1))
@@ -153,6 +174,7 @@ class StepLaw(Law):
         return np.stack([np.exp(rates[:, 0]), rates[:, 1], rates[:, 2], np.exp(batches[:, 0]), batches[:, 1]], axis=1)
 
     def at(self, params: Mapping[str, np.ndarray], **where: float) -> dict[str, np.ndarray]:
+        """Return the best "lr" and "batch", the batch in tokens."""
         if where.keys() != {"parameters", "tokens"}:
             raise ConfigError("the law 'steplaw' predicts lr and batch from parameters and tokens; give both of them")
         n, d = where["parameters"], where["tokens"]
@@ -162,35 +184,37 @@ class StepLaw(Law):
         }
 
     def errors(self, params: Mapping[str, float], table: Table) -> dict[str, np.ndarray]:
-        """Of lr, batch and, as shares of it, the loss of the quadratic at the predicted place above its lowest."""
+        """Return relative errors of "lr" and "batch", and by how much "loss" is above its minimum at the prediction."""
         out: dict[str, list[float]] = {"lr": [], "batch": [], "loss": []}
         for bowl in self.bowls(table, np.ones(len(table))):
             if not bowl.inside:
                 continue
-            found = self.at(params, parameters=bowl.parameters, tokens=bowl.tokens)  # type: ignore[arg-type]
-            lr, batch = float(found["lr"]), float(found["batch"])
+            best = self.at(params, parameters=bowl.parameters, tokens=bowl.tokens)  # type: ignore[arg-type]
+            lr, batch = float(best["lr"]), float(best["batch"])
             out["lr"].append(lr / bowl.lr - 1)
             out["batch"].append(batch / bowl.batch - 1)
             out["loss"].append(bowl.loss(lr, batch) / bowl.loss(bowl.lr, bowl.batch) - 1)
         return {name: np.array(x) for name, x in out.items()}
 
     def picture(self, fit: Fit, table: Table) -> Any:
+        """Return a figure of loss by learning rate and batch for each (N, D)."""
         from jaxscale.plan.laws.pictures import steplaw_picture  # imports matplotlib
 
         return steplaw_picture(self, fit, table)
 
 
 def _terms(x: Any, y: Any) -> Any:
+    """Return the six terms of a quadratic in x and y."""
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=-1)
 
 
 def _line(
     design: Float[np.ndarray, "m k"], values: Float[np.ndarray, "s m"], weights: Float[np.ndarray, "s m"], delta: float
 ) -> Float[np.ndarray, "s k"]:
-    """Huber regression of each row of values."""
+    """Return coefficients of a Huber regression of each row of values on the columns of `design`, the first all 1."""
     middle = design.mean(axis=0) * np.array([0.0] + [1.0] * (design.shape[1] - 1))
     centred = design - middle
     starts = np.tile(np.median(values, axis=1)[:, None] * np.eye(1, design.shape[1]), (1, 1))
-    found, _ = minimise(lambda p, rows: p @ centred.T - values[rows], starts, weights, delta)
-    found[:, 0] -= found @ middle
-    return found
+    params, _ = minimise(lambda p, rows: p @ centred.T - values[rows], starts, weights, delta)
+    params[:, 0] -= params @ middle
+    return params

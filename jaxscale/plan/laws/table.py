@@ -1,4 +1,4 @@
-"""What a law is fitted on: a row per run, columns named as in a sweep's `results.csv`."""
+"""Tables that laws are fitted on: a row per run, with columns named as in a sweep's `results.csv`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jaxscale.errors import ConfigError, near
 
 RESULTS = "results.csv"
 BODY = "parameters_without_embeddings"
-"""Parameters with no dimension named "vocab"."""
+"""The column of parameters that have no dimension named "vocab"."""
 
 _SAME = 1e-6
-"""Logarithms closer than this are one value: a product of floats may round."""
+"""Values whose logarithms are closer than this are equal, since products of floats round."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Runs that ended with a loss.
+    """Runs that finished with a finite loss.
 
     Args:
       columns: numbers by column, each of shape (n,); NaN where a run has none.
-      name: of where they are from.
-      dropped: rows that were left out: failed, unfinished, or without a finite loss.
+      name: the folder or file that the runs are from, for messages.
+      dropped: number of rows that were left out: failed, unfinished, or without a finite loss.
     """
 
     columns: Mapping[str, Float[np.ndarray, " n"]]
@@ -40,10 +40,10 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def __getitem__(self, column: str) -> Float[np.ndarray, " n"]:
-        """A column of positive numbers.
+        """Return a column of positive numbers.
 
         Raises:
-          ConfigError: there is none of that name, or a row has no number in it.
+          ConfigError: there is no such column, or it has a value that is no positive number.
         """
         if column not in self.columns:
             raise ConfigError(f"{self.name} has no column '{column}'{near(column, self.columns)}")
@@ -51,16 +51,27 @@ class Table:
         if not (np.isfinite(values) & (values > 0)).all():
             bad = int(np.flatnonzero(~(np.isfinite(values) & (values > 0)))[0])
             raise ConfigError(
-                f"column '{column}' of {self.name} has {values[bad]} in row {bad + 1}; laws need logarithms"
+                f"column '{column}' of {self.name} has {values[bad]} in row {bad + 1}; laws need numbers above 0"
             )
         return values
 
     def where(self, rows: Bool[np.ndarray, " n"]) -> Table:
-        """These rows alone."""
+        """Return a table of some rows.
+
+        Args:
+          rows: which rows.
+        """
         return dataclasses.replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def distinct(self, *columns: str) -> Int[np.ndarray, " n"]:
-        """Which distinct setting of these columns each row has, 0, 1, ... in ascending order."""
+        """Return for each row the number of its combination of values, from 0 in ascending order.
+
+        Args:
+          *columns: columns whose values make the combination.
+
+        Raises:
+          ConfigError: as for a column.
+        """
         keys = np.stack([np.round(np.log(self[c]) / _SAME) for c in columns], axis=1)
         return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
@@ -70,16 +81,17 @@ ReadConfig = Callable[[Path], Any]
 
 
 def read_rows(source: str | Path, *, body: ReadConfig | None = None) -> Rows:
-    """The rows of a sweep's folder or of a CSV, as they are.
+    """Return the rows of a sweep's folder or of a CSV file, as they are.
 
     Args:
       source: the folder or file.
-      body: reads the settings of a run from its folder (`jaxscale.run.read_config`); with it there is a column
-        `parameters_without_embeddings`, counted from the models of a sweep's runs, whose own parts have to be imported.
+      body: reads the settings of a run from its folder (`jaxscale.run.read_config`). With it, a column
+        `parameters_without_embeddings` is added, counted from the models of a sweep's runs; modules that define parts
+        of them have to be imported before.
 
     Raises:
       ConfigError: there is no such file, or it is no CSV.
-      AlteredFile: a sweep's is not what was written.
+      AlteredFile: the file of a sweep differs from its seal.
     """
     path = Path(source)
     file = path / RESULTS if path.is_dir() else path
@@ -90,12 +102,20 @@ def read_rows(source: str | Path, *, body: ReadConfig | None = None) -> Rows:
         with file.open(newline="", encoding="utf-8") as f:
             rows: Rows = list(csv.DictReader(f))
     except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise ConfigError(f"{file} is no CSV that can be read: {e}") from None
+        raise ConfigError(f"{file} cannot be read as CSV: {e}") from None
     return _with_body(rows, path, body) if body and path.is_dir() and rows and BODY not in rows[0] else rows
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Writes a CSV that `read_rows` reads, such as a sweep's table to be kept without its runs."""
+    """Write rows to a CSV file that `read_rows` reads, for example to save a sweep's table without its runs.
+
+    Args:
+      rows: the rows.
+      path: the file.
+
+    Returns:
+      `path`.
+    """
     path = Path(path)
     with path.open("w", newline="") as f:
         writer = csv.DictWriter(f, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
@@ -107,15 +127,15 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
 def read_table(
     source: str | Path | Iterable[Mapping[str, Any]], *, loss: str = "eval_loss", body: ReadConfig | None = None
 ) -> Table:
-    """Reads runs for a law.
+    """Read runs for a law.
 
     Args:
-      source: what `read_rows` reads, or rows as dicts.
-      loss: the column that a row needs to count.
-      body: see `read_rows`.
+      source: a sweep's folder or a CSV file, as for `read_rows`; or rows as dicts.
+      loss: the column of losses; rows without a finite number in it are left out.
+      body: as for `read_rows`.
 
     Raises:
-      ConfigError: there is no such file, no such column, or no row with a loss.
+      ConfigError: there is no such file, or no finished row has the column.
     """
     if isinstance(source, str | Path):
         rows, name = read_rows(source, body=body), str(source)
@@ -132,8 +152,8 @@ def read_table(
     if loss not in columns:
         raise ConfigError(f"{name} has no finished row with a column '{loss}'{near(loss, columns)}")
     whole = Table(columns, name)
-    kept = np.isfinite(columns[loss])
-    return dataclasses.replace(whole.where(kept), dropped=len(rows) - int(kept.sum()))
+    finite = np.isfinite(columns[loss])
+    return dataclasses.replace(whole.where(finite), dropped=len(rows) - int(finite.sum()))
 
 
 def _number(value: Any) -> float:
@@ -144,22 +164,26 @@ def _number(value: Any) -> float:
 
 
 def _with_body(rows: Rows, folder: Path, read_config: ReadConfig) -> Rows:
-    """Rows with the parameters that their runs' models have beside the vocabulary's, where the run is there to ask."""
-    found: dict[Any, int] = {}
+    """Return rows with the column `BODY`, for finished runs whose folder exists."""
+    counts: dict[Any, int] = {}
     out: Rows = []
     for row in rows:
         run = folder / str(row.get("run") or "")
         if row.get("state") == "finished" and row.get("run") and (run / "config.gin").is_file():
             model = read_config(run).model
-            if model not in found:
-                found[model] = parameters_without_embeddings(model)
-            row = {**row, BODY: found[model]}
+            if model not in counts:
+                counts[model] = parameters_without_embeddings(model)
+            row = {**row, BODY: counts[model]}
         out.append(row)
     return out
 
 
 def parameters_without_embeddings(model: Any) -> int:
-    """Parameters of a model config without those that have a dimension named "vocab", as Kaplan et al. 2020 count."""
+    """Count the parameters that have no dimension named "vocab", as Kaplan et al. 2020 do.
+
+    Args:
+      model: a model config.
+    """
     import jax
     from flax import nnx
 

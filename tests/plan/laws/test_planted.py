@@ -1,5 +1,7 @@
-"""A law that made a table is found in it, within its intervals; how often, over many tables, is measured in
-experiments/scaling_law/coverage.py."""
+"""Laws recover the parameters that planted tables were made with, within their intervals.
+
+experiments/scaling_law/coverage.py measures how often, over many tables.
+"""
 
 from __future__ import annotations
 
@@ -50,35 +52,35 @@ def steplaw(bowls):
 
 
 @pytest.mark.parametrize("name", planted.CHINCHILLA)
-def test_chinchillas_numbers_are_found_in_what_they_made(chinchilla, name):
+def test_chinchillas_parameters_are_recovered(chinchilla, name):
     assert planted.CHINCHILLA[name] in chinchilla.parameters[name]
 
 
 @pytest.mark.parametrize("name", VALLEYS)
-def test_exponents_of_the_valleys_are_found(name):
+def test_exponents_of_the_valleys_are_recovered(name):
     fit = IsoFLOP().fit(read_table(planted.isoflop_runs(seed=1)), samples=50, level=0.98)
     assert VALLEYS[name] in fit.parameters[name]
     assert fit.values[name] == pytest.approx(VALLEYS[name], abs=0.02)
 
 
 @pytest.mark.parametrize("name", planted.STEPLAW)
-def test_the_step_law_is_found(steplaw, name):
+def test_the_step_law_is_recovered(steplaw, name):
     assert planted.STEPLAW[name] in steplaw.parameters[name]
 
 
-def test_the_step_laws_place_costs_next_to_nothing(steplaw, bowls):
+def test_the_loss_at_the_step_laws_prediction_is_near_the_lowest(steplaw, bowls):
     errors = steplaw.errors(bowls)
     assert len(errors["loss"]) == 9
     assert np.all((errors["loss"] >= 0) & (errors["loss"] < 1e-3))
 
 
 @pytest.mark.parametrize("name", EXPONENTS)
-def test_exponents_on_every_corpus_are_found(name):
+def test_exponents_on_every_corpus_are_recovered(name):
     fit = OutOfDistribution().fit(read_table(planted.ood_runs(seed=2)), samples=100, level=0.98)
     assert EXPONENTS[name] in fit.parameters[name]
 
 
-def test_a_difference_of_exponents_that_excludes_none_is_told():
+def test_an_interval_of_a_difference_of_exponents_excludes_zero():
     fit = OutOfDistribution().fit(read_table(planted.ood_runs(seed=2)), samples=100)
     assert fit.parameters["alpha(eval_loss/far) - alpha(eval_loss)"].high < -0.05
 
@@ -96,14 +98,14 @@ def test_farseers_published_numbers_come_back_from_runs_without_noise():
     assert fit.law.published(fit.values) == pytest.approx(planted.FARSEER, rel=1e-3)
 
 
-def test_farseer_foretells_larger_models_than_it_saw_where_chinchilla_cannot():
+def test_farseer_predicts_held_out_larger_models_better_than_chinchilla():
     table = read_table(planted.surface_runs(planted.farseer_loss, seed=0, noise=0.0, sizes=6))
     ours, other = (held_out(law, table, "parameters", 1).mean["eval_loss"] for law in (Farseer(), Chinchilla()))
     assert ours < 1e-3 < other
 
 
-def test_the_fit_is_no_worse_than_what_scipy_finds_from_the_truth(grid, chinchilla):
-    """Hoffmann et al.'s objective, written down once more."""
+def test_the_fit_is_no_worse_than_scipys_from_the_true_parameters(grid, chinchilla):
+    """The objective of Hoffmann et al. 2022, implemented a second time."""
     n, d, measured = (np.log(grid[c]) for c in ("parameters", "tokens", "eval_loss"))
 
     def objective(p):
@@ -111,14 +113,14 @@ def test_the_fit_is_no_worse_than_what_scipy_finds_from_the_truth(grid, chinchil
         size = np.abs(left)
         return 1e6 * np.where(size <= 1e-3, 0.5 * size**2, 1e-3 * (size - 0.5e-3)).sum()
 
-    def sought(values):
+    def search(values):
         return np.array([np.log(values[k]) for k in "EAB"] + [values["alpha"], values["beta"]])
 
-    other = minimize(objective, sought(planted.CHINCHILLA), method="Nelder-Mead", options={"maxiter": 4000})
-    assert objective(sought(chinchilla.values)) <= other.fun * 1.001
+    other = minimize(objective, search(planted.CHINCHILLA), method="Nelder-Mead", options={"maxiter": 4000})
+    assert objective(search(chinchilla.values)) <= other.fun * 1.001
 
 
-def test_seeds_of_a_setting_are_drawn_together():
+def test_the_bootstrap_draws_all_seeds_of_a_setting_together():
     table = read_table(planted.surface_runs(planted.chinchilla_loss, seed=1, sizes=3, seeds=4))
     from jaxscale.plan.laws.base import _draws
 
@@ -127,20 +129,20 @@ def test_seeds_of_a_setting_are_drawn_together():
     assert drawn.max() > 1
 
 
-def test_the_best_of_a_budget_is_the_closed_form(chinchilla):
+def test_the_optimum_of_a_budget_is_the_closed_form(chinchilla):
     p, flops = chinchilla.values, 1e21
     size = (p["alpha"] * p["A"] / (p["beta"] * p["B"])) ** (1 / (p["alpha"] + p["beta"]))
     size *= (flops / 6) ** (p["beta"] / (p["alpha"] + p["beta"]))
-    found = optimum(chinchilla, flops, Cost())
-    assert found.parameters.value == pytest.approx(size, rel=1e-3)
-    assert found.tokens.value == pytest.approx(flops / 6 / size, rel=1e-3)
-    assert found.loss.low < found.loss.value < found.loss.high
+    best = optimum(chinchilla, flops, Cost())
+    assert best.parameters.value == pytest.approx(size, rel=1e-3)
+    assert best.tokens.value == pytest.approx(flops / 6 / size, rel=1e-3)
+    assert best.loss.low < best.loss.value < best.loss.high
 
 
-def test_a_budget_pays_what_the_runs_own_models_count(grid, chinchilla):
+def test_a_budget_is_in_flops_as_the_runs_models_count_them(grid, chinchilla):
     assert chinchilla.cost.per_token == pytest.approx(6) and chinchilla.cost.power == pytest.approx(1)
-    dear = {**grid.columns, "flops": 2 * grid.columns["flops"]}
-    fit = Chinchilla().fit(type(grid)(dear), samples=0)
+    doubled = {**grid.columns, "flops": 2 * grid.columns["flops"]}
+    fit = Chinchilla().fit(type(grid)(doubled), samples=0)
     assert optimum(fit, 2e21).parameters.value == pytest.approx(optimum(chinchilla, 1e21).parameters.value, rel=0.01)
 
 
@@ -154,5 +156,5 @@ def test_a_fit_comes_back_from_its_file(name, request, tmp_path):
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_every_law_says_its_formula_in_a_line(name):
-    assert "=" in LAWS[name].says or "^" in LAWS[name].says
+def test_every_law_has_a_formula_in_a_line(name):
+    assert "=" in LAWS[name].formula or "^" in LAWS[name].formula

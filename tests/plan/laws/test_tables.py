@@ -1,4 +1,4 @@
-"""Tables: what is read of them; one that cannot determine a law is told what it lacks, and what would be enough."""
+"""Tables: reading them, and errors on tables that cannot determine a law."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = {
     "two sizes": (Chinchilla(), SMALL, ("2 sizes", "'parameters'", "3 or more", "grid of 4")),
     "one budget": (Chinchilla(), SHORT, ("1 token budget (", "'tokens'", "3 or more")),
     "few budgets": (Farseer(), HALF, ("2 token budgets", "4 or more")),
-    "on a line": (Chinchilla(), LINE, ("'tokens' goes with 'parameters'", "several token budgets")),
+    "on a line": (Chinchilla(), LINE, ("'tokens' is determined by 'parameters'", "several token budgets")),
     "no valley": (IsoFLOP(), LARGE, ("three sizes or more", "needs 2", "5 sizes")),
     "no grid": (StepLaw(), BOWLS[::7], ("fewer than 8", "N = ", "4 learning rates by 4 batches")),
     "at the end": (StepLaw(), FALLING, ("inside of their grid", "add larger learning rates at N = ")),
@@ -51,8 +51,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_table_lacks_is_named(case):
-    law, rows, said = CASES[case]
-    with raises_saying(ConfigError, *said):
+    law, rows, phrases = CASES[case]
+    with raises_saying(ConfigError, *phrases):
         law.fit(read_table(rows), samples=5)
 
 
@@ -101,7 +101,7 @@ def test_a_table_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize("content", [b"\xff\xfea,b\n", b"a,b\n" + b"x" * 200_000 + b",1\n"])
 def test_a_table_that_is_no_csv_is_one_sentence(tmp_path, content):
     (tmp_path / "results.csv").write_bytes(content)
-    with raises_saying(ConfigError, "results.csv is no CSV that can be read"):
+    with raises_saying(ConfigError, "results.csv cannot be read as CSV"):
         read_table(tmp_path)
 
 
@@ -110,14 +110,14 @@ def test_a_parameter_that_the_runs_do_not_determine_is_marked(capsys):
     samples = np.array([[2.0, 1.0, 1e-2, 0.3, 0.4], [2.0, 2.0, 1e5, -0.3, 0.5]])
     law = Chinchilla()
     Console(width=150).print(Fit(law, law.names, samples[0], samples.repeat(20, axis=0), 0.9, facts))
-    said = capsys.readouterr().out
-    marked = [name for name in law.names if f"{name} *" in said]
-    assert marked == ["E", "B"] and "* not determined by these runs" in said
+    output = capsys.readouterr().out
+    marked = [name for name in law.names if f"{name} *" in output]
+    assert marked == ["E", "B"] and "* not determined by these runs" in output
 
 
 def test_farseers_names_are_mapped_to_its_formula(capsys):
     facts = {"name": "grid", "runs": 9, "dropped": 0, "columns": {"parameters": "parameters"}, "freedom": None}
     law = Farseer()
     Console(width=300).print(Fit(law, law.names, np.ones(9), np.zeros((0, 9)), 0.9, facts))
-    said = capsys.readouterr().out
-    assert "log A(N) = log_A + A_slope (x^A_curve - 1) / A_curve" in said and "not determined" not in said
+    output = capsys.readouterr().out
+    assert "log A(N) = log_A + A_slope (x^A_curve - 1) / A_curve" in output and "not determined" not in output

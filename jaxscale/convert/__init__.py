@@ -1,1 +1,1 @@
-"""Checkpoints from and to other programs' formats, and adapters merged into their model."""
+"""Import and export checkpoints of other programs, and merge adapters into their model."""

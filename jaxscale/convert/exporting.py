@@ -1,4 +1,4 @@
-"""A run's parameters as a Hugging Face folder."""
+"""Export a run's parameters to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -45,37 +45,39 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = log.warning,
 ) -> Path:
-    """Writes a run's parameters as a Hugging Face folder, which `transformers` and others read.
+    """Write a run's parameters as a Hugging Face folder, which `transformers` and others read.
 
-    Tensors are written one by one, as they are kept; host memory holds one of theirs, what it is made of, and a few
-    chunks. What came with an imported checkpoint goes with it again. One that was interrupted goes on, at its files.
+    Tensors are written one by one; host memory holds one tensor of the output, its sources, and a few chunks. The
+    tokenizer and other files of an imported checkpoint are copied. An interrupted export continues when it is started
+    again.
 
     Args:
       run: the run, or its folder.
-      out: a folder that is not there yet.
-      family: theirs, as "llama"; by default the one it was imported from, else the first that can say the model.
-      step: whose checkpoint; the newest by default.
-      dtype: of what is written, "bfloat16" or "float32"; as it is kept by default.
-      shard_bytes: the most of a file.
-      say: takes a sentence for the user.
+      out: a folder that does not exist yet, or has an unfinished export of the same.
+      family: `model_type` of the output, such as "llama"; by default the one that the run was imported from, else the
+        first that can express the model.
+      step: the checkpoint's step; the newest by default.
+      dtype: dtype of the output, "bfloat16" or "float32"; by default the parameters'.
+      shard_bytes: most bytes of a safetensors file.
+      say: prints a line.
 
     Returns:
       the folder.
 
     Raises:
-      CheckpointError: no family, or not the one that is asked for, can say the model; the checkpoint is of another.
-      RunError: `out` is there already, or the run has no checkpoint.
+      CheckpointError: no family, or not the requested one, can express the model; the checkpoint is of another model.
+      RunError: `out` exists already, or the run has no checkpoint.
     """
     run = run if isinstance(run, Run) else Run(run)
     out = Path(out)
-    chosen, model, theirs, length = said_by(run, family, dtype)
+    chosen, model, source, length = export_target(run, family, dtype)
     step = run.last_step() if step is None else step
     imported = run.imported
-    kept = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
-    bound = chosen.bind(kept)
+    model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
+    bound = chosen.bind(model)
     arrays = _Blocks(run, step)
-    written = run.checkpoints.manifest(step).get("time")  # a step may be written anew
-    mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, kept.param_dtype, shard_bytes])
+    written = run.checkpoints.manifest(step).get("time")  # a step may be written again
+    mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes])
     _claim(out, mark, say)
     try:
         write_tensors(bound, arrays.read, out, shard_bytes)
@@ -83,42 +85,49 @@ def export_checkpoint(
             copy_companions(imported.folder, out, but=(CONFIG,))
         else:
             _write_companions(run, out, say)
-        about = _config(chosen, kept, theirs, length, run)
+        about = _config(chosen, model, source, length, run)
         write_text(out / CONFIG, json.dumps(about, indent=2) + "\n")
         (out / _UNFINISHED).unlink()
     except OSError as e:
-        raise CheckpointError(f"{out} could not be written: {e.strerror or e}; start it again to go on") from e
+        raise CheckpointError(
+            f"{out} could not be written: {e.strerror or e}; start the export again to continue it"
+        ) from e
     return out
 
 
-def said_by(run: Run, family: str | None, dtype: str | None) -> tuple[Family, TransformerConfig, dict[str, Any], int]:
-    """The family that says a run's model, the model, the config.json it came with (or nothing) and its length.
+def export_target(
+    run: Run, family: str | None, dtype: str | None
+) -> tuple[Family, TransformerConfig, dict[str, Any], int]:
+    """Choose the family to export a run's model to.
 
     Args:
       run: the run.
-      family: the one that is asked for, or `None`.
-      dtype: that is asked for, or `None`.
+      family: the requested `model_type`, or `None`.
+      dtype: the requested dtype, or `None`.
+
+    Returns:
+      the family, the model's config, the config.json it was imported with (or `{}`), and the most positions.
 
     Raises:
-      CheckpointError: no family, or not the one that is asked for, can say the model; a dtype that is not known.
+      CheckpointError: no family, or not the requested one, can express the model; the dtype is unknown.
     """
     model = run.config.model
     if not isinstance(model, TransformerConfig):
-        raise CheckpointError(f"{run.path} is of a {type(model).__name__}, and only a Transformer can be exported")
+        raise CheckpointError(f"{run.path} has a {type(model).__name__}, but only a Transformer can be exported")
     if not model.causal:
         raise CheckpointError(
-            f"{run.path} has attention in both directions (Bidirectional), and every family of models to export to "
-            "reads from left to right; call what Run.model() returns"
+            f"{run.path} has bidirectional attention (Bidirectional), but every family that we export to is "
+            "causal; use the module that Run.model() returns"
         )
     if dtype is not None and dtype not in PRECISIONS:
-        raise CheckpointError(f"dtype = '{dtype}' is not one to export{near(dtype, PRECISIONS)}")
-    theirs = {} if run.imported is None else run.imported.config
-    length = _length(run, theirs)
-    return family_for(model, FAMILIES, length, family or theirs.get("model_type")), model, theirs, length
+        raise CheckpointError(f"cannot export to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
+    source = {} if run.imported is None else run.imported.config
+    length = _length(run, source)
+    return family_for(model, FAMILIES, length, family or source.get("model_type")), model, source, length
 
 
 class _Blocks:
-    """A checkpoint's parameters, read by whole chunks, of which the last few stay for the next tensor."""
+    """A checkpoint's parameters, read in whole chunks; the last three are cached."""
 
     def __init__(self, run: Run, step: int):
         _, infos = describe_model(run.config.model)
@@ -128,7 +137,7 @@ class _Blocks:
         part = None if blueprint.adaptation is not None else blueprint.algorithm.weights_in(blueprint)
         self._part = part or "params"
         every = {f"{self._part}/{i.path}": i for i in jax.tree.leaves(infos)}
-        if part is None:  # what is used is not what is kept: all of it at once
+        if part is None:  # the parameters are computed from the state, all at once
             params = run.params(step)
             self._whole = dict(zip(every, jax.tree.leaves(params), strict=True))
             return
@@ -138,7 +147,7 @@ class _Blocks:
         self._arrays = run.checkpoints.arrays(step)
 
     def read(self, name: str, region: Region) -> np.ndarray:
-        """A region of an array."""
+        """Read a region of an array."""
         name = f"{self._part}/{name}"
         if self._arrays is None:
             return np.asarray(self._whole[name][tuple(slice(*s) for s in region)])
@@ -148,26 +157,26 @@ class _Blocks:
         if np.prod(shape_of(block)) * dtype_named(leaf["dtype"]).itemsize > CHUNK_BYTES:
             return self._arrays.read(name, [region])[region]
         if (name, block) not in self._last:
-            self._last = dict(list(self._last.items())[-2:])  # with this one three, as queries, keys and values are
+            self._last = dict(list(self._last.items())[-2:])  # two and the next one: queries, keys and values
             self._last[name, block] = self._arrays.read(name, [block])[block]
         inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, block, strict=True))
         return self._last[name, block][inner]
 
 
-def _length(run: Run, theirs: dict[str, Any]) -> int:
+def _length(run: Run, source: dict[str, Any]) -> int:
     positions = run.config.model.positions  # type: ignore[attr-defined]
     if isinstance(positions, Learned):
         return positions.length
-    return int(theirs.get("max_position_embeddings") or run.config.seq_len)
+    return int(source.get("max_position_embeddings") or run.config.seq_len)
 
 
-def _config(family: Family, model: TransformerConfig, theirs: dict[str, Any], length: int, run: Run) -> dict[str, Any]:
-    """The config.json: the one that it came with, where that still says the model."""
-    if theirs.get("model_type") == family.model_type and same_model(family.model(Fields(theirs, CONFIG)), model):
-        said = dict(theirs)
-        said[next((k for k in ("dtype", "torch_dtype") if k in said), "torch_dtype")] = model.param_dtype
-        return said
-    tokens = {k: v for k, v in theirs.items() if k.endswith("_token_id")}
+def _config(family: Family, model: TransformerConfig, source: dict[str, Any], length: int, run: Run) -> dict[str, Any]:
+    """Return the config.json: the one that the run was imported with, if it still describes the model."""
+    if source.get("model_type") == family.model_type and same_model(family.model(Fields(source, CONFIG)), model):
+        config = dict(source)
+        config[next((k for k in ("dtype", "torch_dtype") if k in config), "torch_dtype")] = model.param_dtype
+        return config
+    tokens = {k: v for k, v in source.items() if k.endswith("_token_id")}
     if not tokens:
         end = run.end_ids[0]
         tokens = {"bos_token_id": end, "eos_token_id": end} if end < model.vocab else {}
@@ -175,10 +184,10 @@ def _config(family: Family, model: TransformerConfig, theirs: dict[str, Any], le
 
 
 def _write_companions(run: Run, out: Path, say: Callable[[str], None]) -> None:
-    """What goes with a model that was trained here: the end of a document opens one, too."""
+    """Write the tokenizer of a model that was trained here; its end-of-document token also starts a document."""
     tokenizer = run.config.tokenizer
     if not isinstance(tokenizer, HFTokenizer):
-        say(f"{run.path} has a {type(tokenizer).__name__}, which tokenizer.json cannot say, so that {out} has none")
+        say(f"{out} has no tokenizer.json, which cannot express the {type(tokenizer).__name__} of {run.path}")
         return
     file = Path(tokenizer.path).expanduser()
     text = (file / "tokenizer.json" if file.is_dir() else file).read_text(encoding="utf-8")
@@ -193,12 +202,12 @@ def _write_companions(run: Run, out: Path, say: Callable[[str], None]) -> None:
 def _claim(out: Path, mark: str, say: Callable[[str], None]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        there = [p.name for p in out.iterdir()]
-        if _UNFINISHED in there:
+        existing = [p.name for p in out.iterdir()]
+        if _UNFINISHED in existing:
             if (out / _UNFINISHED).read_text() != mark:
                 raise RunError(f"{out} holds an unfinished export of something else; remove it or name another folder")
-            say(f"{out} holds an unfinished export; going on with it")
-        elif there:
+            say(f"{out} holds an unfinished export; continuing it")
+        elif existing:
             raise RunError(f"{out} is there already; name another folder")
         else:
             write_text(out / _UNFINISHED, mark)

@@ -1,4 +1,4 @@
-"""A run's adapters alone, as PEFT keeps them, for whoever has the model that they are on."""
+"""Export a run's adapters, without the model, to PEFT's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.convert.exporting import said_by
+from jaxscale.convert.exporting import export_target
 from jaxscale.convert.pretrained import STEP
 from jaxscale.errors import RunError
 from jaxscale.interop.maps import Bound
@@ -25,7 +25,7 @@ from jaxscale.train.checkpoints import flatten
 log = logging.getLogger("jaxscale")
 
 _OF_THE_HUB = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]+)/?")
-"""Where `huggingface_hub` keeps what it downloaded."""
+"""Cache path of a snapshot that `huggingface_hub` downloaded."""
 
 
 def export_adapters(
@@ -38,87 +38,88 @@ def export_adapters(
     dtype: str | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Path:
-    """Writes a run's adapters as PEFT does: `adapter_config.json` and `adapter_model.safetensors`.
+    """Write a run's adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-    `peft.PeftModel.from_pretrained(base, out)` is then the model that the run trained. The model's own weights are
+    `peft.PeftModel.from_pretrained(base, out)` then loads the model that the run trained. The base model's weights are
     neither read nor written.
 
     Args:
       run: a run with adapters, or its folder.
-      out: a folder that is not there yet.
-      base: the folder or name of the model that they are on, as theirs; by default where the run that this one started
-        from was imported from.
-      family, step, dtype: see `export_checkpoint`.
-      say: takes a sentence for the user.
+      out: a folder that does not exist yet.
+      base: the Hugging Face folder or name of the base model; by default where the run that this one started from was
+        imported from.
+      family: see `export_checkpoint`.
+      step: see `export_checkpoint`.
+      dtype: dtype of the output, "bfloat16" or "float32"; by default that of the adapters.
+      say: prints a line.
 
     Returns:
       the folder.
 
     Raises:
-      CheckpointError: no family, or not the one that is asked for, can say the model; a matrix that PEFT has no word
-        for.
-      RunError: the run has no adapters, or no checkpoint; `out` is there already.
+      CheckpointError: no family, or not the requested one, can express the model; PEFT has no form for a matrix.
+      RunError: the run has no adapters, or no checkpoint; `out` exists already.
     """
     run = run if isinstance(run, Run) else Run(run)
     out = Path(out)
     lora = run.config.adapters
     if not isinstance(lora, LoRA):
         raise RunError(f"{run.path} has no adapters; leave out --adapters to export its weights")
-    chosen, model, _, _ = said_by(run, family or _family(run), dtype)
+    chosen, model, _, _ = export_target(run, family or _family(run), dtype)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is there already; name another folder")
     step = run.last_step() if step is None else step
     bound: list[Bound] = chosen.bind(model)
-    made = modules_of(bound, _pairs(run, step))
-    check_names(made, chosen.model_type)
+    modules = modules_of(bound, _pairs(run, step))
+    check_names(modules, chosen.model_type)
     if lora.base_dtype not in (None, model.param_dtype):
-        say(f"they were trained over matrices rounded to {lora.base_dtype}; load the base in that type")
+        say(f"the adapters were trained with a base model rounded to {lora.base_dtype}; load it in that dtype")
     if lora.base is not None:
-        say(f"they were trained over matrices in the form of {type(lora.base).__name__}, which rounds the base")
+        say(f"the adapters were trained with a base model quantised by {type(lora.base).__name__}")
     revision = None
     if base is None:
         base, revision = _base(run.config.start, say)
-    told: dict[str, Any] = dict(rank=lora.rank, alpha=lora.alpha, rank_stabilized=lora.rank_stabilized)
-    config = adapter_config(made, bound, **told, base=base, revision=revision)
+    scale: dict[str, Any] = dict(rank=lora.rank, alpha=lora.alpha, rank_stabilized=lora.rank_stabilized)
+    config = adapter_config(modules, bound, **scale, base=base, revision=revision)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_adapters(out, made, config, dtype or lora.dtype)
+        write_adapters(out, modules, config, dtype or lora.dtype)
     except OSError as e:
         raise RunError(f"{out} could not be written: {e.strerror or e}; remove it and start again") from e
     return out
 
 
 def _pairs(run: Run, step: int) -> dict[str, Pair]:
-    """The adapters of a checkpoint, float32, by the kernel that they are on."""
+    """Return the adapters of a checkpoint, float32, by the kernel that they adapt."""
     adaptation = blueprint_of(run.config)[0].adaptation
     assert isinstance(adaptation, LowRank)
-    found = {name: np.asarray(x, np.float32) for name, x in flatten(run.trained(step)).items()}
+    arrays = {name: np.asarray(x, np.float32) for name, x in flatten(run.trained(step)).items()}
     sites = {site.info.path: site.inputs for site in adaptation.sites}
-    return {name: Pair(found[f"{name}/a"], found[f"{name}/b"], inputs) for name, inputs in sites.items()}
+    return {name: Pair(arrays[f"{name}/a"], arrays[f"{name}/b"], inputs) for name, inputs in sites.items()}
 
 
 def _family(run: Run) -> str | None:
-    """The family of the model that the adapters are on: the same values may be said by another, by other names."""
+    """Return the family of the base model: another one could express the same model with other tensor names."""
     assert run.config.start is not None  # see `TrainConfig`
-    with contextlib.suppress(RunError):  # it may be gone
-        came = run.imported or run.config.start.run.imported
-        return None if came is None else came.config.get("model_type")
+    with contextlib.suppress(RunError):  # the run may be deleted
+        companions = run.imported or run.config.start.run.imported
+        return None if companions is None else companions.config.get("model_type")
     return None
 
 
 def _base(start: Start | None, say: Callable[[str], None]) -> tuple[str | None, str | None]:
-    """Where a run's model came from, and of a name on the Hub its commit; nothing where it was trained here."""
+    """Return where a run's base model was imported from, and its commit on the Hub; `None` if it was trained here."""
     assert start is not None  # see `TrainConfig`
     try:
         info = start.run.info
     except RunError:
         info = {}
     source = info.get("source")
-    as_it_came = info.get("status") == "imported" and "adapters" not in info and start.step in (None, STEP)
-    if source is None or not as_it_came:
+    unchanged = info.get("status") == "imported" and "adapters" not in info and start.step in (None, STEP)
+    if source is None or not unchanged:
         say(
-            f"{start.path} is no imported checkpoint as it came, so that base_model_name_or_path is left open; write "
-            f"its model with jaxscale export {start.path} DIR, and say --base DIR"
+            f"base_model_name_or_path is null, since {start.path} is not an unchanged imported checkpoint; write its "
+            f"model with jaxscale export {start.path} DIR, and use --base DIR"
         )
         return None, None
     cached = _OF_THE_HUB.fullmatch(source)

@@ -1,4 +1,4 @@
-"""A run with adapters made an ordinary run: one set of parameters, and nothing that it depends on."""
+"""Merge a run's adapters into its model: a run folder that depends on no other."""
 
 from __future__ import annotations
 
@@ -24,29 +24,32 @@ from jaxscale.train.folders import new_folder
 from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
 
 STEP = 0
-"""Of the checkpoint that is written: it has no optimizer state, so that no run goes on from it, but one may start."""
+"""Step of the written checkpoint. It has no optimizer state: a run can start from it, but not resume."""
 
 
 def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout | None = None) -> Run:
-    """Writes the parameters that a run is used with as a run folder of its own.
+    """Write a run's evaluation parameters (see `RunFolder.params`) as a run folder of its own.
 
-    Of a run with adapters those are the model's with the adapters added; of a schedule-free optimizer, the averaged
-    ones. They are in the model's own type. What came with an imported checkpoint comes along.
+    For a run with adapters these are the model's parameters with the adapters merged, for a schedule-free optimizer
+    the average. They have the model's dtype. Tokenizer and other files of an imported checkpoint are copied.
 
     Args:
       run: a run with a checkpoint.
       out: the new folder.
-      step: of which checkpoint; the newest by default.
-      layout: where they are put together; the default device by default.
+      step: the checkpoint's step; the newest by default.
+      layout: where to compute them; the default device by default.
+
+    Returns:
+      the new run.
 
     Raises:
-      RunError: `out` is there already, or `run` has no checkpoint.
+      RunError: `out` exists already, or `run` has no checkpoint.
       CheckpointError: a checkpoint cannot be read.
     """
     step = run.last_step() if step is None else step
     params = run.params(step, layout)
     config = dataclasses.replace(run.config, start=None, adapters=None, layout=layout)
-    made, main = Run(out), jax.process_index() == 0
+    merged, main = Run(out), jax.process_index() == 0
     if main:
         path = new_folder(Path(out))
         if run.imported is not None:
@@ -56,19 +59,21 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
                 config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=file))
         lost = write_config(path, config, STEP)
         if lost:
-            raise RunError(f"{run.path} has settings that came from Python: {', '.join(lost)}; merge it from there")
+            raise RunError(
+                f"{run.path} has settings that came from Python: {', '.join(lost)}; call merge from that program"
+            )
         own: dict[str, Any] = {"id": os.urandom(8).hex(), **about(config, "")}
-        del own["data"], own["loss"]  # of training, of which there was none
+        del own["data"], own["loss"]  # this run was not trained
         own |= {"merged": {"run": str(run.path.absolute()), "id": run.info.get("id"), "step": step}}
         own |= {"start": run.info["start"]} if "start" in run.info else {}
         own |= {"status": "merging", "step": STEP, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         write_json(path / INFO, own)
-    agree.broadcast(0)  # the folder is there
+    agree.broadcast(0)  # wait until process 0 has made the folder
     arrays = to_host(flatten({"params": params}))
     leaves = leaves_of({}, arrays, describe_model(config.model)[1])
-    store = checkpoints_in(made.path)
+    store = checkpoints_in(merged.path)
     store.save_host(STEP, arrays, {"leaves": leaves, "layout": None if layout is None else str(layout), "data": None})
     store.close()
     if main:
-        write_json(made.path / INFO, {**made.info, "status": "merged"})
-    return made
+        write_json(merged.path / INFO, {**merged.info, "status": "merged"})
+    return merged

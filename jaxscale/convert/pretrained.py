@@ -1,4 +1,4 @@
-"""Checkpoints of other programs made run folders of ours."""
+"""Import checkpoints of other programs as run folders."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_r
 log = logging.getLogger("jaxscale")
 
 STEP = 0
-"""Of the checkpoint that an import writes."""
+"""Step of the checkpoint that an import writes."""
 
 _UNFINISHED = "importing"
 _JOURNAL = "import.jsonl"
-_LENGTH = 1024  # of rows, where the model was made for longer ones
+_LENGTH = 1024  # train.seq_len of an imported model that supports longer sequences
 
 
 def import_checkpoint(
@@ -55,35 +55,38 @@ def import_checkpoint(
     adapters: str | Path | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Run:
-    """Makes a run folder of a Hugging Face checkpoint: `load(out)` is then a run with parameters and a tokenizer.
+    """Import a Hugging Face checkpoint as a run folder; `load(out)` is then a run with parameters and a tokenizer.
 
-    Tensors are read, turned and written chunk by chunk: host memory holds one of theirs and the chunks under way.
-    Names and shapes are checked before anything is written. An import that was interrupted goes on when it is started
-    again; a folder that holds anything else is left as it is.
+    Tensors are read, converted and written chunk by chunk: host memory holds one source tensor and a few chunks. Names
+    and shapes are checked before anything is written. An interrupted import continues when it is started again; a
+    folder with anything else in it is left as it is.
 
     Args:
       source: a folder with config.json and safetensors, or a name on the Hugging Face Hub.
       out: the run folder.
-      layout: what the run is laid out by, such as "tensor=4"; the checkpoint is cut as its shards are, and can be read
-        onto any other.
+      layout: the run's layout, such as "tensor=4". Chunks of the checkpoint are its shards; any other layout can read
+        them.
       dtype: see `open_pretrained`.
-      revision: of a name on the Hub.
-      adapters: a folder of PEFT's, or a name on the Hub; they are added to the weights, in the type of those.
-      say: takes a sentence for the user.
+      revision: a branch, tag or commit of a name on the Hub.
+      adapters: a PEFT folder, or a name on the Hub; merged into the weights, in their dtype.
+      say: prints a line.
+
+    Returns:
+      the run.
 
     Raises:
       CheckpointError: see `open_pretrained`.
       LayoutError: the layout does not divide a tensor.
-      RunError: `out` is there already, and no unfinished import of the same files.
+      RunError: `out` exists already and is not an unfinished import of the same files.
     """
     layout = Layout(layout) if isinstance(layout, str) else layout
     added = None if adapters is None else local_folder(adapters)
-    found = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, say=say)
-    facts = {"source": str(found.folder.absolute()), "family": found.family.model_type}
+    opened = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, say=say)
+    facts = {"source": str(opened.folder.absolute()), "family": opened.family.model_type}
     facts |= {} if added is None else {"adapters": str(added.absolute())}
-    mark = json.dumps([found.arrays.tensors.fingerprint(), found.values])
+    mark = json.dumps([opened.arrays.tensors.fingerprint(), opened.values])
     return write_run(
-        out, _settings(found, Path(out), layout), found.arrays, hf=found.folder, facts=facts, mark=mark, say=say
+        out, _settings(opened, Path(out), layout), opened.arrays, hf=opened.folder, facts=facts, mark=mark, say=say
     )
 
 
@@ -98,24 +101,27 @@ def write_run(
     status: str = "imported",
     say: Callable[[str], None] = log.warning,
 ) -> Run:
-    """Makes a run folder of settings and parameters that are somewhere else, chunk by chunk.
+    """Write a run folder from settings and a source of parameters, chunk by chunk.
 
     Args:
       out: the folder.
-      config: the run's settings; its layout cuts the checkpoint.
-      arrays: where the parameters are, by the names of a checkpoint ("params/embed/weight"), of the model's dtypes.
-      hf: the folder whose companions (tokenizer.json and so on) go with it, or `None`.
-      facts: what `run.json` says beside the usual, such as "source".
-      mark: of the values: one that was interrupted is gone on with when this and the settings are the same.
-      status: what `run.json` calls it in the end.
-      say: takes a sentence for the user.
+      config: the run's settings; chunks of the checkpoint are the shards of its layout.
+      arrays: source of the parameters, by the names of a checkpoint ("params/embed/weight"), with the model's dtypes.
+      hf: a folder whose tokenizer.json and so on to copy, or `None`.
+      facts: further facts for `run.json`, such as "source".
+      mark: identifies the values: an interrupted write continues only if this and the settings are the same.
+      status: the final status in `run.json`.
+      say: prints a line.
+
+    Returns:
+      the run.
 
     Raises:
       LayoutError: the layout does not divide a tensor.
-      RunError: `out` is there already, and nothing unfinished of the same.
+      RunError: `out` exists already and is not an unfinished write of the same; there are several processes.
     """
     if jax.process_count() > 1:
-        raise RunError("such a folder is written by one process; start it on one host, into a folder that all see")
+        raise RunError("only one process can import; run it on one host, into a folder that all hosts share")
     run = Run(out, config)
     _, infos = describe_model(config.model)
     shardings = shardings_of(infos, config.layout)
@@ -132,38 +138,45 @@ def write_run(
     return run
 
 
-def read_pretrained(found: Pretrained, layout: Layout | None) -> Any:
-    """The parameters of an open folder, straight onto the shards of a layout, and nothing on disk.
+def read_pretrained(pretrained: Pretrained, layout: Layout | None) -> Any:
+    """Read the parameters of a Hugging Face folder onto the shards of a layout, without writing a run folder.
+
+    Args:
+      pretrained: from `open_pretrained`.
+      layout: where to place them; `None` is one device.
+
+    Returns:
+      a tree of `jax.Array`s.
 
     Raises:
       LayoutError: the layout does not divide a tensor.
     """
-    _, infos = describe_model(found.config)
+    _, infos = describe_model(pretrained.config)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = shardings_of(infos, layout) or jax.tree.map(lambda _: one, infos)
-    return jax.tree.map(lambda i, s: place(found.arrays, f"params/{i.path}", i, s), infos, where)
+    return jax.tree.map(lambda i, s: place(pretrained.arrays, f"params/{i.path}", i, s), infos, where)
 
 
-def _settings(found: Pretrained, out: Path, layout: Layout | None) -> TrainConfig:
-    told: dict[str, Any] = dict(model=found.config, layout=layout, seq_len=min(found.length, _LENGTH))
-    if (found.folder / "tokenizer.json").is_file():
-        own = Companions(found.folder).tokenizer
-        told["tokenizer"] = dataclasses.replace(own, path=str((out / HF / "tokenizer.json").absolute()))
-    return TrainConfig(**told)
+def _settings(opened: Pretrained, out: Path, layout: Layout | None) -> TrainConfig:
+    settings: dict[str, Any] = dict(model=opened.config, layout=layout, seq_len=min(opened.length, _LENGTH))
+    if (opened.folder / "tokenizer.json").is_file():
+        own = Companions(opened.folder).tokenizer
+        settings["tokenizer"] = dataclasses.replace(own, path=str((out / HF / "tokenizer.json").absolute()))
+    return TrainConfig(**settings)
 
 
 def _claim(path: Path, mark: str, say: Callable[[str], None]) -> None:
-    """Makes the folder, or takes up an unfinished import of the same.
+    """Make the folder, or accept one with an unfinished import of the same.
 
     Raises:
-      RunError: it holds something else, or cannot be made.
+      RunError: it has something else in it, or cannot be made.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        there = [p.name for p in path.iterdir() if p.name != ".lock"]
+        existing = [p.name for p in path.iterdir() if p.name != ".lock"]
     except OSError as e:
         raise RunError(f"cannot make the run folder {path}: {e.strerror}") from e
-    if not there:
+    if not existing:
         return
     info = Run(path).info if (path / INFO).exists() else {}
     if info.get("status") == _UNFINISHED:
@@ -172,14 +185,14 @@ def _claim(path: Path, mark: str, say: Callable[[str], None]) -> None:
                 f"{path} holds an unfinished import of {info.get('source', 'something')} that began with other files "
                 "or settings; remove it, or name another folder"
             )
-        say(f"{path} holds an unfinished import; going on with it")
+        say(f"{path} holds an unfinished import; continuing it")
         return
     raise RunError(f"{path} is there already; name another folder")
 
 
 def _begin(run: Run, facts: dict[str, Any]) -> None:
     own = {"id": os.urandom(8).hex(), **about(run.config, ""), "status": _UNFINISHED, "step": STEP, **facts}
-    del own["data"], own["loss"]  # of training, of which there was none
+    del own["data"], own["loss"]  # this run was not trained
     own["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     write_json(run.path / INFO, own)
 
@@ -190,7 +203,7 @@ def _write(run: Run, source: Arrays, infos: Any, shardings: Any) -> None:
     arrays = {n: unread(source, n, i.shape, i.dtype, where[n]) for n, i in every.items()}
     store = checkpoints_in(run.path)
     if store.steps():
-        return  # killed between the checkpoint and the last word on it
+        return  # killed after the checkpoint was written, before `_finish`
     layout = run.config.layout
     manifest = {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""Whether `transformers` says the same of a folder as we do."""
+"""Compare the logits of an imported model with those of `transformers`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jaxscale.layout import Layout
 from jaxscale.step.state import describe_model
 
 WITHIN = 1e-3
-"""Of the largest logit: what float32 leaves of a deep model's logits, and far below what a wrong map makes of them."""
+"""Tolerance, relative to the largest logit: float32 rounding in a deep model, far below the effect of a wrong map."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Logits of the same ids, by both.
+    """Differences between the logits of `transformers` and ours, for the same token ids.
 
     Args:
-      error: the largest difference.
-      largest: the largest logit.
-      same: at how many places the likeliest token is the same.
-      places: of how many.
+      error: the largest absolute difference.
+      largest: the largest absolute logit of `transformers`.
+      same: number of positions at which the most likely token is the same.
+      places: number of positions.
     """
 
     error: float
@@ -40,15 +40,15 @@ class Compared:
     def __str__(self) -> str:
         return (
             f"logits are within {self.error:.1e} of those of transformers (the largest is {self.largest:.1f}), and "
-            f"the likeliest token is the same at {self.same} of {self.places} places"
+            f"the most likely token is the same at {self.same} of {self.places} positions"
         )
 
 
 def packages() -> tuple[Any, Any]:
-    """`torch` and `transformers`.
+    """Import `torch` and `transformers`.
 
     Raises:
-      CheckpointError: one is not installed.
+      CheckpointError: one of them is not installed.
     """
     try:
         import torch
@@ -61,32 +61,33 @@ def packages() -> tuple[Any, Any]:
 def compare(
     source: str | Path, *, layout: Layout | None = None, rows: int = 2, length: int = 32, revision: str | None = None
 ) -> Compared:
-    """Computes logits of random ids in float32 by `transformers` and here; both have the whole model in memory.
+    """Compute float32 logits of random token ids with `transformers` and here; both need the whole model in memory.
 
     Args:
-      source: a folder, or a name on the Hub.
-      layout: ours runs on.
-      rows, length: of the ids.
-      revision: of a name on the Hub.
+      source: a Hugging Face folder, or a name on the Hub.
+      layout: layout for our model; `None` is one device.
+      rows: number of sequences.
+      length: tokens of each, at most what the model supports.
+      revision: a branch, tag or commit of a name on the Hub.
 
     Raises:
-      CheckpointError: they differ, or `transformers` is not installed.
+      CheckpointError: the logits differ by more than `WITHIN`, or `transformers` is not installed.
     """
     torch, transformers = packages()
     folder = local_folder(source, revision)
-    found = open_pretrained(folder, dtype="float32", say=lambda _: None)
-    ids = np.random.default_rng(0).integers(0, found.config.vocab, (rows, min(length, found.length)))
+    opened = open_pretrained(folder, dtype="float32", say=lambda _: None)
+    ids = np.random.default_rng(0).integers(0, opened.config.vocab, (rows, min(length, opened.length)))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        wanted = theirs(torch.tensor(ids)).logits.float().numpy()
+        expected = theirs(torch.tensor(ids)).logits.float().numpy()
     del theirs
-    graphdef, _ = describe_model(found.config)
+    graphdef, _ = describe_model(opened.config)
     with layout if layout is not None else contextlib.nullcontext():
-        params = read_pretrained(found, layout)
+        params = read_pretrained(opened, layout)
         got = np.asarray(jax.jit(lambda p, t: nnx.merge(graphdef, p)(t))(params, ids))
-    largest = float(np.abs(wanted).max())
-    same = int((got.argmax(-1) == wanted.argmax(-1)).sum())
-    compared = Compared(float(np.abs(got - wanted).max()), largest, same, ids.size)
+    largest = float(np.abs(expected).max())
+    same = int((got.argmax(-1) == expected.argmax(-1)).sum())
+    compared = Compared(float(np.abs(got - expected).max()), largest, same, ids.size)
     if not compared.error <= WITHIN * max(largest, 1.0):
         raise CheckpointError(f"{folder}: {compared}")
     return compared

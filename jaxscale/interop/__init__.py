@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: Hugging Face folders in, and out."""
+"""Read and write Hugging Face checkpoints."""
 
 from jaxscale.interop.companions import Companions, copy_companions
 from jaxscale.interop.families import FAMILIES

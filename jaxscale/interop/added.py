@@ -1,4 +1,4 @@
-"""A checkpoint of theirs to whose matrices PEFT's adapters are added as they are read: nothing is written twice."""
+"""Read a Hugging Face checkpoint with PEFT adapters merged into its matrices as they are read."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from jaxscale.interop.safetensors import SafeTensors, Stored, dtype_of, is_real,
 
 _KEY = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])" + re.escape(WEIGHT))
 _PATTERN = 200
-"""Letters of an `alpha_pattern`'s name, which is a regular expression."""
-_AS_THEY_ARE = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Ways to begin that leave the model's own matrices as they were; of others the base is not the one that was named."""
+"""Most characters of a key of `alpha_pattern`, which is a regular expression."""
+_BASE_UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that do not change the base model's matrices; the others do."""
 
 
 class Added(SafeTensors):
-    """The tensors of a folder, those with adapters as W + scale · B · A, float32 (W + scale · (B · A)ᵀ of GPT-2's).
+    """The tensors of a folder; those with adapters as float32 W + scale · B · A (W + scale · (B · A)ᵀ for GPT-2).
 
     Args:
-      folder: of the model; see `SafeTensors`.
-      adapters: a folder as PEFT writes it; LoRA alone (Hu et al. 2021), whatever its ranks and scales.
-      prefix: what names of the model's tensors may lack.
+      folder: the model's folder; see `SafeTensors`.
+      adapters: a PEFT folder with LoRA adapters (Hu et al. 2021).
+      prefix: prefix that the model's tensor names may lack.
 
     Raises:
-      CheckpointError: none, adapters of another kind, or of other modules or shapes than the folder has; pickled ones.
+      CheckpointError: the folder has no adapters, pickled ones, other than LoRA, or some that do not fit the model.
     """
 
     def __init__(self, folder: str | Path, adapters: str | Path, prefix: str = ""):
@@ -50,20 +50,20 @@ class Added(SafeTensors):
         about.only("use_dora", False)
         about.only("use_qalora", False)
         about.only("layer_replication", None)
-        about.only("init_lora_weights", *_AS_THEY_ARE)
+        about.only("init_lora_weights", *_BASE_UNCHANGED)
         self._turned = about.only("fan_in_fan_out", False, True)
         self._pairs: dict[str, dict[str, Float[np.ndarray, "x y"]]] = {}
         modules: dict[str, str] = {}
         for key, tensor in _header(self.adapters).items():
-            found = _KEY.fullmatch(key)
-            name = "" if found is None else self._name(found["module"] + WEIGHT, prefix)
-            if found is None or name not in self:
+            match = _KEY.fullmatch(key)
+            name = "" if match is None else self._name(match["module"] + WEIGHT, prefix)
+            if match is None or name not in self:
                 raise CheckpointError(
-                    f"{self.adapters / ADAPTER_TENSORS} has {key}, and {self.folder} no matrix that it could be added "
-                    f"to{near(key, [f'{PREFIX}{k}' for k in self])}"
+                    f"{self.adapters / ADAPTER_TENSORS} has {key}, but {self.folder} has no matrix for it"
+                    f"{near(key, [f'{PREFIX}{k}' for k in self])}"
                 )
-            self._pairs.setdefault(name, {})[found["side"]] = _read(tensor, key)
-            modules[name] = found["module"]
+            self._pairs.setdefault(name, {})[match["side"]] = _read(tensor, key)
+            modules[name] = match["module"]
         if not modules:
             raise CheckpointError(f"{self.adapters / ADAPTER_TENSORS} holds no tensor")
         self._scales = {name: self._scale(name, module) for name, module in modules.items()}
@@ -72,37 +72,39 @@ class Added(SafeTensors):
         return name if name in self else name.removeprefix(prefix)
 
     def _scale(self, name: str, module: str) -> float:
-        """The factor of a module's product, after its shapes were looked at."""
+        """Check the shapes of a module's adapters and return their scale."""
         pair, shape = self._pairs[name], self[name].shape
         if set(pair) != {"A", "B"}:
-            raise CheckpointError(f"{self.adapters / ADAPTER_TENSORS} has one of the two matrices for {name}")
+            raise CheckpointError(f"{self.adapters / ADAPTER_TENSORS} has only one of two matrices for {name}")
         a, b = pair["A"], pair["B"]
-        made = (b.shape[0], a.shape[-1]) if a.ndim == b.ndim == 2 and 0 < len(a) == b.shape[1] else None
-        if made is None or shape not in (made, made[::-1] if self._turned else made):
+        product = (b.shape[0], a.shape[-1]) if a.ndim == b.ndim == 2 and 0 < len(a) == b.shape[1] else None
+        if product is None or shape not in (product, product[::-1] if self._turned else product):
             raise CheckpointError(
                 f"{self.adapters / ADAPTER_TENSORS} has matrices of {list(a.shape)} and {list(b.shape)} for {name}, "
-                f"which is {list(shape)}"
+                f"whose shape is {list(shape)}"
             )
         if not is_real(dtype_of(self[name], name)):
-            raise CheckpointError(f"the tensor {name} is of type {self[name].dtype}, to which nothing can be added")
+            raise CheckpointError(
+                f"the tensor {name} has dtype {self[name].dtype}, but adapters need a floating-point one"
+            )
         rank, alpha = len(a), self._alpha(module)
         return alpha / (math.sqrt(rank) if self._about.only("use_rslora", False, True) else rank)
 
     def _alpha(self, module: str) -> float:
         own: Any = self._about.get("alpha_pattern", {})
         if not isinstance(own, Mapping):
-            raise CheckpointError(f"{self._about.what} has alpha_pattern = {short(own)}, which is no object")
+            raise CheckpointError(f"{self._about.what} has alpha_pattern = {short(own)}, which is not an object")
         for pattern in own:
             if len(pattern) > _PATTERN or len(re.findall(r"[*+{]", pattern)) > 2 or re.search(r"\)[*+{?]", pattern):
                 raise CheckpointError(
-                    f"{self._about.what} has the alpha_pattern {short(pattern)}, which could take for ever to compare; "
-                    f"write the name of a module (at most {_PATTERN} letters, two repetitions, none of a group)"
+                    f"{self._about.what} has the alpha_pattern {short(pattern)}, which could take for ever to match; "
+                    f"use the name of a module (at most {_PATTERN} letters, two repetitions, none of a group)"
                 )
             try:
-                found = re.fullmatch(rf"(.*\.)?({pattern})", module)
+                match = re.fullmatch(rf"(.*\.)?({pattern})", module)
             except re.error as e:
                 raise CheckpointError(f"{self._about.what} has the alpha_pattern {pattern!r}: {e}") from None
-            if found:
+            if match:
                 return Fields(dict(own), f"alpha_pattern of {self._about.what}").number(pattern)
         return self._about.number("lora_alpha")
 
@@ -119,13 +121,13 @@ class Added(SafeTensors):
         return tensor.astype(np.float32) + (more.T if turned else more)
 
     def fingerprint(self) -> list[list[Any]]:
-        """See `SafeTensors.fingerprint`; of the adapters as well."""
+        """See `SafeTensors.fingerprint`; includes the adapters."""
         files = [self.adapters / n for n in (ADAPTER_CONFIG, ADAPTER_TENSORS)]
         return [*super().fingerprint(), *([f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files)]
 
 
 def is_adapters(folder: Path) -> bool:
-    """Whether a folder holds adapters and no model."""
+    """Whether a folder has PEFT adapters and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
@@ -133,14 +135,14 @@ def _header(folder: Path) -> dict[str, Stored]:
     file = folder / ADAPTER_TENSORS
     if not file.is_file() and (folder / "adapter_model.bin").is_file():
         raise CheckpointError(
-            f"{folder} has pickled adapters only, and unpickling runs whatever code is in them; bring them as "
-            "safetensors: PeftModel.from_pretrained(...).save_pretrained(DIR)"
+            f"{folder} has pickled adapters only, and unpickling can run any code; convert them to safetensors: "
+            "PeftModel.from_pretrained(...).save_pretrained(DIR)"
         )
     return read_header(file)
 
 
 def _read(tensor: Stored, key: str) -> Float[np.ndarray, "x y"]:
-    """The values of a small tensor, float32."""
+    """Read a small tensor as float32."""
     dtype = dtype_of(tensor, key)
     count = math.prod(tensor.shape)
     return np.fromfile(tensor.file, dtype, count, offset=tensor.start).reshape(tensor.shape).astype(np.float32)

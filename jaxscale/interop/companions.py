@@ -1,4 +1,4 @@
-"""What travels with the weights: the files beside them, and what they say of tokens."""
+"""Companions: the files beside a checkpoint's weights (tokenizer, generation config, chat template)."""
 
 from __future__ import annotations
 
@@ -31,30 +31,38 @@ FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""Copied as they are."""
+"""Files that are copied with a model."""
 CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""How a token is chosen, in the words of generation configs and of `Sampling`."""
+"""Sampling settings that generation configs and `Sampling` have in common."""
 
 
 def copy_companions(folder: Path, out: Path, but: Sequence[str] = ()) -> list[str]:
-    """Copies those of `FILES` that are there, byte for byte; returns their names.
+    """Copy the companion files (`FILES`) that a folder has.
+
+    Args:
+      folder: the checkpoint's folder.
+      out: where to copy them; made if necessary.
+      but: names to leave out.
+
+    Returns:
+      the names of the copied files.
 
     Raises:
-      CheckpointError: one is a link out of the folder.
+      CheckpointError: a file is a link out of the folder.
     """
     check_links(folder)
     out.mkdir(parents=True, exist_ok=True)
-    found = [name for name in FILES if name not in but and (folder / name).is_file()]
-    for name in found:
+    names = [name for name in FILES if name not in but and (folder / name).is_file()]
+    for name in names:
         shutil.copyfile(folder / name, out / name)
-    return found
+    return names
 
 
 class Companions:
-    """What the files beside a checkpoint say of its tokens.
+    """Reads the companion files of a checkpoint.
 
     Args:
-      folder: that holds them.
+      folder: the checkpoint's folder.
     """
 
     def __init__(self, folder: Path):
@@ -65,78 +73,81 @@ class Companions:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; empty where there is none."""
+        """The content of config.json; `{}` if there is none."""
         return self._json(CONFIG)
 
     @cached_property
     def tokenizer(self) -> HFTokenizer:
-        """Its tokenizer; what ends a text is what `tokenizer_config.json` says.
+        """The tokenizer, with the end-of-text token of `tokenizer_config.json`.
 
         Raises:
-          DataError: it came without a tokenizer.json.
+          DataError: there is no tokenizer.json.
         """
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise DataError(
-                f"{self.folder} has no tokenizer.json, so that there is no text, only token ids; bring one "
+                f"{self.folder} has no tokenizer.json, so only token ids can be used, no text; add one "
                 "(AutoTokenizer.from_pretrained(...).save_pretrained(DIR) writes it)"
             )
         return HFTokenizer(str(file.absolute()), eos=self._token("eos_token"))
 
     def _token(self, name: str) -> str | None:
-        """A special token's text, in either form that they write."""
+        """Return a special token's text, which may be written as a string or as an object with `content`."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            said = self._json(file).get(name)
-            said = said.get("content") if isinstance(said, dict) else said
-            if said and not isinstance(said, str):
-                raise DataError(f"{self.folder / file} has {name} = {short(said)}, which is no token's text")
-            if said:
-                return said
+            token = self._json(file).get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if token and not isinstance(token, str):
+                raise DataError(f"{self.folder / file} has {name} = {short(token)}, which is not a token's text")
+            if token:
+                return token
         return None
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: the generation config's, else config.json's, else the tokenizer's own.
+        """Token ids that end a completion: the generation config's, else config.json's, else the tokenizer's.
 
         Raises:
-          DataError: none is told.
+          DataError: no file names one.
         """
         for name in (GENERATION, CONFIG):
-            said = self._json(name).get("eos_token_id")
-            if said is None:
+            value = self._json(name).get("eos_token_id")
+            if value is None:
                 continue
-            ids = said if isinstance(said, list) else [said]
+            ids = value if isinstance(value, list) else [value]
             if not ids or not all(map(reading.is_whole, ids)):
-                raise DataError(f"{self.folder / name} has eos_token_id = {short(said)}, which is no token's id")
+                raise DataError(f"{self.folder / name} has eos_token_id = {short(value)}, which is not a token id")
             return tuple(ids)
         return (self.tokenizer.eos_id,)
 
     @cached_property
     def choice(self) -> dict[str, Any]:
-        """How the generation config has tokens chosen, by the names of `Sampling`; what it leaves out is not there.
+        """The generation config's sampling settings, by the names of `Sampling`; only those that it has.
 
-        Of one that says `"do_sample": false` only the penalty is for its texts.
+        With `"do_sample": false`, only the repetition penalty applies.
         """
-        said = self._json(GENERATION)
-        names = CHOICE if said.get("do_sample") is not False else CHOICE[-1:]
-        found = {name: said[name] for name in names if said.get(name) is not None}
-        strange = next((n for n, v in found.items() if not is_number(v) or (n == "top_k" and v != int(v))), None)
-        if strange is not None:
-            raise DataError(f"{self.folder / GENERATION} has {strange} = {short(found[strange])}, which is no number")
-        if found.get("top_k") in (0, -1):  # which are all
-            del found["top_k"]
-        return found
+        values = self._json(GENERATION)
+        names = CHOICE if values.get("do_sample") is not False else CHOICE[-1:]
+        settings = {name: values[name] for name in names if values.get(name) is not None}
+        wrong = next((n for n, v in settings.items() if not is_number(v) or (n == "top_k" and v != int(v))), None)
+        if wrong is not None:
+            raise DataError(f"{self.folder / GENERATION} has {wrong} = {short(settings[wrong])}, which is no number")
+        if settings.get("top_k") in (0, -1):  # both mean all tokens
+            del settings["top_k"]
+        return settings
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """Ids that open a text, as the family was trained: what the tokenizer puts before one."""
+        """Token ids that the tokenizer puts before a text."""
         return self.tokenizer.opening
 
     def prompt_ids(self, text: str) -> np.ndarray:
-        """The ids that a prompt starts from; an empty one needs something to go on from, and gets an opening or an end.
+        """Return the int32 token ids of a prompt; an empty one becomes the begin-of-text or else the end-of-text id.
+
+        Args:
+          text: the prompt.
 
         Raises:
-          DataError: there is no tokenizer, or an empty prompt and nothing to open with.
+          DataError: there is no tokenizer, or the prompt is empty and no file names an id to start from.
         """
         ids = [*self.opening, *self.tokenizer.encode(text).tolist()]
         if not ids:

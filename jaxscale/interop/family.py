@@ -1,4 +1,4 @@
-"""A family of models: how its config.json and ours say the same, and its table of tensors."""
+"""A family of Hugging Face models: conversion of its config.json to and from ours, and its table of tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jaxscale.nn import LongRopeScaling, MixtureOfExperts
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One file of `jaxscale/interop/families` makes one of these.
+    """A family of models; each file of `jaxscale/interop/families` defines one.
 
     Args:
-      model_type: as config.json says it, "llama".
-      architecture: the class in transformers, "LlamaForCausalLM".
-      model: from config.json's fields; raises CheckpointError for a value that it does not know.
-      config: back, of a config that `model` might have given; what comes out is read again by `model`, and has to give
-        the same, so that it need not check what it cannot say.
-      table: a line per tensor (see `jaxscale.interop.maps`), or what gives them for a config.
-      ignored: patterns of keys that hold nothing of the model; "{depth}" is the number of its layers.
-      prefix: what keys of a checkpoint of the bare model lack.
+      model_type: its name in config.json, such as "llama".
+      architecture: its class in transformers, such as "LlamaForCausalLM".
+      model: makes our config from the fields of a config.json; raises CheckpointError for unknown values.
+      config: makes fields of config.json from our config. It need not check what it cannot express, since its result
+        is read again by `model` and compared.
+      table: a `Map` per tensor (see `jaxscale.interop.maps`), or a function that returns them for a config.
+      ignored: regular expressions of tensor names that are not part of the model; "{depth}" is its number of layers.
+      prefix: prefix of tensor names that checkpoints of the model without its head lack.
     """
 
     model_type: str
@@ -42,30 +42,37 @@ class Family:
     prefix: str = ""
 
     def bind(self, config: TransformerConfig) -> list[Bound]:
-        """The line of every leaf of a model.
+        """Match every parameter of a model with its `Map`.
+
+        Args:
+          config: the model's config.
 
         Raises:
-          CheckpointError: leaves that no line is about.
+          CheckpointError: parameters without a `Map`.
         """
         infos = _infos(config)
         table = self.table if isinstance(self.table, tuple) else self.table(config)
         return bind(table, jax.tree.leaves(infos), config.runs)
 
     def differences(self, config: TransformerConfig, length: int) -> list[str]:
-        """What of a config it cannot say, a sentence each.
-
-        Raises:
-          CheckpointError: it has no word for one of its parts, whatever the others are.
-        """
-        again = self.model(Fields(self.json(config, length), self.model_type))
-        wanted, got = _said(config), _said(again)
-        return [f"{k} = {_word(wanted[k])}" for k in wanted if wanted[k] != got[k]]
-
-    def json(self, config: TransformerConfig, length: int) -> dict[str, Any]:
-        """The config.json of a config.
+        """List the settings of a config that this family cannot express, as "name = value".
 
         Args:
-          config: one without `differences`.
+          config: the model's config.
+          length: the most positions, for `max_position_embeddings`.
+
+        Raises:
+          CheckpointError: a part of the config has no form in this family's config.json.
+        """
+        again = self.model(Fields(self.json(config, length), self.model_type))
+        expected, got = _meaning(config), _meaning(again)
+        return [f"{k} = {_name(expected[k])}" for k in expected if expected[k] != got[k]]
+
+    def json(self, config: TransformerConfig, length: int) -> dict[str, Any]:
+        """Return the config.json of a config.
+
+        Args:
+          config: a config without `differences`.
           length: the most positions, for `max_position_embeddings`.
         """
         about = {"architectures": [self.architecture], "model_type": self.model_type, "torch_dtype": config.param_dtype}
@@ -74,103 +81,115 @@ class Family:
 
 @functools.lru_cache(maxsize=8)
 def _infos(config: TransformerConfig) -> Any:
-    """A `TensorInfo` per parameter of a model, which is described and not made."""
+    """Return a `TensorInfo` per parameter of a model, without making arrays."""
     return abstract(lambda: config.make(nnx.Rngs(params=0)))[1]
 
 
 _OWN = frozenset(
     ("memory", "scan", "attention", "overlap", "dropout", "dtype", "param_dtype", "stack", "parametrisation")
 )
-"""Of a config, how it is computed and trained."""
+"""Fields of a config about how the model is computed and trained, which do not change its values."""
 
 _LAYERS = frozenset(("blocks", "attention_layer", "mlp", "dense_mlp", "dense_layers", "mlp_every", "windows"))
-"""Of a config, what its layers are made of; `layer_specs` has it layer by layer."""
+"""Fields of a config that `layer_specs` resolves for each layer."""
 
 _SIZES = ("width", "heads", "kv_heads", "head_dim", "hidden")
 
 
 def same_model(a: TransformerConfig, b: TransformerConfig) -> bool:
-    """Whether two configs are of models whose parameters mean the same, also where one has `blocks` and one has not."""
-    return _said(a) == _said(b)
+    """Whether two configs compute the same function of the same parameters, whether or not they use `blocks`.
+
+    Args:
+      a: a config.
+      b: another config.
+    """
+    return _meaning(a) == _meaning(b)
 
 
-def _said(c: TransformerConfig) -> dict[str, Any]:
-    """What a config says of the model's values, sizes worked out."""
-    found = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in _OWN | _LAYERS}
-    found |= {name: getattr(c.sizes, name) for name in _SIZES}
-    found |= {"qk_norm": c.qk_norm_of, "attention_scale": c.score_scale, "positions": _values(c.positions)}
+def _meaning(c: TransformerConfig) -> dict[str, Any]:
+    """The settings that determine a model's values, with sizes resolved."""
+    meaning = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in _OWN | _LAYERS}
+    meaning |= {name: getattr(c.sizes, name) for name in _SIZES}
+    meaning |= {"qk_norm": c.qk_norm_of, "attention_scale": c.score_scale, "positions": _values(c.positions)}
     layers = c.layer_specs()
-    found["attention_layer"] = _once([layer.mixer for layer in layers])
-    found["mlp"] = _once([_forward(layer.mlp, c.sizes.hidden) for layer in layers])
-    found["windows"] = tuple(layer.window for layer in layers)
+    meaning["attention_layer"] = _merged([layer.mixer for layer in layers])
+    meaning["mlp"] = _merged([_forward(layer.mlp, c.sizes.hidden) for layer in layers])
+    meaning["windows"] = tuple(layer.window for layer in layers)
     if all(isinstance(layer.mlp, MixtureOfExperts) for layer in layers):
-        found["hidden"] = None  # of no layer; experts say their own
-    if all(w is None for w in found["windows"]):
-        found["local_positions"] = None
-    found["stack"] = c.stack.__name__
-    found["parametrisation"] = c.parametrisation
-    return found
+        meaning["hidden"] = None  # not used by any layer: experts have their own
+    if all(w is None for w in meaning["windows"]):
+        meaning["local_positions"] = None
+    meaning["stack"] = c.stack.__name__
+    meaning["parametrisation"] = c.parametrisation
+    return meaning
 
 
-def _once(parts: list[Any]) -> Any:
-    """The part that all layers have, or those of each."""
+def _merged(parts: list[Any]) -> Any:
+    """Return the part that all layers have in common, or a tuple of each layer's."""
     return parts[0] if all(part == parts[0] for part in parts) else tuple(parts)
 
 
 def _forward(mlp: Any, hidden: int) -> Any:
-    """A feed-forward without what training alone looks at."""
+    """Return a feed-forward layer without settings that only training uses."""
     if isinstance(mlp, MixtureOfExperts):
         return dataclasses.replace(mlp, hidden=mlp.hidden or hidden, balance_loss=0.0, z_loss=0.0)
     return mlp
 
 
 def _values(positions: Any) -> Any:
-    """Positions without the length that texts may reach here, which is no value of the model's."""
+    """Return positions without LongRoPE's `length`, which is ours and not in config.json."""
     scaling = getattr(positions, "scaling", None)
     if not isinstance(scaling, LongRopeScaling):
         return positions
     return dataclasses.replace(positions, scaling=dataclasses.replace(scaling, length=None))
 
 
-def _word(value: Any) -> str:
+def _name(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
 def family_of(values: dict[str, Any], families: Sequence[Family], where: str) -> Family:
-    """The family that a config.json names.
+    """Return the family that a config.json names.
+
+    Args:
+      values: the content of config.json.
+      families: the known families.
+      where: the file, for messages.
 
     Raises:
-      CheckpointError: none that is known, or a checkpoint that is quantised.
+      CheckpointError: the family is unknown, or the checkpoint is quantised.
     """
     known = {f.model_type: f for f in families}
     kind = values.get("model_type")
     if values.get("quantization_config"):
-        how = values["quantization_config"]
-        how = how.get("quant_method", "some way") if isinstance(how, dict) else how
-        raise CheckpointError(f"{where} is quantised ({how}); bring the checkpoint in bfloat16 or float32")
+        method = values["quantization_config"]
+        method = method.get("quant_method", "unknown method") if isinstance(method, dict) else method
+        raise CheckpointError(f"{where} is quantised ({method}); use a checkpoint in bfloat16 or float32")
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(f"{where} has the model_type {short(kind)}{near(short(kind), known)}")
     return known[kind]
 
 
-def family_for(config: TransformerConfig, families: Sequence[Family], length: int, wanted: str | None = None) -> Family:
-    """The first family that can say a config.
+def family_for(
+    config: TransformerConfig, families: Sequence[Family], length: int, model_type: str | None = None
+) -> Family:
+    """Return the first family that can express a config.
 
     Args:
-      config: of the model.
-      families: among which.
+      config: the model's config.
+      families: the families to try, in order.
       length: the most positions.
-      wanted: the `model_type` that is asked for, or `None`.
+      model_type: try only the family with this name.
 
     Raises:
-      CheckpointError: none can, or the one asked for cannot; with what the nearest cannot say.
+      CheckpointError: no family can express the config; the message lists what the nearest one cannot express.
     """
     known = {f.model_type: f for f in families}
-    if wanted is not None and wanted not in known:
-        raise CheckpointError(f"there is no family '{wanted}' to export to{near(wanted, known)}")
+    if model_type is not None and model_type not in known:
+        raise CheckpointError(f"there is no family '{model_type}' to export to{near(model_type, known)}")
     tried: dict[str, list[str]] = {}
-    refused = set()  # of which no more is known than the first reason: farther than any that can be compared
-    for f in [known[wanted]] if wanted else families:
+    refused = set()  # families that gave only one reason, so that they count as farther than any other
+    for f in [known[model_type]] if model_type else families:
         try:
             tried[f.model_type] = f.differences(config, length)
         except CheckpointError as e:
@@ -179,5 +198,6 @@ def family_for(config: TransformerConfig, families: Sequence[Family], length: in
         if not tried[f.model_type]:
             return f
     nearest = min(tried, key=lambda name: (name in refused, len(tried[name])))
-    which = f"'{nearest}'" if wanted else f"no family can say this model; the nearest, '{nearest}',"
-    raise CheckpointError(f"{which} cannot say {', '.join(tried[nearest][:6])}")
+    which = f"'{nearest}'" if model_type else f"no family can express this model; the nearest, '{nearest}',"
+    reasons = f"it: {tried[nearest][0]}" if nearest in refused else ", ".join(tried[nearest][:6])
+    raise CheckpointError(f"{which} cannot express {reasons}")

@@ -1,4 +1,4 @@
-"""Reading a config.json so that nothing in it is passed over: every field is taken, fixed, or told of."""
+"""Read a config.json so that no field is ignored silently: each is used, checked to have a fixed value, or reported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _HARMLESS = frozenset(
     output_router_logits classifier_dropout embd_pdrop resid_pdrop attn_pdrop attention_dropout residual_dropout
     hidden_dropout embedding_dropout gradient_checkpointing cache_implementation""".split()
 )
-"""What says nothing of the values that a forward pass makes: names, ids of tokens, training's own settings."""
+"""Fields that do not affect the forward pass: names, token ids, settings of training."""
 
 
 LARGEST = 2**31 - 1
-"""Of sizes."""
+"""The largest size."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number that a float holds, and no boolean."""
+    """Whether a value is a finite number that fits a float, and not a boolean."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:
@@ -41,7 +41,7 @@ def is_number(value: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value for a message, which may be as long as it likes."""
+    """Return the `repr` of a value, at most 100 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -54,27 +54,27 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-_WHOLE = (reading.is_whole, "whole number")
+_WHOLE = (reading.is_whole, "a whole number")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sliding_window": _WHOLE,
     "max_window_layers": _WHOLE,
     "first_k_dense_replace": _WHOLE,
-    "original_max_position_embeddings": (lambda value: reading.is_whole(value, 1), "size"),
-    "max_position_embeddings": (lambda value: reading.is_whole(value, 1), "size"),
-    "layer_types": (_list_of(lambda value: isinstance(value, str)), "list of names"),
-    "mlp_only_layers": (_list_of(reading.is_whole), "list of layers"),
-    "rope_parameters": (_is_object, "object"),
-    "rope_scaling": (_is_object, "object"),
+    "original_max_position_embeddings": (lambda value: reading.is_whole(value, 1), "a size"),
+    "max_position_embeddings": (lambda value: reading.is_whole(value, 1), "a size"),
+    "layer_types": (_list_of(lambda value: isinstance(value, str)), "a list of names"),
+    "mlp_only_layers": (_list_of(reading.is_whole), "a list of layers"),
+    "rope_parameters": (_is_object, "an object"),
+    "rope_scaling": (_is_object, "an object"),
 }
-"""What fields are that are neither a size, a number nor one of a few values."""
+"""Checks for fields that are not a size, a number or one of a few values, and what they should be."""
 
 
 class Fields:
-    """The fields of a config.json; what is never asked for is found by `unread`.
+    """The fields of a config.json; remembers which were read (see `unread`).
 
     Args:
-      values: as JSON gives them.
-      what: whose, for messages.
+      values: the parsed JSON object.
+      what: the file, for messages.
     """
 
     def __init__(self, values: dict[str, Any], what: str):
@@ -82,70 +82,79 @@ class Fields:
         self._read: set[str] = set()
 
     def get(self, name: str, default: T | Any = _MISSING) -> Any:
-        """A field; `default` where it is not there (null counts as not there when there is a default).
+        """Return a field, or `default` if it is missing or null.
+
+        Args:
+          name: the field.
+          default: its default; without one the field is required.
 
         Raises:
-          CheckpointError: it is not there, and has no default.
+          CheckpointError: the field is missing and has no default, or has a value of the wrong kind.
         """
         self._read.add(name)
         value = self.values.get(name)
         kind = _KINDS.get(name)
         if value is not None and kind is not None and not kind[0](value):
-            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is no {kind[1]}")
+            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is not {kind[1]}")
         if value is None and default is _MISSING:
             raise CheckpointError(f"{self.what} has no '{name}'{near(name, self.values)}")
         return default if value is None else value
 
     def size(self, name: str, default: Any = _MISSING) -> Any:
-        """A whole number of at least 1.
+        """Return a field that is a whole number of at least 1, or `default`.
 
         Raises:
-          CheckpointError: something else.
+          CheckpointError: it is missing and has no default, or is something else.
         """
         value = self.get(name, default)
         if value is not default and (not reading.is_whole(value, 1) or value > LARGEST):
             raise CheckpointError(
-                f"{self.what} has {name} = {short(value)}, which is no size; it must be a whole number of at least 1 "
-                f"and at most {LARGEST}"
+                f"{self.what} has {name} = {short(value)}, which is not a size; it must be a whole number of at least "
+                f"1 and at most {LARGEST}"
             )
         return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
-        """A number.
+        """Return a field that is a finite number, or `default`.
 
         Raises:
-          CheckpointError: something else.
+          CheckpointError: it is missing and has no default, or is something else.
         """
         value = self.get(name, default)
         if not is_number(value):
-            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is no finite number")
+            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is not a finite number")
         return float(value)
 
     def only(self, name: str, *known: Any, default: Any = None) -> Any:
-        """A field that may have some values alone; not there is `default`, or the first of them.
+        """Return a field that may have only a few values.
+
+        Args:
+          name: the field.
+          *known: the values it may have.
+          default: the value if it is missing or null; by default the first of `known`.
 
         Raises:
-          CheckpointError: it has another.
+          CheckpointError: it has another value.
         """
         value = self.get(name, known[0] if default is None else default)
         if value not in known:
             if all(isinstance(k, str) for k in known):
                 raise CheckpointError(f"{self.what} has {name} = {short(value)}{near(short(value), known)}")
             one = " or ".join(map(repr, known))
-            raise CheckpointError(f"{self.what} has {name} = {short(value)}, which is not expressed here; only {one}")
+            raise CheckpointError(f"{self.what} has {name} = {short(value)}, but only {one} is supported")
         return value
 
     def unread(self) -> list[str]:
-        """Fields with a value that nobody asked for, and that may mean something."""
+        """Return the fields that were not read, have a value, and may affect the model."""
         empty: tuple[Any, ...] = (None, False, [], {}, "")
         return [k for k, v in self.values.items() if k not in self._read | _HARMLESS and v not in empty]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a file with a JSON object.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: the file cannot be read, or holds something else.
     """
     try:
         return reading.read_json(file)

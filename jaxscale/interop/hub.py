@@ -1,4 +1,4 @@
-"""Names of checkpoints on the Hugging Face Hub, made folders on this machine."""
+"""Find a checkpoint's folder, downloading it from the Hugging Face Hub if necessary."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def local_folder(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: itself, or for a name "owner/model" the Hub's, downloaded once.
+    """Return the folder of a checkpoint; a name "owner/model" is downloaded from the Hub once.
 
-    Only safetensors and the files that travel with them are downloaded.
+    Only safetensors files and their companions (tokenizer, configs) are downloaded.
 
     Args:
       source: a folder, or a name on the Hub.
-      revision: a branch, tag or commit of the Hub's.
+      revision: a branch, tag or commit on the Hub.
 
     Raises:
-      CheckpointError: neither is there, the network is not, or `huggingface_hub` is not installed.
+      CheckpointError: there is no such folder or name, no network, or `huggingface_hub` is not installed.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{path} is a file; name the folder that holds it, with its config.json")
+        raise CheckpointError(f"{path} is a file; name its folder, which has a config.json")
     if not isinstance(source, str) or not _NAME.fullmatch(source):
-        raise CheckpointError(f"there is no folder {path}, and it is no name on the Hub, such as Qwen/Qwen3-0.6B")
+        raise CheckpointError(f"there is no folder {path}, and it is not a name on the Hub, such as Qwen/Qwen3-0.6B")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"there is no folder {path}, and to look for '{source}' on the Hugging Face Hub needs the package "
+            f"there is no folder {path}; downloading '{source}' from the Hugging Face Hub needs the package "
             "huggingface_hub: pip install 'jaxscale[hf]'"
         ) from None
-    wanted = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, *FILES]
+    patterns = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, *FILES]
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted))
-    except Exception as e:  # its errors and those of what it downloads with share no class
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+    except Exception as e:  # its errors and those of its HTTP library have no common class
         first = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CheckpointError(
-            f"there is no folder {path}, and '{source}' could not be had from the Hugging Face Hub: {first}"
+            f"there is no folder {path}, and '{source}' could not be downloaded from the Hugging Face Hub: {first}"
         ) from None

@@ -1,4 +1,4 @@
-"""Links in a model's folder: they may lead to files of the same model, and nowhere else on this machine."""
+"""Check symbolic links in a model's folder: they may only lead to files of the same model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ _READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
 
 
 def check_links(folder: Path) -> None:
-    """That no file which an import may read or copy is a link out of the model's folder.
+    """Check that no file which an import may read or copy is a link out of the model's folder.
 
     In a cache of the Hugging Face Hub, `models--OWNER--NAME/snapshots/REVISION/FILE` is a link into
     `models--OWNER--NAME/blobs`, which is part of the same model.
 
+    Args:
+      folder: the model's folder.
+
     Raises:
-      CheckpointError: naming the file and where it leads.
+      CheckpointError: a file is such a link; the message names it and its target.
     """
     root = folder.resolve()
     own = [root]
@@ -28,8 +31,8 @@ def check_links(folder: Path) -> None:
         try:
             target = path.resolve()
         except (OSError, RuntimeError):
-            raise CheckpointError(f"{path} is a link that leads to itself; bring the file") from None
+            raise CheckpointError(f"{path} is a link that leads to itself; replace it by the file") from None
         if not any(target.is_relative_to(place) for place in own):
             raise CheckpointError(
-                f"{path} is a link out of its folder, to {target}, and is not read; copy the file into {folder}"
+                f"{path} is a link out of its folder, to {target}, which is not followed; copy the file into {folder}"
             )

@@ -1,10 +1,9 @@
-"""Adapters as PEFT keeps them: two matrices a module, and a config.
+"""Write adapters in PEFT's format: two matrices per module, and a config.
 
-The format is that of huggingface.co/docs/peft/developer_guides/checkpoint.
-Of a module of theirs with the matrix W, (out, in), `base_model.model.<module>.lora_A.weight` is A, (r, in), and
-`lora_B.weight` is B, (out, r); the module is used as W + scale · B · A. Where a matrix of theirs holds several of ours
-(queries, keys and values in one), each of ours has adapters of its own: theirs is then of so many times the rank, the
-rows of A one after another, and B zero where a row is of another.
+The format is that of huggingface.co/docs/peft/developer_guides/checkpoint. For a module with the matrix W, (out, in),
+`base_model.model.<module>.lora_A.weight` is A, (r, in), and `lora_B.weight` is B, (out, r); the module computes with
+W + scale · B · A. If one of their matrices holds several of our kernels (queries, keys and values), each of ours has
+its own adapters: theirs then have the sum of the ranks, with the rows of A concatenated and B block-diagonal.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WEIGHT = ".weight"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """The two matrices beside a kernel of ours; of a stack of layers, which come first.
+    """The two LoRA matrices of one of our kernels, with a first dimension of layers if it is stacked.
 
     Args:
       a: (*inputs, rank).
@@ -48,13 +47,13 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """The adapters of one module of theirs.
+    """The LoRA matrices of one of their modules.
 
     Args:
       a: (parts · rank, in).
       b: (out, parts · rank).
-      parts: how many kernels of ours with adapters its matrix holds.
-      transposed: whether its own matrix is (in, out), as GPT-2's.
+      parts: how many of our adapted kernels its matrix holds.
+      transposed: whether its matrix is (in, out), as in GPT-2.
     """
 
     a: Float[np.ndarray, "r i"]
@@ -64,52 +63,55 @@ class Module:
 
 
 def modules_of(bound: Iterable[Bound], pairs: Mapping[str, Pair]) -> dict[str, Module]:
-    """The adapters of each of their modules.
+    """Convert our adapters to those of their modules.
 
     Args:
-      bound: a line per leaf of the model.
-      pairs: by the name of our kernel, "runs/0/blocks/0/attn/q/kernel".
+      bound: a `Bound` per parameter of the model.
+      pairs: our adapters, by the name of the kernel, "runs/0/blocks/0/attn/q/kernel".
+
+    Returns:
+      adapters by the name of their module.
 
     Raises:
-      CheckpointError: naming a kernel that is no matrix of theirs with inputs on one side and outputs on the other.
+      CheckpointError: a kernel is not one of their matrices with inputs on one side and outputs on the other.
     """
-    made: dict[str, Module] = {}
+    modules: dict[str, Module] = {}
     for b in bound:
         if b.name not in pairs:
             continue
         pair = pairs[b.name]
-        taken, given, transposed = _sides(b, pair.inputs)
+        inputs, outputs, transposed = _sides(b, pair.inputs)
         for key, numbers in b.keys():
             at = numbers.get("l", slice(None))
             right = np.moveaxis(pair.a[at], -1, 0)
-            one = Module(_laid(b, right, *taken), _laid(b, pair.b[at], *given).T, 1, transposed)
+            one = Module(_arranged(b, right, *inputs), _arranged(b, pair.b[at], *outputs).T, 1, transposed)
             module = key.removesuffix(WEIGHT)
-            made[module] = _beside(made[module], one) if module in made else one
-    return made
+            modules[module] = _concatenated(modules[module], one) if module in modules else one
+    return modules
 
 
 Side = tuple[tuple[str, ...], tuple[str, ...]]
-"""Letters in our order, and in theirs."""
+"""Letters of the input or output dimensions, in our order and in theirs."""
 
 
 def _sides(b: Bound, inputs: int) -> tuple[Side, Side, bool]:
-    """Letters of inputs and of outputs, and whether theirs is (in, out)."""
+    """Return the letters of inputs and of outputs, and whether their matrix is (in, out)."""
     own = groups(b.map.ours)
-    taken, given = (tuple(a for group in part for a in group) for part in (own[:inputs], own[inputs:]))
+    ins, outs = (tuple(a for group in part for a in group) for part in (own[:inputs], own[inputs:]))
     theirs = b.theirs
     sides = [sorted(group) for group in theirs]
-    straight = sides == [sorted(given), sorted(taken)]
-    turned = sides == [sorted(taken), sorted(given)]
-    if not (straight or turned) or b.map.along in taken or not b.map.key.endswith(WEIGHT):
+    straight = sides == [sorted(outs), sorted(ins)]
+    transposed = sides == [sorted(ins), sorted(outs)]
+    if not (straight or transposed) or b.map.along in ins or not b.map.key.endswith(WEIGHT):
         raise CheckpointError(
-            f"{b.name.removesuffix('/kernel')} has adapters, and {b.map.key} is no matrix that PEFT could put them on; "
-            "leave out --adapters to export the weights with them added"
+            f"{b.name.removesuffix('/kernel')} has adapters, but PEFT cannot put them on {b.map.key}; leave out "
+            "--adapters to export the weights with the adapters merged"
         )
-    return (taken, theirs[int(straight)]), (given, theirs[int(turned)]), turned
+    return (ins, theirs[int(straight)]), (outs, theirs[int(transposed)]), transposed
 
 
-def _laid(b: Bound, x: np.ndarray, ours: tuple[str, ...], theirs: tuple[str, ...]) -> np.ndarray:
-    """(rank, *ours) as (rank, their dimension), zero where others of ours lie."""
+def _arranged(b: Bound, x: np.ndarray, ours: tuple[str, ...], theirs: tuple[str, ...]) -> np.ndarray:
+    """Arrange (rank, *ours) as (rank, their dimension), with zeros for our other kernels in the same matrix."""
     sizes = {a: b.sizes[a] for a in ours}
     x = rearrange(x.reshape(len(x), -1), f"rank ({' '.join(ours)}) -> rank {' '.join(ours)}", **sizes)
     if b.map.flip is not None and b.map.flip[0] in ours:
@@ -121,36 +123,40 @@ def _laid(b: Bound, x: np.ndarray, ours: tuple[str, ...], theirs: tuple[str, ...
     return x.reshape(len(x), -1)
 
 
-def _beside(one: Module, other: Module) -> Module:
+def _concatenated(one: Module, other: Module) -> Module:
     a, b = np.concatenate((one.a, other.a)), np.concatenate((one.b, other.b), axis=1)
     return dataclasses.replace(one, a=a, b=b, parts=one.parts + other.parts)
 
 
-_TAKEN_FOR_EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+_EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
-def check_names(made: Iterable[str], model_type: str) -> None:
-    """That PEFT will find every module by its name.
+def check_names(modules: Iterable[str], model_type: str) -> None:
+    """Check that PEFT will find every module by its name.
 
-    Of some families with experts it takes any module that is named as an expert's matrix for one, whatever comes
-    before the name, and loads without its adapters (`utils/transformers_weight_conversion.py` of PEFT 0.21, with
+    In some families with experts, PEFT treats any module with the name of an expert's matrix as one, whatever its
+    path, and drops its adapters when loading (`utils/transformers_weight_conversion.py` of PEFT 0.21, with
     transformers 5).
 
+    Args:
+      modules: names of modules with adapters.
+      model_type: the family.
+
     Raises:
-      CheckpointError: naming the first that it would not find.
+      CheckpointError: PEFT would drop the adapters of a module; the message names the first.
     """
-    lost = [name for name in made if name.rpartition(".")[2] in _OF_EXPERTS]
-    if lost and model_type in _TAKEN_FOR_EXPERTS:
+    lost = [name for name in modules if name.rpartition(".")[2] in _EXPERT_MATRICES]
+    if lost and model_type in _EXPERT_FAMILIES:
         raise CheckpointError(
-            f"{lost[0]} has adapters, and PEFT would load a {model_type} without them, as it takes that name for an "
-            "expert's; leave out --adapters to export the weights with them added, or train with LoRA.targets = "
-            "('attn',)"
+            f"PEFT would drop the adapters of {lost[0]} when it loads a {model_type}, since it treats that name as an "
+            "expert's; leave out --adapters to export the weights with the adapters merged, or train with "
+            "LoRA.targets = ('attn',)"
         )
 
 
 def adapter_config(
-    made: Mapping[str, Module],
+    modules: Mapping[str, Module],
     bound: Iterable[Bound],
     *,
     rank: int,
@@ -159,27 +165,29 @@ def adapter_config(
     base: str | None,
     revision: str | None,
 ) -> dict[str, Any]:
-    """What `adapter_config.json` says.
+    """Return the content of `adapter_config.json`.
 
     Args:
-      made: the adapters.
-      bound: a line per leaf of the model, whose other modules the names may not mean.
-      rank, alpha, rank_stabilized: of our adapters.
-      base: the folder or name of the model that they are for, or `None`.
-      revision: of a name on the Hub.
+      modules: the adapters.
+      bound: a `Bound` per parameter of the model; `target_modules` must not match its modules without adapters.
+      rank: rank of our adapters.
+      alpha: their alpha.
+      rank_stabilized: whether their scale is alpha / sqrt(rank) rather than alpha / rank.
+      base: the folder or name of the base model, or `None`.
+      revision: commit of a name on the Hub.
     """
     every = {key.rpartition(".")[0] for b in bound for key, _ in b.keys()}
     targets: set[str] = set()
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for parts in sorted({m.parts for m in made.values()}):
-        own = {name for name, m in made.items() if m.parts == parts}
+    for parts in sorted({m.parts for m in modules.values()}):
+        own = {name for name, m in modules.items() if m.parts == parts}
         names = _ends(own, every - own)
         targets |= names
-        if parts > 1:  # the scale stays what it is: alpha / rank, or alpha / sqrt(rank)
-            more = math.sqrt(parts) if rank_stabilized else parts
+        if parts > 1:  # keep the scale, alpha / rank or alpha / sqrt(rank), with a larger rank
+            factor = math.sqrt(parts) if rank_stabilized else parts
             ranks |= dict.fromkeys(sorted(names), parts * rank)
-            alphas |= dict.fromkeys(sorted(names), _plain(alpha * more))
+            alphas |= dict.fromkeys(sorted(names), _plain(alpha * factor))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -192,7 +200,7 @@ def adapter_config(
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "target_modules": sorted(targets),
-        "fan_in_fan_out": any(m.transposed for m in made.values()),
+        "fan_in_fan_out": any(m.transposed for m in modules.values()),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_dora": False,
@@ -202,31 +210,31 @@ def adapter_config(
     }
 
 
-def _ends(wanted: set[str], others: set[str]) -> set[str]:
-    """The shortest ends of names, as "q_proj" or "attn.c_proj", that no other name has."""
-    found = set()
-    for name in wanted:
+def _ends(names: set[str], others: set[str]) -> set[str]:
+    """Return the shortest suffixes of names, such as "q_proj" or "attn.c_proj", that match no other name."""
+    suffixes = set()
+    for name in names:
         parts = name.split(".")
         ends = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        found.add(next(e for e in ends if not any(f".{o}".endswith(f".{e}") for o in others)))
-    return found
+        suffixes.add(next(e for e in ends if not any(f".{o}".endswith(f".{e}") for o in others)))
+    return suffixes
 
 
 def _plain(number: float) -> float:
     return int(number) if float(number).is_integer() else float(number)
 
 
-def write_adapters(out: Path, made: Mapping[str, Module], config: Mapping[str, Any], dtype: Any) -> None:
-    """Writes the two files into a folder, which is there; the config last.
+def write_adapters(out: Path, modules: Mapping[str, Module], config: Mapping[str, Any], dtype: Any) -> None:
+    """Write the two files of adapters, the config last.
 
     Args:
-      out: the folder.
-      made: the adapters.
+      out: an existing folder.
+      modules: the adapters.
       config: see `adapter_config`.
-      dtype: of what is written.
+      dtype: dtype of the written tensors.
     """
     tensors = {}
-    for name, module in made.items():
+    for name, module in modules.items():
         tensors[f"{PREFIX}{name}.lora_A{WEIGHT}"] = module.a
         tensors[f"{PREFIX}{name}.lora_B{WEIGHT}"] = module.b
     partial = out / f"{ADAPTER_TENSORS}.partial"
@@ -236,6 +244,6 @@ def write_adapters(out: Path, made: Mapping[str, Module], config: Mapping[str, A
             f.write(np.ascontiguousarray(x, dtype).reshape(-1).view(np.uint8).data)
         f.flush()
         os.fsync(f.fileno())
-    read_header(partial)  # that all of it is there
+    read_header(partial)  # check that the file is complete
     partial.rename(out / ADAPTER_TENSORS)
     (out / ADAPTER_CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, checked and ready to be read: its config as ours, its tensors by our names."""
+"""Open and check a Hugging Face folder: its config as ours, its tensors by our names."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _ROWS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """What a folder holds.
+    """An opened Hugging Face folder.
 
     Args:
       folder: the folder.
-      family: whose.
-      values: its config.json.
-      config: the same, as ours.
-      arrays: its tensors as ours, "params/embed/weight" and so on.
-      length: the most positions that it says it was made for.
+      family: the model's family.
+      values: the content of its config.json.
+      config: our config of the model.
+      arrays: its tensors by our names, "params/embed/weight" and so on.
+      length: the most positions, according to config.json.
     """
 
     folder: Path
@@ -58,31 +58,31 @@ def open_pretrained(
     adapters: str | Path | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Pretrained:
-    """Opens a folder; everything that can be wrong with its names and shapes is found now, and no value is read.
+    """Open a Hugging Face folder and check all names and shapes, without reading values.
 
-    But for a head in the file of a model that is said to be tied: where its values differ from the embedding's, the
-    model is not tied.
+    Only an output head in the files of a model with tied embeddings is read: if its values differ from the
+    embedding's, the model is opened as not tied.
 
     Args:
-      folder: with config.json and safetensors.
-      dtype: of parameters and arithmetic, "bfloat16" or "float32"; by default the first where all of it is, else the
-        second, so that no value is rounded.
-      adapters: a folder as PEFT writes it, whose products are added to the matrices as they are read (see `Added`).
-      say: takes a sentence for the user.
+      folder: a folder with config.json and safetensors.
+      dtype: dtype of parameters and arithmetic, "bfloat16" or "float32"; by default bfloat16 if all tensors have it,
+        else float32, so that no value is rounded.
+      adapters: a PEFT folder whose adapters are merged into the matrices as they are read (see `Added`).
+      say: prints a line.
 
     Raises:
-      CheckpointError: a family, a field or a dtype that is not known; tensors that are missing, extra or misshapen;
-        pickled weights only; adapters of another kind or model.
+      CheckpointError: an unknown family, field or dtype; tensors that are missing, extra or misshapen; pickled weights
+        only; adapters of another kind or model.
     """
     folder = Path(folder)
     if is_adapters(folder):
         base = short(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "HF_DIR").strip("'")
         raise CheckpointError(
-            f"{folder} holds adapters and no model; name the model that they are on, and them beside it: "
+            f"{folder} holds adapters and no model; name their base model, and the adapters with --adapters: "
             f"jaxscale import {base} OUT --adapters {folder}"
         )
     if dtype is not None and dtype not in PRECISIONS:
-        raise CheckpointError(f"dtype = '{dtype}' is not one to import into{near(dtype, PRECISIONS)}")
+        raise CheckpointError(f"cannot import to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
     tensors = SafeTensors(folder)
     file = folder / "config.json"
     values = read_json(file)
@@ -94,32 +94,32 @@ def open_pretrained(
     length = fields.size("max_position_embeddings", 0) or fields.size("n_positions", 2048)
     unread = fields.unread()
     if unread:
-        say(f"{file} says {', '.join(unread)}, which this family does not look at here")
+        say(f"ignoring fields of {file} that are not used for this family: {', '.join(unread)}")
     arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
     if config.tied and not _one_matrix(arrays):
-        say(f"{file} says that head and embedding are one, and {folder} has {_HEAD} with other values; it is kept")
+        say(f"{file} says that head and embedding are tied, but {_HEAD} in {folder} has other values; untying them")
         config = dataclasses.replace(config, tied=False)
         arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
     if dtype is None:
         dtype, why = _lossless(arrays.dtypes())
         if why:
-            say(f"{folder} has tensors of {why}; they are kept as float32, which holds their values (or give a dtype)")
+            say(f"{folder} has tensors of {why}; importing as float32, which rounds none of them (or pass a dtype)")
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     return Pretrained(folder, family, values, config, _foreign(family, config, tensors), length)
 
 
 def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
-    """The config, of a config.json that describes no more than the files may hold.
+    """Make our config, after checking that config.json has no more layers than there are tensors.
 
     Raises:
-      CheckpointError: it describes another model, or none.
+      CheckpointError: config.json does not describe a model, or a larger one.
     """
     for name in ("num_hidden_layers", "n_layer"):
         layers = fields.values.get(name)
         if reading.is_whole(layers) and layers > tensors:
             raise CheckpointError(
-                f"{fields.what} has {name} = {layers}, and the files beside it hold {tensors} tensors; bring the "
-                "config.json that came with them"
+                f"{fields.what} has {name} = {layers}, but the files beside it hold only {tensors} tensors; use the "
+                "config.json that belongs to them"
             )
     try:
         config = family.model(fields)
@@ -127,19 +127,19 @@ def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
     except JaxscaleError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError) as e:
-        said = " ".join(str(e).split())[:200]
-        raise CheckpointError(f"{fields.what} does not describe a model: {type(e).__name__}: {said}") from e
+        detail = " ".join(str(e).split())[:200]
+        raise CheckpointError(f"{fields.what} does not describe a model: {type(e).__name__}: {detail}") from e
     return config
 
 
 def _foreign(family: Family, config: TransformerConfig, tensors: SafeTensors) -> Foreign:
     ignored = tuple(p.replace("{depth}", str(config.depth)) for p in family.ignored)
-    ignored = (*ignored, *((re.escape(_HEAD),) if config.tied else ()))  # a tied head may be said twice
+    ignored = (*ignored, *((re.escape(_HEAD),) if config.tied else ()))  # a tied head may be in the file, too
     return Foreign(tensors, family.bind(config), ignored, family.prefix)
 
 
 def _one_matrix(arrays: Foreign) -> bool:
-    """Whether the head of a tied model, where the file has one too, has the embedding's values."""
+    """Whether the files of a tied model have no head, or one with the embedding's values."""
     tensors, (embed, _) = arrays.tensors, next(arrays.leaves["params/embed/weight"].keys())
     embed = arrays.their(embed)
     if _HEAD not in tensors:
@@ -151,23 +151,23 @@ def _one_matrix(arrays: Foreign) -> bool:
 
 
 def _digest(tensors: SafeTensors, name: str, as_is: bool) -> bytes:
-    """Of a matrix's bytes, or of those of its float32 values: one is open at a time, so that two are compared by it."""
-    found = hashlib.sha256()
+    """Return a digest of a matrix's bytes, or of its values as float32; only one tensor can be open at a time."""
+    digest = hashlib.sha256()
     with tensors.reading(name) as tensor:
         for at in range(0, len(tensor), _ROWS):
             part = tensor[at : at + _ROWS] if as_is else tensor[at : at + _ROWS].astype(np.float32)
-            found.update(part.reshape(-1).view(np.uint8).data)
+            digest.update(part.reshape(-1).view(np.uint8).data)
             del part
         del tensor
-    return found.digest()
+    return digest.digest()
 
 
 def _lossless(dtypes: set[np.dtype]) -> tuple[str, str]:
-    """Which precision holds all values, and what is to be said of it."""
+    """Return the dtype that holds all values, and the source dtypes if it is not theirs."""
     names = sorted(d.name for d in dtypes)
     if names == ["bfloat16"]:
         return "bfloat16", ""
     wide = [n for n in names if n not in ("bfloat16", "float16", "float32")]
     if wide:
-        raise CheckpointError(f"it has tensors of {', '.join(wide)}; give a dtype to round them to")
+        raise CheckpointError(f"the folder has tensors of {', '.join(wide)}; pass a dtype to round them to")
     return "float32", "" if names == ["float32"] else " and ".join(names)

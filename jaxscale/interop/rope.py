@@ -1,4 +1,4 @@
-"""Rotary positions as config.json says them, both ways: `rope_theta` with `rope_scaling`, or `rope_parameters`."""
+"""Convert rotary positions to and from config.json: `rope_theta` with `rope_scaling`, or `rope_parameters`."""
 
 from __future__ import annotations
 
@@ -10,129 +10,138 @@ from jaxscale.interop.fields import Fields, is_number, short
 from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from jaxscale.nn.rotary import RotaryScaling
 
-Said = dict[str, Any]
+Json = dict[str, Any]
 
 
 def read_rotary(c: Fields, theta: float = 10000.0, *, phi3: bool = False) -> Rotary:
-    """The rotary positions of a config.json.
+    """Read the rotary positions of a config.json.
 
     Args:
       c: its fields.
-      theta: what counts where it does not say.
-      phi3: it may turn a part of each head, or go by LongRoPE, which others read in other ways.
+      theta: the base if the file has none.
+      phi3: allow partial rotary dimensions and LongRoPE, which other families read differently.
 
     Raises:
-      CheckpointError: a kind that is not known, or said in two ways that differ.
+      CheckpointError: the scaling is unknown, or the file has two different ones.
     """
-    said = _rope_said(c)
-    base = _number(said, "rope_theta", c) or c.number("rope_theta", theta)
+    entry = _rope_fields(c)
+    base = _number(entry, "rope_theta", c) or c.number("rope_theta", theta)
     if not phi3:
-        scaling = read_scaling(said, c)
+        scaling = read_scaling(entry, c)
         if isinstance(scaling, LongRopeScaling):
-            raise CheckpointError(f"{c.what} has the rope type 'longrope', which is read of Phi-3 alone")
+            raise CheckpointError(f"{c.what} has the rope type 'longrope', which is supported for Phi-3 only")
         return Rotary(base, scaling)
     outside = c.number("partial_rotary_factor", 1.0)
-    turned = _number(said, "partial_rotary_factor", c) or outside
-    return Rotary(base, read_scaling(said, c), turned)
+    fraction = _number(entry, "partial_rotary_factor", c) or outside
+    return Rotary(base, read_scaling(entry, c), fraction)
 
 
-def _rope_said(c: Fields) -> Said:
-    """What `rope_parameters` or, as older files call it, `rope_scaling` says."""
+def _rope_fields(c: Fields) -> Json:
+    """Return the content of `rope_parameters` or, in older files, `rope_scaling`."""
     new, old = (c.get(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
-    for name, said in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(said, dict):
-            raise CheckpointError(f"{c.what} has {name} = {said!r}, which is no object")
+    for name, entry in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{c.what} has {name} = {entry!r}, which is not an object")
     beside = {name: c.get(name, None) for name in ("rope_theta", "partial_rotary_factor")}
-    if new and old and _plain({**beside, **new}) != _plain({**beside, **old}):
-        raise CheckpointError(f"{c.what} has rope_parameters and rope_scaling, which say different things; leave one")
+    if new and old and _normalized({**beside, **new}) != _normalized({**beside, **old}):
+        raise CheckpointError(f"{c.what} has rope_parameters and rope_scaling, which differ; remove one of them")
     return dict(new or old)
 
 
-def _plain(said: Said) -> Said:
-    kind = said.get("rope_type") or said.get("type") or "default"
-    return {**{k: v for k, v in said.items() if k != "type" and v is not None}, "rope_type": kind}
+def _normalized(entry: Json) -> Json:
+    kind = entry.get("rope_type") or entry.get("type") or "default"
+    return {**{k: v for k, v in entry.items() if k != "type" and v is not None}, "rope_type": kind}
 
 
-def _number(said: Said, name: str, c: Fields) -> float | None:
-    value = said.pop(name, None)
+def _number(entry: Json, name: str, c: Fields) -> float | None:
+    value = entry.pop(name, None)
     return None if value is None else Fields({name: value}, c.what).number(name)
 
 
-def read_scaling(said: Said, c: Fields) -> RotaryScaling | None:
-    """The scaling of a `rope_scaling`, without `rope_theta`.
+def read_scaling(entry: Json, c: Fields) -> RotaryScaling | None:
+    """Read the scaling of a `rope_scaling`.
+
+    Args:
+      entry: the content of `rope_scaling`, without `rope_theta`.
+      c: the fields of config.json.
 
     Raises:
-      CheckpointError: a kind, or a field of it, that is not known.
+      CheckpointError: its type, or one of its fields, is unknown or invalid.
     """
-    said = dict(said)
-    kind = said.pop("rope_type", None) or said.get("type") or "default"
-    said.pop("type", None)
+    entry = dict(entry)
+    kind = entry.pop("rope_type", None) or entry.get("type") or "default"
+    entry.pop("type", None)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(f"{c.what} has the rope type '{short(kind)}'{near(short(kind), SCALINGS)}")
-    for name, value in said.items():
+    for name, value in entry.items():
         several = value if isinstance(value, list) else [value]
         if value is not None and not all(isinstance(x, bool) or (is_number(x) and x >= 0) for x in several):
             raise CheckpointError(
-                f"{c.what} has {name} = {short(value)} in its rope_scaling, which is no number of 0 or more"
+                f"{c.what} has {name} = {short(value)} in its rope_scaling, which is not a number of 0 or more"
             )
     try:
-        scaling = SCALINGS[kind][0](said, c)
+        scaling = SCALINGS[kind][0](entry, c)
     except KeyError as e:
-        raise CheckpointError(f"{c.what} has no {e} in its rope_scaling, which a '{kind}' one needs") from None
+        raise CheckpointError(f"{c.what} has no {e} in its rope_scaling, which the type '{kind}' needs") from None
     except ConfigError:
-        raise  # says what is wrong
+        raise  # it explains itself
     except (TypeError, ValueError, ArithmeticError) as e:
-        raise CheckpointError(f"{c.what} has a '{kind}' rope_scaling that cannot be read: {e}") from None
-    left = {k: v for k, v in said.items() if v is not None}
-    if left:
-        raise CheckpointError(f"{c.what} has {next(iter(left))} in its rope_scaling, which a '{kind}' one does not use")
+        raise CheckpointError(f"{c.what} has a rope_scaling of type '{kind}' that cannot be read: {e}") from None
+    unused = {k: v for k, v in entry.items() if v is not None}
+    if unused:
+        raise CheckpointError(
+            f"{c.what} has {next(iter(unused))} in its rope_scaling, which the type '{kind}' does not use"
+        )
     return scaling
 
 
-def rotary_json(rotary: Rotary) -> Said:
-    """What config.json says of rotary positions: `rope_theta` and `rope_scaling`, which every version reads.
+def rotary_json(rotary: Rotary) -> Json:
+    """Return fields of config.json for rotary positions: `rope_theta` and `rope_scaling`, which every version reads.
+
+    Args:
+      rotary: the positions.
 
     Raises:
-      CheckpointError: a scaling that it has no word for.
+      CheckpointError: config.json cannot express the scaling.
     """
-    out: Said = {"rope_theta": rotary.theta}
+    out: Json = {"rope_theta": rotary.theta}
     if rotary.fraction != 1:
         out["partial_rotary_factor"] = rotary.fraction
     if rotary.scaling is None:
         return out
     for kind, (_, back) in SCALINGS.items():
-        said = back(rotary.scaling)
-        if said is not None:
-            return {**out, "rope_scaling": {"rope_type": kind, **said}}
+        entry = back(rotary.scaling)
+        if entry is not None:
+            return {**out, "rope_scaling": {"rope_type": kind, **entry}}
     raise CheckpointError(
-        f"config.json has no word for {rotary.scaling!r}; its rope types are {', '.join(sorted(SCALINGS))}"
+        f"config.json cannot express {rotary.scaling!r}; its rope types are {', '.join(sorted(SCALINGS))}"
     )
 
 
-def _linear(said: Said, c: Fields) -> RotaryScaling:
-    return LinearScaling(float(said.pop("factor")))
+def _linear(entry: Json, c: Fields) -> RotaryScaling:
+    return LinearScaling(float(entry.pop("factor")))
 
 
-def _linear_back(s: RotaryScaling) -> Said | None:
+def _linear_back(s: RotaryScaling) -> Json | None:
     return {"factor": s.factor} if type(s) is LinearScaling else None
 
 
-def _llama3(said: Said, c: Fields) -> RotaryScaling:
+def _llama3(entry: Json, c: Fields) -> RotaryScaling:
     return Llama3Scaling(
-        float(said.pop("factor")),
-        float(said.pop("low_freq_factor")),
-        float(said.pop("high_freq_factor")),
-        int(_original_length(said, c) or c.get("max_position_embeddings")),
+        float(entry.pop("factor")),
+        float(entry.pop("low_freq_factor")),
+        float(entry.pop("high_freq_factor")),
+        int(_original_length(entry, c) or c.get("max_position_embeddings")),
     )
 
 
-def _original_length(said: Said, c: Fields) -> int | None:
-    """That beside the scaling goes before the one in it, as in transformers."""
-    inside = said.pop("original_max_position_embeddings", None)
+def _original_length(entry: Json, c: Fields) -> int | None:
+    """Return the one beside the scaling, else the one in it, as transformers does."""
+    inside = entry.pop("original_max_position_embeddings", None)
     return c.get("original_max_position_embeddings", inside)
 
 
-def _llama3_back(s: RotaryScaling) -> Said | None:
+def _llama3_back(s: RotaryScaling) -> Json | None:
     if type(s) is not Llama3Scaling:
         return None
     return {
@@ -143,26 +152,26 @@ def _llama3_back(s: RotaryScaling) -> Said | None:
     }
 
 
-def _yarn(said: Said, c: Fields) -> RotaryScaling:
-    length = _original_length(said, c) or c.get("max_position_embeddings")
+def _yarn(entry: Json, c: Fields) -> RotaryScaling:
+    length = _original_length(entry, c) or c.get("max_position_embeddings")
     return YarnScaling(
-        float(said.pop("factor")),
-        float(said.pop("beta_fast", None) or 32.0),
-        float(said.pop("beta_slow", None) or 1.0),
+        float(entry.pop("factor")),
+        float(entry.pop("beta_fast", None) or 32.0),
+        float(entry.pop("beta_slow", None) or 1.0),
         int(length),
-        **_mscale(said, c),
+        **_mscale(entry, c),
     )
 
 
-def _mscale(said: Said, c: Fields) -> dict[str, float]:
-    """DeepSeek's; one alone has no effect on cosine and sine."""
-    one, all_dim = (float(said.pop(name, None) or 0.0) for name in ("mscale", "mscale_all_dim"))
+def _mscale(entry: Json, c: Fields) -> dict[str, float]:
+    """Read DeepSeek's `mscale` and `mscale_all_dim`; `mscale` alone has no effect on cosine and sine."""
+    one, all_dim = (float(entry.pop(name, None) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if all_dim and not one:
-        raise CheckpointError(f"{c.what} has mscale_all_dim in its rope_scaling, and no mscale; it takes both or none")
+        raise CheckpointError(f"{c.what} has mscale_all_dim but no mscale in its rope_scaling; it needs both or none")
     return {"mscale": one, "mscale_all_dim": all_dim} if all_dim else {}
 
 
-def _yarn_back(s: RotaryScaling) -> Said | None:
+def _yarn_back(s: RotaryScaling) -> Json | None:
     if type(s) is not YarnScaling:
         return None
     return {
@@ -174,33 +183,33 @@ def _yarn_back(s: RotaryScaling) -> Said | None:
     }
 
 
-def _longrope(said: Said, c: Fields) -> RotaryScaling:
-    said.pop("original_max_position_embeddings", None)  # transformers goes by the one beside the scaling alone
+def _longrope(entry: Json, c: Fields) -> RotaryScaling:
+    entry.pop("original_max_position_embeddings", None)  # transformers uses only the one beside the scaling
     length = c.size("original_max_position_embeddings", 4096)
-    factor, attention = said.pop("factor", None), said.pop("attention_factor", None)
+    factor, attention = entry.pop("factor", None), entry.pop("attention_factor", None)
     return LongRopeScaling(
-        tuple(said.pop("short_factor")),
-        tuple(said.pop("long_factor")),
+        tuple(entry.pop("short_factor")),
+        tuple(entry.pop("long_factor")),
         int(length),
         float(factor or c.size("max_position_embeddings") / length),
         None if attention is None else float(attention),
     )
 
 
-def _longrope_back(s: RotaryScaling) -> Said | None:
+def _longrope_back(s: RotaryScaling) -> Json | None:
     if type(s) is not LongRopeScaling:
         return None
-    said = {"short_factor": list(s.short), "long_factor": list(s.long), "factor": s.factor}
-    said["original_max_position_embeddings"] = s.original_length
-    return said if s.attention_factor is None else {**said, "attention_factor": s.attention_factor}
+    entry = {"short_factor": list(s.short), "long_factor": list(s.long), "factor": s.factor}
+    entry["original_max_position_embeddings"] = s.original_length
+    return entry if s.attention_factor is None else {**entry, "attention_factor": s.attention_factor}
 
 
-SCALINGS: dict[str, tuple[Callable[[Said, Fields], RotaryScaling | None], Callable[[RotaryScaling], Said | None]]] = {
-    "default": (lambda said, c: None, lambda s: None),
+SCALINGS: dict[str, tuple[Callable[[Json, Fields], RotaryScaling | None], Callable[[RotaryScaling], Json | None]]] = {
+    "default": (lambda entry, c: None, lambda s: None),
     "linear": (_linear, _linear_back),
     "llama3": (_llama3, _llama3_back),
     "yarn": (_yarn, _yarn_back),
     "longrope": (_longrope, _longrope_back),
-    "su": (_longrope, lambda s: None),  # what Phi-3 called it first
+    "su": (_longrope, lambda s: None),  # Phi-3's first name for it
 }
-"""By name: a reader, which takes what it knows out of the dict, and the way back, `None` of another's scaling."""
+"""By rope type: a reader, which removes the fields it uses from the dict, and a writer, `None` for another scaling."""

@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: a JSON header of their places, and their bytes as they are.
+"""Read and write safetensors files: a JSON header with the place of each tensor, then their raw bytes.
 
-https://huggingface.co/docs/safetensors: eight bytes with the header's length, little-endian; the header, by name of
-tensor its dtype, shape and first and past-the-last byte; the tensors, in row-major order. A folder holds one file or,
-with an index that says which tensor is where, several.
+https://huggingface.co/docs/safetensors: eight bytes with the header's length, little-endian; the header, with dtype,
+shape and (start, stop) byte by name of tensor; the tensors, in row-major order. A folder has one file, or several and
+an index with the file of each tensor.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 _HEADER_LIMIT = 100_000_000
-_SAMPLE, _SAMPLES = 65536, 16  # bytes of each, and how many
+_SAMPLE, _SAMPLES = 65536, 16  # bytes of a sample, number of samples
 _DIMENSIONS = 32
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
+    """A tensor's entry in a file.
 
     Args:
-      file: which.
-      dtype: as the format names it, "BF16".
-      shape: its own.
-      start, stop: its bytes, from the beginning of the file.
+      file: the file.
+      dtype: the format's name of its dtype, such as "BF16".
+      shape: its shape.
+      start: its first byte in the file.
+      stop: the byte after its last.
     """
 
     file: Path
@@ -69,10 +70,10 @@ class SafeTensors(Mapping[str, Stored]):
     """The tensors of a folder, by name.
 
     Args:
-      folder: with a `model.safetensors`, or an index and the files it names.
+      folder: a folder with `model.safetensors`, or an index and the files that it names.
 
     Raises:
-      CheckpointError: there are none, pickled ones only, or a header that does not describe its file.
+      CheckpointError: there are no tensors, only pickled ones, or a header does not describe its file.
     """
 
     def __init__(self, folder: str | Path):
@@ -105,47 +106,53 @@ class SafeTensors(Mapping[str, Stored]):
 
     @contextmanager
     def reading(self, name: str) -> Iterator[np.ndarray]:
-        """A tensor as it lies in its file: pages are read where it is looked at, and let go of afterwards.
+        """Yield a read-only, memory-mapped view of a tensor, whose pages are freed afterwards.
 
-        One is looked at at a time, so that what is resident is never more than one of them; nothing may keep a view.
+        Only one tensor can be open at a time, so that no more than one is in memory. Do not use the view afterwards.
+
+        Args:
+          name: the tensor.
 
         Raises:
-          CheckpointError: a dtype that is not known here.
+          CheckpointError: its dtype is unknown.
         """
-        found = self._tensors[name]
-        dtype = dtype_of(found, name)
+        stored = self._tensors[name]
+        dtype = dtype_of(stored, name)
         with self._lock:
-            whole = self._maps[found.file]
-            count = math.prod(found.shape)
-            # read-only memory, and so is the array
-            yield np.frombuffer(whole, dtype, count, found.start).reshape(found.shape)
-            if count and hasattr(whole, "madvise"):
-                first = found.start - found.start % mmap.PAGESIZE
-                whole.madvise(mmap.MADV_DONTNEED, first, found.stop - first)
+            mapped = self._maps[stored.file]
+            count = math.prod(stored.shape)
+            yield np.frombuffer(mapped, dtype, count, stored.start).reshape(stored.shape)
+            if count and hasattr(mapped, "madvise"):
+                first = stored.start - stored.start % mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_DONTNEED, first, stored.stop - first)
 
     def fingerprint(self) -> list[list[Any]]:
-        """What an import that goes on compares: the folder; of each file name, size, time of change and a sample."""
+        """Return what a continued import compares: the folder, and each file's name, size, mtime and sample digest."""
         files = sorted({t.file for t in self._tensors.values()})
         about = [[f.name, f.stat().st_size, f.stat().st_mtime_ns, _sample(f)] for f in files]
         return [[str(self.folder.resolve())], *about]
 
 
 def dtype_of(tensor: Stored, name: str) -> np.dtype:
-    """NumPy's dtype of a tensor.
+    """Return the NumPy dtype of a tensor.
+
+    Args:
+      tensor: the tensor's entry.
+      name: its name, for messages.
 
     Raises:
-      CheckpointError: it is quantised, or new.
+      CheckpointError: the dtype is unknown here, such as a quantised one.
     """
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
-            f"the tensor {name} is of type {reading.clipped(tensor.dtype)}, which has no values without a scale; bring "
-            "a checkpoint in BF16, F16 or F32"
+            f"the tensor {name} has the unsupported dtype {reading.clipped(tensor.dtype)}; use a checkpoint in BF16, "
+            "F16 or F32"
         )
     return DTYPES[tensor.dtype]
 
 
 def is_real(dtype: np.dtype) -> bool:
-    """Whether it is one of floating point; ml_dtypes' are of no kind that NumPy knows."""
+    """Whether a dtype is a floating-point one; NumPy does not know bfloat16 as one."""
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
@@ -156,15 +163,15 @@ def _files(folder: Path) -> list[Path]:
         try:
             named = reading.read_json(folder / INDEX)["weight_map"]
             if not all(isinstance(name, str) for name in named.values()):
-                raise ValueError("it names something that is no file")
+                raise ValueError("it names something that is not a file")
             files = sorted(set(named.values()))
         except (OSError, ValueError, KeyError, AttributeError) as e:
-            raise CheckpointError(f"{folder / INDEX} is no index of tensors: {e!r}") from None
+            raise CheckpointError(f"{folder / INDEX} is not an index of tensors: {e!r}") from None
         if any("/" in name or name.startswith(".") for name in files):
             raise CheckpointError(f"{folder / INDEX} names a file outside of its folder")
         missing = [name for name in files if not is_file(folder / name)]
         if missing:
-            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its index names; download it whole")
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its index names; download all files")
         return [folder / name for name in files]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -172,17 +179,20 @@ def _files(folder: Path) -> list[Path]:
     pickled = [n for n in names if n.endswith(_PICKLES)]
     if pickled:
         raise CheckpointError(
-            f"{folder} has pickled weights only ({', '.join(pickled[:3])}), and unpickling runs whatever code is in "
-            "them; bring them as safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+            f"{folder} has pickled weights only ({', '.join(pickled[:3])}), and unpickling can run any code; convert "
+            "them to safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
         )
     raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{near(SINGLE, names)}")
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file.
+    """Read the header of a safetensors file and check it against the file's size.
+
+    Returns:
+      the entry of each tensor, by name.
 
     Raises:
-      CheckpointError: it is no safetensors file, or was cut short.
+      CheckpointError: it is not a safetensors file, or is truncated.
     """
     try:
         with reading.open_file(file) as f:
@@ -192,15 +202,15 @@ def read_header(file: Path) -> dict[str, Stored]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = reading.parse_json(f.read(length), unique=True)
         if not isinstance(header, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not an object")
         header.pop("__metadata__", None)
         begin = 8 + length
         tensors = {name: _stored(file, begin, name, entry) for name, entry in header.items()}
         at = begin
         for name, t in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-            wanted = math.prod(t.shape) * (DTYPES[t.dtype].itemsize if t.dtype in DTYPES else 0)
-            if t.start != at or t.stop < t.start or (t.dtype in DTYPES and t.stop - t.start != wanted):
-                raise ValueError(f"the tensor {name} is not where its bytes are")
+            size_of = math.prod(t.shape) * (DTYPES[t.dtype].itemsize if t.dtype in DTYPES else 0)
+            if t.start != at or t.stop < t.start or (t.dtype in DTYPES and t.stop - t.start != size_of):
+                raise ValueError(f"the offsets of the tensor {name} do not fit its shape and the tensors before it")
             at = t.stop
         if at != size:
             raise ValueError(f"the file has {size} bytes and its header describes {at}; it was cut short or added to")
@@ -210,40 +220,40 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _sample(file: Path) -> str:
-    """A digest of a file's header and of some places in it: the times of files that were copied may all be the same."""
-    found = hashlib.sha256()
+    """Return a digest of a file's header and of samples, since copied files may all have the same mtime."""
+    digest = hashlib.sha256()
     with file.open("rb") as f:
         size = os.fstat(f.fileno()).st_size
         begin = 8 + int.from_bytes(f.read(8), "little")
-        found.update(f.read(begin - 8))
+        digest.update(f.read(begin - 8))
         last = max(begin, size - _SAMPLE)
         for i in range(_SAMPLES):
             f.seek(begin + (last - begin) * i // (_SAMPLES - 1))
-            found.update(f.read(_SAMPLE))
-    return found.hexdigest()
+            digest.update(f.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 def _stored(file: Path, begin: int, name: str, entry: Any) -> Stored:
-    """An entry of a header.
+    """Parse an entry of a header.
 
     Raises:
-      ValueError: it does not say dtype, shape and offsets, and nothing else.
+      ValueError: it does not have exactly a dtype, a shape and offsets.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"the tensor {name} does not have a dtype, a shape and data_offsets alone")
+        raise ValueError(f"the tensor {name} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
-        raise ValueError(f"the tensor {name} has a dtype that is no text")
+        raise ValueError(f"the tensor {name} has a dtype that is not a string")
     for values, most in ((shape, _DIMENSIONS), (offsets, 2)):
         if not isinstance(values, list) or len(values) > most or not all(map(reading.is_whole, values)):
             raise ValueError(f"the tensor {name} has a shape or offsets that are not whole numbers from 0 on")
     if len(offsets) != 2:
-        raise ValueError(f"the tensor {name} has {len(offsets)} offsets and not two")
+        raise ValueError(f"the tensor {name} has {len(offsets)} offsets instead of two")
     return Stored(file, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file of a name, which may be one that no file can have."""
+    """Whether a path is a file; `False` for names that no file can have."""
     try:
         return path.is_file()
     except OSError:
@@ -251,9 +261,14 @@ def is_file(path: Path) -> bool:
 
 
 def write_header(f: IO[bytes], tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """Begins a file: the header of tensors whose bytes follow in this order."""
+    """Write the header of a safetensors file; the tensors' bytes have to follow in this order.
+
+    Args:
+      f: a new file.
+      tensors: (dtype, shape) by name.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     at = 0
     for name, (dtype, shape) in tensors.items():
         stop = at + math.prod(shape) * dtype.itemsize

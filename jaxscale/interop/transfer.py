@@ -1,4 +1,4 @@
-"""Their tensors read as ours, region by region, and ours written as theirs."""
+"""Read tensors of a Hugging Face checkpoint ("theirs") as our parameters, and assemble theirs from ours."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jaxscale.interop.maps import Bound, Region
 from jaxscale.interop.safetensors import SafeTensors, dtype_of, is_real
 
 _MISSING = 10_000
-"""So many tensors may be missing for their names to be worked out."""
+"""Missing tensors are listed by name only if there are no more of them than about this."""
 
 
 class Foreign:
-    """A checkpoint of theirs with the interface of one of ours (`jaxscale.train.checkpoints.read.Arrays`).
+    """A Hugging Face checkpoint with the interface of one of ours (`jaxscale.train.checkpoints.read.Arrays`).
 
     Args:
-      tensors: theirs.
-      bound: a line per leaf of ours.
-      ignored: patterns of keys that hold nothing of the model (tables of angles, masks).
-      prefix: what their keys may lack (GPT-2's "transformer.").
-      leading: put before the names of our leaves, as "params/".
+      tensors: their tensors.
+      bound: a `Bound` per parameter of our model.
+      ignored: regular expressions of tensor names that are not part of the model (rotary tables, masks).
+      prefix: prefix that their names may lack (GPT-2's "transformer.").
+      leading: prefix for the names of our parameters, "params/".
 
     Raises:
-      CheckpointError: listing every tensor that is missing, extra or of another shape.
+      CheckpointError: tensors are missing, extra or of another shape; the message lists them.
     """
 
     def __init__(
@@ -48,35 +48,36 @@ class Foreign:
 
     @property
     def leaves(self) -> dict[str, Bound]:
-        """By the name of our array, the line that it is made by."""
+        """The `Bound` of each of our arrays, by name."""
         return self._bound
 
     @property
     def tensors(self) -> SafeTensors:
-        """Theirs."""
+        """Their tensors."""
         return self._tensors
 
     def their(self, key: str) -> str:
-        """Their name of a key of the table, in this checkpoint."""
+        """Return the name in this checkpoint for a key of the table."""
         return key.removeprefix(self._without)
 
     def _check(self) -> None:
         count = sum(math.prod(b.sizes[a] for a in b.numbered) for b in self._bound.values())
         if count > 2 * len(self._tensors) + _MISSING:
             raise CheckpointError(
-                f"the config.json of {self._tensors.folder} describes a model of {count:,} tensors, and the files hold "
-                f"{len(self._tensors):,}; bring the config.json that came with them"
+                f"the config.json of {self._tensors.folder} describes a model of {count:,} tensors, but the files hold "
+                f"{len(self._tensors):,}; use the config.json that belongs to them"
             )
-        wanted = {self.their(key): b for b in self._bound.values() for key, _ in b.keys()}
-        wrong = [f"{key} is missing" for key in wanted if key not in self._tensors]
-        for key, found in self._tensors.items():
-            if key not in wanted:
+        expected = {self.their(key): b for b in self._bound.values() for key, _ in b.keys()}
+        wrong = [f"{key} is missing" for key in expected if key not in self._tensors]
+        for key, tensor in self._tensors.items():
+            if key not in expected:
                 if not any(p.fullmatch(key) for p in self._ignored):
                     wrong.append(f"{key} is not in the model")
-            elif found.shape != wanted[key].their_shape:
-                wrong.append(f"{key} is {list(found.shape)}, and its config.json says {list(wanted[key].their_shape)}")
-            elif not is_real(dtype_of(found, key)):
-                wrong.append(f"{key} is of type {found.dtype[:20]}, which has no values without a scale")
+            elif tensor.shape != expected[key].their_shape:
+                shape = list(expected[key].their_shape)
+                wrong.append(f"{key} is {list(tensor.shape)}, and its config.json says {shape}")
+            elif not is_real(dtype_of(tensor, key)):
+                wrong.append(f"{key} has the unsupported dtype {tensor.dtype[:20]}")
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise CheckpointError(
@@ -84,13 +85,18 @@ class Foreign:
             )
 
     def dtypes(self) -> set[np.dtype]:
-        """Of their tensors that are ours as well, those left out that are float32 here in any case."""
+        """Return the dtypes of their tensors, except of those whose parameter is float32 in any case."""
         free = [b for b in self._bound.values() if b.dtype != np.float32] or self._bound.values()
         keys = (self.their(key) for b in free for key, _ in b.keys())
         return {dtype_of(self._tensors[k], k) for k in keys}
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
-        """Regions of one of our arrays, of its type; only what they need is read."""
+        """Read regions of one of our arrays, in its dtype; only the necessary parts of files are read.
+
+        Args:
+          name: our array.
+          regions: parts of it.
+        """
         return {region: self._read(self._bound[name], region) for region in regions}
 
     def _read(self, b: Bound, region: Region) -> np.ndarray:
@@ -102,31 +108,31 @@ class Foreign:
             place = tuple(numbers[a] - spans[a][0] if a in numbers else slice(None) for a in b.letters)
             with self._tensors.reading(self.their(b.key(numbers))) as tensor:
                 piece = b.flipped(b.view(tensor), rest)[tuple(slice(*spans[a]) for a in rest)]
-                out[place] = piece  # rounds where ours is narrower, which the caller asked for
+                out[place] = piece  # rounds if our dtype is narrower, as requested by the caller
                 del tensor, piece
         sizes = [int(np.prod([spans[a][1] - spans[a][0] for a in group])) for group in b.ours]
         return np.ascontiguousarray(out.reshape(sizes)[tuple(slice(*s) for s in inner)])
 
     def faults(self) -> Iterator[str]:
-        """None that could be told: their files have no digests."""
+        """Yield nothing: their files have no digests to check."""
         return iter(())
 
 
 def their_tensors(bound: Iterable[Bound]) -> dict[str, list[tuple[Bound, dict[str, int]]]]:
-    """What each of their tensors is made of: the leaves that share it, and which numbers of theirs it has."""
-    made: dict[str, list[tuple[Bound, dict[str, int]]]] = {}
+    """Return, by name of their tensor, our parameters that it consists of, with the tensor's numbers in each."""
+    sources: dict[str, list[tuple[Bound, dict[str, int]]]] = {}
     for b in bound:
         for key, numbers in b.keys():
-            made.setdefault(key, []).append((b, numbers))
-    return made
+            sources.setdefault(key, []).append((b, numbers))
+    return sources
 
 
 def assemble(parts: list[tuple[Bound, dict[str, int]]], read: Any) -> np.ndarray:
-    """One of their tensors.
+    """Assemble one of their tensors from our parameters.
 
     Args:
       parts: an entry of `their_tensors`.
-      read: `read(name of our leaf, region)` gives that region.
+      read: (name of our parameter, region) -> the values of that region.
     """
     first = parts[0][0]
     out = np.empty(first.their_shape, first.dtype)

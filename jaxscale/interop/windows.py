@@ -1,4 +1,4 @@
-"""Which layers attend to a window, as config.json says it and as we do."""
+"""Convert sliding windows of layers between config.json and our config."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def by_types(c: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The windows of layers of these types.
+    """Return `TransformerConfig.windows` for layers of these types.
+
+    Args:
+      c: the fields of config.json.
+      types: "full_attention" or "sliding_attention" for each layer.
+      window: the window's size in tokens.
 
     Raises:
-      CheckpointError: a type that is not known, a window without a size, or not one type for each layer.
+      CheckpointError: a type is unknown, the window has no size, or there is not one type for each layer.
     """
     depth = c.size("num_hidden_layers")
-    strange = [t for t in types if t not in (FULL, SLIDING)]
-    if strange:
-        raise CheckpointError(f"{c.what} has the layer type '{strange[0]}'{near(str(strange[0]), (FULL, SLIDING))}")
+    unknown = [t for t in types if t not in (FULL, SLIDING)]
+    if unknown:
+        raise CheckpointError(f"{c.what} has the layer type '{unknown[0]}'{near(str(unknown[0]), (FULL, SLIDING))}")
     if len(types) != depth:
         raise CheckpointError(f"{c.what} has {len(types)} layer_types and {depth} layers")
     if SLIDING in types and not window:
@@ -30,13 +35,13 @@ def by_types(c: Fields, types: Sequence[str], window: int | None) -> tuple[int |
 
 
 def shortest(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The shortest pattern that, repeated, gives a window for every layer."""
+    """Return the shortest pattern that gives each layer's window when it is repeated."""
     n = len(windows)
     return next(tuple(windows[:p]) for p in range(1, n + 1) if all(windows[i] == windows[i % p] for i in range(n)))
 
 
 def types_json(m: TransformerConfig) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a config; of several sizes of windows it can say one."""
+    """Return `layer_types` and `sliding_window` of a config; config.json can express only one size of windows."""
     windows = m.layer_windows()
     size = next((w for w in windows if w is not None), None)
     return {"sliding_window": size, "layer_types": [FULL if w is None else SLIDING for w in windows]}

@@ -1,4 +1,4 @@
-"""Our tensors written as theirs: safetensors files of a size, an index, one tensor in memory at a time."""
+"""Write our parameters as safetensors files of limited size and an index, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ Parts = list[tuple[Bound, dict[str, int]]]
 def write_tensors(
     bound: Iterable[Bound], read: Callable[[str, Region], np.ndarray], out: Path, shard_bytes: int
 ) -> dict[str, str]:
-    """Writes a model's tensors into a folder; files that are there whole, of an interrupted try, are kept.
+    """Write a model's tensors into a folder; files that an interrupted export completed are not written again.
 
     Args:
-      bound: a line per leaf of ours; what is written is of its dtype.
-      read: `read(name of our leaf, region)` gives that region.
-      out: the folder, which is there.
-      shard_bytes: the most of a file, but that one tensor may be larger.
+      bound: a `Bound` per parameter of our model; tensors are written in its dtype.
+      read: (name of our parameter, region) -> the values of that region.
+      out: an existing folder.
+      shard_bytes: most bytes of a file, unless a single tensor is larger.
 
     Returns:
-      the file of each tensor.
+      the file name of each tensor.
     """
-    made = their_tensors(bound)
-    files = _files(made, shard_bytes)
+    sources = their_tensors(bound)
+    files = _files(sources, shard_bytes)
     where: dict[str, str] = {}
     for name, keys in files.items():
         where |= dict.fromkeys(keys, name)
         if not (out / name).is_file():
-            _write(out / name, {key: made[key] for key in keys}, read)
+            _write(out / name, {key: sources[key] for key in keys}, read)
     if len(files) > 1:
-        total = sum(_bytes(parts) for parts in made.values())
+        total = sum(_bytes(parts) for parts in sources.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
         (out / INDEX).write_text(text + "\n")
     return where
 
 
-def _files(made: dict[str, Parts], most: int) -> dict[str, list[str]]:
-    """The tensors of each file, by its name."""
+def _files(sources: dict[str, Parts], most: int) -> dict[str, list[str]]:
+    """Return the names of tensors for each file, by file name."""
     groups: list[list[str]] = [[]]
     size = 0
-    for key, parts in made.items():
+    for key, parts in sources.items():
         if groups[-1] and size + _bytes(parts) > most:
             groups.append([])
             size = 0
@@ -61,15 +61,15 @@ def _files(made: dict[str, Parts], most: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
 
 
-def _write(file: Path, made: dict[str, Parts], read: Any) -> None:
+def _write(file: Path, sources: dict[str, Parts], read: Any) -> None:
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("wb") as f:
-        write_header(f, {key: (parts[0][0].dtype, parts[0][0].their_shape) for key, parts in made.items()})
-        for parts in made.values():
+        write_header(f, {key: (parts[0][0].dtype, parts[0][0].their_shape) for key, parts in sources.items()})
+        for parts in sources.values():
             f.write(assemble(parts, read).reshape(-1).view(np.uint8).data)
         f.flush()
         os.fsync(f.fileno())
-    read_header(partial)  # that all of it is there
+    read_header(partial)  # check that the file is complete
     partial.rename(file)
 
 

@@ -1,4 +1,4 @@
-"""Adapters alone, out and in: beside a folder of theirs they are what the folder with them added is."""
+"""Exported and imported adapters: with their base model they equal the model with merged adapters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TARGETS = {
 
 
 def _scale(about, module):
-    """As PEFT works it out."""
+    """The scale that PEFT computes."""
     of = lambda name, pattern: next((v for k, v in about[pattern].items() if module.endswith(f".{k}")), about[name])  # noqa: E731
     rank = of("r", "rank_pattern")
     return of("lora_alpha", "alpha_pattern") / (rank**0.5 if about["use_rslora"] else rank), rank
@@ -56,12 +56,12 @@ def test_the_base_and_their_products_are_what_the_merged_export_is(name, tmp_pat
     model, lora = CASES[name]
     base = drawn(model, tmp_path / "base")
     run = adapted(base, tmp_path / "run", lora)
-    said: list[str] = []
-    out = export_adapters(run, tmp_path / "adapters", family=name, say=said.append)
-    assert f"jaxscale export {base.path} DIR" in said[0] and len(said) == 1
+    messages: list[str] = []
+    out = export_adapters(run, tmp_path / "adapters", family=name, say=messages.append)
+    assert f"jaxscale export {base.path} DIR" in messages[0] and len(messages) == 1
     weights, merged = (
         load_file(
-            export_checkpoint(r, tmp_path / f"hf-{r.path.name}", family=name, say=said.append) / "model.safetensors"
+            export_checkpoint(r, tmp_path / f"hf-{r.path.name}", family=name, say=messages.append) / "model.safetensors"
         )
         for r in (base, run)
     )
@@ -93,16 +93,16 @@ def test_what_cannot_be_said_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(RunError, match="has no adapters; leave out --adapters to export its weights"):
         export_adapters(base, tmp_path / "out")
     run = adapted(base, tmp_path / "run", LoRA(rank=2))
-    with pytest.raises(CheckpointError, match=r"layers.0.mlp.down_proj has adapters, and PEFT .* leave out --adapters"):
+    with pytest.raises(CheckpointError, match="PEFT would drop the adapters of .*layers.0.mlp.down_proj .* leave out"):
         export_adapters(run, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="'llama' cannot say attention_layer = MultiHeadLatent.*MixtureOfExperts"):
+    with pytest.raises(CheckpointError, match="'llama' cannot express attention_layer = MultiHeadLatent.*Experts"):
         export_adapters(run, tmp_path / "out", family="llama")
     assert not (tmp_path / "out").exists()
     with pytest.raises(RunError, match="base is there already; name another folder"):
         export_adapters(run, tmp_path / "base")
 
 
-def test_a_matrix_that_is_none_of_peft_s_is_named():
+def test_a_matrix_that_peft_cannot_adapt_is_named():
     line = Map("attn/q/kernel", "model.layers.{l}.q.{h}.weight", "e h d", "d e")
     info = TensorInfo(
         "runs/0/blocks/0/attn/q/kernel", (1, 8, 2, 4), np.float32, ("layers", "embed", "heads", "head_dim")
@@ -110,7 +110,7 @@ def test_a_matrix_that_is_none_of_peft_s_is_named():
     bound = bind([line], [info], [((None,), 1)])
     pair = Pair(np.ones((1, 8, 2), np.float32), np.ones((1, 2, 2, 4), np.float32), 1)
     with pytest.raises(
-        CheckpointError, match=r"attn/q has adapters, and model.layers.\{l\}.q.\{h\}.weight is no matrix"
+        CheckpointError, match=r"attn/q has adapters, but PEFT cannot put them on model.layers.\{l\}.q.\{h\}.weight"
     ):
         modules_of(bound, {info.path: pair})
 
@@ -130,7 +130,7 @@ def test_the_commands_export_adapters_of_an_imported_model_and_import_them(tmp_p
     assert (hub["base_model_name_or_path"], hub["revision"]) == ("Qwen/Qwen3-0.6B", "c1899de")
     assert main(["import", str(hf), str(tmp_path / "whole"), "--adapters", str(out)]) == 0
     capsys.readouterr()
-    for more, says in (
+    for more, message in (
         (["export", str(run.path), str(out), "--adapters"], "is there already"),
         (["export", str(run.path), "x", "--adapters", "--check"], "--check is of whole models"),
         (["export", str(run.path), "x", "--base", "me/mine"], "give --adapters as well"),
@@ -138,20 +138,20 @@ def test_the_commands_export_adapters_of_an_imported_model_and_import_them(tmp_p
         (["import", str(out), "x"], f"jaxscale import {hf} OUT --adapters {out}"),
     ):
         assert main(more) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change, says", [
+@pytest.mark.parametrize("change, message", [
     ({"peft_type": "IA3"}, "'IA3'"),
-    ({"use_dora": True}, "use_dora = True, which is not expressed here"),
+    ({"use_dora": True}, "use_dora = True, but only False is supported"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     ({}, "holds no tensor"),
-    ("base_model.model.model.embed_tokens.lora_embedding_A", "no matrix that it could be added"),
-    ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", "no matrix that it could be added"),
-    ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "has one of the two matrices for"),
-    ("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight", r"\[2, 32\] and \[3, 2\] for .* which is \[48, 32\]"),
+    ("base_model.model.model.embed_tokens.lora_embedding_A", "has no matrix for it"),
+    ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", "has no matrix for it"),
+    ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "has only one of two matrices for"),
+    ("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight", r"\[2, 32\] and \[3, 2\] for .* shape is \[48, 32\]"),
 ])  # fmt: skip
-def test_adapters_that_are_not_of_the_model_are_refused(change, says, tmp_path):
+def test_adapters_that_are_not_of_the_model_are_refused(change, message, tmp_path):
     about = {"peft_type": "LORA", "lora_alpha": 4, "r": 2, **(change if isinstance(change, dict) else {})}
     tensors = {} if isinstance(change, dict) else {change: np.ones((3, 2), np.float32)}
     if "up_proj" in str(change):
@@ -160,7 +160,7 @@ def test_adapters_that_are_not_of_the_model_are_refused(change, says, tmp_path):
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(about))
     save_file(tensors, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         import_checkpoint(write_folder(tmp_path / "hf"), tmp_path / "run", adapters=folder)
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""`--check` holds an import to what `transformers` makes of the same folder."""
+"""`--check` compares the logits of an import with those of `transformers`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.torch
 
 
 def test_the_same_folder_is_the_same_model(tmp_path):
-    found = same_logits.compare(foreign.save("llama", tmp_path / "theirs"))
-    assert found.error < 1e-4 and found.same == found.places == 64
-    assert "the likeliest token is the same at 64 of 64 places" in str(found)
+    compared = same_logits.compare(foreign.save("llama", tmp_path / "theirs"))
+    assert compared.error < 1e-4 and compared.same == compared.places == 64
+    assert "the most likely token is the same at 64 of 64 positions" in str(compared)
 
 
 def test_a_tensor_read_the_wrong_way_round_is_found(tmp_path, monkeypatch):

@@ -35,14 +35,14 @@ def imported(tmp_path_factory):
 
 
 def test_sample_chats_as_the_run_does(imported, capsys):
-    asked = ["--chat", "--prompt", "w7 w8", "--max-tokens", "5", "--temperature", "0", "--ignore-end", "--json"]
+    options = ["--chat", "--prompt", "w7 w8", "--max-tokens", "5", "--temperature", "0", "--ignore-end", "--json"]
     capsys.readouterr()
-    assert main(["sample", str(imported), *asked]) == 0
+    assert main(["sample", str(imported), *options]) == 0
     row = json.loads(capsys.readouterr().out)
     run = js.load(imported)
-    found = run.chat([{"role": "user", "content": "w7 w8"}], max_tokens=5, temperature=0, ignore_end=True)
-    assert (row["prompt"], row["text"], row["ids"]) == ("w7 w8", found.text, list(found.ids))
-    assert found.prompt_tokens == len([1, 3, 7, 8, 2, 1])
+    answer = run.chat([{"role": "user", "content": "w7 w8"}], max_tokens=5, temperature=0, ignore_end=True)
+    assert (row["prompt"], row["text"], row["ids"]) == ("w7 w8", answer.text, list(answer.ids))
+    assert answer.prompt_tokens == len([1, 3, 7, 8, 2, 1])
 
 
 def test_it_has_no_held_out_documents_to_be_evaluated_on(imported, capsys):
@@ -53,9 +53,9 @@ def test_it_has_no_held_out_documents_to_be_evaluated_on(imported, capsys):
 def test_what_is_suggested_for_a_model_without_a_tokenizer_works(tmp_path, capsys):
     folder = hf_folder.write_folder(tmp_path / "theirs")
     assert main(["import", str(folder), str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
-    assert "jaxscale sample" not in said
-    ids = eval(said.partition("in Python, ")[2], {"js": js})
+    out = capsys.readouterr().out
+    assert "jaxscale sample" not in out
+    ids = eval(out.partition("in Python, ")[2], {"js": js})
     assert ids and all(isinstance(i, int) for i in ids)
     assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert "in Python, js.load(" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What came with a checkpoint says how a text begins and where it ends."""
+"""Companion files of a checkpoint: tokens that start and end a text, and sampling settings."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _about(folder, **said):
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+def _about(folder, **values):
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
     return Companions(folder)
 
 
 def test_a_prompt_opens_as_the_tokenizer_opens_texts_and_is_not_closed(folder):
     assert Companions(folder).prompt_ids("a b").tolist() == [1, 4, 5]
     assert Companions(folder).prompt_ids("").tolist() == [1]
-    # what is written like a special token is text
+    # text that looks like a special token is ordinary text
     assert 2 not in Companions(folder).prompt_ids("a </s> b").tolist()
 
 
 def test_its_config_says_whether_there_is_an_opening(folder):
     assert _about(folder, add_bos_token=False, bos_token="<s>").prompt_ids("a").tolist() == [4]
     assert _about(folder, add_bos_token=False, bos_token="<s>").prompt_ids("").tolist() == [1]
-    told = _about(folder, add_bos_token=True, bos_token={"content": "</s>", "lstrip": False})
-    assert told.prompt_ids("a").tolist() == [2, 4]
+    companions = _about(folder, add_bos_token=True, bos_token={"content": "</s>", "lstrip": False})
+    assert companions.prompt_ids("a").tolist() == [2, 4]
 
 
 def test_texts_end_where_generation_config_says_else_config_else_the_tokenizer(folder):
@@ -58,7 +58,7 @@ def test_texts_end_where_generation_config_says_else_config_else_the_tokenizer(f
 
 
 @pytest.mark.parametrize(
-    "said, choice",
+    "values, choice",
     {
         "cuts": (
             {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
@@ -70,22 +70,22 @@ def test_texts_end_where_generation_config_says_else_config_else_the_tokenizer(f
     }.values(),
     ids=["cuts", "all", "greedy", "nothing"],
 )
-def test_tokens_are_chosen_as_generation_config_says(folder, said, choice):
-    (folder / "generation_config.json").write_text(json.dumps(said))
+def test_tokens_are_chosen_as_generation_config_says(folder, values, choice):
+    (folder / "generation_config.json").write_text(json.dumps(values))
     assert Companions(folder).choice == choice
 
 
 def test_a_choice_out_of_its_range_names_the_file(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
-    with pytest.raises(DataError, match=r"hf/generation_config.json: top_p = 1.5: must be above 0 and at most 1; mend"):
+    with pytest.raises(DataError, match=r"hf/generation_config.json: top_p = 1.5: must be above 0 and at most 1; edit"):
         Run(tmp_path).choice()
     assert Run(tmp_path).choice(but=["top_p"]) == {}
 
 
 def test_without_a_tokenizer_there_are_ids_only(folder):
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match="has no tokenizer.json, so that there is no text"):
+    with pytest.raises(DataError, match="has no tokenizer.json, so only token ids can be used"):
         Companions(folder).prompt_ids("a")
 
 

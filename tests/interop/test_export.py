@@ -1,4 +1,4 @@
-"""A run folder becomes a folder of theirs: the same bits, and refused where they have no word for it."""
+"""Export to Hugging Face folders: the same bits, and an error if no family can express the model."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ def test_an_interrupted_export_goes_on(tmp_path, monkeypatch):
     run = import_checkpoint(write_folder(tmp_path / "theirs"), tmp_path / "run")
     real, written = write._write, []
 
-    def stop_at_three(file, *told):
+    def stop_at_three(file, *args):
         if len(written) == 3:
             raise OSError(28, "No space left on device")
         written.append(file.name)
-        real(file, *told)
+        real(file, *args)
 
     monkeypatch.setattr(write, "_write", stop_at_three)
-    with pytest.raises(CheckpointError, match="No space left on device; start it again to go on"):
+    with pytest.raises(CheckpointError, match="No space left on device; start the export again to continue it"):
         export_checkpoint(run, tmp_path / "out", shard_bytes=20_000)
     with pytest.raises(CheckpointError, match="config.json cannot be read|no model.safetensors"):
         import_checkpoint(tmp_path / "out", tmp_path / "no")
     with pytest.raises(RunError, match="unfinished export of something else"):
         export_checkpoint(run, tmp_path / "out")
     again = []
-    monkeypatch.setattr(write, "_write", lambda file, *told: (again.append(file.name), real(file, *told)))
+    monkeypatch.setattr(write, "_write", lambda file, *args: (again.append(file.name), real(file, *args)))
     export_checkpoint(run, tmp_path / "out", shard_bytes=20_000, say=lambda _: None)
     assert set(again).isdisjoint(written)
     back = _read(tmp_path / "out")
@@ -94,9 +94,9 @@ def test_another_precision_is_rounded_once(tmp_path):
 
 
 def test_a_run_of_our_own_gets_the_first_family_that_says_it(finished_run, tmp_path):
-    said = []
-    out = export_checkpoint(finished_run, tmp_path / "out", say=said.append)
-    assert "so that" in said[0] and "ByteTokenizer" in said[0]
+    messages = []
+    out = export_checkpoint(finished_run, tmp_path / "out", say=messages.append)
+    assert "has no tokenizer.json" in messages[0] and "ByteTokenizer" in messages[0]
     about = json.loads((out / "config.json").read_text())
     assert (about["model_type"], about["eos_token_id"]) == ("llama", 0)
     back = import_checkpoint(out, tmp_path / "back")
@@ -128,9 +128,9 @@ def test_a_config_is_said_by_its_family(name):
 
 
 def test_the_nearest_family_is_the_one_that_lacks_least():
-    with pytest.raises(CheckpointError, match="the nearest, 'qwen3', cannot say logit_softcap = 30.0"):
+    with pytest.raises(CheckpointError, match="the nearest, 'qwen3', cannot express logit_softcap = 30.0"):
         family_for(TransformerConfig(**SMALL, qk_norm=True, logit_softcap=30.0), FAMILIES, 1024)
-    with pytest.raises(CheckpointError, match="the nearest, 'llama', cannot say .*NTKScaling"):
+    with pytest.raises(CheckpointError, match="the nearest, 'llama', cannot express .*NTKScaling"):
         family_for(TransformerConfig(**SMALL, positions=Rotary(1e4, NTKScaling(2.0))), FAMILIES, 1024)
 
 
@@ -146,24 +146,24 @@ def test_gemma_without_local_layers_says_a_window_as_transformers_takes_no_null(
 
 def test_a_soft_cap_on_scores_is_not_said_of_gemma3_which_has_none():
     capped = presets.gemma2_2b(depth=2, qk_norm=QKNorm(UnitOffsetRMSNorm))
-    with pytest.raises(CheckpointError, match="'gemma3_text' cannot say .*attn_logit_softcapping"):
+    with pytest.raises(CheckpointError, match="'gemma3_text' cannot express .*attn_logit_softcapping"):
         family_for(capped, FAMILIES, 1024, "gemma3_text")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (dict(mlp=MixtureOfExperts(router=SigmoidRouter())), "mlp = MixtureOfExperts"),
         (dict(norm=LayerNorm), "norm = LayerNorm"),
-        (dict(positions=Rotary(1e4, NTKScaling(2.0))), "no word for NTKScaling"),
+        (dict(positions=Rotary(1e4, NTKScaling(2.0))), "cannot express NTKScaling"),
         (dict(parallel=True, mlp=GELU), "parallel = True"),
     ],
 )
-def test_what_no_family_can_say_is_refused_by_name(change, says):
+def test_what_no_family_can_express_is_refused_by_name(change, message):
     with pytest.raises(CheckpointError) as e:
         family_for(TransformerConfig(**{**SMALL, **change}), FAMILIES, 1024, "llama")
-    assert says in str(e.value)
-    with pytest.raises(CheckpointError, match="no family can say this model; the nearest"):
+    assert message in str(e.value)
+    with pytest.raises(CheckpointError, match="no family can express this model; the nearest"):
         family_for(dataclasses.replace(TransformerConfig(**SMALL), **change), FAMILIES, 1024)
     with pytest.raises(CheckpointError, match="did you mean 'llama'"):
         family_for(TransformerConfig(**SMALL), FAMILIES, 1024, "lama")

@@ -1,4 +1,4 @@
-"""What `transformers` says of ids with random weights, an imported run says as well; and what is exported it reads."""
+"""Every family: an import has the logits of `transformers`, which also reads the export."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ TOKENS = np.random.default_rng(0).integers(0, foreign.VOCAB, (2, 24))
 
 @pytest.mark.parametrize("name", foreign.MODELS)
 def test_logits_are_those_of_transformers_and_it_reads_what_is_exported(name, tmp_path):
-    said = []
-    import_checkpoint(foreign.save(name, tmp_path / "theirs"), tmp_path / "run", say=said.append)
-    assert not said, said
-    run, wanted = js.load(str(tmp_path / "run")), foreign.logits(name, TOKENS)
+    messages = []
+    import_checkpoint(foreign.save(name, tmp_path / "theirs"), tmp_path / "run", say=messages.append)
+    assert not messages, messages
+    run, expected = js.load(str(tmp_path / "run")), foreign.logits(name, TOKENS)
     graphdef, _ = describe_model(run.config.model)
     ours = jax.jit(lambda p, t: nnx.merge(graphdef, p)(t))(run.params(), TOKENS)
-    np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-4)
 
     out = export_checkpoint(run, tmp_path / "out")
     assert json.loads((out / "config.json").read_text()) == json.loads((run.path / "hf/config.json").read_text())
-    found = open_pretrained(out)
-    about = found.family.json(run.config.model, found.length)  # said anew, not as it came
+    opened = open_pretrained(out)
+    about = opened.family.json(run.config.model, opened.length)  # made from our config, not copied
     (out / "config.json").write_text(json.dumps(about))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
-        np.testing.assert_array_equal(theirs(torch.tensor(TOKENS)).logits.numpy(), wanted)
+        np.testing.assert_array_equal(theirs(torch.tensor(TOKENS)).logits.numpy(), expected)

@@ -1,4 +1,4 @@
-"""Imported models go on as `transformers` does: the same 64 likeliest tokens, one at a time and on any layout."""
+"""Imported models generate the same 64 tokens as `transformers`, greedily, on any layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(name, mesh, tmp_path):
     import_checkpoint(foreign.save(name, tmp_path / "theirs"), tmp_path / "run", say=lambda _: None)
     layout = None if mesh is None else js.Layout(mesh)
     run = js.load(str(tmp_path / "run"))
-    found = run.generate(PROMPT, temperature=0, max_tokens=64, ignore_end=True, layout=layout)
-    how = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
-    wanted = foreign.make(name).generate(torch.tensor([PROMPT]), **how)[0, len(PROMPT) :]
-    assert list(found.ids) == wanted.tolist() and found.text == ""
+    completion = run.generate(PROMPT, temperature=0, max_tokens=64, ignore_end=True, layout=layout)
+    options = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = foreign.make(name).generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :]
+    assert list(completion.ids) == expected.tolist() and completion.text == ""

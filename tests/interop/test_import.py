@@ -1,4 +1,4 @@
-"""A folder of theirs becomes a run folder, or is refused before anything is written."""
+"""Import of Hugging Face folders; errors come before anything is written."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_region_is_that_part_of_the_whole(folder):
     for name, leaf in arrays.leaves.items():
         whole = tuple((0, n) for n in leaf.shape)
         part = tuple((n // 2, n) for n in leaf.shape)
-        found = arrays.read(name, [whole, part])
-        np.testing.assert_array_equal(found[part], found[whole][tuple(slice(*s) for s in part)])
+        values = arrays.read(name, [whole, part])
+        np.testing.assert_array_equal(values[part], values[whole][tuple(slice(*s) for s in part)])
 
 
 def test_bf16_stays_bf16_bitwise(tmp_path):
@@ -83,18 +83,18 @@ def _leaves(tree):
 
 @pytest.mark.parametrize("dtype", [np.float32, bf16])
 def test_a_tied_model_with_another_head_in_its_file_is_not_tied(tmp_path, dtype):
-    """As transformers takes it; the same values once more are nothing, in whichever precision."""
-    made, said = tensors(), []
+    """As in transformers; a head with the embedding's values in any dtype counts as tied."""
+    made, messages = tensors(), []
     embed = made["model.embed_tokens.weight"].astype(dtype).astype(np.float32)
     made["model.embed_tokens.weight"] = embed
     for head in (embed, embed + 1):
         made["lm_head.weight"] = head.astype(dtype)
         folder = write_folder(tmp_path / "theirs", made)
         (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
-        found = open_pretrained(folder, dtype="float32", say=said.append)
-        assert found.config.tied == (head is embed)
-    assert len(said) == 1 and "lm_head.weight with other values" in said[0]
-    read = pretrained.read_pretrained(found, None)
+        opened = open_pretrained(folder, dtype="float32", say=messages.append)
+        assert opened.config.tied == (head is embed)
+    assert len(messages) == 1 and "lm_head.weight" in messages[0] and "has other values" in messages[0]
+    read = pretrained.read_pretrained(opened, None)
     np.testing.assert_array_equal(read["head"]["weight"], made["lm_head.weight"].astype(np.float32))
 
 
@@ -135,8 +135,8 @@ def _gpt2(folder):
     return folder
 
 
-def test_names_of_a_bare_gpt2_lack_their_first_word_and_its_masks_are_passed_over(tmp_path):
-    """As the oldest checkpoints are."""
+def test_names_of_a_bare_gpt2_lack_a_prefix_and_its_masks_are_ignored(tmp_path):
+    """The names of the oldest checkpoints."""
     from safetensors.numpy import load_file, save_file
 
     from jaxscale.convert.pretrained import read_pretrained
@@ -145,9 +145,9 @@ def test_names_of_a_bare_gpt2_lack_their_first_word_and_its_masks_are_passed_ove
     whole = load_file(folder / "model.safetensors")
     bare = {k.removeprefix("transformer."): v for k, v in whole.items()}
     bare["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.uint8)
-    found = read_pretrained(open_pretrained(folder), None)
+    params = read_pretrained(open_pretrained(folder), None)
     save_file(bare, folder / "model.safetensors")
-    for a, b in zip(_leaves(found), _leaves(read_pretrained(open_pretrained(folder), None)), strict=True):
+    for a, b in zip(_leaves(params), _leaves(read_pretrained(open_pretrained(folder), None)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -182,13 +182,13 @@ def test_whole_numbers_are_no_weights(folder):
     _change(folder, lambda made: made.update({"model.norm.weight": np.ones(32, np.int8)}))
     for dtype in (None, "bfloat16"):
         with pytest.raises(
-            CheckpointError, match="model.norm.weight is of type I8, which has no values without a scale"
+            CheckpointError, match="model.norm.weight has the unsupported dtype I8"
         ):
             open_pretrained(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "message"),
     [
         ("model_type", "lama", "did you mean 'llama'"),
         ("hidden_act", "silly", "did you mean 'silu'"),
@@ -197,11 +197,11 @@ def test_whole_numbers_are_no_weights(folder):
         ("num_hidden_layers", 0, "num_hidden_layers = 0"),
     ],
 )
-def test_a_field_that_is_not_known_is_refused(folder, tmp_path, field, value, says):
+def test_a_field_that_is_not_known_is_refused(folder, tmp_path, field, value, message):
     (folder / "config.json").write_text(json.dumps(CONFIG | {field: value}))
     with pytest.raises(CheckpointError) as e:
         import_checkpoint(folder, tmp_path / "run")
-    assert says in str(e.value)
+    assert message in str(e.value)
 
 
 def test_pickled_weights_are_refused(folder, tmp_path):
@@ -221,7 +221,7 @@ def test_a_file_that_was_cut_short_is_refused(folder, tmp_path):
         with pytest.raises(CheckpointError, match="not a whole safetensors file"):
             import_checkpoint(folder, tmp_path / "run")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
-    with pytest.raises(CheckpointError, match="is no index of tensors"):
+    with pytest.raises(CheckpointError, match="is not an index of tensors"):
         import_checkpoint(folder, tmp_path / "run")
 
 
@@ -251,9 +251,9 @@ def test_an_interrupted_import_goes_on(folder, tmp_path, monkeypatch):
     assert js.load(str(tmp_path / "run")).checkpoints.steps() == []
     again = []
     monkeypatch.setattr(write, "write_file", lambda path, data: (again.append(path), real(path, data)))
-    said = []
-    import_checkpoint(folder, tmp_path / "run", say=said.append)
-    assert "going on with it" in said[0]
+    messages = []
+    import_checkpoint(folder, tmp_path / "run", say=messages.append)
+    assert "continuing it" in messages[0]
     done = {p.relative_to(p.parents[3]) for p in written}
     assert done.isdisjoint(p.relative_to(p.parents[3]) for p in again if p.name.startswith("c."))
     import_checkpoint(folder, tmp_path / "whole")
@@ -271,7 +271,7 @@ def test_an_unfinished_import_of_other_files_is_left_as_it_is(folder, tmp_path, 
 
 
 def test_an_unfinished_import_of_other_values_is_left_as_it_is(folder, tmp_path, monkeypatch):
-    """Though name, size and time of the file are the same, as in copies of a snapshot."""
+    """Even if name, size and mtime of the file are the same, as in copies of a snapshot."""
     file = folder / "model.safetensors"
     before = file.stat()
     with monkeypatch.context() as m:
@@ -288,23 +288,23 @@ def test_an_unfinished_import_of_other_values_is_left_as_it_is(folder, tmp_path,
 def test_a_name_on_the_hub_is_downloaded_without_what_is_not_read(folder, tmp_path, monkeypatch):
     import huggingface_hub
 
-    asked = {}
+    request = {}
 
     def download(name, *, revision, allow_patterns):
-        asked.update(name=name, revision=revision, patterns=allow_patterns)
+        request.update(name=name, revision=revision, patterns=allow_patterns)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     run = import_checkpoint("someone/some-llama", tmp_path / "run", revision="v1")
-    assert (asked["name"], asked["revision"]) == ("someone/some-llama", "v1")
-    assert "*.safetensors" in asked["patterns"]
-    assert not any(p.endswith((".bin", ".pt", ".py")) for p in asked["patterns"])
+    assert (request["name"], request["revision"]) == ("someone/some-llama", "v1")
+    assert "*.safetensors" in request["patterns"]
+    assert not any(p.endswith((".bin", ".pt", ".py")) for p in request["patterns"])
     assert run.info["family"] == "llama"
 
 
 def test_a_name_that_cannot_be_had_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(CheckpointError, match="could not be had from the Hugging Face Hub"):
+    with pytest.raises(CheckpointError, match="could not be downloaded from the Hugging Face Hub"):
         import_checkpoint("nobody/nothing-0b", tmp_path / "run")
-    with pytest.raises(CheckpointError, match="it is no name on the Hub"):
+    with pytest.raises(CheckpointError, match="it is not a name on the Hub"):
         import_checkpoint(tmp_path / "nowhere", tmp_path / "run")

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.torch
 )
 def test_greedy_tokens_are_theirs(name, where, tmp_path):
     text = foreign.continued(name, prompt=16, new=16)
-    found = open_pretrained(foreign.save(name, tmp_path / "theirs"), dtype="float32")
-    got = greedy.run(found, None if where is None else Layout(where), text, 16)
+    opened = open_pretrained(foreign.save(name, tmp_path / "theirs"), dtype="float32")
+    got = greedy.run(opened, None if where is None else Layout(where), text, 16)
     np.testing.assert_allclose(got.logits, foreign.logits(name, text), atol=1e-4, rtol=1e-4)
     np.testing.assert_array_equal(got.logits[:, 15:-1].argmax(-1), text[:, 16:])
     np.testing.assert_array_equal(got.cached, text[:, 16:])

@@ -1,4 +1,4 @@
-"""PEFT loads what is exported, and its own adapters are imported: the same logits on both sides."""
+"""PEFT loads exported adapters, and its own are imported: with the same logits."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_peft_makes_of_the_base_and_our_adapters_what_our_run_is(name, stabilize
     base = import_checkpoint(theirs, tmp_path / "base", **quiet)
     run = adapted(base, tmp_path / "run", LoRA(rank=3, alpha=4.5, rank_stabilized=stabilized))
     out = export_adapters(run, tmp_path / "out", **quiet)
-    with_adapters = peft.AutoPeftModelForCausalLM.from_pretrained(out)  # which finds the base by its config
-    found = _logits(with_adapters)
-    np.testing.assert_allclose(found, _ours(run), atol=1e-4, rtol=1e-4)
+    with_adapters = peft.AutoPeftModelForCausalLM.from_pretrained(out)  # finds the base model through its config
+    logits = _logits(with_adapters)
+    np.testing.assert_allclose(logits, _ours(run), atol=1e-4, rtol=1e-4)
     merged = transformers.AutoModelForCausalLM.from_pretrained(export_checkpoint(run, tmp_path / "merged", **quiet))
-    np.testing.assert_allclose(found, _logits(merged), atol=1e-4, rtol=1e-4)
-    assert np.abs(found - foreign.logits(name, TOKENS)).max() > 0.1
+    np.testing.assert_allclose(logits, _logits(merged), atol=1e-4, rtol=1e-4)
+    assert np.abs(logits - foreign.logits(name, TOKENS)).max() > 0.1
 
 
 def test_adapters_that_peft_made_are_imported(tmp_path):
@@ -58,6 +58,6 @@ def test_adapters_that_peft_made_are_imported(tmp_path):
     model = peft.get_peft_model(model, config)
     model.save_pretrained(tmp_path / "adapters")
     run = import_checkpoint(theirs, tmp_path / "run", adapters=tmp_path / "adapters", say=lambda _: None)
-    wanted = _logits(model)
-    np.testing.assert_allclose(_ours(run), wanted, atol=1e-4, rtol=1e-4)
-    assert np.abs(wanted - foreign.logits(name, TOKENS)).max() > 0.1
+    expected = _logits(model)
+    np.testing.assert_allclose(_ours(run), expected, atol=1e-4, rtol=1e-4)
+    assert np.abs(expected - foreign.logits(name, TOKENS)).max() > 0.1

@@ -1,4 +1,4 @@
-"""Config files as they are published say what our presets say."""
+"""Published config.json files are read as the models of our presets."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_long_phi3_goes_by_the_length_of_a_text_by_either_name_for_it():
 
 
 def test_the_length_before_scaling_is_the_one_beside_it():
-    """As transformers takes it: of Phi-3 that one alone, of others before the one inside."""
+    """As in transformers: Phi-3 uses only the length beside rope_scaling, others prefer it."""
     inside = {"original_max_position_embeddings": 100}
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     phi3 = {k: v for k, v in PUBLISHED["phi3_mini"].items() if k != "original_max_position_embeddings"}
@@ -186,8 +186,8 @@ def test_the_length_before_scaling_is_the_one_beside_it():
 
 def test_bases_that_gemma3_says_beside_its_layers_kinds_count():
     kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
-    found = _read(_GEMMA3 | {"rope_parameters": kinds, "rope_theta": 5e5, "rope_local_base_freq": 2e3})
-    assert (found.positions.theta, found.local_positions.theta) == (5e5, 2e3)
+    config = _read(_GEMMA3 | {"rope_parameters": kinds, "rope_theta": 5e5, "rope_local_base_freq": 2e3})
+    assert (config.positions.theta, config.local_positions.theta) == (5e5, 2e3)
 
 
 def test_groups_that_deepseek_v3_does_not_say_are_those_of_transformers():
@@ -206,21 +206,21 @@ def test_a_window_of_null_is_none(name):
 
 
 @pytest.mark.parametrize("name", ["olmo2_7b", "gemma3"])
-def test_rotary_positions_that_are_said_twice_are_said_alike(name):
+def test_rotary_positions_in_two_fields_must_agree(name):
     values, plain = (PUBLISHED | {"gemma3": _GEMMA3})[name], {"rope_type": "default", "rope_theta": 7.0}
     plain = plain if name == "olmo2_7b" else {"full_attention": plain, "sliding_attention": plain}
     _read(values | {"rope_theta": 7.0, "rope_parameters": plain, "rope_scaling": {"type": "default"}})
-    with raises_saying(CheckpointError, "rope_parameters and rope_scaling, which say different things; leave one"):
+    with raises_saying(CheckpointError, "rope_parameters and rope_scaling, which differ; remove one of them"):
         _read(values | {"rope_parameters": plain, "rope_scaling": {"type": "linear", "factor": 2.0}})
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
-        ("olmo2_7b", {"rope_scaling": {"type": "linear"}}, "no 'factor' in its rope_scaling, which a 'linear' one"),
+        ("olmo2_7b", {"rope_scaling": {"type": "linear"}}, "no 'factor' in its rope_scaling, which the type 'linear'"),
         ("olmo2_7b", {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor = 'x' in its rope_scaling"),
-        ("olmo2_7b", {"rope_parameters": [1]}, "rope_parameters = [1], which is no object"),
-        ("olmo2_7b", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x', which is no finite number"),
+        ("olmo2_7b", {"rope_parameters": [1]}, "rope_parameters = [1], which is not an object"),
+        ("olmo2_7b", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x', which is not a finite number"),
         ("olmo2_7b", {"tie_word_embeddings": "false"}, "only False or True"),
         ("olmo2_7b", {"quantization_config": "int8"}, "is quantised (int8)"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
@@ -232,10 +232,10 @@ def test_rotary_positions_that_are_said_twice_are_said_alike(name):
         (
             "olmo2_7b",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "Phi-3 alone",
+            "Phi-3 only",
         ),
     ],
 )
-def test_what_a_family_does_not_express_is_refused(name, changes, said):
-    with raises_saying(CheckpointError, said):
+def test_what_a_family_does_not_express_is_refused(name, changes, message):
+    with raises_saying(CheckpointError, message):
         _read(PUBLISHED[name] | changes)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
-from jaxscale.convert.exporting import said_by
+from jaxscale.convert.exporting import export_target
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Bidirectional, RingAttention, dot_product_attention
@@ -93,7 +93,7 @@ def test_a_pair_of_tokens_that_see_each_other_is_counted_twice():
 def test_an_encoder_is_not_exported_as_a_model_that_reads_from_left_to_right(tmp_path):
     run = js.Run(tmp_path, TrainConfig(model=MODEL, layout=None, objective=MaskedToken()))
     with raises_saying(CheckpointError, "Bidirectional", "Run.model()"):
-        said_by(run, None, None)
+        export_target(run, None, None)
 
 
 def test_the_next_token_is_not_asked_of_a_model_that_sees_it():

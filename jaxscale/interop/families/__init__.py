@@ -1,4 +1,4 @@
-"""The families: a file each, and a line here."""
+"""The families of models, one file each."""
 
 from jaxscale.interop.families import (
     deepseek_v2,
@@ -34,6 +34,6 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v3.FAMILY,
     gpt2.FAMILY,
 )
-"""In the order in which an export tries them; of those that are as far from a model, the first is called nearest."""
+"""All families, in the order in which an export tries them; of equally near ones, errors name the first."""
 
 __all__ = ["FAMILIES"]

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (Liu et al. 2024): keys and values from narrow vectors, small experts of a few groups, shared ones."""
+"""DeepSeek-V2 (Liu et al. 2024): multi-head latent attention, fine-grained experts in groups, shared experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARED = LAYER + "mlp.shared_experts."
 
 
 def pairs(n: int) -> np.ndarray:
-    """Where each of our turned dimensions, i and i + n/2 of a pair, stands among theirs, 2i and 2i + 1."""
+    """Return the index in theirs of each of our rotary dimensions: ours pair i with i + n/2, theirs 2i with 2i + 1."""
     return rearrange(np.arange(n), "(pair two) -> (two pair)", two=2)
 
 
@@ -58,13 +58,13 @@ _LAYERS = (
 
 
 def table(m: TransformerConfig) -> tuple[Map, ...]:
-    """The lines of a model, whose queries are made of the stream or of a narrow vector."""
+    """Return the `Map`s of a model, whose queries come from the residual stream or from a latent vector."""
     narrow = isinstance(m.attention_layer, MultiHeadLatent) and m.attention_layer.q_rank is not None
     return (*ENDS, *NORMS, *_queries("q_b_proj" if narrow else "q_proj"), *_LAYERS, *MLP)
 
 
 def common(c: Fields) -> dict[str, Any]:
-    """What V2 and V3 say alike, but for the experts."""
+    """Return the settings, without experts, that V2 and V3 read in the same way."""
     c.only("hidden_act", "silu")
     c.only("attention_bias", False)
     c.only("mlp_bias", False)
@@ -95,7 +95,7 @@ def common(c: Fields) -> dict[str, Any]:
 
 
 def experts(c: Fields, router: Any) -> MixtureOfExperts:
-    """The experts of V2 and V3."""
+    """Return the experts of V2 and V3, with this router."""
     return MixtureOfExperts(
         c.size("n_routed_experts"),
         c.size("num_experts_per_tok"),
@@ -106,12 +106,13 @@ def experts(c: Fields, router: Any) -> MixtureOfExperts:
 
 
 def limit(c: Fields, best: int, groups: int = 1, chosen: int | None = None) -> GroupLimit | None:
-    """The groups that a token's experts are of; `None` where they may be of all.
+    """Return the limit on the groups of experts that a token may use; `None` if it may use all.
 
     Args:
       c: the fields.
-      best: of `GroupLimit`.
-      groups, chosen: where they are not said at all; null is none, and all.
+      best: as in `GroupLimit`.
+      groups: number of groups if the file has no `n_group`; null is one group.
+      chosen: groups per token if the file has no `topk_group`; null is all groups.
     """
     groups = c.size("n_group", 1 if "n_group" in c.values else groups)
     chosen = c.size("topk_group", groups if "topk_group" in c.values or chosen is None else chosen)
@@ -119,9 +120,9 @@ def limit(c: Fields, best: int, groups: int = 1, chosen: int | None = None) -> G
 
 
 def common_json(m: TransformerConfig) -> dict[str, Any]:
-    """`common` and `experts`, back."""
+    """Return the fields of config.json that `common` and `experts` read."""
     if not isinstance(m.attention_layer, MultiHeadLatent) or not isinstance(m.mlp, MixtureOfExperts):
-        raise CheckpointError("it has attention_layer = MultiHeadLatent(...) and experts, and the model has others")
+        raise CheckpointError("attention_layer must be MultiHeadLatent(...), and mlp MixtureOfExperts(...)")
     z, layer, mlp = m.sizes, m.attention_layer, m.mlp
     groups = getattr(mlp.router, "limit", None)
     return {
@@ -166,9 +167,9 @@ def _model(c: Fields) -> TransformerConfig:
 
 
 def _config(m: TransformerConfig) -> dict[str, Any]:
-    said = common_json(m)
-    method = "greedy" if said["n_group"] == 1 else "group_limited_greedy"
-    return {**said, "mlp_bias": False, "scoring_func": "softmax", "topk_method": method}
+    fields = common_json(m)
+    method = "greedy" if fields["n_group"] == 1 else "group_limited_greedy"
+    return {**fields, "mlp_bias": False, "scoring_func": "softmax", "topk_method": method}
 
 
 FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", _model, _config, table, IGNORED)

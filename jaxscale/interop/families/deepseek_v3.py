@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (Liu et al. 2024): V2 with sigmoid scores, a bias per expert, and groups by their two best."""
+"""DeepSeek-V3 (Liu et al. 2024): V2 with sigmoid scores, a bias per expert, and groups ranked by their two best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import SigmoidRouter
 
 _SECOND_TOKEN = r"model\.layers\.{depth}\..*"
-"""The layer after the last, which predicts the token after the next one, and is no part of the model here."""
+"""Tensors of multi-token prediction, in an extra layer after the last, which our model does not have."""
 
 
 def _model(c: Fields) -> TransformerConfig:

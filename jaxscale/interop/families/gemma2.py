@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024): norms before and after, scales that begin at zero, soft caps, every other layer local."""
+"""Gemma 2 (Gemma Team 2024): pre- and post-norms with unit offset, logit soft caps, every other layer local."""
 
 from __future__ import annotations
 
@@ -22,41 +22,45 @@ NORMS = (
 
 
 def common(c: Fields, period: int, softcap: float | None, final_softcap: float | None) -> dict[str, Any]:
-    """What Gemma 2 and 3 say alike.
+    """Return the settings that Gemma 2 and 3 read in the same way.
 
     Args:
       c: the fields.
-      period: where layers' types are not said, every so-manieth is global.
-      softcap, final_softcap: where they are not said at all.
+      period: without `layer_types`, every layer whose number is a multiple of this attends globally.
+      softcap: soft cap of attention logits if the file does not have the field.
+      final_softcap: soft cap of output logits if the file does not have the field.
     """
     c.only("hidden_activation", "gelu_pytorch_tanh")
     c.only("attention_bias", False)
     c.only("use_bidirectional_attention", False)
     for name in ("hidden_act", "max_position_embeddings"):
         c.get(name, None)
-    found = sizes(c)
-    types = c.get("layer_types", [SLIDING if (i + 1) % period else FULL for i in range(found["depth"])])
-    said = lambda name, default: c.get(name, None if name in c.values else default)  # noqa: E731
+    common = sizes(c)
+    types = c.get("layer_types", [SLIDING if (i + 1) % period else FULL for i in range(common["depth"])])
+
+    def cap(name: str, default: float | None) -> float | None:
+        return c.get(name, None if name in c.values else default)  # null is no cap
+
     return dict(
-        found,
+        common,
         norm=UnitOffsetRMSNorm,
         mlp=GeGLU,
         windows=by_types(c, types, c.get("sliding_window", 4096)),
-        attention_softcap=said("attn_logit_softcapping", softcap),
-        logit_softcap=said("final_logit_softcapping", final_softcap),
+        attention_softcap=cap("attn_logit_softcapping", softcap),
+        logit_softcap=cap("final_logit_softcapping", final_softcap),
         attention_scale=c.size("query_pre_attn_scalar", 256) ** -0.5,
         tied=c.only("tie_word_embeddings", True, False),
         post_norm=True,
-        embed_scale=found["width"] ** 0.5,
+        embed_scale=common["width"] ** 0.5,
     )
 
 
 def common_json(m: TransformerConfig) -> dict[str, Any]:
-    """`common`, back."""
-    said, windows = {k: v for k, v in sizes_json(m).items() if k != "hidden_act"}, types_json(m)
-    windows["sliding_window"] = windows["sliding_window"] or 4096  # transformers takes no null, local layers or none
+    """Return the fields of config.json that `common` reads."""
+    fields, windows = {k: v for k, v in sizes_json(m).items() if k != "hidden_act"}, types_json(m)
+    windows["sliding_window"] = windows["sliding_window"] or 4096  # transformers does not accept null
     return {
-        **said,
+        **fields,
         **windows,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,

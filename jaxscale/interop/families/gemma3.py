@@ -1,4 +1,4 @@
-"""Gemma 3, text (Gemma Team 2025): Gemma 2 with normalised queries and keys, and other angles in local layers."""
+"""Gemma 3, text only (Gemma Team 2025): Gemma 2 with QK-norm and other rotary frequencies in local layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxscale.nn import QKNorm, Rotary, UnitOffsetRMSNorm
 
 
 def _model(c: Fields) -> TransformerConfig:
-    c.only("attn_logit_softcapping", None)  # transformers has the field, and caps nothing
+    c.only("attn_logit_softcapping", None)  # transformers has the field but ignores it
     return TransformerConfig(
         **common(c, c.size("sliding_window_pattern", c.size("_sliding_window_pattern", 6)), None, None),
         **_positions(c),
@@ -25,29 +25,32 @@ def _model(c: Fields) -> TransformerConfig:
 
 
 def _positions(c: Fields) -> dict[str, Any]:
-    """Angles of global and of local layers: newer files say them by layer type, older ones of local layers a base."""
-    said, local = c.get("rope_parameters", {}), c.number("rope_local_base_freq", 1e4)
-    if not isinstance(said, dict) or (FULL not in said and SLIDING not in said):
+    """Read rotary positions of global and local layers: by layer type, or in older files by base."""
+    by_type, local = c.get("rope_parameters", {}), c.number("rope_local_base_freq", 1e4)
+    if not isinstance(by_type, dict) or (FULL not in by_type and SLIDING not in by_type):
         return {"positions": read_rotary(c, 1e6), "local_positions": Rotary(local)}
-    of = lambda kind, **own: Fields({**c.values, "rope_parameters": said.get(kind), **own}, c.what)  # noqa: E731
+
+    def fields(kind: str, **own: Any) -> Fields:
+        return Fields({**c.values, "rope_parameters": by_type.get(kind), **own}, c.what)
+
     base, scaling = c.number("rope_theta", 1e6), c.get("rope_scaling", None)
     return {
-        "positions": read_rotary(of(FULL, rope_theta=base, rope_scaling=scaling)),
-        "local_positions": read_rotary(of(SLIDING, rope_theta=local, rope_scaling=None)),
+        "positions": read_rotary(fields(FULL, rope_theta=base, rope_scaling=scaling)),
+        "local_positions": read_rotary(fields(SLIDING, rope_theta=local, rope_scaling=None)),
     }
 
 
 def _config(m: TransformerConfig) -> dict[str, Any]:
     local = m.local_positions or rotary(m)
-    if local.scaling is None:  # what every version reads
+    if local.scaling is None:  # every version reads this form
         return {**common_json(m), **rotary_json(rotary(m)), "rope_local_base_freq": local.theta}
-    return {**common_json(m), "rope_parameters": {FULL: _said(rotary(m)), SLIDING: _said(local)}}
+    return {**common_json(m), "rope_parameters": {FULL: _parameters(rotary(m)), SLIDING: _parameters(local)}}
 
 
-def _said(positions: Rotary) -> dict[str, Any]:
-    found = rotary_json(positions)
-    scaling = found.pop("rope_scaling", {"rope_type": "default"})
-    return {**found, **scaling}
+def _parameters(positions: Rotary) -> dict[str, Any]:
+    fields = rotary_json(positions)
+    scaling = fields.pop("rope_scaling", {"rope_type": "default"})
+    return {**fields, **scaling}
 
 
 _TABLE = (*ENDS, *ATTENTION, *QK_NORM, *NORMS, *MLP)

@@ -53,9 +53,9 @@ def _model(c: Fields) -> TransformerConfig:
     c.only("scale_attn_by_inverse_layer_idx", False)
     c.only("add_cross_attention", False)
     for name in ("max_position_embeddings", "n_ctx", "reorder_and_upcast_attn", "resid_pdrop"):
-        c.get(name, None)  # said twice, or of lower precision's sake
+        c.get(name, None)  # redundant, or about lower precision
     for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"):
-        c.get(f"summary_{name}", None)  # of another head
+        c.get(f"summary_{name}", None)  # about another head
     return TransformerConfig(
         depth=c.size("n_layer"),
         vocab=c.size("vocab_size"),
@@ -74,7 +74,7 @@ def _model(c: Fields) -> TransformerConfig:
 def _config(m: TransformerConfig) -> dict[str, Any]:
     z = m.sizes
     if not isinstance(m.positions, Learned):
-        raise CheckpointError(f"it has learned positions only, and the model has {m.positions!r}")
+        raise CheckpointError(f"positions must be learned, not {m.positions!r}")
     return {
         "n_layer": m.depth,
         "vocab_size": m.vocab,

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and whatever else is built as they are."""
+"""Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and models with the same architecture."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ IGNORED = (r".*rotary_emb\.inv_freq",)
 
 
 def sizes(c: Fields, *, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6) -> dict[str, Any]:
-    """The sizes that Llama and its relatives name alike.
+    """Return the sizes that Llama and related families name in the same way.
 
     Args:
       c: the fields.
-      kv_heads, head_dim, eps: what counts where they are not said; by default all heads, and the width they share.
+      kv_heads: number of key-value heads if the file has none; by default that of query heads.
+      head_dim: width of a head if the file has none; by default the model's width divided by heads.
+      eps: epsilon of norms if the file has none.
     """
     heads, width = c.size("num_attention_heads"), c.size("hidden_size")
     return dict(
@@ -67,7 +69,7 @@ def sizes(c: Fields, *, kv_heads: int | None = None, head_dim: int | None = None
 
 
 def sizes_json(m: TransformerConfig) -> dict[str, Any]:
-    """`sizes`, back."""
+    """Return the fields of config.json that `sizes` reads."""
     z = m.sizes
     return {
         "num_hidden_layers": m.depth,
@@ -84,13 +86,13 @@ def sizes_json(m: TransformerConfig) -> dict[str, Any]:
 
 
 def rotary(m: TransformerConfig) -> Rotary:
-    """The rotary positions of a config.
+    """Return the rotary positions of a config.
 
     Raises:
-      CheckpointError: it has others.
+      CheckpointError: its positions are not rotary.
     """
     if not isinstance(m.positions, Rotary):
-        raise CheckpointError(f"it has rotary positions only, and the model has {m.positions!r}")
+        raise CheckpointError(f"positions must be rotary, not {m.positions!r}")
     return m.positions
 
 
@@ -99,7 +101,7 @@ def _model(c: Fields) -> TransformerConfig:
     c.get("max_position_embeddings", None)
     bias = c.only("attention_bias", False, True)
     if c.only("mlp_bias", False, True) != bias:
-        raise CheckpointError(f"{c.what} has biases in one of attention and feed-forward; here both have them or none")
+        raise CheckpointError(f"{c.what} has attention_bias != mlp_bias, but only equal values are supported")
     return TransformerConfig(
         **sizes(c), mlp=SwiGLU, positions=read_rotary(c), bias=bias, tied=c.only("tie_word_embeddings", False, True)
     )

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): Llama with a window in every layer."""
+"""Mistral (Jiang et al. 2023): Llama with sliding-window attention in every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxscale.nn import SwiGLU
 
 
 def window(c: Fields, missing: int | None) -> tuple[int | None, ...]:
-    """The window of all layers: null is none, and what counts where it does not say is `missing`."""
+    """Return the window of all layers: null means none, and a file without the field means `missing`."""
     return (c.size("sliding_window", None) if "sliding_window" in c.values else missing,)
 
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): eight experts in place of each feed-forward, two of them for a token."""
+"""Mixtral (Jiang et al. 2024): eight experts in place of each feed-forward layer, two of them per token."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _model(c: Fields) -> TransformerConfig:
 
 
 def _config(m: TransformerConfig) -> dict[str, Any]:
-    said = {**sizes_json(m), **rotary_json(rotary(m)), "sliding_window": m.windows[0]}
+    fields = {**sizes_json(m), **rotary_json(rotary(m)), "sliding_window": m.windows[0]}
     if not isinstance(m.mlp, MixtureOfExperts):
-        raise CheckpointError("it has experts in every layer, and the model has none")
+        raise CheckpointError("mlp must be MixtureOfExperts(...)")
     if m.mlp.hidden is not None:
-        said["intermediate_size"] = m.mlp.hidden
-    return {**said, "num_local_experts": m.mlp.experts, "num_experts_per_tok": m.mlp.top_k}
+        fields["intermediate_size"] = m.mlp.hidden
+    return {**fields, "num_local_experts": m.mlp.experts, "num_experts_per_tok": m.mlp.top_k}
 
 
 FAMILY = Family("mixtral", "MixtralForCausalLM", _model, _config, (*ENDS, *ATTENTION, *NORMS, *_EXPERTS), IGNORED)

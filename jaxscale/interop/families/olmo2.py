@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo Team 2024): norms after the sub-layers alone, and of all heads' queries and keys together."""
+"""OLMo 2 (OLMo Team 2024): post-norms only, and QK-norm across all heads."""
 
 from __future__ import annotations
 

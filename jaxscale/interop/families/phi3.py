@@ -1,4 +1,4 @@
-"""Phi-3 (Abdin et al. 2024) and Phi-4-mini: Llama with fused matrices, and LongRoPE for long texts."""
+"""Phi-3 (Abdin et al. 2024) and Phi-4-mini: Llama with fused matrices, and LongRoPE for long sequences."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def _model(c: Fields) -> TransformerConfig:
 
 
 def _config(m: TransformerConfig) -> dict[str, Any]:
-    said = {**sizes_json(m), **rotary_json(rotary(m)), "sliding_window": m.windows[0]}
-    said["pad_token_id"] = None  # or transformers takes 32000, whatever the vocabulary
+    fields = {**sizes_json(m), **rotary_json(rotary(m)), "sliding_window": m.windows[0]}
+    fields["pad_token_id"] = None  # transformers' default is 32000, whatever the vocabulary
     scaling = rotary(m).scaling
-    if isinstance(scaling, LongRopeScaling):  # which is read there
-        said["original_max_position_embeddings"] = scaling.original_length
-    return said
+    if isinstance(scaling, LongRopeScaling):  # transformers reads the length beside rope_scaling
+        fields["original_max_position_embeddings"] = scaling.original_length
+    return fields
 
 
 FAMILY = Family("phi3", "Phi3ForCausalLM", _model, _config, (*ENDS, *NORMS, *_LAYERS), IGNORED)

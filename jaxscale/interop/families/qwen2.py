@@ -14,12 +14,12 @@ from jaxscale.nn import SwiGLU
 
 
 def window(c: Fields) -> int | None:
-    """The size of windows, 4096 where it is not said at all; null is none, and 0 (as of Qwen 2 with experts) too."""
+    """Return the window's size: 4096 if the file has no field; null and 0 (as in Qwen 2 with experts) mean none."""
     return c.get("sliding_window", None if "sliding_window" in c.values else 4096) or None
 
 
 def windows(c: Fields) -> tuple[int | None, ...]:
-    """Windows by `layer_types`, or of the layers from `max_window_layers` on; none but where they are asked for."""
+    """Return windows by `layer_types`, else from layer `max_window_layers` on; none unless `use_sliding_window`."""
     used, first = c.only("use_sliding_window", False, True), c.get("max_window_layers", 28)
     size, types = window(c), c.get("layer_types", None)
     depth = c.size("num_hidden_layers")
@@ -29,9 +29,9 @@ def windows(c: Fields) -> tuple[int | None, ...]:
 
 
 def windows_json(m: TransformerConfig) -> dict[str, Any]:
-    """`windows`, back."""
-    said = types_json(m)
-    return {**said, "use_sliding_window": said["sliding_window"] is not None, "max_window_layers": m.depth}
+    """Return the fields of config.json that `windows` reads."""
+    fields = types_json(m)
+    return {**fields, "use_sliding_window": fields["sliding_window"] is not None, "max_window_layers": m.depth}
 
 
 def _model(c: Fields) -> TransformerConfig:

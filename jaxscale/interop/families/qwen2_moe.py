@@ -1,4 +1,4 @@
-"""Qwen 2 with experts, and Qwen1.5-MoE (Yang et al. 2024): shared ones too, weighed by a gate of their own."""
+"""Qwen 2 with experts, and Qwen1.5-MoE (Yang et al. 2024): routed experts, and shared ones with a gate."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _model(c: Fields) -> TransformerConfig:
     c.only("qkv_bias", True)
     used, types = c.only("use_sliding_window", False, True), c.get("layer_types", None)
     if used and types is None:
-        raise CheckpointError(f"{c.what} has use_sliding_window = True and no layer_types; say in which layers")
+        raise CheckpointError(f"{c.what} has use_sliding_window = True and no layer_types; add them")
     size = window(c)
     one, shared = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
     if shared % one:
         raise CheckpointError(
-            f"{c.what} has shared_expert_intermediate_size = {shared}, which is no multiple of moe_intermediate_size = "
-            f"{one}; here shared experts are as wide as the others"
+            f"{c.what} has shared_expert_intermediate_size = {shared}, which is not a multiple of "
+            f"moe_intermediate_size = {one}; only shared experts as wide as the others are supported"
         )
     return TransformerConfig(
         **sizes(c),
@@ -57,9 +57,9 @@ def _model(c: Fields) -> TransformerConfig:
 
 
 def _config(m: TransformerConfig) -> dict[str, Any]:
-    said = {**sizes_json(m), **rotary_json(rotary(m)), **windows_json(m), **experts_json(m), "qkv_bias": True}
-    assert isinstance(m.mlp, MixtureOfExperts)  # or `experts_json` had said so
-    return {**said, "shared_expert_intermediate_size": m.mlp.shared * said["moe_intermediate_size"]}
+    fields = {**sizes_json(m), **rotary_json(rotary(m)), **windows_json(m), **experts_json(m), "qkv_bias": True}
+    assert isinstance(m.mlp, MixtureOfExperts)  # checked by `experts_json`
+    return {**fields, "shared_expert_intermediate_size": m.mlp.shared * fields["moe_intermediate_size"]}
 
 
 FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _model, _config, _TABLE, IGNORED)

@@ -1,4 +1,4 @@
-"""Qwen 3, dense (Yang et al. 2025): each head's queries and keys are normalised."""
+"""Qwen 3, dense (Yang et al. 2025): Llama with QK-norm in each head."""
 
 from __future__ import annotations
 

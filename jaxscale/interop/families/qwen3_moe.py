@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Yang et al. 2025), and what Qwen 2's (Qwen1.5-MoE) has in common with it."""
+"""Qwen 3 with experts (Yang et al. 2025), and what Qwen 2 with experts (Qwen1.5-MoE) shares with it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ EXPERTS = (
 
 
 def experts(c: Fields, **shared: Any) -> dict[str, Any]:
-    """Which layers have experts, and what those are.
+    """Return the settings of experts, and of which layers have them.
 
     Args:
       c: the fields.
-      **shared: of `MixtureOfExperts`.
+      **shared: further arguments of `MixtureOfExperts`.
 
     Raises:
-      CheckpointError: dense layers that are not the first ones.
+      CheckpointError: dense layers are not the first ones, or are combined with `decoder_sparse_step`.
     """
     dense = sorted(c.get("mlp_only_layers", []))
     if dense != list(range(len(dense))):
-        raise CheckpointError(f"{c.what} has mlp_only_layers = {dense}; here the first layers can be dense, no others")
+        raise CheckpointError(f"{c.what} has mlp_only_layers = {dense}, but only the first layers can be dense")
     every = c.size("decoder_sparse_step", 1)
     if dense and every > 1:
-        raise CheckpointError(f"{c.what} has mlp_only_layers and decoder_sparse_step = {every}; here it is one of them")
+        raise CheckpointError(
+            f"{c.what} has mlp_only_layers and decoder_sparse_step = {every}, but only one of them is supported"
+        )
     router = SoftmaxRouter(normalized=c.only("norm_topk_prob", False, True))
     return {
         "mlp": MixtureOfExperts(
-            c.size("num_experts", None) or c.size("num_local_experts"),  # newer versions call them so
+            c.size("num_experts", None) or c.size("num_local_experts"),  # the name in newer versions
             c.size("num_experts_per_tok"),
             hidden=c.size("moe_intermediate_size"),
             router=router,
@@ -57,9 +59,9 @@ def experts(c: Fields, **shared: Any) -> dict[str, Any]:
 
 
 def experts_json(m: TransformerConfig) -> dict[str, Any]:
-    """`experts`, back."""
+    """Return the fields of config.json that `experts` reads."""
     if not isinstance(m.mlp, MixtureOfExperts):
-        raise CheckpointError("it has experts, and the model has none")
+        raise CheckpointError("mlp must be MixtureOfExperts(...)")
     return {
         "num_experts": m.mlp.experts,
         "num_experts_per_tok": m.mlp.top_k,

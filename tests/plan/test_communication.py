@@ -1,4 +1,4 @@
-"""predict: what the rules say a step sends, against the literature's sums and against what the TPU's compiler made."""
+"""predict: a step's collectives, against sums from the literature and against compiled programs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from tests.truth.errors import raises_saying
 
 ROWS = measured.read()
 NARROW = [("latent", "fsdp-tensor"), ("latent", "fsdp-sequence"), ("latent", "keep"), ("latent-queries", "fsdp-tensor")]
-"""Latent attention's kernels that `tensor` does not cut: the compiler shares out what their gradients take over it, and
-passes pieces on (COMMUNICATION.md)."""
+"""Cases with weights of latent attention that `tensor` does not shard, where the compiler sends more.
+
+It shards the work of these weights' gradients over `tensor`, and exchanges shards (COMMUNICATION.md).
+"""
 
 
 def config_of(layout, model=MODEL, **run):
@@ -40,17 +42,17 @@ def config_of(layout, model=MODEL, **run):
     return TrainConfig(model=model, layout=layout, **run)
 
 
-def sums(found):
-    """Bytes of the wholes: gathered, and summed, by axes."""
+def sums(sent):
+    """Return payloads by mesh axes: of all-gathers, and of all other collectives."""
     gathered, summed = Counter(), Counter()
-    for c in found:
+    for c in sent:
         (gathered if c.kind == "all-gather" else summed)[c.axes] += c.payload * c.times
     return gathered, summed
 
 
 @pytest.mark.parametrize("layout", CASES, ids=str)
 def test_a_step_has_to_send_what_its_compiled_program_sends(layout):
-    # the same sums to which tests/train/test_step_collectives.py holds the TPU's compiler
+    # tests/train/test_step_collectives.py compares the same sums with compiled programs
     gathered, summed = sums(predict(config_of(layout), "v5p:2x2x1"))
     want_gathered, want_summed = CASES[layout]
     assert dict(gathered) == want_gathered
@@ -61,17 +63,17 @@ def test_a_step_has_to_send_what_its_compiled_program_sends(layout):
 @pytest.mark.parametrize("layout", OF_STAGES, ids=str)
 def test_replicas_of_a_pipeline_have_to_sum_their_gradients_once(layout):
     topology, want = OF_STAGES[layout]
-    found = [c for c in predict(config_of(layout), topology) if c.axes == ("data",) and c.kind != "all-gather"]
-    assert {c.times for c in found if c.payload > 4} == {1}
-    assert sum(c.payload for c in found if c.payload > 4) == want
+    sent = [c for c in predict(config_of(layout), topology) if c.axes == ("data",) and c.kind != "all-gather"]
+    assert {c.times for c in sent if c.payload > 4} == {1}
+    assert sum(c.payload for c in sent if c.payload > 4) == want
 
 
 @pytest.mark.parametrize("cell", [c for c in measured.cells() if c in ROWS], ids="-".join)
-def test_what_was_compiled_sends_what_is_predicted(cell):
+def test_compiled_steps_send_what_is_predicted(cell):
     row = ROWS[cell]
     config, topology = measured.config_of(*cell), row["topology"]
-    found = as_compiled(predict(config, topology, every_branch=True), topology)
-    ours, theirs = (measured.by_axes(rows) for rows in (measured.summed(found), row["compiled"]))
+    sent = as_compiled(predict(config, topology, every_branch=True), topology)
+    ours, theirs = (measured.by_axes(rows) for rows in (measured.summed(sent), row["compiled"]))
     left = 0
     for axes in ours.keys() | theirs.keys():
         more = theirs.get(axes, 0) - ours.get(axes, 0)
@@ -86,7 +88,7 @@ def test_what_was_compiled_sends_what_is_predicted(cell):
     "name", ["llama3_8b:4 h100:8 fsdp=8 dense 8x2048 dots", "llama3_8b:4 v6e:2x4 fsdp=8 8x4096 full"]
 )
 def test_compiled_steps_of_real_width_send_what_is_predicted(name):
-    # a GPU's gathers in the backward pass, and a TPU's rings in the place of reduce-scatters
+    # with the GPU compiler's repeated gathers, and the TPU compiler's rings in place of reduce-scatters
     ours, theirs = wide.predicted(name)["stood_in"], wide.read()[name]["compiled"]
     assert abs(wide.total(ours) / wide.total(theirs) - 1) < 0.001
 
@@ -100,12 +102,12 @@ def test_a_gather_that_equals_another_is_made_once_or_again(repeats, gathers):
         return jnp.sin(whole) + jnp.cos(again)
 
     like = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    found = partitioned(fn, (like,), [Boxes((("fsdp",), ()))], layout, repeats=repeats).collectives
-    assert [c.kind for c in found] == ["all-gather"] * gathers
+    sent = partitioned(fn, (like,), [Boxes((("fsdp",), ()))], layout, repeats=repeats).collectives
+    assert [c.kind for c in sent] == ["all-gather"] * gathers
 
 
 def gradient(topology, tokens, devices=8):
-    """Of a product of activations whose sum is scattered: predicted, and what compiles it."""
+    """Return predicted collectives of a product whose sum is scattered, and a function that compiles it."""
     layout, cut = js.Layout(f"fsdp={devices}").abstract(devices), PartitionSpec("fsdp", None)
     like = jax.ShapeDtypeStruct((tokens * devices, 1024), jnp.bfloat16, sharding=NamedSharding(layout.device_mesh, cut))
 
@@ -115,35 +117,35 @@ def gradient(topology, tokens, devices=8):
         return jax.lax.with_sharding_constraint(product, cut)
 
     split = Boxes((("fsdp",), ()))
-    found = as_compiled(partitioned(fn, (like, like), [split, split], layout).collectives, topology)
-    return found, lambda: collectives(compile_for(fn, topology, like, like, layout=js.Layout("fsdp=8")), layout.sizes)
+    sent = as_compiled(partitioned(fn, (like, like), [split, split], layout).collectives, topology)
+    return sent, lambda: collectives(compile_for(fn, topology, like, like, layout=js.Layout("fsdp=8")), layout.sizes)
 
 
 @pytest.mark.parametrize("topology, tokens", [("v5e:2x4", 1024), ("v5p:2x2x2", 992), ("v6e:2x4", 2432)])
 def test_a_large_product_and_its_scatter_are_a_ring(topology, tokens):
     ((below,), _), ((above,), _) = gradient(topology, tokens), gradient(topology, tokens + 64)
     assert not below.ring and above.ring == "reduce-scatter"
-    assert above.sent == 4 * 1024 * 1024 * 9 // 8  # a piece for each of eight devices, and one more
+    assert above.sent == 4 * 1024 * 1024 * 9 // 8  # a shard for each of eight devices, and one more
 
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("tokens", [1024, 1088])
 def test_a_compiler_makes_a_ring_of_a_large_product_and_its_scatter(tokens):
-    found, compiled = gradient("v5e:2x4", tokens)
-    assert sum(c.sent for c in compiled()) == sum(c.sent for c in found)
+    sent, compiled = gradient("v5e:2x4", tokens)
+    assert sum(c.sent for c in compiled()) == sum(c.sent for c in sent)
 
 
 def test_branches_of_a_pipeline_are_counted_when_they_are_taken():
     config = config_of(js.Layout("pipeline=4", pipeline="gpipe:4"), dataclasses.replace(MODEL, depth=4))
-    taken, every = (predict(config, "v5p:2x2x1", every_branch=b) for b in (False, True))
-    # four micro-batches, seven ticks each way; what goes to a neighbour does so at every tick
-    assert {c.times for c in taken if c.kind == "all-reduce" and c.payload > SCALARS} == {4}
+    on_branch, every = (predict(config, "v5p:2x2x1", every_branch=b) for b in (False, True))
+    # four micro-batches in seven ticks each way; permutes to the next stage run at every tick
+    assert {c.times for c in on_branch if c.kind == "all-reduce" and c.payload > SCALARS} == {4}
     assert {c.times for c in every if c.payload > SCALARS} == {14}
-    assert {c.times for c in taken if c.kind == "collective-permute"} == {14}
+    assert {c.times for c in on_branch if c.kind == "collective-permute"} == {14}
 
 
 def one(kind, size, topology, devices):
-    """The kind that a compiler makes of a single gather or scatter over a whole slice."""
+    """Return the collectives that a compiler makes of a single gather or scatter over a whole slice."""
     layout = js.Layout(f"fsdp={devices}")
     cut, whole = PartitionSpec("fsdp", None), PartitionSpec()
     like = lambda shape, dtype, spec: jax.ShapeDtypeStruct(  # noqa: E731
@@ -175,11 +177,11 @@ def test_one_device_sends_nothing():
 
 
 def test_a_mesh_takes_the_rest_of_a_topology():
-    found = predict(config_of(js.Layout("fsdp=-1"), batch_size=64), "v5p:4x4x4")
-    assert {c.devices for c in found} == {64} and {c.axes for c in found} == {("fsdp",)}
+    sent = predict(config_of(js.Layout("fsdp=-1"), batch_size=64), "v5p:4x4x4")
+    assert {c.devices for c in sent} == {64} and {c.axes for c in sent} == {("fsdp",)}
 
 
-def test_what_cannot_be_planned_is_said():
+def test_what_cannot_be_planned_raises():
     with raises_saying(ConfigError, "layout=None", "Layout('data=1')"):
         predict(config_of(None), "cpu:1")
     with raises_saying(LayoutError, "v5x"):
@@ -197,7 +199,7 @@ def test_an_optimizers_own_products_and_exchanges_are_planned():
     traced = partition(config, "v5p:2x2x1")
     of_update = [c for c in traced.collectives if c.name.startswith("optimizer") and c.kind == "all-to-all"]
     matrices = [i for i in jax.tree.leaves(blueprint_of(config)[0].infos) if is_hidden_matrix(i)]
-    # each matrix goes whole to one device, float32, and its update back: a device sends 3/4 of its quarter each way
+    # one device gathers each float32 matrix and scatters its update: a device sends 3/4 of its quarter each way
     assert sum(c.sent for c in of_update) == 2 * sum(4 * i.size * 3 // 16 for i in matrices)
     (flops,) = traced.flops_within("optimizer").values()
     made = 0
@@ -215,7 +217,7 @@ def test_an_optimizers_own_products_and_exchanges_are_planned():
 def test_soaps_decompositions_count_as_often_as_it_makes_them(frequency):
     """QR of n x n with Q is 8/3 n^3 (Golub & Van Loan), after a product in six passes; `eigh` is for the first update.
 
-    Sides that the mesh cuts are dealt out over it, others are on every device.
+    Work on sharded sides is divided over the mesh; work on other sides is on every device.
     """
     config = config_of(js.Layout("fsdp=4"), dataclasses.replace(MODEL, depth=4), optimizer=SOAP(frequency=frequency))
     by_scope = partition(config, "v5p:2x2x1").flops
@@ -232,15 +234,15 @@ def test_soaps_decompositions_count_as_often_as_it_makes_them(frequency):
     assert {r.what for r in whole if r.module.startswith("optimizer")} >= {"qr"} and all(r.certain for r in whole)
 
 
-def test_layers_that_are_dealt_out_to_stages_and_back_say_which_module_travels():
+def test_exchanges_of_layers_between_interleaved_stages_name_their_module():
     layout = js.Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2")
     config = config_of(layout, dataclasses.replace(MODEL, depth=4))
-    found = [t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind == "all-to-all" and not t.loop]
+    sent = [t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind == "all-to-all" and not t.loop]
     modules = {i.path.rpartition("/")[0] for i in jax.tree.leaves(blueprint_of(config)[0].infos["runs"])}
-    assert {t.module for t in found} == modules and all(t.source.startswith("jaxscale/step/pipeline.py") for t in found)
+    assert {t.module for t in sent} == modules and all(t.source.startswith("jaxscale/step/pipeline.py") for t in sent)
 
 
-def test_overlap_hides_what_travels_in_rings_and_no_more():
+def test_overlap_hides_collectives_that_run_as_rings_only():
     layout, wide = js.Layout("tensor=4", sequence_sharded=True), dict(width=4096, hidden=16384, heads=32, head_dim=128)
     none, some, both = (
         plan_for(
@@ -272,6 +274,6 @@ ENTRY %main (x: bf16[1,64]) -> bf16[4,64] {
 
 
 def test_an_asynchronous_collective_is_counted_once():
-    (found,) = collectives(ASYNCHRONOUS, js.Layout("fsdp=4").abstract().sizes)
-    assert (found.kind, found.axes, found.payload) == ("all-gather", ("fsdp",), 4 * 64 * 2)
+    (sent,) = collectives(ASYNCHRONOUS, js.Layout("fsdp=4").abstract().sizes)
+    assert (sent.kind, sent.axes, sent.payload) == ("all-gather", ("fsdp",), 4 * 64 * 2)
     assert len(collectives(ASYNCHRONOUS.replace('chain_id="3"', ""), js.Layout("fsdp=4").abstract().sizes)) == 2

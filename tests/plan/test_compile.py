@@ -1,4 +1,4 @@
-"""compile_for: real compilers, hardware that is not here."""
+"""compile_for: compiling for hardware that this machine does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinate check: what it records, what it calls flat, and that µP is and the others are not."""
+"""The coordinate check: what it records, what counts as flat, and that only µP is flat."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ train.seq_len = 16
 train.lr = 1e-3
 train.clip_norm = None
 """
-"""Tiny, and at a rate that leaves what a step does in proportion to it."""
+"""A tiny model, with a learning rate that is small enough for changes to be proportional to it."""
 PARAMETRISATIONS = {"standard": ("", 1), "MuP": ("Transformer.parametrisation = @MuP()\nMuP.base_width = 16\n", 0)}
 
 
-def test_records_what_each_module_of_each_layer_makes():
+def test_records_the_output_of_each_module_of_each_layer():
     config = TransformerConfig(depth=2, vocab=32, width=16, heads=4, kv_heads=2, hidden=24, mlp=GELU, scan=True)
     graphdef, infos = describe_model(config)
     tokens = jnp.arange(12).reshape(2, 6)
@@ -55,20 +55,20 @@ def test_records_what_each_module_of_each_layer_makes():
             params
         )
 
-    (out, found), want = jax.jit(both)(random_params(infos))
+    (out, activations), want = jax.jit(both)(random_params(infos))
     assert_leaves_agree(out, want)
-    assert_leaves_agree(found["norm"], want)
+    assert_leaves_agree(activations["norm"], want)
     block = "runs/0/blocks/0"
-    assert found[block].shape == (2, 2, 6, 16)  # layers first
-    # the residual stream is the sum of what was recorded on its way
-    into = np.stack([found["embed"], found[block][0]])
-    assert_leaves_agree(into + found[f"{block}/attn"] + found[f"{block}/mlp"], found[block])
-    q, k, v = (np.float64(x) for x in found[f"{block}/attn/qkv:qkv"])
+    assert activations[block].shape == (2, 2, 6, 16)  # layers first
+    # the residual stream is the sum of recorded activations
+    into = np.stack([activations["embed"], activations[block][0]])
+    assert_leaves_agree(into + activations[f"{block}/attn"] + activations[f"{block}/mlp"], activations[block])
+    q, k, v = (np.float64(x) for x in activations[f"{block}/attn/qkv:qkv"])
     scores = np.einsum("lbshd,lbthd->lbhst", q, np.repeat(k, 2, -2)) / 2  # a head's width is 4
     scores = np.where(np.tril(np.ones((6, 6))), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    assert_leaves_agree(found[f"{block}/attn/mix"], np.einsum("lbhst,lbthd->lbshd", weights, np.repeat(v, 2, -2)))
+    assert_leaves_agree(activations[f"{block}/attn/mix"], np.einsum("lbhst,lbthd->lbshd", weights, np.repeat(v, 2, -2)))
 
 
 def test_slopes_are_those_of_least_squares():
@@ -89,18 +89,18 @@ PLANTED = {
 @pytest.mark.parametrize("case", PLANTED)
 def test_what_is_flat(case):
     name, init, moved, words = PLANTED[case]
-    found = Coordinate(name, (1.0,), ((1.0,),), init, moved).why_not_flat(0.15)
-    assert words in found if words else found is None
+    reason = Coordinate(name, (1.0,), ((1.0,),), init, moved).why_not_flat(0.15)
+    assert words in reason if words else reason is None
 
 
 @pytest.mark.parametrize("widths", [(16, 32), (16, 32, 64)])
-def test_the_table_tells_its_rule_and_that_two_widths_are_noisy(widths, capsys):
-    found = CoordCheck("MuP()", widths, 1, 1, 0.15, (Coordinate("norm", widths, (widths,), 0.0, 0.0),), ((1.0,),))
-    Console(width=120).print(found)
-    said = capsys.readouterr().out
-    assert "flat: no slope in log width beyond ±0.15; logits and scores may shrink" in said
-    assert ("is noisy" in said) == (len(widths) < 3)
-    assert any(line.split()[-1] == "flat" for line in said.splitlines() if "slope" in line and "width" not in line)
+def test_the_table_states_its_rule_and_that_two_widths_are_noisy(widths, capsys):
+    check = CoordCheck("MuP()", widths, 1, 1, 0.15, (Coordinate("norm", widths, (widths,), 0.0, 0.0),), ((1.0,),))
+    Console(width=120).print(check)
+    output = capsys.readouterr().out
+    assert "flat: no slope in log width beyond ±0.15; logits and scores may shrink" in output
+    assert ("is noisy" in output) == (len(widths) < 3)
+    assert any(line.split()[-1] == "flat" for line in output.splitlines() if "slope" in line and "width" not in line)
 
 
 def test_numbers_that_are_not_finite_are_not_flat():
@@ -114,7 +114,7 @@ def test_a_module_that_moves_at_some_widths_alone_is_not_flat():
 
 
 @pytest.mark.parametrize("name, slope", [("norm", -0.4), ("logits", 0.3)])
-def test_a_step_that_shrinks_logits_hides_none_that_lets_them_grow(name, slope):
+def test_a_step_where_logits_shrink_does_not_hide_one_where_they_grow(name, slope):
     assert _steepest(name, [-0.4, 0.3, 0.0]) == slope
 
 
@@ -126,10 +126,10 @@ def test_the_command_passes_mup_and_fails_the_standard_one(name, tmp_path, capfd
     (tmp_path / "small.gin").write_text(GIN.format(folder=tmp_path) + bindings)
     options = "--widths 16,64 --steps 2 --seeds 3 --json --out".split()
     code = main(["coordcheck", str(tmp_path / "small.gin"), *options, str(tmp_path / "out")])
-    told = json.loads(capfd.readouterr().out)
-    assert code == want, told["failures"]
-    assert (told["flat"], told["widths"]) == (want == 0, [16, 64])
-    assert json.loads((tmp_path / "out/coordcheck.json").read_text()) == told
+    result = json.loads(capfd.readouterr().out)
+    assert code == want, result["failures"]
+    assert (result["flat"], result["widths"]) == (want == 0, [16, 64])
+    assert json.loads((tmp_path / "out/coordcheck.json").read_text()) == result
     assert (tmp_path / "out/coordcheck.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -140,7 +140,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_arguments_are_told_before_anything_runs(case):
-    given, words = REFUSED[case]
+def test_bad_arguments_raise_before_anything_runs(case):
+    arguments, words = REFUSED[case]
     with raises_saying(ConfigError, words):
-        coordcheck(TrainConfig(), **given)
+        coordcheck(TrainConfig(), **arguments)

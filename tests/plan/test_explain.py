@@ -1,4 +1,4 @@
-"""explain: the tensor table of a run that need not exist, on a machine that need not either."""
+"""explain: the tensors, collectives and memory of runs that have not started, on machines that are not here."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def explained(mesh="data=2,fsdp=2,tensor=2", **changes):
     return js.explain(js.TrainConfig(model=MODEL, layout=layout, **changes))
 
 
-def row(found, path):
-    (one,) = [r for r in found.params if r.path == path]
+def row(explanation, path):
+    (one,) = [r for r in explanation.params if r.path == path]
     return one
 
 
@@ -46,11 +46,11 @@ def test_a_row_says_what_lives_where_and_why():
 
 
 def test_bytes_are_those_of_a_real_run(finished_run):
-    found = js.explain(finished_run)
+    explanation = js.explain(finished_run)
     device = jax.devices()[0]
     for kind, bytes_ in (
-        ("params", sum(r.bytes_per_device for r in found.params)),
-        ("opt_state", found.state_bytes_per_device),
+        ("params", sum(r.bytes_per_device for r in explanation.params)),
+        ("opt_state", explanation.state_bytes_per_device),
     ):
         shards = [s for x in jax.tree.leaves(getattr(finished_run.state, kind)) for s in x.addressable_shards]
         assert sum(s.data.nbytes for s in shards if s.device == device) == bytes_, kind
@@ -66,9 +66,9 @@ def test_a_mesh_larger_than_the_machine_is_explained():
 
 
 def test_one_device_is_explained():
-    found = explained(None)
-    assert found.layout == "on one device"
-    assert {r.rules for r in found.params} == {"one device"}
+    explanation = explained(None)
+    assert explanation.layout == "on one device"
+    assert {r.rules for r in explanation.params} == {"one device"}
 
 
 def test_what_does_not_divide_is_named():
@@ -80,8 +80,8 @@ def test_what_does_not_divide_is_named():
     "optimizer, moments", [(js.optim.AdamW(), 2), (js.optim.SGD(), 0), (js.optim.SGD(momentum=0.9), 1)]
 )
 def test_the_state_counts_its_moments(optimizer, moments):
-    found = explained(None, optimizer=optimizer)
-    assert found.state_bytes_per_device - moments * 4 * MODEL.param_count() in range(0, 16)
+    explanation = explained(None, optimizer=optimizer)
+    assert explanation.state_bytes_per_device - moments * 4 * MODEL.param_count() in range(0, 16)
 
 
 def test_the_loss_and_the_attention_that_run_are_named():
@@ -97,9 +97,9 @@ def test_the_loss_and_the_attention_that_run_are_named():
 
 
 def test_an_explanation_is_json():
-    found = json.loads(json.dumps(explained().to_json()))
-    assert found.keys() == {f.name for f in dataclasses.fields(js.plan.Explanation)}
-    assert found["params"][0].keys() >= {"path", "shape", "axes", "spec", "rules", "bytes_per_device"}
+    explanation = json.loads(json.dumps(explained().to_json()))
+    assert explanation.keys() == {f.name for f in dataclasses.fields(js.plan.Explanation)}
+    assert explanation["params"][0].keys() >= {"path", "shape", "axes", "spec", "rules", "bytes_per_device"}
 
 
 def test_a_terminal_shows_every_tensor():
@@ -112,8 +112,8 @@ def test_a_terminal_shows_every_tensor():
 
 
 def test_a_notebook_shows_text_and_html():
-    shown = explained()._repr_mimebundle_()
-    assert "embed/weight" in shown["text/plain"] and "<span" in shown["text/html"]
+    bundle = explained()._repr_mimebundle_()
+    assert "embed/weight" in bundle["text/plain"] and "<span" in bundle["text/html"]
 
 
 def test_an_explanation_printed_is_its_table(finished_run):
@@ -122,19 +122,19 @@ def test_an_explanation_printed_is_its_table(finished_run):
 
 
 def test_gradients_and_states_have_rows_of_their_own():
-    """ZeRO-1: parameters are whole where gradients and the optimizer's state are split."""
-    found = js.explain(js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8", rules="zero1"), batch_size=8))
+    """ZeRO-1: parameters are replicated, gradients and optimizer state are sharded."""
+    explanation = js.explain(js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8", rules="zero1"), batch_size=8))
     path = "embed/weight"
-    (state,) = {r.spec for r in found.state if r.path == path}
-    (gradient,) = [r for r in found.gradients if r.path == path]
-    assert row(found, path).rules == "replicated: no rule splits these names"
+    (state,) = {r.spec for r in explanation.state if r.path == path}
+    (gradient,) = [r for r in explanation.gradients if r.path == path]
+    assert row(explanation, path).rules == "replicated: no rule splits these names"
     assert state == gradient.spec == (None, "fsdp") and gradient.rules == "embed→fsdp"
-    assert "optimizer state sharded unlike their parameters" in str(found)
+    assert "optimizer state sharded unlike their parameters" in str(explanation)
 
 
-def test_a_batch_that_does_not_divide_has_its_tensors_told_all_the_same():
-    found = explained("data=64,fsdp=8,tensor=8")
-    assert found.flops is None and "cuts 16 into 512 pieces" in found.notes[-1]
+def test_tensors_are_listed_where_the_batch_does_not_divide():
+    explanation = explained("data=64,fsdp=8,tensor=8")
+    assert explanation.flops is None and "cuts 16 into 512 pieces" in explanation.notes[-1]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def compiled():
     return js.explain(config, compile=True)
 
 
-def test_collectives_are_told_by_module_loop_and_source_line(compiled):
+def test_collectives_have_module_loop_and_source_line(compiled):
     gathers = [t for t in compiled.compiled.traffic if t.module.endswith("mlp/up") and t.kind == "all-gather"]
     assert {t.axes for t in gathers} == {("fsdp",)} and {t.loop for t in gathers} == {"runs/0"}
     assert {t.stage for t in gathers} >= {"forward"}
@@ -156,15 +156,15 @@ def test_collectives_are_told_by_module_loop_and_source_line(compiled):
     assert loss and {t.loop for t in loss} == {""}
 
 
-def test_collectives_in_groups_are_all_there_are(compiled):
+def test_groups_of_collectives_cover_all_collectives(compiled):
     config = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=4,tensor=2"), batch_size=8, seq_len=32, prompt=None)
-    found = collectives(compile_step(config, None), config.layout.sizes)
-    assert sum(t.sent for t in compiled.compiled.traffic) == sum(c.sent for c in found)
-    assert sum(t.instructions for t in compiled.compiled.traffic) == len(found)
+    explanation = collectives(compile_step(config, None), config.layout.sizes)
+    assert sum(t.sent for t in compiled.compiled.traffic) == sum(c.sent for c in explanation)
+    assert sum(t.instructions for t in compiled.compiled.traffic) == len(explanation)
 
 
 def test_a_collective_without_a_name_has_that_of_what_makes_its_operand():
-    """As TPUs' compiler leaves an all-reduce that it made of a table's reduce-scatter."""
+    """The TPU compiler leaves an all-reduce without a name where it replaces a table's reduce-scatter."""
     metadata = 'metadata={op_name="jit(step)/transpose(jvp(embed))/scatter-add" source_file="model.py" source_line=3}'
     program = f"""HloModule step
 
@@ -196,7 +196,7 @@ def test_the_phases_of_a_pipelines_stages_are_passes(name, module, stage):
     assert (module_of(name), stage_of(name)) == (module, stage)
 
 
-def test_memory_of_a_compiled_step_is_told_by_group(compiled):
+def test_memory_of_a_compiled_step_is_listed_by_group(compiled):
     groups = compiled.compiled.memory.groups
     assert groups["parameters"] == sum(r.bytes_per_device for r in compiled.params)
     assert abs(groups["optimizer"] - compiled.state_bytes_per_device) < 64  # counters
@@ -222,30 +222,30 @@ def test_a_compiled_explanation_prints_and_is_json(compiled):
     assert "background" not in html and "<body" not in html  # a page's own colours, dark or light
 
 
-def test_kernels_that_are_chosen_are_told():
+def test_chosen_kernels_are_listed():
     model = dataclasses.replace(MODEL, attention=js.nn.flash_attention)
     config = js.TrainConfig(model=model, layout=js.Layout("fsdp=8"), batch_size=8, seq_len=32, prompt=None)
     first, again = js.explain(config).kernels, js.explain(config).kernels
     assert any("flash_attention on cpu: xla" in k for k in first) and first == again
 
 
-def test_hardware_without_a_compiler_is_estimated_and_says_so():
+def test_hardware_without_a_compiler_is_estimated_and_labelled_so():
     config = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=8, seq_len=32, prompt=None)
-    found = js.explain(config, "cpu:8")
-    assert found.compiled is None and found.estimated.where.startswith("cpu:8: ")
-    assert found.estimated.memory.device > found.state_bytes_per_device
-    assert any("fsdp" in t.axes for t in found.estimated.traffic)
-    assert "by arithmetic" in str(found)
+    explanation = js.explain(config, "cpu:8")
+    assert explanation.compiled is None and explanation.estimated.where.startswith("cpu:8: ")
+    assert explanation.estimated.memory.device > explanation.state_bytes_per_device
+    assert any("fsdp" in t.axes for t in explanation.estimated.traffic)
+    assert "by arithmetic" in str(explanation)
 
 
 @pytest.mark.tpu_aot
-def test_what_a_chip_would_hold_is_told_by_tensor():
-    """The scores of dense attention are the most of it, and known by name."""
+def test_memory_of_a_compiled_step_is_listed_by_tensor():
+    """The scores of dense attention take the most memory, and are identified by name."""
     model = js.models.Transformer.Config(depth=2, width=128, heads=4, vocab=256, dtype="bfloat16")
     config = js.TrainConfig(model=model, layout=js.Layout("fsdp=4"), batch_size=32, seq_len=1024, prompt=None)
-    found = js.explain(config, "v5e:2x2").compiled
+    explanation = js.explain(config, "v5e:2x2").compiled
     scores = 2 * 8 * 4 * 1024**2 * 2  # bytes: layers, rows of a device, heads, the square, bfloat16
-    assert found.activations["scores"] >= scores
+    assert explanation.activations["scores"] >= scores
     # How well the allocator packs differs by libtpu (0.0.52 loses 0.7%, 0.0.50 18%); it never loses a whole buffer.
-    largest = max(b.bytes for b in found.memory.buffers)
-    assert abs(found.memory.groups["between buffers"]) < largest or jax.__version_info__ < (0, 11)
+    largest = max(b.bytes for b in explanation.memory.buffers)
+    assert abs(explanation.memory.groups["between buffers"]) < largest or jax.__version_info__ < (0, 11)

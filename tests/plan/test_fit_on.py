@@ -1,4 +1,4 @@
-"""What fits given hardware, and which hardware a run is cheapest on: by trying the neighbours, and by hand."""
+"""What fits some hardware, and the cheapest hardware for a run, against neighbouring values and by hand."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def _with(name, n):
 
 def test_the_largest_that_fits_fits_and_the_next_does_not():
     assert MODEL.sizes.hidden == 8 * 176
-    found = fit_on(RUN, "v5e:2x4")
+    limits = fit_on(RUN, "v5e:2x4")
     steps = {"layers": 1, "width": 128, "sequence length": 512, "batch size": 8}
-    assert [limit.name for limit in found.limits] == [*steps]
-    for limit in found.limits:
+    assert [limit.name for limit in limits.limits] == [*steps]
+    for limit in limits.limits:
         assert limit.now in (4, 512, 16) and limit.largest > limit.now and limit.largest % steps[limit.name] == 0
         here, beyond = (
             plan_for(_with(limit.name, limit.largest + more), "v5e:2x4", compile="never")
             for more in (0, steps[limit.name])
         )
         assert here.fits and not beyond.fits and limit.plan.bytes == here.bytes
-        assert limit.name in str(found) and f"{limit.largest + steps[limit.name]:,}: predicted to take" in limit.why
-    assert found.to_json()["limits"]["layers"]["largest"] == found.limits[0].largest
+        assert limit.name in str(limits) and f"{limit.largest + steps[limit.name]:,}: predicted to take" in limit.why
+    assert limits.to_json()["limits"]["layers"]["largest"] == limits.limits[0].largest
 
 
 def test_what_does_not_fit_is_made_smaller_and_what_training_refuses_ends_the_search():
@@ -140,8 +140,8 @@ def test_the_command_prints_limits_and_chooses_hardware(capfd, tmp_path):
     gin = tmp_path / "run.gin"
     gin.write_text(CONFIG + "train.batch_size = 8\ntrain.seq_len = 64\n")
     assert main(["plan", str(gin), "--fit-on", "v5e:2x2", "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["limits"]["layers"]["largest"] > 2
+    result = json.loads(capfd.readouterr().out)
+    assert result["limits"]["layers"]["largest"] > 2
     choose = ["plan", str(gin), "--fit-on", "v5e:2x2,v5p:2x2x1", "--tokens", "1B", "--price", "v5e=1,v5p=100"]
     assert main([*choose, "--days", "100"]) == 0
     out = capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Counted operations: those of the literature's closed forms, whatever the layout, and each kind of equation's own."""
+"""Counted operations, against closed forms of the literature for any layout, and for each kind of equation."""
 
 from __future__ import annotations
 
@@ -67,40 +67,40 @@ def step(name, memory, mesh=None):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_products_are_those_of_the_literature(name):
     forward = ARCHITECTURES[name][1]
-    found = step(name, "none")
-    assert found.by("stage", matmul=True) == {"backward": 2 * forward, "forward": forward}
-    assert found.certain
+    counted = step(name, "none")
+    assert counted.by("stage", matmul=True) == {"backward": 2 * forward, "forward": forward}
+    assert counted.certain
 
 
 @pytest.mark.parametrize("name", ["Llama 3", "Mixtral"])
 def test_full_recomputation_makes_all_again_but_the_last_products(name):
-    """What a layer's last product gives is not needed on the way back, nor are the logits."""
+    """The backward pass needs neither the result of a layer's last product nor the logits."""
     model, forward = ARCHITECTURES[name]
     last = 2 * B * S * E * F * model.depth * (2 if name == "Mixtral" else 1)
-    found = step(name, "full").by("stage", matmul=True)
-    assert found["recomputed"] == forward - LOGITS - last
-    assert (found["forward"], found["backward"]) == (forward, 2 * forward)
+    counted = step(name, "full").by("stage", matmul=True)
+    assert counted["recomputed"] == forward - LOGITS - last
+    assert (counted["forward"], counted["backward"]) == (forward, 2 * forward)
 
 
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "fsdp=2,tensor=2", "data=64,fsdp=8,tensor=2"])
 def test_a_layout_changes_where_and_not_how_much(mesh):
-    """On meshes of no devices, larger than any machine; the batch grows with the last."""
+    """On abstract meshes; the largest has a larger batch."""
     rows = max(B, 512 if "64" in mesh else 0)
     model = dataclasses.replace(ARCHITECTURES["Llama 3"][0], memory="none")
-    found = flops.of_step(run_of(model, js.Layout(mesh), batch_size=rows))
-    assert found.matmul == 3 * ARCHITECTURES["Llama 3"][1] * rows // B
+    counted = flops.of_step(run_of(model, js.Layout(mesh), batch_size=rows))
+    assert counted.matmul == 3 * ARCHITECTURES["Llama 3"][1] * rows // B
 
 
 @pytest.mark.parametrize("schedule", ["gpipe:4", "zb-h1:4"])
 def test_a_pipeline_runs_its_layers_again_and_nothing_while_it_idles(schedule):
-    """Against the executor's own trace, which has every phase at every tick."""
+    """Compared with the trace of the executor, which has every phase at every tick."""
     model = dataclasses.replace(ARCHITECTURES["GPT-2"][0], memory="full")
     config = run_of(model, js.Layout("pipeline=2", pipeline=schedule), batch_size=4)
-    found = flops.of_step(config)
+    counted = flops.of_step(config)
     traced = flops.traced_step(dataclasses.replace(config, layout=config.layout.abstract()))
     ticks = js.layout.simulate(config.layout.schedule.table(2, 4)).ticks
-    assert found.matmul * ticks == traced.matmul * 4
-    assert found.certain and not traced.certain
+    assert counted.matmul * ticks == traced.matmul * 4
+    assert counted.certain and not traced.certain
     assert set(traced.by("stage", matmul=True)) <= {"forward", "recomputed", "backward"}
 
 
@@ -121,8 +121,8 @@ def test_modules_are_those_of_the_model():
     }
 
 
-def test_operations_are_told_by_dtype():
-    """The router is float32 whatever the model is, and experts are not."""
+def test_operations_are_counted_by_dtype():
+    """The router is float32 for any dtype of the model, and experts are not."""
     rows = [r for r in step("Mixtral", "none").rows if r.matmul]
     of = lambda module: {r.dtype for r in rows if r.module.endswith(module)}  # noqa: E731
     assert of("mlp/router") == {"float32"} and of("mlp/experts") == of("attn/qkv") == {"bfloat16"}
@@ -134,10 +134,10 @@ SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 PRODUCT = 2 * 4 * 8 * 8
 
 
-def test_a_loop_of_unknown_length_is_counted_once_and_said():
+def test_a_loop_of_unknown_length_is_counted_once_and_is_not_certain():
     loop = lambda x, w: jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x @ w, x)  # noqa: E731
-    found = flops.count(loop, X, SQUARE)
-    assert found.matmul == PRODUCT and not found.certain
+    counted = flops.count(loop, X, SQUARE)
+    assert counted.matmul == PRODUCT and not counted.certain
 
 
 def test_a_scan_within_a_scan_is_multiplied_out():
@@ -149,15 +149,15 @@ def test_a_scan_within_a_scan_is_multiplied_out():
 
 def test_the_longest_branch_is_counted():
     branch = lambda i, x, w: jax.lax.switch(i, [lambda: x, lambda: x @ w @ w, lambda: x @ w])  # noqa: E731
-    found = flops.count(branch, jax.ShapeDtypeStruct((), jnp.int32), X, SQUARE)
-    assert found.matmul == 2 * PRODUCT and not found.certain
+    counted = flops.count(branch, jax.ShapeDtypeStruct((), jnp.int32), X, SQUARE)
+    assert counted.matmul == 2 * PRODUCT and not counted.certain
 
 
 @pytest.mark.parametrize("platform, products", [("tpu", 2), ("cpu", 1)])
-def test_of_platforms_branches_the_one_asked_for(platform, products):
+def test_the_branch_of_the_platform_is_counted(platform, products):
     either = lambda x, w: jax.lax.platform_dependent(x, tpu=lambda x: x @ w @ w, default=lambda x: x @ w)  # noqa: E731
-    found = flops.count(either, X, SQUARE, platform=platform)
-    assert found.matmul == products * PRODUCT and found.certain
+    counted = flops.count(either, X, SQUARE, platform=platform)
+    assert counted.matmul == products * PRODUCT and counted.certain
 
 
 def test_a_mapped_body_runs_on_every_device():
@@ -166,8 +166,8 @@ def test_a_mapped_body_runs_on_every_device():
             lambda x, w: x @ w, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data", "tensor"},
             check_vma=False,
         )  # fmt: skip
-        found = flops.count(body, X, SQUARE)
-    assert found.matmul == 2 * PRODUCT  # half the rows on each of two by two
+        counted = flops.count(body, X, SQUARE)
+    assert counted.matmul == 2 * PRODUCT  # half the rows on each of two by two
 
 
 def test_convolutions_and_both_ragged_products():
@@ -187,8 +187,8 @@ def test_decompositions_are_counted_as_their_algorithms_need(shape, full):
     *stack, m, n = shape
     k, columns = min(m, n), m if full else min(m, n)
     with_q = sum(4 * (m - i) * (n - i) + 4 * (m - i) * (columns - i) for i in range(k))  # a reflection of what is left
-    found = flops.count(lambda a: jnp.linalg.qr(a, mode="complete" if full else "reduced"), jnp.zeros(shape))
-    (qr,) = (r.flops for r in found.rows if r.what == "qr")
+    counted = flops.count(lambda a: jnp.linalg.qr(a, mode="complete" if full else "reduced"), jnp.zeros(shape))
+    (qr,) = (r.flops for r in counted.rows if r.what == "qr")
     assert qr == pytest.approx(math.prod(stack) * with_q, rel=0.1)
     if m == n:
         assert qr == round(math.prod(stack) * 8 / 3 * n**3)
@@ -197,8 +197,8 @@ def test_decompositions_are_counted_as_their_algorithms_need(shape, full):
 
 
 def test_elementwise_work_is_one_for_each_element():
-    found = flops.count(lambda x: jnp.sum(jnp.tanh(x) * x).astype(jnp.bfloat16), X)
-    assert (found.matmul, found.elementwise) == (0, 3 * 32)
+    counted = flops.count(lambda x: jnp.sum(jnp.tanh(x) * x).astype(jnp.bfloat16), X)
+    assert (counted.matmul, counted.elementwise) == (0, 3 * 32)
 
 
 def test_a_kernel_counts_as_it_declares():
@@ -220,9 +220,9 @@ def test_a_chips_own_kernels_are_counted_where_it_is_named():
     model = dataclasses.replace(ARCHITECTURES["GPT-2"][0], memory="none", attention=js.nn.flash_attention,
                                 depth=1, heads=1, head_dim=128, positions=None)  # fmt: skip
     config = run_of(model, js.Layout("data=1"), seq_len=8192, batch_size=1, segments=False)
-    found = flops.of_step(config, kind="TPU v5 lite").by("module", matmul=True)["runs/0/blocks/0/attn/mix"]
-    assert 0.5 < found / (9 * 2 * 8192**2 * 128) < 0.6
-    assert flops.of_step(config).by("module", matmul=True)["runs/0/blocks/0/attn/mix"] > found
+    counted = flops.of_step(config, kind="TPU v5 lite").by("module", matmul=True)["runs/0/blocks/0/attn/mix"]
+    assert 0.5 < counted / (9 * 2 * 8192**2 * 128) < 0.6
+    assert flops.of_step(config).by("module", matmul=True)["runs/0/blocks/0/attn/mix"] > counted
 
 
 def test_plain_mlps_and_gated_ones_differ_by_their_gate():
@@ -231,13 +231,13 @@ def test_plain_mlps_and_gated_ones_differ_by_their_gate():
 
 
 def test_counts_print_and_are_json():
-    found = step("Llama 3", "none")
-    assert found.to_json()["total"] == found.total == found.matmul + found.elementwise
+    counted = step("Llama 3", "none")
+    assert counted.to_json()["total"] == counted.total == counted.matmul + counted.elementwise
     from rich.console import Console
 
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(found)
+        console.print(counted)
     assert "attn/qkv" in capture.get() and "recomputed" in capture.get()
 
 

@@ -1,4 +1,4 @@
-"""Memory of a step from its traced program: by hand, beside compiled programs, and of runs without formulas."""
+"""Memory of a step from its traced program: counted by hand, against compiled programs, and without formulas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_products_are_stored_and_elementwise_operations_are_not():
     assert temporaries(lambda x: jnp.tanh(x @ x) + 1, MATRIX) == SIZE
 
 
-def test_what_is_read_later_stays_and_what_is_read_no_more_goes():
+def test_arrays_are_freed_after_their_last_read():
     def chain(x):
         for _ in range(5):
             x = x @ x
@@ -89,7 +89,7 @@ def test_a_broadcast_array_takes_what_it_is_broadcast_from():
     assert allocation(program, V5E).temporaries == SIZE + 4 * 256
 
 
-def test_memory_of_compiled_cells_is_as_the_table_says():
+def test_predicted_memory_of_compiled_cells_is_that_of_the_table():
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     row = next(r for r in rows if r["cell"] == "llama3_8b:8 v5e:4x4 fsdp=16 16x4096 full")
     cell = Cell.named(row["cell"])
@@ -180,11 +180,11 @@ def test_error_bars_of_time_by_kind_of_run():
 
 
 def test_to_fit_is_to_fit_at_the_upper_end_of_the_error_bar():
-    """GPT-2 whose step was predicted below what a v5e has, and takes more when it is compiled."""
+    """A GPT-2 step that is predicted to take less than a v5e has, and takes more when it is compiled."""
     config = js.TrainConfig(
         model=gpt2(memory="none"), layout=js.Layout("data=8", rules="replicated"), batch_size=40, seq_len=1024
     )
-    found = plan_for(config, "v5e:2x4", compile="never")
-    assert found.bytes < found.hardware.chip.capacity < found.bytes_range[1]
-    assert not found.fits and "may not fit" in str(found)
-    assert found.to_json()["bytes_range"] == list(found.bytes_range)
+    plan = plan_for(config, "v5e:2x4", compile="never")
+    assert plan.bytes < plan.hardware.chip.capacity < plan.bytes_range[1]
+    assert not plan.fits and "may not fit" in str(plan)
+    assert plan.to_json()["bytes_range"] == list(plan.bytes_range)

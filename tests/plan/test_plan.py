@@ -178,9 +178,7 @@ def test_the_command_takes_failures_and_checkpoints_and_says_what_it_assumes(cap
     assert (budget["between"], budget["restart"], budget["every"]) == (360_000, 300, 1200)
     assert budget["save"] == budget["checkpoint"] / 0.5e9 and budget["days"] > budget["ideal_days"]
     assert main([*command, *options]) == 2
-    assert (
-        "--device-mtbf changes the time to train on a number of tokens; give --tokens" in capfd.readouterr().err
-    )
+    assert "--device-mtbf changes the time to train on a number of tokens; give --tokens" in capfd.readouterr().err
 
 
 def test_the_command_prints_json(capfd):

@@ -84,15 +84,15 @@ def main() -> None:
     if args.here:
         print(json.dumps(compiled(args.files[0])))
         return
-    known = rows(TABLE.read_text()) if TABLE.exists() else {}
-    here = {"with": f"jax {jax.__version__}, {_commit()}"}
+    table_rows = rows(TABLE.read_text()) if TABLE.exists() else {}
+    versions = {"with": f"jax {jax.__version__}, {_commit()}"}
     everything = golden.gin_files()
     for file in args.files or everything:
         began = time.time()
-        found = {**in_a_process(file), **here, "file": f"`{file}`"}
-        known[str(file)] = [found.get(name, "") for name in HEADER]
-        print(f"{time.time() - began:.0f} s  {'  '.join(known[str(file)])}", flush=True)
-        lines = [f"| {' | '.join(known[str(f)])} |\n" for f in everything if str(f) in known]
+        row = {**in_a_process(file), **versions, "file": f"`{file}`"}
+        table_rows[str(file)] = [row.get(name, "") for name in HEADER]
+        print(f"{time.time() - began:.0f} s  {'  '.join(table_rows[str(file)])}", flush=True)
+        lines = [f"| {' | '.join(table_rows[str(f)])} |\n" for f in everything if str(f) in table_rows]
         TABLE.write_text(HEAD + "".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""What a compiled program's branches depend on, and which collectives stand under them."""
+"""Find a compiled program's branches, what their predicates depend on, and the collectives inside them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Branch:
     """A conditional.
 
     Args:
-      name: the instruction's.
-      divergent: its predicate may differ between devices: it follows from a device's number, or from the program's
-        arguments, which are data.
-      collectives: what stands under it, at any depth.
+      name: name of the instruction.
+      divergent: whether its predicate may differ between devices, since it depends on a device's number or on the
+        program's arguments.
+      collectives: the kinds of collectives inside it, at any depth.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Branch:
 
 
 def branches(text: str) -> list[Branch]:
-    """Every conditional of a compiled program (`Compiled.as_text()`)."""
+    """Return every conditional of a compiled program (`Compiled.as_text()`)."""
     program = _Program(text)
     program.run(program.entry, [True] * 10_000)
     return [
@@ -65,7 +65,7 @@ class _Program:
                 current.append(_instruction(line))
 
     def run(self, computation: str, arguments: list[Differs]) -> Differs:
-        """Whether a computation's result differs, given whether its arguments do."""
+        """Return whether a computation's result differs between devices, from whether its arguments do."""
         values: dict[str, Differs] = {}
         root: Differs = False
         for i in self.computations[computation]:
@@ -97,13 +97,13 @@ class _Program:
         return i.op in _OWN or any(map(_any, operands))
 
     def collectives(self, computation: str) -> set[str]:
-        """What stands in a computation and those it calls."""
-        found = set()
+        """Return the kinds of collectives in a computation and those that it calls."""
+        kinds = set()
         for i in self.computations[computation]:
-            found |= {c for c in COLLECTIVES if i.op.startswith(c)}
+            kinds |= {c for c in COLLECTIVES if i.op.startswith(c)}
             for callee in i.calls:
-                found |= self.collectives(callee)
-        return found
+                kinds |= self.collectives(callee)
+        return kinds
 
 
 def _instruction(line: str) -> _Instruction:
@@ -115,9 +115,9 @@ def _instruction(line: str) -> _Instruction:
     calls: tuple[str, ...] = ()
     for key in ("branch_computations=\\{(.*?)\\}", "true_computation=(\\S+?),.*false_computation=(\\S+?)[,\\s]",
                 "body=(%?[\\w.\\-]+)", "calls=(%?[\\w.\\-]+)", "to_apply=(%?[\\w.\\-]+)"):  # fmt: skip
-        found = re.search(key, attributes + " ")
-        if found:
-            calls = tuple(c.strip().lstrip("%") for group in found.groups() for c in group.split(","))
+        match = re.search(key, attributes + " ")
+        if match:
+            calls = tuple(c.strip().lstrip("%") for group in match.groups() for c in group.split(","))
             break
     number = re.search(r"index=(\d+)", attributes) if op == "get-tuple-element" else re.match(r"(\d+)", operands)
     names = () if op in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", operands))
@@ -126,7 +126,7 @@ def _instruction(line: str) -> _Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that a text begins with is closed."""
+    """Return the position that closes the parenthesis at the beginning of a text."""
     depth = 0
     for at, c in enumerate(text):
         depth += (c == "(") - (c == ")")

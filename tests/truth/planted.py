@@ -1,4 +1,4 @@
-"""Tables of runs whose law is known, because it made them: nothing was trained."""
+"""Tables of synthetic runs, drawn from a law with known parameters."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ STEPLAW = {"c": 1.79, "a": -0.713, "b": 0.307, "d": 0.58, "e": 0.571}
 """Li et al. 2025, Step Law."""
 
 OOD = {"eval_loss": (20.0, 0.12), "eval_loss/near": (18.0, 0.10), "eval_loss/far": (14.0, 0.06)}
-"""A and alpha of each corpus; ours."""
+"""A and alpha of each corpus, made up for tests."""
 
 Rows = list[dict[str, Any]]
 
 
 def chinchilla_loss(n: float, d: float, p: dict[str, float] = CHINCHILLA) -> float:
-    """L(N, D)."""
+    """Return L(N, D) by Chinchilla's law."""
     return p["E"] + p["A"] / n ** p["alpha"] + p["B"] / d ** p["beta"]
 
 
 def farseer_loss(n: float, d: float, p: dict[str, float] = FARSEER) -> float:
-    """L(N, D)."""
+    """Return L(N, D) by Farseer's law."""
     floor = np.exp(p["a3"] * n ** p["gamma"] + p["b3"])
     return float(floor + np.exp(p["a2"] * n ** p["beta"] + p["b2"]) * d ** -np.exp(p["a1"] * n ** p["alpha"] + p["b1"]))
 
 
 def surface_runs(loss: Any, seed: int, noise: float = 3e-3, sizes: int = 5, budgets: int = 5, seeds: int = 1) -> Rows:
-    """A grid: sizes four times, tokens four times the one before; losses off by a share."""
+    """Return a grid of sizes and tokens, each four times the one before, with multiplicative noise in the loss."""
     random = np.random.default_rng(seed)
     rows = []
     for i in range(sizes):
@@ -49,7 +49,7 @@ def surface_runs(loss: Any, seed: int, noise: float = 3e-3, sizes: int = 5, budg
 
 
 def isoflop_runs(seed: int, noise: float = 3e-4) -> Rows:
-    """Seven sizes around the best of each of four budgets, of Chinchilla's law."""
+    """Return seven sizes around the best of each of four budgets, by Chinchilla's law."""
     random = np.random.default_rng(seed)
     p = CHINCHILLA
     rows = []
@@ -64,7 +64,7 @@ def isoflop_runs(seed: int, noise: float = 3e-4) -> Rows:
 
 
 def steplaw_runs(seed: int, noise: float = 1e-3) -> Rows:
-    """Three sizes by three token budgets, each with 5 learning rates by 5 batches around the best, off centre."""
+    """Return three sizes by three token budgets, each with 5 learning rates by 5 batches around the best, off centre."""
     random = np.random.default_rng(seed)
     p, rows = STEPLAW, []
     for n in (6e7, 2e8, 6e8):
@@ -89,7 +89,7 @@ def steplaw_runs(seed: int, noise: float = 1e-3) -> Rows:
 
 
 def ood_runs(seed: int, noise: float = 3e-3, seeds: int = 3) -> Rows:
-    """Six sizes on one token budget; a run's losses share half of their noise."""
+    """Return six sizes on one token budget; losses of one run share half of their noise."""
     random = np.random.default_rng(seed)
     rows = []
     for i in range(6):

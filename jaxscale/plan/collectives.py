@@ -7,8 +7,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import jax
 import numpy as np
 
 from jaxscale.errors import LayoutError
@@ -67,7 +67,9 @@ class Collective:
         return round(self.payload * self.times * share.get(self.kind, (self.devices - 1) / self.devices))
 
 
-def collectives(compiled: Any, sizes: Mapping[str, int], across: str | None = None) -> list[Collective]:
+def collectives(
+    compiled: jax.stages.Compiled | str, sizes: Mapping[str, int], across: str | None = None
+) -> list[Collective]:
     """Return the collectives of a compiled program, in the program's order.
 
     Compile for a TPU to see what runs there (`compile_for`): the CPU compiler widens bfloat16 to float32 and replaces
@@ -85,7 +87,9 @@ def collectives(compiled: Any, sizes: Mapping[str, int], across: str | None = No
     Raises:
       LayoutError: the program was compiled for another mesh, or it goes over several slices and `across` is missing.
     """
-    program = Program(compiled if isinstance(compiled, str) else compiled.as_text(), sizes, across)
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    assert text is not None  # of backends without HLO
+    program = Program(text, sizes, across)
     return list(program.walk(program.entry, 1, True, "", ""))
 
 

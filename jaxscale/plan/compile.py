@@ -29,7 +29,7 @@ from pallas_kernels.aot import compile_lowered, devices_of
 from pallas_kernels.dispatch import KernelError
 
 
-def topology_devices(topology: str) -> tuple[Any, ...]:
+def topology_devices(topology: str) -> tuple[jax.Device, ...]:
     """Return compile-only devices of named hardware, for `Layout.on`.
 
     Args:
@@ -46,7 +46,7 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
 
 def compile_for(
     fn: Callable[..., Any], topology: str, *args: Any, layout: Layout | None = None, donate_argnums: Sequence[int] = ()
-) -> Any:
+) -> jax.stages.Compiled:
     """Compile a function for hardware that this machine does not have; the result can be read but not run.
 
     This is the compiler of the hardware, so that memory (`.memory_analysis()`), FLOPs (`.cost_analysis()`) and
@@ -85,7 +85,7 @@ def compile_for(
         return compile_lowered(jitted.lower(*jax.tree.map(abstract, args)), used)
 
 
-def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[Guard] = ()) -> Any:
+def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[Guard] = ()) -> jax.stages.Compiled:
     """Compile the training step of a run, for named hardware or for this machine.
 
     The step is the one that `fit` would run there with these guards.
@@ -113,7 +113,7 @@ def compile_step(config: TrainConfig, topology: str | None, *, guards: Sequence[
     return lowered.compile() if devices is None else compile_lowered(lowered, devices)
 
 
-def lower_step(config: TrainConfig) -> Any:
+def lower_step(config: TrainConfig) -> jax.stages.Lowered:
     """Trace and lower the training step that `fit` runs, for a mesh of any size.
 
     This finds errors in shapes, dtypes, kernels and the layout within a second or two at any size. Nothing is compiled
@@ -139,7 +139,7 @@ def _lowered(
     schedule: Schedule | None,
     guards: tuple[Guard, ...],
     platform: str | None,
-) -> Any:
+) -> jax.stages.Lowered:
     """Return the lowered step of a run on its layout; `platform` is needed for a layout without devices."""
     inputs = config.objective.inputs(config)
     sharding = None if config.layout is None else batch_shardings(config.layout, inputs, config.batch_size)
@@ -165,13 +165,13 @@ def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def bytes_of(program: Any) -> int:
+def bytes_of(program: jax.stages.Compiled) -> int:
     """Return the bytes per device of a compiled program: arguments, outputs that do not alias them, temporaries.
 
     For TPUs, jax 0.10.2 reports more temporaries than it allocates (10.9 GiB instead of 7.4 in one case); jax 0.12
     reports what it allocates.
     """
-    m = program.memory_analysis()
+    m: Any = program.memory_analysis()
     return m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
 
 

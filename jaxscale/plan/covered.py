@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from jaxscale.errors import ConfigError
 from jaxscale.models import Plannable, TransformerConfig
@@ -64,7 +64,7 @@ def check_attention(model: TransformerConfig, layout: Layout) -> None:
         raise NotCovered(f"the attention {name} over a sequence that {layout} shards")
 
 
-def covered_model(model: Any) -> TransformerConfig:
+def covered_model(model: object) -> TransformerConfig:
     """Return a model if formulas cover it.
 
     Raises:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxscale.hardware import Topology
 from jaxscale.layout import Layout, TensorInfo
+from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy
 from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.plan.layer_memory import Weight, copied_bytes, local_bytes
@@ -32,7 +32,7 @@ class Sums:
     padded: bool
 
     @classmethod
-    def of(cls, model: Any, topology: Topology, layout: Layout) -> Sums:
+    def of(cls, model: TransformerConfig, topology: Topology, layout: Layout) -> Sums:
         """Return what XLA for TPUs does, as observed in compiled programs, over the devices that shard gradients.
 
         Over all chips of a slice of more than 8 (v5e, v6e) or 4 (others), a reduce-scatter becomes an all-reduce; over
@@ -90,7 +90,14 @@ class Ends:
 
     @classmethod
     def of(
-        cls, model: Any, tables: list[TensorInfo], layout: Layout, loss: Loss, rows: int, seq: int, sums: Sums
+        cls,
+        model: TransformerConfig,
+        tables: list[TensorInfo],
+        layout: Layout,
+        loss: Loss,
+        rows: int,
+        seq: int,
+        sums: Sums,
     ) -> Ends:
         """Return the ends of a model.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxscale.layout import TensorRow
 from jaxscale.layout.tensors import tensor_table
@@ -15,6 +15,9 @@ from jaxscale.plan.traffic import Traffic
 from jaxscale.units import human_bytes
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from jaxscale.plan.explain import Compiled, Explanation
 
 LARGEST = 10
@@ -24,7 +27,7 @@ LINES = 30
 """Number of groups of collectives that are listed."""
 
 
-def explanation_tables(explanation: Explanation) -> Iterator[Any]:
+def explanation_tables(explanation: Explanation) -> Iterator[RenderableType]:
     """Yield the tables and lines of an explanation."""
     yield tensor_table(f"parameters, laid out {explanation.layout}", explanation.params, why=True)
     yield _laid_out("gradients", explanation.gradients, explanation.params)
@@ -49,7 +52,7 @@ def explanation_tables(explanation: Explanation) -> Iterator[Any]:
         yield traffic_table(explanation.estimated.traffic)
 
 
-def compiled_tables(compiled: Compiled) -> Iterator[Any]:
+def compiled_tables(compiled: Compiled) -> Iterator[RenderableType]:
     """Yield the tables of a compiled step's memory and collectives."""
     yield f"compiled for {compiled.where}"
     yield memory_table(compiled.memory, compiled.activations)
@@ -68,7 +71,7 @@ def _laid_out(what: str, rows: Sequence[TensorRow], params: Sequence[TensorRow])
     return f"{what}: {human_bytes(sum(r.bytes_per_device for r in rows))} per device, {sharding}"
 
 
-def _unlike_parameters(what: str, rows: Sequence[TensorRow], params: Sequence[TensorRow]) -> Iterator[Any]:
+def _unlike_parameters(what: str, rows: Sequence[TensorRow], params: Sequence[TensorRow]) -> Iterator[RenderableType]:
     """Yield a table of arrays that are sharded unlike their parameters, if there are any."""
     specs = {r.path: r.spec for r in params}
     other = [r for r in rows if r.path in specs and len(r.spec) == len(specs[r.path]) and r.spec != specs[r.path]]
@@ -76,7 +79,7 @@ def _unlike_parameters(what: str, rows: Sequence[TensorRow], params: Sequence[Te
         yield tensor_table(f"{what} sharded unlike their parameters", other, why=True)
 
 
-def memory_table(memory: ProgramMemory, activations: dict[str, int]) -> Any:
+def memory_table(memory: ProgramMemory, activations: dict[str, int]) -> Table:
     """Return a table of bytes by group at the peak, with activations by tensor.
 
     Args:
@@ -97,7 +100,7 @@ def memory_table(memory: ProgramMemory, activations: dict[str, int]) -> Any:
     return table
 
 
-def largest_table(memory: ProgramMemory) -> Any:
+def largest_table(memory: ProgramMemory) -> Table:
     """Return a table of the largest buffers at the peak; buffers with equal name and shape share a line."""
     table = table_of("largest buffers at the peak", "buffer", "shape", "bytes each", "count", "group", "source")
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -108,7 +111,7 @@ def largest_table(memory: ProgramMemory) -> Any:
     return table
 
 
-def traffic_table(groups: Sequence[Traffic]) -> Any:
+def traffic_table(groups: Sequence[Traffic]) -> Table:
     """Return a table with a line per group of collectives."""
     title = f"collectives of a step: each device sends {human_bytes(sum(t.sent for t in groups))}"
     names = ("collective", "mesh axes", "sends", "times", "module", "pass", "in the loop", "because of")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from jaxscale.plan.scopes import scopes_of, share_of_updates, stage_of
 
@@ -45,7 +46,7 @@ class FlopRow:
     certain: bool = True
 
 
-def operations(jaxpr: Any, platform: str) -> Iterator[FlopRow]:
+def operations(jaxpr: core.Jaxpr, platform: str) -> Iterator[FlopRow]:
     """Yield the operations of a jaxpr in the program's order, summed by module, operation, dtype and pass.
 
     Args:
@@ -86,7 +87,7 @@ class _Walk:
         self.platform = platform
         self.counts: dict[tuple[Any, ...], list[int]] = {}
 
-    def jaxpr(self, jaxpr: Any, place: _Place, times: int, certain: bool) -> None:
+    def jaxpr(self, jaxpr: core.Jaxpr, place: _Place, times: int, certain: bool) -> None:
         """Count a jaxpr that runs `times` a step; `certain` is whether that is exact."""
         for eqn in jaxpr.eqns:
             name, inner_place = eqn.primitive.name, place.at(eqn)
@@ -101,7 +102,15 @@ class _Walk:
                 self._add(eqn, inner_place, "elementwise", flops, times, False, certain)
 
     def _add(
-        self, eqn: Any, place: _Place, what: str, flops: int, times: int, matmul: bool, certain: bool, bytes_: int = -1
+        self,
+        eqn: Any,
+        place: _Place,
+        what: str,
+        flops: int,
+        times: int,
+        matmul: bool,
+        certain: bool,
+        bytes_: int = -1,
     ) -> None:
         if bytes_ < 0:
             bytes_ = sum(_nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
@@ -253,7 +262,7 @@ def _elementwise(eqn: Any) -> int:
     return _size(out)
 
 
-def _jaxprs(params: Any) -> Iterator[Any]:
+def _jaxprs(params: Any) -> Iterator[core.Jaxpr]:
     """Yield the jaxprs in an equation's parameters."""
     for value in params.values() if isinstance(params, dict) else params:
         if isinstance(value, tuple | list):

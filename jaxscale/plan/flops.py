@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxscale.layout import Layout
@@ -20,6 +21,7 @@ from pallas_kernels.dispatch import device
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ def count(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> Fl
     return of_jaxpr(jax.make_jaxpr(fn)(*args), platform=platform)
 
 
-def of_jaxpr(closed: Any, *, platform: str | None = None) -> Flops:
+def of_jaxpr(closed: core.ClosedJaxpr, *, platform: str | None = None) -> Flops:
     """Count a jaxpr's operations.
 
     All iterations of scans are counted, and all devices of a `shard_map`; of several branches the longest counts, and
@@ -163,7 +165,7 @@ def _platform(layout: Layout | None) -> str:
         return device().platform
 
 
-def flops_table(flops: Flops, *, rows: int = 24) -> Any:
+def flops_table(flops: Flops, *, rows: int = 24) -> Table:
     """Return a rich table with a line per module: products by pass, and elementwise operations.
 
     Args:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.layout.rules import Kind
+from jaxscale.models import TransformerConfig
 from jaxscale.nn import GatherAttention, MemoryPolicy
 from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.step import Blueprint, TrainConfig
@@ -106,7 +107,7 @@ class LayerBytes:
 
     @classmethod
     def of(
-        cls, model: Any, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int, layer: int = -1
+        cls, model: TransformerConfig, infos: Iterable[TensorInfo], layout: Layout, rows: int, seq: int, layer: int = -1
     ) -> LayerBytes:
         """Return the bytes of one of a model's layers.
 

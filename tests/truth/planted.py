@@ -64,7 +64,7 @@ def isoflop_runs(seed: int, noise: float = 3e-4) -> Rows:
 
 
 def steplaw_runs(seed: int, noise: float = 1e-3) -> Rows:
-    """Return three sizes by three token budgets, each with 5 learning rates by 5 batches around the best, off centre."""
+    """Return 3 sizes by 3 token budgets, each with 5 learning rates by 5 batches around the best, off centre."""
     random = np.random.default_rng(seed)
     p, rows = STEPLAW, []
     for n in (6e7, 2e8, 6e8):

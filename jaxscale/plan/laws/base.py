@@ -22,6 +22,7 @@ from jaxscale.plan.laws.table import Table
 from jaxscale.plan.shown import Shown
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console, ConsoleOptions, RenderResult
 
 INPUTS = ("parameters", "tokens", "flops")
@@ -165,7 +166,7 @@ class Law(abc.ABC):
         """
 
     @abc.abstractmethod
-    def picture(self, fit: Fit, table: Table) -> Any:
+    def picture(self, fit: Fit, table: Table) -> Figure:
         """Return a matplotlib figure of a fit and its runs.
 
         Args:

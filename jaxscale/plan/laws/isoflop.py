@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,6 +12,9 @@ from jaxtyping import Float, Int
 from jaxscale.errors import ConfigError
 from jaxscale.plan.laws.base import Fit, Law
 from jaxscale.plan.laws.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Valley(NamedTuple):
@@ -166,7 +169,7 @@ class IsoFLOP(Law):
             self.tokens: one["K_D"] * c ** one["b"] / d - 1,
         }
 
-    def picture(self, fit: Fit, table: Table) -> Any:
+    def picture(self, fit: Fit, table: Table) -> Figure:
         """Return a figure of the budgets' parabolas, and of the powers through their minima."""
         from jaxscale.plan.laws.pictures import isoflop_picture  # imports matplotlib
 

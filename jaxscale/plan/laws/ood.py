@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,9 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.plan.laws.base import INPUTS, Fit, Law
 from jaxscale.plan.laws.robust import minimise
 from jaxscale.plan.laws.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OTHER = {"parameters": "tokens", "tokens": "parameters"}
 """The quantity that limits loss besides x: for each x, only runs with the most of it count."""
@@ -164,7 +167,7 @@ class OutOfDistribution(Law):
             loss: self._loss(params, loss, table[self.column][rows]) / table[loss][rows] - 1 for loss in self.losses
         }
 
-    def picture(self, fit: Fit, table: Table) -> Any:
+    def picture(self, fit: Fit, table: Table) -> Figure:
         """Return a figure of the loss on each corpus by x, with its power law."""
         from jaxscale.plan.laws.pictures import ood_picture  # imports matplotlib
 

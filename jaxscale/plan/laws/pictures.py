@@ -12,6 +12,8 @@ from jaxscale.plan.laws.front import optimum
 from jaxscale.plan.laws.table import Table
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from jaxscale.plan.laws.isoflop import IsoFLOP
     from jaxscale.plan.laws.ood import OutOfDistribution
     from jaxscale.plan.laws.steplaw import StepLaw
@@ -21,7 +23,7 @@ BUDGETS = 6
 """Number of budgets for which a surface is drawn."""
 
 
-def surface_picture(law: Surface, fit: Fit, table: Table) -> Any:
+def surface_picture(law: Surface, fit: Fit, table: Table) -> Figure:
     """Return a figure of isoFLOP curves of the fitted surface with the runs near each budget, and of runs' errors.
 
     Args:
@@ -64,7 +66,7 @@ def surface_picture(law: Surface, fit: Fit, table: Table) -> Any:
     return figure
 
 
-def isoflop_picture(law: IsoFLOP, fit: Fit, table: Table) -> Any:
+def isoflop_picture(law: IsoFLOP, fit: Fit, table: Table) -> Figure:
     """Return a figure of each budget's runs and parabola, and of the powers through their minima.
 
     Args:
@@ -100,7 +102,7 @@ def isoflop_picture(law: IsoFLOP, fit: Fit, table: Table) -> Any:
     return figure
 
 
-def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Any:
+def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Figure:
     """Return a figure of loss by learning rate and batch for each (N, D), with minimum (+) and prediction (x).
 
     Args:
@@ -132,7 +134,7 @@ def steplaw_picture(law: StepLaw, fit: Fit, table: Table) -> Any:
     return figure
 
 
-def ood_picture(law: OutOfDistribution, fit: Fit, table: Table) -> Any:
+def ood_picture(law: OutOfDistribution, fit: Fit, table: Table) -> Figure:
     """Return a figure of the loss on each corpus by scale, with its power law.
 
     Args:
@@ -155,7 +157,7 @@ def ood_picture(law: OutOfDistribution, fit: Fit, table: Table) -> Any:
     return figure
 
 
-def _figure(panels: int) -> tuple[Any, Any]:
+def _figure(panels: int) -> tuple[Figure, np.ndarray]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -13,6 +13,9 @@ from jaxscale.errors import ConfigError
 from jaxscale.plan.laws.base import Fit, Law
 from jaxscale.plan.laws.robust import minimise
 from jaxscale.plan.laws.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEAST = 8
 """Least number of runs that a bowl, which has six coefficients, is fitted to."""
@@ -196,7 +199,7 @@ class StepLaw(Law):
             out["loss"].append(bowl.loss(lr, batch) / bowl.loss(bowl.lr, bowl.batch) - 1)
         return {name: np.array(x) for name, x in out.items()}
 
-    def picture(self, fit: Fit, table: Table) -> Any:
+    def picture(self, fit: Fit, table: Table) -> Figure:
         """Return a figure of loss by learning rate and batch for each (N, D)."""
         from jaxscale.plan.laws.pictures import steplaw_picture  # imports matplotlib
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Complex, Float, Int
@@ -13,6 +13,9 @@ from jaxscale.errors import ConfigError
 from jaxscale.plan.laws.base import Fit, Law
 from jaxscale.plan.laws.robust import minimise
 from jaxscale.plan.laws.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MINIMA = 3
 """Number of lowest distinct minima that are refined, and from which the fits of bootstrap samples start."""
@@ -171,7 +174,7 @@ class Surface(Law):
         one = {name: np.array([x]) for name, x in params.items()}
         return {self.loss: self.losses(one, table[self.parameters], table[self.tokens])[0] / table[self.loss] - 1}
 
-    def picture(self, fit: Fit, table: Table) -> Any:
+    def picture(self, fit: Fit, table: Table) -> Figure:
         """Return a figure of isoFLOP curves and errors."""
         from jaxscale.plan.laws.pictures import surface_picture  # imports matplotlib
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,13 +12,16 @@ from jaxscale.plan.laws.table import BODY
 from jaxscale.plan.shown import table_of
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from jaxscale.plan.laws.front import Optimum
 
 SPREAD = 1000
 """Factor between the ends of an interval above which a parameter counts as not determined."""
 
 
-def fit_tables(fit: Fit) -> Iterator[Any]:
+def fit_tables(fit: Fit) -> Iterator[RenderableType]:
     """Yield a table with a fit's formula, parameters and runs, and notes on them.
 
     Args:
@@ -44,7 +47,7 @@ def fit_tables(fit: Fit) -> Iterator[Any]:
         )
 
 
-def prediction_table(title: str, fit: Fit, predictions: dict[str, Interval]) -> Any:
+def prediction_table(title: str, fit: Fit, predictions: dict[str, Interval]) -> Table:
     """Return a table of predictions.
 
     Args:
@@ -58,7 +61,7 @@ def prediction_table(title: str, fit: Fit, predictions: dict[str, Interval]) -> 
     return table
 
 
-def optimum_table(fit: Fit, best: Optimum) -> Any:
+def optimum_table(fit: Fit, best: Optimum) -> Table:
     """Return a table of the best size and tokens for a budget.
 
     Args:
@@ -73,7 +76,7 @@ def optimum_table(fit: Fit, best: Optimum) -> Any:
     return table
 
 
-def error_table(rows: list[tuple[str, str, int, dict[str, np.ndarray]]]) -> Any:
+def error_table(rows: list[tuple[str, str, int, dict[str, np.ndarray]]]) -> Table:
     """Return a table of errors of laws.
 
     Args:

@@ -1,4 +1,4 @@
-"""The pure step: settings, objective, state, gradients and their pipeline form; no files, no loop."""
+"""The training step as a pure function: settings, objective, state, gradients, pipeline stages; no files, no loop."""
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm

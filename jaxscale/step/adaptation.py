@@ -14,12 +14,12 @@ Tree = Any
 
 
 class Adapters:
-    """Makes an `Adaptation`. Subclass it, as `LoRA` and `Unfreeze` do.
+    """Base of settings for `train.adapters`. Subclass it, as `LoRA` and `Unfreeze` do.
 
     Attributes:
       base_dtype: dtype of the frozen matrices; `None` is the model's own.
       base: storage format of the frozen matrices, such as a quantised one.
-      in_formulas: whether the planner's formulas cover its memory; otherwise the step is compiled.
+      in_formulas: whether the planner's formulas cover its memory; otherwise the planner compiles the step.
     """
 
     base_dtype: str | None = None
@@ -27,24 +27,24 @@ class Adapters:
     in_formulas: ClassVar[bool] = False
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Adaptation:
-        """Splits a model's parameters into trained and frozen ones, and may add new ones.
+        """Split a model's parameters into trained and frozen ones; new trained parameters may be added.
 
         Args:
-          graphdef: its structure.
-          infos: a `TensorInfo` per parameter.
-          reference: the objective compares with the parameters that the run started from.
+          graphdef: the model's structure.
+          infos: a `TensorInfo` per parameter of the model.
+          reference: whether the objective also needs the parameters that the run started from.
 
         Raises:
-          ConfigError: it does not fit the model.
+          ConfigError: the settings do not fit the model.
         """
         raise NotImplementedError
 
 
 class Adaptation(Protocol):
-    """Trained and frozen parameters, which together are those of a model.
+    """A split of a model's parameters into trained and frozen ones.
 
     Attributes:
-      passes: matrix products of a step per trained parameter, besides those of the frozen model.
+      passes: matrix products per trained parameter in a step, in addition to those of the frozen model.
     """
 
     passes: ClassVar[int]
@@ -62,27 +62,50 @@ class Adaptation(Protocol):
         """A `TensorInfo` per frozen array."""
 
     def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
-        """The arrays of `base`, laid out.
+        """Return the frozen arrays, sharded; their shapes and dtypes are those of `base`.
 
         Args:
-          read: reads the checkpoint of `train.start` as arrays of a tree of `TensorInfo`, sharded.
-          layout: their layout; `None` is one device.
+          read: takes a tree of `TensorInfo` and returns its arrays from the checkpoint of `train.start`, sharded.
+          layout: the run's layout; `None` is one device.
         """
 
     def first(self, read: Callable[[Tree], Tree]) -> Tree | None:
-        """Initial trained parameters from the checkpoint of `train.start`; `None` if `make` initialises them."""
+        """Return initial trained parameters from the checkpoint of `train.start`; `None` if `make` initialises them.
+
+        Args:
+          read: takes a tree of `TensorInfo` and returns its arrays from the checkpoint, sharded.
+        """
 
     def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
-        """Initial trained parameters from a seed, traced; `whole(seed)` initialises all of the model."""
+        """Return initial trained parameters; called under `jit`.
+
+        Args:
+          seed: the run's seed, an int or a traced int32 scalar.
+          whole: takes a seed and returns initial values of all parameters of the model.
+        """
 
     def over(self, trained: Tree, frozen: Tree) -> Tree:
-        """All parameters of the model, for `nnx.merge`."""
+        """Return all parameters of the model, for `nnx.merge`.
+
+        Args:
+          trained: the trained parameters.
+          frozen: the frozen arrays, from `freeze`.
+        """
 
     def merged(self, trained: Tree, frozen: Tree) -> Tree:
-        """All parameters of the model as plain arrays of its dtypes."""
+        """Return all parameters of the model as plain arrays of the model's dtypes.
+
+        Args:
+          trained: the trained parameters.
+          frozen: the frozen arrays, from `freeze`.
+        """
 
     def dense(self, params: Tree) -> Tree:
-        """The result of `over` as plain arrays of the model's dtypes."""
+        """Return the result of `over` as plain arrays of the model's dtypes.
+
+        Args:
+          params: all parameters of the model, from `over`.
+        """
 
     def describe(self) -> str:
-        """What is trained, in words."""
+        """Return a sentence about what is trained."""

@@ -1,4 +1,4 @@
-"""What owns a run's state and turns a batch into the next one; `train.algorithm` names it, by default `Backprop()`."""
+"""The interface of training algorithms (`train.algorithm`), which own a run's state and take its steps."""
 
 from __future__ import annotations
 
@@ -22,32 +22,36 @@ NEXT_TOKEN = NextToken()
 
 
 class Algorithm:
-    """How a run is trained. Subclass it, give it a `step`, and name it in `train.algorithm`.
+    """Base of training algorithms. To write one, subclass it, define `step`, and set `train.algorithm`.
 
-    Three fields of `TrainState` are an algorithm's own: `params`, `opt_state` and `extra`, a dict of trees by name.
-    Shardings, checkpoints, snapshots, elastic runs, memory plans and `explain` follow from what `infos` says of them.
-    As this class has them, they are one copy of the parameters, the optimizer's state, and nothing else. Copies that
-    may differ are stacked along a dimension with a name; what a layout repeats has to agree (`FingerprintGuard`).
+    An algorithm chooses what three fields of `TrainState` hold: `params`, `opt_state`, and `extra`, a dict of trees by
+    name. Shardings, checkpoints, snapshots, elastic runs, memory plans and `explain` all use its `infos`. In this class
+    they are one copy of the parameters, the optimizer's state, and nothing. Copies of parameters that may differ are
+    stacked along a dimension with a logical axis of its own; arrays that a layout replicates must be equal on all
+    devices (`FingerprintGuard` checks that).
     """
 
     @property
     def in_formulas(self) -> bool:
-        """Whether the planner's formulas, which are `Backprop`'s, cover a step; else it is planned by compiling it."""
+        """Whether the planner's formulas, which are for `Backprop`, cover a step; else the planner compiles it."""
         return False
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
-        """A `TensorInfo` per array of "params", "opt_state" and "extra".
+        """Return a `TensorInfo` per array of "params", "opt_state" and "extra".
 
-        Parameters are laid out by the rules for `params`, the others by those for `opt_state`.
+        "params" are sharded by the layout's rules for `params`, the other two by those for `opt_state`.
+
+        Args:
+          blueprint: the run's blueprint.
         """
         return {"params": blueprint.infos, "opt_state": state_infos(blueprint.tx, blueprint.infos), "extra": {}}
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
-        """The arrays of `infos` before the first step; traced.
+        """Return the arrays of `infos` before the first step; called under `jit`.
 
         Args:
-          blueprint: the run's.
-          params: the first parameters, one copy.
+          blueprint: the run's blueprint.
+          params: initial parameters, one copy.
         """
         return {"params": params, "opt_state": blueprint.tx.init(params), "extra": {}}
 
@@ -60,45 +64,64 @@ class Algorithm:
         schedule: Callable[[Any], Any] | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
-        """The step: a pure function of state and batch, which `jit_step` compiles.
+        """Return the training step, a pure function of state and batch, which `jit_step` compiles.
 
         Args:
           blueprint: model, optimizer and layout.
-          objective: what is made small.
-          accumulate: micro-batches, one after the other; divides the batch.
+          objective: the objective to minimise.
+          accumulate: micro-batches that are processed one after the other; must divide the batch.
           schedule: step -> learning rate, reported as the metric `lr`.
-          guards: of which any may refuse the update; the step counts on all the same.
+          guards: guards, each of which may skip the update; the step count is increased anyway.
 
         Returns:
           `(state, batch) -> (state, metrics)`; metrics are float32 scalars, "loss" and "grad_norm" among them.
 
         Raises:
-          LayoutError, ConfigError: the layout or the objective does not go with this.
+          LayoutError: the algorithm does not work with this layout.
+          ConfigError: the algorithm does not work with this objective.
         """
         raise NotImplementedError
 
     def weights(self, state: TrainState) -> Tree:
-        """The parameters that evaluation, sampling and export see, one copy, laid out as `params` are.
+        """Return the parameters for evaluation, sampling and export: one copy, sharded like `params`.
 
-        Those in training; of a schedule-free optimizer their average (see `jaxscale.optim.averaged`).
+        In this class they are the parameters in training, or with a schedule-free optimizer their average (see
+        `jaxscale.optim.averaged`).
+
+        Args:
+          state: the training state.
         """
         return averaged(state.opt_state, state.params)
 
     def weights_in(self, blueprint: Blueprint) -> str | None:
-        """The part of a checkpoint that holds `weights` as they are, as "params"; `None` where they are worked out."""
+        """Return the part of a checkpoint that holds `weights`, such as "params", or `None` if they are computed.
+
+        Args:
+          blueprint: the run's blueprint.
+        """
         return None if averages(state_infos(blueprint.tx, blueprint.infos)) else "params"
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
-        """Parameters as the model has them, and the rows that their gradient is taken of; several where they differ."""
+        """Yield the parameters of each model copy, and the rows of a batch that the copy is trained on.
+
+        Args:
+          params: `TrainState.params`.
+          batch: arrays by name, (B, ...).
+        """
         yield params, batch
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
-        """Whether it goes with the other settings of a run; called before anything is compiled.
+        """Check that the algorithm works with a run's other settings; called before anything is compiled.
+
+        Args:
+          config: the run's settings.
+          blueprint: the run's blueprint.
 
         Raises:
-          ConfigError, LayoutError: it does not.
+          ConfigError: it does not work with another setting.
+          LayoutError: it does not work with the layout.
         """
 
     def describe(self) -> str:
-        """What it is, in a few words."""
+        """Return a short description, by default the name of the class."""
         return type(self).__name__

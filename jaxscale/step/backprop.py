@@ -1,4 +1,4 @@
-"""Backpropagation: the gradient of the objective, its norm, and the optimizer's update."""
+"""Backpropagation: the gradient of the objective, and the optimizer's update."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _NONE: Tree = {}
 @register
 @dataclasses.dataclass(frozen=True)
 class Backprop(Algorithm):
-    """The gradient of the objective on the whole batch, and one update of the optimizer a step: the default."""
+    """The default algorithm: a step is the gradient of the objective on the whole batch, and one optimizer update."""
 
     @property
     def in_formulas(self) -> bool:
+        """True: the planner's formulas are for this algorithm."""
         return True
 
     def step(
@@ -43,6 +44,7 @@ class Backprop(Algorithm):
         schedule: Callable[[Any], Any] | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
+        """Return `make_step` of `make_loss_and_grads`."""
         loss_and_grads = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
         return make_step(loss_and_grads, blueprint.tx, schedule, guards)
 
@@ -54,17 +56,17 @@ def make_step(
     guards: Sequence[Guard] = (),
     apply: Callable[..., tuple[Tree, Tree]] = apply_gradients,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """The step: gradients, their norm, the update.
+    """Return a training step that computes gradients and their norm, and updates the parameters.
 
     Args:
-      loss_and_grads: `f(params, batch, key, frozen) -> (metrics, grads)`.
+      loss_and_grads: `f(params, batch, key, frozen) -> (metrics, grads)`, such as `make_loss_and_grads` returns.
       tx: the optimizer.
       schedule: step -> learning rate, reported as the metric `lr`.
-      guards: of which any may refuse the update; the step counts on all the same.
-      apply: makes new parameters and optimizer state, as `jaxscale.optim.apply_gradients` does.
+      guards: guards, each of which may skip the update; the step count is increased anyway.
+      apply: `(tx, grads, opt_state, params) -> (params, opt_state)`, such as `jaxscale.optim.apply_gradients`.
 
     Returns:
-      a pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
+      A pure function `(state, batch) -> (state, metrics)`; metrics are float32 scalars.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -73,16 +75,21 @@ def make_step(
         with jax.named_scope("gradient_norm"):
             norm = gradient_norm(grads)
         metrics = {**metrics, "grad_norm": norm}
-        take = lambda: apply(tx, grads, state.opt_state, state.params)  # noqa: E731
-        taken, kept, counts = judge(guards, state, metrics)
-        # A branch and no select, which would hold old and new state side by side; all devices go the same way.
-        leave = lambda: (state.params, state.opt_state)  # noqa: E731
+        accepted, memory, counts = judge(guards, state, metrics)
+
+        def updated() -> tuple[Tree, Tree]:
+            return apply(tx, grads, state.opt_state, state.params)
+
+        def unchanged() -> tuple[Tree, Tree]:
+            return state.params, state.opt_state
+
         with jax.named_scope("optimizer"):
-            params, opt_state = take() if taken is None else jax.lax.cond(taken, take, leave)
+            # `cond` and not `where`, which would need memory for both old and new state. All devices agree on it.
+            params, opt_state = updated() if accepted is None else jax.lax.cond(accepted, updated, unchanged)
         metrics |= counts
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state, guards=kept), metrics
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state, guards=memory), metrics
 
     return step
 
@@ -90,26 +97,26 @@ def make_step(
 def make_loss_and_grads(
     blueprint: Blueprint, *, objective: Objective = NEXT_TOKEN, accumulate: int = 1
 ) -> LossAndGrads:
-    """The default `loss_and_grads`: differentiates the objective, in micro-batches if asked.
+    """Return a function that differentiates the objective, over several micro-batches with `accumulate`.
 
-    The weights of the objective are those of the *global* batch, so that accumulation changes memory and not the
-    gradient.
+    The objective's weights are those of the *global* batch, so that accumulation changes memory and not the gradient.
 
     Args:
       blueprint: model and layout.
-      objective: what is made small.
-      accumulate: number of micro-batches; divides the batch.
+      objective: the objective to minimise.
+      accumulate: number of micro-batches; must divide the batch.
 
     Returns:
-      `f(params, batch, key, frozen={}) -> (the objective's metrics, grads)`, gradients laid out by the rules for
-      them; `frozen` are the parameters that adapters are on. On a layout with pipeline stages, it is its schedule that
-      gives each micro-batch's gradients.
+      `f(params, batch, key, frozen={}) -> (the objective's metrics, grads)`. Gradients are sharded by the layout's
+      rules for `grads`; `frozen` are the frozen parameters beside adapters. On a layout with pipeline stages the
+      pipeline's schedule computes the gradients of each micro-batch.
 
     Raises:
-      LayoutError, ConfigError: see `pipelined`; an objective that is not a sum over micro-batches.
+      LayoutError: see `pipelined`.
+      ConfigError: see `pipelined`; or the objective is not a sum over micro-batches.
     """
     if accumulate > 1:
-        check_additive(objective, f"accumulate = {accumulate} takes it in parts", "set it to 1")
+        check_additive(objective, f"accumulate = {accumulate} splits the batch", "set it to 1")
     stages = pipelined(blueprint.of_model(), objective, accumulate) if is_pipelined(blueprint) else None
 
     def value(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[jax.Array, Totals]:
@@ -124,7 +131,7 @@ def make_loss_and_grads(
         assert stages is not None
         if blueprint.adaptation is None:
             return stages.gradients(params, batch, key, weights)
-        # A stage knows kernels and no adapters: the sum's gradient is made, and from it theirs.
+        # Stages work on merged kernels: compute gradients of those, and from them the gradients of the adapters.
         whole, back = jax.vjp(lambda p: blueprint.adaptation.merged(p, frozen), params)  # type: ignore[union-attr]
         grads, terms = stages.gradients(whole, batch, key, weights)
         return back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))[0], terms
@@ -152,6 +159,10 @@ def make_loss_and_grads(
 
 
 def numbered(batch: Batch) -> Batch:
-    """The batch with `rows`, int32 (B,): each row's number."""
+    """Return the batch with `rows`, int32 (B,), the index of each row.
+
+    Args:
+      batch: arrays by name, (B, ...).
+    """
     rows = next(iter(batch.values())).shape[0]
     return {**batch, "rows": jnp.arange(rows, dtype=jnp.int32)}

@@ -1,4 +1,4 @@
-"""What a training run is told: one frozen dataclass, `train` in gin."""
+"""Settings of a training run: one frozen dataclass, `train` in gin."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ class TrainConfig:
     Args:
       model: a model config, such as `Transformer.Config(depth=8)`.
       data: a corpus, such as `python_stdlib()`.
-      start: the run whose parameters are the first ones, as `FromRun('runs/qwen3')`; `None` draws random ones. What
-        `model` and `tokenizer` are left at their defaults is then that run's (see `settled`).
-      adapters: `LoRA()` trains adapters beside a frozen model, `Unfreeze(targets)` some of its parameters; `None` all.
-      layout: where things live; all devices, data-parallel, by default. `None` is one device and no mesh.
-      tokenizer: turns text into ids; ignored by corpora that are tokens already.
+      start: where initial parameters are from, such as `FromRun('runs/qwen3')`; `None` draws random ones. If `model` or
+        `tokenizer` has its default, that run's is used (see `settled`).
+      adapters: `LoRA()` trains adapters beside a frozen model, `Unfreeze(targets)` some of its parameters, `None` all.
+      layout: mesh and rules; by default all devices, data-parallel. `None` is one device and no mesh.
+      tokenizer: turns text into token ids; ignored by corpora that consist of token ids.
       steps: optimizer steps of the whole run.
       lr: peak learning rate.
       batch_size: rows of a global batch (over all devices and micro-batches).
       seq_len: tokens of a row.
-      seed: of initial values, data order and dropout.
-      optimizer: an `Optimizer` such as `AdamW()`, or from Python an `optax.GradientTransformation` as it is (which
-        brings its own learning rate).
-      schedule: learning rate over time, such as `WarmupCosine()`; `lr` is its peak.
-      clip_norm: gradients are scaled down to this global norm, float32; `None` leaves them.
-      accumulate: micro-batches a step; changes memory, not the gradient.
-      algorithm: what owns the state and takes a step: `Backprop()`, `WeightEMA()`, `LocalSteps()`, or an `Algorithm` of
-        your own.
-      objective: what is trained for: `NextToken()`, whose `loss` and `z_loss` say how each token's loss is made, or an
-        `Objective` of your own.
-      balance_rate: what a step moves the biases of balanced routers by (see `jaxscale.nn.SigmoidRouter`).
-      packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole where they fit, padded).
-      segments: attention stays within a document, and positions start anew in each; else a row is one text.
-      eval_every: steps between evaluations on held-out documents; 0 evaluates at the end only.
+      seed: seed of initial values, data order and dropout.
+      optimizer: an `Optimizer` such as `AdamW()`; in Python also an `optax.GradientTransformation`, which has its own
+        learning rate.
+      schedule: learning-rate schedule, such as `WarmupCosine()`; its peak is `lr`.
+      clip_norm: the largest global norm (float32) of gradients, which are scaled down to it; `None` does not clip.
+      accumulate: micro-batches in a step; changes memory, not the gradient.
+      algorithm: what owns the state and takes steps: `Backprop()`, `WeightEMA()`, `LocalSteps()`, or your own
+        `Algorithm`.
+      objective: what training minimises: `NextToken()`, whose `loss` and `z_loss` define the loss of each token, or
+        your own `Objective`.
+      balance_rate: how much a step changes the biases of balanced routers (see `jaxscale.nn.SigmoidRouter`).
+      packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole if they fit, padded).
+      segments: whether attention stays within a document, and positions restart in each; else a row is one document.
+      eval_every: steps between evaluations on held-out documents; 0 evaluates only at the end.
       eval_batches: batches of an evaluation; 0 never evaluates.
-      evaluate_on: further corpora by name, whose held-out documents are evaluated on as well: the metric
-        `eval_loss/NAME` beside `eval_loss`. Nothing is trained on them.
-      checkpoint_every: steps between checkpoints; 0 writes one at the end only.
-      keep: how many of the newest checkpoints stay.
-      keep_every: checkpoints of multiples of this step stay for good; `None` keeps none of them.
-      guards: what looks after the run (see `jaxscale.step.guards`): `FiniteGuard()`, `SpikeGuard()`; `()` is nothing.
-      prompt: what a sample is continued from at the end; `None` prints none.
-      snapshots: copies of the state in memory, such as `Snapshots(every=10)`; none by default.
-      watchdog: when another process counts as lost, which ends this one.
-      tensorboard: also write TensorBoard events; `None` does when tensorboardX is installed.
+      evaluate_on: further corpora by name, for evaluation only; the loss on their held-out documents is the metric
+        `eval_loss/NAME`.
+      checkpoint_every: steps between checkpoints; 0 writes one only at the end.
+      keep: number of newest checkpoints to keep.
+      keep_every: checkpoints whose step is a multiple of this are never deleted; `None` makes no such exception.
+      guards: checks during the run (see `jaxscale.step.guards`), such as `FiniteGuard()` and `SpikeGuard()`.
+      prompt: text from which a sample is generated at the end; `None` generates none.
+      snapshots: copies of the state in host memory, such as `Snapshots(every=10)`; none by default.
+      watchdog: when another process counts as failed, which ends this one.
+      tensorboard: whether to write TensorBoard events as well; `None` does if tensorboardX is installed.
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
       DataError: a packing that does not exist.
     """
 
@@ -111,13 +111,13 @@ class TrainConfig:
     tensorboard: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, (methods, what) in _PARTS.items():
+        for name, (methods, example) in _PARTS.items():
             value = getattr(self, name)
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
             if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
-                raise ConfigError(f"train.{name} must be {what}, not {_called(value)}{meant(value, methods)}")
+                raise ConfigError(f"train.{name} must be {example}, not {_called(value)}{meant(value, methods)}")
             if name == "model" and not _takes_keys(value.make):
-                raise ConfigError(f"train.model must be {what}, not {_called(value)}")
+                raise ConfigError(f"train.model must be {example}, not {_called(value)}")
             if name in _CALLED and not plain:
                 method, positional, named = _CALLED[name]
                 named += ("reference",) if name == "objective" and value.reference else ()
@@ -140,7 +140,7 @@ class TrainConfig:
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"train.lr = {self.lr}: must be above 0{' and finite' if self.lr == math.inf else ''}")
         if self.seed >= 2**32:
-            raise ConfigError(f"train.seed = {self.seed}: must be below 2**32, since keys keep 32 bits of it")
+            raise ConfigError(f"train.seed = {self.seed}: must be below 2**32, since random keys use 32 bits of it")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"train.clip_norm = {self.clip_norm}: must be above 0, or None for no clipping")
         check_objective_of(self)
@@ -152,8 +152,11 @@ class TrainConfig:
             )
 
     def _check_start(self) -> None:
-        reads = ("settled", "check", "params")
-        for name, methods, example in (("start", reads, "FromRun('runs/base')"), ("adapters", ("adapt",), "LoRA()")):
+        methods_of_start = ("settled", "check", "params")
+        for name, methods, example in (
+            ("start", methods_of_start, "FromRun('runs/base')"),
+            ("adapters", ("adapt",), "LoRA()"),
+        ):
             value = getattr(self, name)
             if value is not None and not all(hasattr(type(value), method) for method in methods):
                 raise ConfigError(f"train.{name} must be {example} or None, not {_called(value)}{meant(value)}")
@@ -167,12 +170,12 @@ class TrainConfig:
         names = [g.name for g in self.guards]
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
-            raise ConfigError(f"train.guards has two called '{twice}'; leave one of them")
+            raise ConfigError(f"train.guards has two guards named '{twice}'; remove one of them")
 
     def _check_evaluate_on(self) -> None:
         for name, corpus in self.evaluate_on.items():
             if not isinstance(name, str) or not name or not set(name).isdisjoint(" \t\n/"):
-                raise ConfigError(f"train.evaluate_on names a corpus {name!r}; use a word, such as 'markdown'")
+                raise ConfigError(f"train.evaluate_on has a corpus named {name!r}; use a word, such as 'markdown'")
             if isinstance(corpus, type) or not hasattr(corpus, "source"):
                 raise ConfigError(
                     f"train.evaluate_on['{name}'] must be a corpus such as text_files('docs/*.md'), not {corpus!r}"
@@ -180,7 +183,7 @@ class TrainConfig:
 
     @property
     def keeps_start(self) -> bool:
-        """Whether every step needs the parameters of `train.start`, which are not in the run's own checkpoints."""
+        """Whether all steps need the parameters of `train.start`, which are not in the run's own checkpoints."""
         return self.adapters is not None or self.objective.reference
 
     @property
@@ -190,16 +193,16 @@ class TrainConfig:
 
     @property
     def token_loss(self) -> Loss:
-        """How the objective makes the loss of each token; see `jaxscale.step.objective.token_loss`."""
+        """The objective's loss of each token; see `jaxscale.step.objective.token_loss`."""
         return token_loss(self)
 
     def values(self) -> dict[str, Any]:
-        """Every setting by name."""
+        """Return all settings by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 def _takes_keys(make: Any) -> bool:
-    """Whether a function is called with random keys and nothing else, as a model config's `make` is."""
+    """Return whether a function can be called with one argument, as a model config's `make` is with random keys."""
     needed = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
     return len([p for p in needed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]) == 1
 
@@ -208,7 +211,8 @@ def _called(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
 
 
-# What each part is asked to do, and what it is called; a class without its brackets is the usual slip.
+# For each setting the methods that its value needs, and a description for errors. (A class without its brackets is a
+# common mistake.)
 _PARTS = {
     "model": (("make",), "a model such as Transformer(), or any frozen dataclass whose make(rngs) gives an nnx.Module"),
     "data": (("source",), "a corpus such as python_stdlib(), or text_files() with text_files.glob = 'data/*.txt'"),
@@ -230,7 +234,7 @@ _PARTS = {
     ),
 }
 
-# How training calls a part: the method, what it passes by place, and what by name.
+# How training calls a method of a setting's value: its name, positional arguments, keyword arguments.
 _CALLED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": ("make", ("learning_rate", "infos"), ()),
     "schedule": ("make", ("peak", "steps"), ()),

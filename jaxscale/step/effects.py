@@ -1,5 +1,4 @@
-"""Settings that were given and change nothing, or work against another: each is said, since whoever gave one believes
-otherwise."""
+"""Warnings about settings that have no effect, or that work against another setting."""
 
 from __future__ import annotations
 
@@ -22,35 +21,35 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import Blueprint
 from pallas_kernels.blockwise import without_kernel
 
-Found = Iterator[tuple[str, Any, str]]
-"""Name, value, and why it changes nothing."""
+Findings = Iterator[tuple[str, Any, str]]
+"""Name and value of a setting, and why it has no effect."""
 
 
 def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
-    """A sentence for each setting that differs from its default and changes nothing in this run.
+    """Return a warning for each setting that differs from its default and changes nothing in this run.
 
-    And one for a schedule that falls under a schedule-free optimizer, whose average takes the place of that, and for
-    blocks of 8-bit optimizer state that no kernel updates.
+    There is also one for a decaying learning-rate schedule with a schedule-free optimizer, whose averaging replaces
+    decay, and for blocks of 8-bit optimizer state that no kernel updates.
 
     Args:
       config: the run's settings.
-      blueprint: what they make.
+      blueprint: the run's blueprint.
     """
-    found = [one for look in _LOOKS for one in look(config, blueprint)]
-    named = [f"{name} = {_short(value)} has no effect: {why}" for name, value, why in found]
+    findings = [finding for check in _CHECKS for finding in check(config, blueprint)]
+    sentences = [f"{name} = {_short(value)} has no effect: {why}" for name, value, why in findings]
     idle = ((type(g).__name__, g.idle(config)) for g in config.guards)
-    named += [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
-    return [*named, *_falls_twice(config), *_without_kernel(config, blueprint)]
+    sentences += [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
+    return [*sentences, *_decays_twice(config), *_without_kernel(config, blueprint)]
 
 
 def _short(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
-def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
+def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:
     if isinstance(c.data, Synthetic):
         for name in not_default(c, "tokenizer"):
-            yield f"train.{name}", c.tokenizer, "the corpus is of tokens already"
+            yield f"train.{name}", c.tokenizer, "the corpus consists of token ids"
     ends = f"the run ends after train.steps = {c.steps}"
     if c.eval_every and not c.eval_batches:
         yield "train.eval_every", c.eval_every, "train.eval_batches = 0 never evaluates"
@@ -71,24 +70,24 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Found:
             yield "train.keep_every", c.keep_every, f"no checkpoint's step up to {c.steps} is a multiple of it"
     if len(jax.tree.leaves(without_biases(blueprint.infos))) == len(jax.tree.leaves(blueprint.infos)):
         for name in not_default(c, "balance_rate"):
-            yield f"train.{name}", c.balance_rate, "no router of the model is balanced by biases (SigmoidRouter)"
+            yield f"train.{name}", c.balance_rate, "the model has no router with load-balancing biases (SigmoidRouter)"
 
 
-def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Found:
+def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Findings:
     layout = c.layout
     if layout is None:
         return
     if layout.pipeline is not None and layout.stages == 1:
         yield "Layout.pipeline", layout.pipeline, "the mesh has no pipeline axis"
     if layout.sequence_sharded and layout.sizes["tensor"] == 1:
-        yield "Layout.sequence_sharded", True, "the mesh has no tensor axis, over which it would split the sequence"
+        yield "Layout.sequence_sharded", True, "the mesh has no tensor axis to shard the sequence over"
 
 
-def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
+def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Findings:
     optimizer = c.optimizer
     name = type(optimizer).__name__
-    if getattr(optimizer, "nesterov", False) and not getattr(optimizer, "momentum", True):  # Muon calls its own beta
-        yield f"{name}.nesterov", True, "there is no momentum to look ahead along"
+    if getattr(optimizer, "nesterov", False) and not getattr(optimizer, "momentum", True):  # Muon's is named beta
+        yield f"{name}.nesterov", True, "it needs a momentum"
     if hasattr(optimizer, "storage"):
         state = blueprint.abstract_state().opt_state
         if not any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
@@ -99,20 +98,20 @@ def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Found:
                 yield f"EightBit.{name}", optimizer.storage.block_size, f"EightBit.width = {width} makes blocks smaller"
 
 
-def _falls_twice(c: TrainConfig) -> Iterator[str]:
+def _decays_twice(c: TrainConfig) -> Iterator[str]:
     if not isinstance(c.optimizer, ScheduleFreeAdamW | ScheduleFreeSGD):
         return
     rate = c.schedule.make(c.lr, c.steps)
     *before, last = (float(rate(jnp.asarray(step))) for step in (*range(0, c.steps, -(-c.steps // 8)), c.steps - 1))
     if last < 0.99 * max(before):
         yield (
-            f"train.schedule = {c.schedule!r} lets the learning rate of {type(c.optimizer).__name__} fall, which its "
-            "average does already: set train.schedule = @Constant()"
+            f"train.schedule = {c.schedule!r} lowers the learning rate of {type(c.optimizer).__name__}, but its "
+            "averaging already replaces that: set train.schedule = @Constant()"
         )
 
 
 def _without_kernel(c: TrainConfig, blueprint: Blueprint) -> Iterator[str]:
-    """Blocks of a size that a kernel does not take, where it takes blocks of the usual size and the layout does too."""
+    """Warn about a block size that no kernel takes, if kernels take the default size and the layout fits it."""
     storage = getattr(c.optimizer, "storage", None)
     if not isinstance(storage, EightBit) or getattr(c.optimizer, "implementation", None) is not None:
         return
@@ -128,8 +127,8 @@ def _without_kernel(c: TrainConfig, blueprint: Blueprint) -> Iterator[str]:
     names = [n for n in ("block_size", "width") if getattr(storage, n) != getattr(usual, n)]
     setting, instead = (" and ".join(f"EightBit.{n} = {getattr(s, n)}" for n in names) for s in (storage, usual))
     yield (
-        f"{setting}: no kernel for {' or '.join(sorted(platforms))} takes blocks of that size, so XLA updates the "
-        f"8-bit states there, in several passes over memory; the nearest that have a kernel are those of {instead}"
+        f"{setting}: no kernel for {' or '.join(sorted(platforms))} takes blocks of this size, so XLA updates the "
+        f"8-bit states, in several passes over memory; the nearest block size with a kernel is that of {instead}"
     )
 
 
@@ -142,9 +141,9 @@ def _fit(tiles: Sequence[tuple[TensorInfo, tuple[int, ...]]], c: TrainConfig) ->
     return True
 
 
-def _of_model(c: TrainConfig, blueprint: Blueprint) -> Found:
+def _of_model(c: TrainConfig, blueprint: Blueprint) -> Findings:
     if isinstance(c.model, FindsIdle):
         yield from c.model.idle(c.seq_len, c.layout)
 
 
-_LOOKS: tuple[Callable[[TrainConfig, Blueprint], Found], ...] = (_of_run, _of_layout, _of_optimizer, _of_model)
+_CHECKS: tuple[Callable[[TrainConfig, Blueprint], Findings], ...] = (_of_run, _of_layout, _of_optimizer, _of_model)

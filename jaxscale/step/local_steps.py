@@ -1,4 +1,4 @@
-"""Local steps: replicas train apart on their own rows, and average their parameters every so many steps."""
+"""Local SGD: replicas train independently on their own rows, and average their parameters at intervals."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 @register
 @dataclasses.dataclass(frozen=True)
 class LocalSteps(Algorithm):
-    """Local SGD (Stich 2018, arXiv:1805.09767), with any optimizer: each replica has parameters and state of its own.
+    """Local SGD with any optimizer (Stich 2018, arXiv:1805.09767): each replica has its own parameters and state.
 
-    Of B rows the first `B / replicas` are replica 0's. A replica's loss is the mean over its rows; clipping and dropout
-    are its own. Every `every` steps the parameters become their mean, made in float32; optimizer states do not. Between
-    these, the mesh axis `replica` carries only what a step reports and guards judge: the mean loss, and as `grad_norm`
-    the norm of all replicas' gradients together. Evaluation, sampling and export see the mean.
-    The mesh axis divides the replicas; those of one device take turns, so checkpoints go on on any mesh.
+    The first `B / replicas` of B rows are replica 0's, and so on. A replica's loss is the mean over its rows, and
+    clipping and dropout are separate. Every `every` steps all replicas' parameters are set to their mean, computed in
+    float32; optimizer states are not averaged. In other steps only metrics are reduced over the mesh axis `replica`:
+    the mean loss, and as `grad_norm` the norm of all replicas' gradients together. Evaluation, sampling and export use
+    the mean parameters. The size of the mesh axis must divide `replicas`; several replicas on a device run one after
+    the other, so a checkpoint can be continued on a mesh of another size.
 
     Args:
-      replicas: how many there are.
-      every: steps from one averaging to the next.
+      replicas: number of replicas.
+      every: steps between averagings.
 
     Raises:
-      ConfigError: fewer than 2 replicas or than 1 step.
+      ConfigError: fewer than 2 replicas, or `every` below 1.
     """
 
     replicas: int = 2
@@ -53,12 +54,14 @@ class LocalSteps(Algorithm):
                 raise ConfigError(f"LocalSteps.{name} = {value!r}: must be a whole number of at least {least}")
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
-        many = lambda i: dataclasses.replace(i, shape=(self.replicas, *i.shape), axes=("replicas", *i.axes))  # noqa: E731
-        return jax.tree.map(many, super().infos(blueprint))
+        """Return the infos of `Algorithm`, each with a first dimension for the replicas."""
+        stacked = lambda i: dataclasses.replace(i, shape=(self.replicas, *i.shape), axes=("replicas", *i.axes))  # noqa: E731
+        return jax.tree.map(stacked, super().infos(blueprint))
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
-        many = lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape))  # noqa: E731
-        return jax.tree.map(many, super().init(blueprint, params))
+        """Return equal initial parameters and states for all replicas."""
+        stacked = lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape))  # noqa: E731
+        return jax.tree.map(stacked, super().init(blueprint, params))
 
     def step(
         self,
@@ -69,43 +72,48 @@ class LocalSteps(Algorithm):
         schedule: Callable[[Any], Any] | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
-        of_one = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
+        """Return a step that updates each replica by itself, and every `every` steps averages the parameters."""
+        of_replica = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
         each = functools.partial(each_copy, layout=blueprint.layout)
 
         def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree) -> tuple[Metrics, Tree]:
-            own_key = lambda number: jax.random.key_data(jax.random.fold_in(key, number))  # noqa: E731
-            of_own = lambda frozen, key, *own: of_one(*own, jax.random.wrap_key_data(key), frozen)  # noqa: E731
-            keys = jax.vmap(own_key)(jnp.arange(self.replicas))
-            metrics, grads = each(of_own, frozen, keys, params, self._rows(batch))
+            key_of = lambda replica: jax.random.key_data(jax.random.fold_in(key, replica))  # noqa: E731
+            run = lambda frozen, key, *own: of_replica(*own, jax.random.wrap_key_data(key), frozen)  # noqa: E731
+            keys = jax.vmap(key_of)(jnp.arange(self.replicas))
+            metrics, grads = each(run, frozen, keys, params, self._rows(batch))
             return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics), grads
 
         def apply(tx: Any, *trees: Tree) -> tuple[Tree, Tree]:
             return each(lambda _, *own: apply_gradients(tx, *own), {}, *trees)
 
-        apart = make_step(loss_and_grads, blueprint.tx, schedule, guards, apply=apply)
+        local_step = make_step(loss_and_grads, blueprint.tx, schedule, guards, apply=apply)
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            state, metrics = apart(state, batch)
+            state, metrics = local_step(state, batch)
             params = jax.lax.cond(state.step % self.every == 0, average_copies, lambda params: params, state.params)
             return state.replace(params=params), metrics
 
         return step
 
     def weights(self, state: TrainState) -> Tree:
+        """Return the mean of the replicas' parameters."""
         return mean_copy(state.params)
 
     def weights_in(self, blueprint: Blueprint) -> str | None:
+        """Return `None`: no part of a checkpoint holds the mean."""
         return None
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
+        """Yield the parameters and rows of each replica."""
         part = lambda r: jax.tree.map(lambda x: x[r], (params, self._rows(batch)))  # noqa: E731
         return map(part, range(self.replicas))
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
+        """Check the optimizer, the layout, and that replicas and devices divide the batch."""
         layout, state = config.layout, super().infos(blueprint)["opt_state"]
         on_host = lambda s: isinstance(s, HostState)  # noqa: E731
         if averages(state) or any(on_host(s) for s in jax.tree.leaves(state, is_leaf=on_host)):
-            raise ConfigError(f"LocalSteps does not go with {type(config.optimizer).__name__}; use AdamW()")
+            raise ConfigError(f"LocalSteps does not work with {type(config.optimizer).__name__}; use AdamW()")
         if why := why_no_copies(layout, self.replicas):
             raise ConfigError(f"LocalSteps.replicas = {self.replicas} on {layout}: {why}")
         parts = 1 if layout is None else layout.split("batch") // layout.sizes["replica"]

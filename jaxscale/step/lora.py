@@ -1,4 +1,4 @@
-"""Low-rank adapters: a frozen model, and two small matrices beside each kernel that is adapted."""
+"""LoRA: low-rank adapters beside the kernels of a frozen model."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Tree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class LoRA(Adapters):
-    """Adapters of a low rank (Hu et al. 2021): a projection `x · W` becomes `x · W + scale · (x · A) · B`.
+    """Low-rank adapters (Hu et al. 2021): a projection `x · W` becomes `x · W + scale · (x · A) · B`.
 
-    Only A and B are trained. A begins as random numbers of variance 1 / fan-in and B as zeros, so that the first step
-    sees the model as it was; the scale is `alpha / rank`. The model's own parameters have no gradient and no optimizer
-    state, and no step changes them.
+    Only A and B are trained. Initially A is random with variance 1 / fan-in and B is zero, so that the first step
+    computes the same as the original model. The scale is `alpha / rank`. The model's own parameters are frozen: they
+    have no gradient and no optimizer state.
 
     Args:
-      rank: of the product.
+      rank: rank of the product A · B.
       alpha: the scale times the rank.
-      rank_stabilized: the scale is `alpha / sqrt(rank)` (Kalajdzievski 2023).
-      targets: which projections: the name of a module on the way to it, as "q", "attn" or "mlp/up", with `*` for any
-        part of it, or one of its logical axes, as "heads".
-      dtype: of the adapters.
-      base_dtype: what the frozen matrices are kept in, as "bfloat16"; `None` leaves the model's type.
-      base: a form in which the frozen matrices that it covers are kept, such as quantised ones (Dettmers et al. 2023).
+      rank_stabilized: whether the scale is `alpha / sqrt(rank)` (Kalajdzievski 2023).
+      targets: the projections with adapters: parts of module paths, such as "q", "attn" or "mlp/up", where `*` matches
+        any characters, or logical axes, such as "heads".
+      dtype: dtype of A and B.
+      base_dtype: dtype of the frozen matrices, such as "bfloat16"; `None` is the model's own.
+      base: storage format of the frozen matrices, such as a quantised one (Dettmers et al. 2023).
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
     """
 
     in_formulas: ClassVar[bool] = True
@@ -64,33 +64,33 @@ class LoRA(Adapters):
         for name in ("dtype", "base_dtype"):
             value = getattr(self, name)
             if value is not None and value not in _TYPES:
-                raise ConfigError(f"LoRA.{name} = '{value}' is no type for it{near(str(value), _TYPES)}")
+                raise ConfigError(f"LoRA.{name} = '{value}' does not exist{near(str(value), _TYPES)}")
 
     @property
     def scale(self) -> float:
-        """The factor on the product."""
+        """Factor on the product `(x · A) · B`."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> LowRank:
-        """Puts adapters on a model.
+        """Add adapters to a model.
 
         Args:
-          graphdef: its structure.
-          infos: a `TensorInfo` per parameter.
-          reference: makes no difference: what adapters are on is the reference.
+          graphdef: the model's structure.
+          infos: a `TensorInfo` per parameter of the model.
+          reference: not used: the frozen model is the reference.
 
         Raises:
-          ConfigError: a target that no projection matches.
+          ConfigError: no projection matches a target.
         """
-        found = list(_projections(graphdef, infos))
-        names = {part for site in found for part in (*site.module.split("/"), *site.axes)}
+        sites = list(_projections(graphdef, infos))
+        names = {part for site in sites for part in (*site.module.split("/"), *site.axes)}
         for target in self.targets:
-            if not any(site.matches(target) for site in found):
+            if not any(site.matches(target) for site in sites):
                 raise ConfigError(
                     f"LoRA.targets has '{target}', which no projection of the model matches"
                     f"{near(target, {n for n in names if not n.isdecimal()})}"
                 )
-        chosen = tuple(site for site in found if any(site.matches(target) for target in self.targets))
+        chosen = tuple(site for site in sites if any(site.matches(target) for target in self.targets))
         return LowRank(self, chosen, infos)
 
 
@@ -99,13 +99,13 @@ _TYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A kernel that may be adapted.
+    """A kernel that can have an adapter.
 
     Args:
-      keys: its place in the tree of parameters.
-      info: what it is.
-      axes: logical axes of one layer's.
-      inputs: how many of them are contracted, from the first.
+      keys: keys that lead to it in the tree of parameters.
+      info: the kernel.
+      axes: logical axes of one layer's kernel.
+      inputs: how many of these axes, from the first, are contracted.
     """
 
     keys: tuple[Any, ...]
@@ -115,31 +115,40 @@ class Site:
 
     @property
     def module(self) -> str:
-        """The path of its projection, as "runs/0/blocks/0/attn/q"."""
+        """Path of its projection, such as "runs/0/blocks/0/attn/q"."""
         return self.info.path.rpartition("/")[0]
 
     def matches(self, target: str) -> bool:
-        """Whether a target of `LoRA` means this one."""
+        """Return whether a target of `LoRA` matches this kernel.
+
+        Args:
+          target: an entry of `LoRA.targets`.
+        """
         parts, n = self.module.split("/"), target.count("/") + 1
         pieces = ("/".join(parts[i : i + n]) for i in range(len(parts) - n + 1))
         return target in self.axes or fnmatchcase(self.module, target) or any(fnmatchcase(p, target) for p in pieces)
 
     def adapters(self, rank: int, dtype: Any) -> dict[str, TensorInfo]:
-        """What is put beside it."""
+        """Return the `TensorInfo`s of A and B, as "a" and "b".
+
+        Args:
+          rank: rank of the adapter.
+          dtype: dtype of both.
+        """
         shape, axes = self.info.shape, self.info.axes
-        at = len(shape) - len(self.axes)
-        cut = at + self.inputs
-        made = {
-            "a": ((*shape[:cut], rank), (*axes[:cut], "rank")),
-            "b": ((*shape[:at], rank, *shape[cut:]), (*axes[:at], "rank", *axes[cut:])),
+        stacks = len(shape) - len(self.axes)
+        outputs = stacks + self.inputs
+        matrices = {
+            "a": ((*shape[:outputs], rank), (*axes[:outputs], "rank")),
+            "b": ((*shape[:stacks], rank, *shape[outputs:]), (*axes[:stacks], "rank", *axes[outputs:])),
         }
-        return {name: TensorInfo(f"{self.info.path}/{name}", s, dtype, x) for name, (s, x) in made.items()}
+        return {name: TensorInfo(f"{self.info.path}/{name}", s, dtype, x) for name, (s, x) in matrices.items()}
 
     @property
     def fan_in(self) -> int:
-        """Numbers that are summed to one output."""
-        at = len(self.info.shape) - len(self.axes)
-        return math.prod(self.info.shape[at : at + self.inputs])
+        """Number of inputs that are summed to one output."""
+        stacks = len(self.info.shape) - len(self.axes)
+        return math.prod(self.info.shape[stacks : stacks + self.inputs])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,8 +156,8 @@ class LowRank:
     """Adapters on a model; see `jaxscale.step.adaptation.Adaptation`.
 
     Args:
-      lora: how they are.
-      sites: which kernels have one.
+      lora: settings of the adapters.
+      sites: the kernels with an adapter.
       infos: a `TensorInfo` per parameter of the model.
     """
 
@@ -159,28 +168,23 @@ class LowRank:
 
     @property
     def base(self) -> Tree:
-        """A `TensorInfo` per array of the model's parameters as they are kept frozen."""
+        """A `TensorInfo` per array of the frozen parameters, in their storage format."""
         return self._typed if self.lora.base is None else self.lora.base.infos(self._typed)
 
     def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
-        """The model's parameters as they are kept frozen, laid out.
-
-        Args:
-          read: gives parameters in the types of a tree of `TensorInfo`, each device its shards.
-          layout: where they are.
-        """
+        """Return the frozen parameters in their storage format, sharded."""
         if self.lora.base is None:
             return read(self._typed)
         return self.lora.base.encoded(read(self._typed), self._typed, layout)
 
     @property
     def _typed(self) -> Tree:
-        """A `TensorInfo` per parameter of the model, in the types of frozen ones."""
-        kept = self.lora.base_dtype
-        if kept is None:
+        """A `TensorInfo` per parameter of the model, matrices with `LoRA.base_dtype`."""
+        base_dtype = self.lora.base_dtype
+        if base_dtype is None:
             return self.infos
         matrix = lambda i: len([a for a in i.axes if a != "layers"]) > 1  # noqa: E731
-        cast = lambda i: dataclasses.replace(i, dtype=jnp.dtype(kept)) if matrix(i) else i  # noqa: E731
+        cast = lambda i: dataclasses.replace(i, dtype=jnp.dtype(base_dtype)) if matrix(i) else i  # noqa: E731
         return jax.tree.map(cast, self.infos)
 
     @property
@@ -193,36 +197,36 @@ class LowRank:
         return tree
 
     def first(self, read: Callable[[Tree], Tree]) -> None:
-        """`make` makes them."""
+        """Return `None`: `make` initialises the adapters."""
 
     def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
-        """Their first values."""
+        """Return initial values of the adapters: A random, B zero."""
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), _STREAM), len(self.sites))
         tree: dict[Any, Any] = {}
         for key, site in zip(keys, self.sites, strict=True):
             a, b = site.adapters(self.lora.rank, jnp.dtype(self.lora.dtype)).values()
-            drawn = jax.random.truncated_normal(key, -2, 2, a.shape, jnp.float32) * truncated_std(site.fan_in)
-            _put(tree, site.keys, {"a": drawn.astype(a.dtype), "b": jnp.zeros(b.shape, b.dtype)})
+            random = jax.random.truncated_normal(key, -2, 2, a.shape, jnp.float32) * truncated_std(site.fan_in)
+            _put(tree, site.keys, {"a": random.astype(a.dtype), "b": jnp.zeros(b.shape, b.dtype)})
         return tree
 
     def over(self, adapters: Tree, frozen: Tree) -> Tree:
-        """The model's parameters, kernels with an adapter being `Adapted`."""
-        tree = jax.tree.map(lambda x: x, frozen)  # dicts of its own
+        """Return the model's parameters; kernels with an adapter are `Adapted`."""
+        tree = jax.tree.map(lambda x: x, frozen)  # copies the dicts
         for site in self.sites:
             pair = _get(adapters, site.keys)
             _put(tree, site.keys, Adapted(_get(tree, site.keys), pair["a"], pair["b"], self.lora.scale))
         return tree
 
     def merged(self, adapters: Tree, frozen: Tree) -> Tree:
-        """The model's parameters with the adapters in them, arrays of the model's types."""
+        """Return the model's parameters with the adapters added to their kernels, in the model's dtypes."""
         return self.dense(self.over(adapters, frozen))
 
     def dense(self, params: Tree) -> Tree:
-        """The same, of the parameters that `over` gives."""
+        """Return the result of `over` as plain arrays of the model's dtypes."""
         return jax.tree.map(lambda i, weight: as_weight(weight).dense(i.dtype), self.infos, params)
 
     def describe(self) -> str:
-        """What is adapted, in words."""
+        """Return a sentence about the projections with adapters and the numbers of parameters."""
         names: dict[str, int] = {}
         for site in self.sites:
             parts = [p for p in site.module.split("/") if not p.isdecimal() and p not in ("runs", "blocks")]
@@ -234,7 +238,7 @@ class LowRank:
 
 
 _STREAM = 0x10AA
-"""Folded into the seed, so that adapters are not the numbers that the model began with."""
+"""Folded into the seed, so that adapters and the model are drawn from different random streams."""
 
 
 def _projections(graphdef: nnx.GraphDef[Any], infos: Tree) -> Iterator[Site]:

@@ -1,4 +1,4 @@
-"""The language-model loss, from final hidden states and the head's weight: with its logits held, or without."""
+"""The language-model loss, from final hidden states and the output head's weight, with or without stored logits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxscale.parallel.ends import axis_size, rows_from_ours
 
 
 class Loss(Protocol):
-    """How training makes each token's loss.
+    """A loss of each token, from hidden states and the output head's weight.
 
-    One that works inside a `shard_map` which cuts the vocabulary (`jaxscale.parallel.ends`), as a pipeline's does, says
-    `of_cut_vocabulary = True`. It takes `vocab` as well, the vocabulary's size: where devices do not divide it, the
-    weight has rows of zeros behind it there, which are no words. Elsewhere the weight's rows are the vocabulary.
+    A loss that works inside a `shard_map` in which the vocabulary is sharded (`jaxscale.parallel.ends`), as pipelines
+    need, sets `of_cut_vocabulary = True` and also takes `vocab`, the size of the vocabulary: if devices do not divide
+    it, the weight is padded with rows of zeros that are not tokens. Elsewhere the weight's rows are the vocabulary.
 
-    One that does not keep the B x S x V logits for its backward pass says `holds_logits = False`, for the planner.
+    A loss that does not save the B x S x V logits for its backward pass sets `holds_logits = False`, for the planner.
     """
 
     def __call__(
@@ -34,18 +34,22 @@ class Loss(Protocol):
         *,
         softcap: float | None,
     ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
-        """Arguments and outputs of `token_losses`."""
+        """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
         ...
 
     def describe(self, vocab: int) -> str:
-        """Which loss runs for a vocabulary of this size, in words."""
+        """Return a description of the loss that runs.
+
+        Args:
+          vocab: size of the vocabulary.
+        """
         ...
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class MaterialisedLoss:
-    """Holds the B x S x V logits, float32, and their gradient: three matrix products, and the memory."""
+    """Cross-entropy that stores the B x S x V float32 logits and their gradient; needs three matrix products."""
 
     of_cut_vocabulary: ClassVar[bool] = True
     holds_logits: ClassVar[bool] = True
@@ -53,19 +57,24 @@ class MaterialisedLoss:
     def __call__(
         self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
     ) -> tuple[Array, Array]:
+        """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
         return token_losses(hidden, weight, targets, softcap=softcap, vocab=vocab)
 
     def describe(self, vocab: int) -> str:
+        """Return a short description."""
         return "cross-entropy of materialised logits"
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class CutLoss:
-    """Holds no logits (Wijmans et al. 2024): a fourth matrix product makes them again in the backward pass.
+    """Cross-entropy that never stores the logits (Wijmans et al. 2024); the backward pass recomputes them.
+
+    That is a fourth matrix product.
 
     Args:
-      filter, implementation: those of `jaxscale.parallel.sharded_cross_entropy`; filtered gradients are not exact.
+      filter: as of `jaxscale.parallel.sharded_cross_entropy`; filtered gradients are not exact.
+      implementation: as of `jaxscale.parallel.sharded_cross_entropy`.
     """
 
     of_cut_vocabulary: ClassVar[bool] = True
@@ -76,6 +85,7 @@ class CutLoss:
     def __call__(
         self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
     ) -> tuple[Array, Array]:
+        """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
         loss, lse = sharded_cross_entropy(
             hidden, weight, targets, softcap=softcap, return_lse=True, filter=self.filter,
             implementation=self.implementation, vocab=vocab,
@@ -83,6 +93,7 @@ class CutLoss:
         return loss, jnp.square(lse)
 
     def describe(self, vocab: int) -> str:
+        """Return a short description, with the filter."""
         filtered = "" if self.filter is None else f", gradients filtered below {self.filter:g}"
         return f"cut cross-entropy, no logits held{filtered}"
 
@@ -90,10 +101,10 @@ class CutLoss:
 @register
 @dataclasses.dataclass(frozen=True)
 class AutoLoss:
-    """`CutLoss` for large vocabularies; `MaterialisedLoss` for small ones, whose logits cost less to keep than to make.
+    """`CutLoss` for large vocabularies, and `MaterialisedLoss` for small ones, whose logits are cheap to store.
 
     Args:
-      cut_from: the smallest vocabulary whose logits are not held.
+      cut_from: the smallest size of a vocabulary for which `CutLoss` is used.
 
     Raises:
       ConfigError: a size below 1.
@@ -107,22 +118,32 @@ class AutoLoss:
             raise ConfigError(f"AutoLoss.cut_from = {self.cut_from!r}: must be a whole number of at least 1")
 
     def of(self, vocab: int) -> CutLoss | MaterialisedLoss:
-        """The one that runs."""
+        """Return the loss that runs.
+
+        Args:
+          vocab: size of the vocabulary.
+        """
         return CutLoss() if vocab >= self.cut_from else MaterialisedLoss()
 
     def __call__(
         self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
     ) -> tuple[Array, Array]:
+        """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
         whole = _vocab_of(weight, vocab)
         return self.of(whole)(hidden, weight, targets, softcap=softcap, vocab=whole)
 
     def describe(self, vocab: int) -> str:
+        """Return which loss runs, and why."""
         side = "below" if vocab < self.cut_from else "not below"
         return f"{self.of(vocab).describe(vocab)} (a vocabulary of {vocab:,} is {side} {self.cut_from:,})"
 
 
 def holds_logits(loss: Loss) -> bool:
-    """Whether a loss keeps the B x S x V logits for its backward pass."""
+    """Return whether a loss saves the B x S x V logits for its backward pass.
+
+    Args:
+      loss: a loss of tokens.
+    """
     return getattr(loss, "holds_logits", True)
 
 
@@ -134,20 +155,20 @@ def token_losses(
     softcap: float | None,
     vocab: int | None = None,
 ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
-    """Cross-entropy and squared log-partition of every token, float32, in nats.
+    """Return cross-entropy and squared log-partition of every token, float32, in nats; logits are stored.
 
-    Holds the logits. Written with a comparison rather than a gather, so that a vocabulary split over devices needs one
-    sum and no gather.
+    The target's logit is selected by a comparison and not by a gather, so that a sharded vocabulary needs one sum over
+    devices and no gather.
 
     Args:
-      hidden: final hidden states.
-      weight: the head's.
-      targets: ids from 0 to V - 1; the loss of another is NaN.
-      softcap: of the logits, or `None`.
-      vocab: V, where `weight` has rows of zeros behind its words already.
+      hidden: final hidden states, (B, S, E).
+      weight: the output head's weight, (V, E).
+      targets: token ids from 0 to V - 1, (B, S); other ids have the loss NaN.
+      softcap: soft cap of the logits, or `None`.
+      vocab: V, if `weight` is padded with rows of zeros.
 
     Returns:
-      the cross-entropy, and the square that the z-loss weighs (Chowdhery et al. 2022, PaLM).
+      The cross-entropy, and the squared log-partition for the z-loss (Chowdhery et al. 2022, PaLM), each (B, S).
     """
     over, vocab = cut_already("vocab"), _vocab_of(weight, vocab)
     logits = filled_logits(share_over(hidden, over) if over else hidden, weight, softcap=softcap)
@@ -164,5 +185,5 @@ def token_losses(
 
 
 def _vocab_of(weight: Array, vocab: int | None) -> int:
-    """The vocabulary's size; by default that of all devices' rows together (a pipeline's stage holds a part)."""
+    """Return the size of the vocabulary, by default the number of rows on all devices (a pipeline shards them)."""
     return weight.shape[0] * axis_size(cut_already("vocab")) if vocab is None else vocab

@@ -19,16 +19,18 @@ from jaxscale.step.objective import Batch, NextToken, Totals
 @register
 @dataclasses.dataclass(frozen=True)
 class MaskedToken(NextToken):
-    """Cross-entropy of masked tokens (BERT, Devlin et al. 2019), masks drawn anew each step (RoBERTa, Liu et al. 2019).
+    """Cross-entropy of masked tokens (BERT, Devlin et al. 2019), with new masks in each step (RoBERTa, Liu et al.).
 
-    Each token but padding is replaced by the mask with probability `rate`. Which ones depends on the step and the row's
-    number in the global batch alone; in an evaluation on the row's tokens alone, whatever the batches. The loss is a
-    sum over masked tokens divided by how many there are on average, so that it is exact under accumulation.
+    Each token except padding is replaced by the mask with probability `rate`. In training, the masked positions depend
+    only on the step and the row's index in the global batch; in an evaluation only on the row's tokens, whatever the
+    batch size. The loss is the sum over masked tokens divided by their expected number, so that it is exact under
+    gradient accumulation.
 
     Args:
-      loss, z_loss: as of `NextToken`.
-      rate: the share of tokens that are masked, 0.15 in BERT.
-      mask: the id of the mask token, which the model's vocabulary must have; -1 is its last id.
+      loss: the loss of each token, as of `NextToken`.
+      z_loss: weight of the squared log-partition, as of `NextToken`.
+      rate: probability that a token is masked, 0.15 in BERT.
+      mask: id of the mask token in the model's vocabulary; -1 is the last id.
 
     Raises:
       ConfigError: a rate that is not between 0 and 1.
@@ -46,10 +48,12 @@ class MaskedToken(NextToken):
             raise ConfigError(f"MaskedToken.rate = {self.rate}: must be above 0 and below 1")
 
     def weights(self, batch: Batch, parts: int) -> Totals:
+        """Return the sums of `NextToken`, with the expected number of masked tokens as "tokens"."""
         totals = super().weights({"weights": _counted(batch)}, parts)
         return {**totals, "tokens": totals["tokens"] * self.rate}
 
     def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
+        """Return the sums of `NextToken` over masked tokens."""
         masks = jax.random.key(0) if key is None else jax.random.fold_in(key, _STREAM)
         width = batch["tokens"].shape[1:]
 
@@ -63,30 +67,34 @@ class MaskedToken(NextToken):
         return super().terms(model, {**batch, **chosen, "tokens": tokens}, key=key)
 
     def check(self, config: TrainConfig) -> None:
+        """Check that attention is bidirectional, and that the mask is in the vocabulary."""
         super().check(config)
         if is_causal(config.model):
             raise ConfigError(
-                "MaskedToken needs a model whose tokens see those behind them; set Transformer.attention = "
+                "MaskedToken needs a model whose tokens attend to later tokens; set Transformer.attention = "
                 "@Bidirectional()"
             )
         if not isinstance(self.mask, int) or not -1 <= self.mask < vocab_of(config.model):
-            raise ConfigError(f"MaskedToken.mask = {self.mask} is none of the model's {vocab_of(config.model)} ids")
+            raise ConfigError(
+                f"MaskedToken.mask = {self.mask} is not one of the model's {vocab_of(config.model)} token ids"
+            )
 
     def describe(self, config: TrainConfig) -> str:
+        """Return the rate and the loss."""
         return f"{self.rate:.0%} of tokens masked, {super().describe(config)}"
 
 
 def _counted(batch: Batch) -> Array:
-    """1 for each token that is not padding."""
+    """Return 1 for each token that is not padding, else 0."""
     segments = batch.get("segment_ids")
     return (batch["weights"] if segments is None else segments > 0).astype(jnp.float32)
 
 
 def _digest(tokens: Int[Array, "b s"]) -> UInt[Array, " b"]:
-    """A number of each row that depends on its tokens and their places, modulo 2**32."""
+    """Return a hash of each row's tokens and their positions, modulo 2**32."""
     powers = jnp.asarray([pow(0x01000193, i, 2**32) for i in range(tokens.shape[1])], jnp.uint32)
     return jnp.sum(tokens.astype(jnp.uint32) * powers, axis=1, dtype=jnp.uint32)
 
 
 _STREAM = 0x3A5C
-"""Folded into the step's key, so that masks are not drawn by the numbers of dropout."""
+"""Folded into the step's key, so that masks and dropout are drawn from different random streams."""

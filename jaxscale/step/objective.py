@@ -1,7 +1,7 @@
-"""What training is for: the arrays of a batch, sums over its rows, and the number to be made small.
+"""Objectives: the arrays of a batch, sums over its rows, and the value that training minimises.
 
-An objective is one class: subclass `Objective`, name it in `train.objective`. The next-token loss of language models
-is `NextToken`, the default.
+To write an objective, subclass `Objective` and set `train.objective`. The default is `NextToken`, the loss of language
+models.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Array]
 Totals = dict[str, Any]
-"""A tree of float32 scalars, or arrays (counts by class), that add up over rows."""
+"""A tree of float32 scalars, or arrays (such as counts by class), that are sums over rows."""
 
 
 class Input(NamedTuple):
-    """An array of a batch, without its first dimension, which is the batch's rows.
+    """An array of a batch, without its first dimension, the rows.
 
     Args:
-      shape: of one row's.
-      dtype: as NumPy calls it.
-      axes: a logical axis name for each dimension of the shape, or `None`.
+      shape: shape of one row.
+      dtype: NumPy's name of the dtype.
+      axes: a logical axis, or `None`, for each dimension of `shape`.
     """
 
     shape: tuple[int, ...]
@@ -47,24 +47,24 @@ class Input(NamedTuple):
 
 
 class Objective:
-    """What a run is trained and evaluated by.
+    """Base of objectives: what training minimises and evaluation measures.
 
-    The loss of a batch is `value(terms | weights)`: `weights` are sums over the batch that need no model (how many
-    tokens count), `terms` are sums over what the model makes of it. Terms of micro-batches, replicas and pipeline
-    stages are added up, so `value` must be linear in them; the weights given to it are always those of the whole
-    batch. One whose value is not linear in its terms (a contrastive loss over all pairs) says `additive = False`, and
-    is then refused with `train.accumulate` above 1 and with pipeline stages.
+    The loss of a batch is `value(terms | weights)`. `weights` are sums over the batch that need no model (such as the
+    number of tokens that count); `terms` are sums over the model's outputs. Terms of micro-batches, replicas and
+    pipeline stages are added, so `value` must be linear in them; the weights are always those of the whole batch. An
+    objective whose value is not linear in its terms (such as a contrastive loss over all pairs) sets
+    `additive = False`; it is then an error to use it with `train.accumulate` above 1 or with pipeline stages.
 
     Attributes:
-      group: how many rows, one after the other, belong together (2 for preference pairs). They stay in one
-        micro-batch, on one device.
+      group: number of consecutive rows that belong together (2 for preference pairs). They stay in one micro-batch,
+        on one device.
       additive: whether `value` is linear in the terms.
-      staged: whether the last pipeline stage can make the terms; then there are `of_hidden` and `loss`, as `NextToken`
-        has them.
-      in_formulas: whether the planner's formulas, which are `NextToken`'s, cover it; else it is planned by compiling.
+      staged: whether the last pipeline stage can compute the terms; the objective then has `of_hidden` and `loss`, as
+        `NextToken` does.
+      in_formulas: whether the planner's formulas, which are for `NextToken`, cover it; else the planner compiles it.
       reference: whether `terms` also takes the model with the parameters that the run started from (`train.start`), as
-        preference optimisation does. They are frozen; of a run that trains adapters they are those under the adapters.
-      evaluated: which of the `metrics` an evaluation reports, as `eval_NAME`.
+        preference optimisation does. These are frozen; with adapters they are the parameters under the adapters.
+      evaluated: the `metrics` that an evaluation reports, as `eval_NAME`.
     """
 
     group: ClassVar[int] = 1
@@ -75,76 +75,97 @@ class Objective:
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
-        """The arrays of a batch by name.
+        """Return the arrays of a batch by name.
 
-        A batch also has `rows`, int32 (B,): each row's number in the global batch. Rows that only fill up the last
-        batch of an evaluation are zeros in every array, an array `weights` among them; where a source has none of that
-        name, the loader adds one of ones, float32 (B,).
+        A batch also has `rows`, int32 (B,), the index of each row in the global batch. Rows that only pad the last
+        batch of an evaluation are zero in every array, `weights` included; if a source has no array `weights`, the
+        loader adds one of ones, float32 (B,).
+
+        Args:
+          config: the run's settings.
         """
         raise NotImplementedError
 
     def weights(self, batch: Batch, parts: int) -> Totals:
-        """Sums that need no model.
+        """Return the sums over a batch that need no model.
 
         Args:
           batch: the arrays of `inputs`, (B, ...), and `rows`.
-          parts: how many calls of `terms` will be added up for this batch: what is a mean of each call is divided by
-            it.
+          parts: number of calls of `terms` whose results are added for this batch; `value` divides terms that are means
+            of each call by it.
         """
         raise NotImplementedError
 
     def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
-        """Sums over what the model makes of a batch, by names that `weights` does not use.
+        """Return sums over the model's outputs, by names that `weights` does not use.
 
         Args:
-          model: the module that the config's `make` returned.
-          batch: the arrays of `inputs`, (B, ...), and `rows`; a part of the whole batch where it is accumulated.
-          key: randomness of this step; `None` while evaluating.
-          reference: the module with the run's first parameters; given where the attribute `reference` is True alone.
+          model: the module that the model config's `make` returned.
+          batch: the arrays of `inputs`, (B, ...), and `rows`; one micro-batch under gradient accumulation.
+          key: random key of this step; `None` in an evaluation.
+          reference: the module with the run's initial parameters; passed only if the attribute `reference` is True.
         """
         raise NotImplementedError
 
     def value(self, totals: Totals) -> Float[Array, ""]:
-        """The number that training makes small, float32, of terms and weights together."""
+        """Return the value to minimise, a float32 scalar.
+
+        Args:
+          totals: terms and weights together.
+        """
         raise NotImplementedError
 
     def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
-        """What a step reports, of terms and weights of all the batch (of an evaluation: of all its batches).
+        """Return the metrics that a step reports; by default "loss", the value.
 
-        "loss" has to be among them: it is what guards, sweeps and reports look at. What training writes itself (`step`,
-        `time`, `lr`, `grad_norm`, `eval_...`) is not.
+        "loss" must be among them, since guards, sweeps and reports use it. Names that training writes itself (`step`,
+        `time`, `lr`, `grad_norm`, `eval_...`) must not be.
+
+        Args:
+          totals: terms and weights of the whole batch; of an evaluation, of all its batches.
         """
         return {"loss": self.value(totals)}
 
     def check(self, config: TrainConfig) -> None:
-        """Raises `ConfigError` where the rest of a run's settings does not fit; opens no data and traces nothing."""
+        """Check that the objective works with a run's other settings, without data and without tracing.
+
+        Args:
+          config: the run's settings.
+
+        Raises:
+          ConfigError: it does not work with them.
+        """
 
     def describe(self, config: TrainConfig) -> str:
-        """What is trained for, in words, for the log and run.json."""
+        """Return a short description for the log and run.json.
+
+        Args:
+          config: the run's settings.
+        """
         return type(self).__name__
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-    """Cross-entropy of the next token, a mean over the weighted tokens of the global batch.
+    """Cross-entropy of the next token, a weighted mean over the tokens of the global batch.
 
-    Of a model it asks `hidden` and `head_weight` (see `jaxscale.models.LanguageModel`), and never logits, so that the
-    loss can avoid holding them. What layers add to the loss (experts' balance, see `jaxscale.nn.stats`) is a
-    mean over each micro-batch, averaged over those.
+    It uses a model's `hidden` and `head_weight` (see `jaxscale.models.LanguageModel`) and not its logits, so that the
+    loss need not store them. Auxiliary losses of layers (such as load balancing of experts, see `jaxscale.nn.stats`)
+    are means over each micro-batch, averaged over micro-batches.
 
     Args:
-      loss: how each token's is made: `AutoLoss()`, `CutLoss()` (holds no logits) or `MaterialisedLoss()`.
+      loss: the loss of each token: `AutoLoss()`, `CutLoss()` (stores no logits) or `MaterialisedLoss()`.
       z_loss: weight of the squared log-partition, 1e-4 in PaLM (Chowdhery et al. 2022).
 
     Raises:
-      ConfigError: a loss that is none, or a negative weight.
+      ConfigError: `loss` is not a loss, or `z_loss` is negative.
     """
 
     staged: ClassVar[bool] = True
     in_formulas: ClassVar[bool] = True
     both_ways: ClassVar[bool] = False
-    """Whether tokens may see those behind them."""
+    """Whether tokens may attend to later tokens."""
     loss: Loss = AutoLoss()
     z_loss: float = 0.0
 
@@ -159,16 +180,19 @@ class NextToken(Objective):
             raise ConfigError(f"NextToken.z_loss = {self.z_loss}: must be at least 0 and finite")
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
+        """Return tokens, targets and weights, and with `train.segments` the segments and positions, each (B, S)."""
         names = ("tokens", "targets", "weights", *(("segment_ids", "positions") if config.segments else ()))
         types = {"weights": "float32"}
         return {name: Input((config.seq_len,), types.get(name, "int32"), ("seq",)) for name in names}
 
     def weights(self, batch: Batch, parts: int) -> Totals:
+        """Return the sum of the tokens' weights, and `parts`."""
         return {"tokens": jnp.sum(batch["weights"]), "parts": jnp.asarray(parts, jnp.float32)}
 
     def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
+        """Return the weighted sums of the cross-entropy and the squared log-partition, and statistics of layers."""
         order = order_of(model, batch["tokens"].shape[1])
-        if order is not None:  # nothing has to go back to where it was, since all of it is summed
+        if order is not None:  # the order of tokens need not be restored, since terms are sums over them
             batch = arrange(batch, order)
         inputs: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
         inputs |= {} if order is None else {"arranged": True}
@@ -176,7 +200,15 @@ class NextToken(Objective):
         return self.of_hidden(model, hidden, stats, batch)
 
     def of_hidden(self, model: Any, hidden: Float[Array, "b s e"], stats: Stats, batch: Batch, **vocab: int) -> Totals:
-        """`terms`, of the final hidden states and what the layers reported: all that the last pipeline stage has."""
+        """Return `terms` from the final hidden states, as the last pipeline stage needs it.
+
+        Args:
+          model: the module; only its output head is used.
+          hidden: final hidden states, (B, S, E).
+          stats: statistics that layers reported.
+          batch: targets and weights, (B, S).
+          **vocab: size of the vocabulary, as `vocab`, if the head's weight is padded.
+        """
         with jax.named_scope("loss"):
             weight = as_weight(model.head_weight()).dense()
             nats, z = self.loss(hidden, weight, batch["targets"], softcap=model.logit_softcap, **vocab)
@@ -184,13 +216,16 @@ class NextToken(Objective):
             return {"nats": jnp.sum(nats * weights), "z": jnp.sum(z * weights), "stats": stats}
 
     def value(self, totals: Totals) -> Float[Array, ""]:
+        """Return the mean cross-entropy plus the z-loss and the auxiliary losses of layers."""
         tokens = jnp.maximum(totals["tokens"], 1.0)
         return (totals["nats"] + self.z_loss * totals["z"]) / tokens + auxiliary_loss(totals["stats"]) / totals["parts"]
 
     def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
+        """Return the mean cross-entropy in nats as "loss", and the metrics of layers."""
         return {"loss": totals["nats"] / jnp.maximum(totals["tokens"], 1.0), **layer_metrics(totals["stats"])}
 
     def check(self, config: TrainConfig) -> None:
+        """Check that the model is a language model, and causal unless the class has `both_ways`."""
         if not isinstance(config.model, LanguageModelConfig):
             raise ConfigError(
                 f"NextToken trains language models, and {type(config.model).__name__} has no 'vocab'; set "
@@ -198,36 +233,57 @@ class NextToken(Objective):
             )
         if not self.both_ways and not is_causal(config.model):
             raise ConfigError(
-                f"{type(self).__name__} needs a model whose tokens see none behind them, and this one's attention is "
-                "Bidirectional, so it would read the answers; set train.objective = @MaskedToken()"
+                f"{type(self).__name__} needs a causal model, but this one's attention is Bidirectional, so it would "
+                "see the tokens to predict; set train.objective = @MaskedToken()"
             )
 
     def describe(self, config: TrainConfig) -> str:
+        """Return the description of the loss of each token."""
         return self.loss.describe(vocab_of(config.model))
 
 
 def terms_of(objective: Objective, model: Any, batch: Batch, *, key: Array | None = None, reference: Any) -> Totals:
-    """`Objective.terms`, with the reference where the objective takes one."""
+    """Return `Objective.terms`, passing the reference if the objective takes one.
+
+    Args:
+      objective: the objective.
+      model: the module.
+      batch: arrays by name, (B, ...), with `rows`.
+      key: random key of the step; `None` in an evaluation.
+      reference: the module with the run's initial parameters, or `None`.
+    """
     more = {"reference": reference} if objective.reference else {}
     return objective.terms(model, batch, key=key, **more)
 
 
 def check_additive(objective: Objective, setting: str, remedy: str) -> None:
-    """Raises `ConfigError` where a batch is taken in parts and the objective is no sum over parts."""
+    """Check that an objective is a sum over parts of a batch.
+
+    Args:
+      objective: the objective.
+      setting: a clause saying which setting splits the batch, for the error.
+      remedy: what to do instead, for the error.
+
+    Raises:
+      ConfigError: the objective has `additive = False`.
+    """
     if not objective.additive:
-        raise ConfigError(f"{type(objective).__name__} needs all rows of a batch at once, and {setting}; {remedy}")
+        raise ConfigError(f"{type(objective).__name__} needs all rows of a batch at once, but {setting}; {remedy}")
 
 
 def token_loss(config: TrainConfig) -> Loss:
-    """How a run's objective makes the loss of each token, as chosen for the model's vocabulary.
+    """Return the loss of each token that a run's objective uses for the model's vocabulary.
+
+    Args:
+      config: the run's settings.
 
     Raises:
-      ConfigError: it has no loss of tokens.
+      ConfigError: the objective has no loss of tokens.
     """
     loss = getattr(config.objective, "loss", None)
     if loss is None:
         raise ConfigError(
-            f"{type(config.objective).__name__} has no loss of tokens, which this needs; use an objective with one, "
-            "such as NextToken()"
+            f"this needs a loss of each token, which {type(config.objective).__name__} does not have; use an objective "
+            "with one, such as NextToken()"
         )
     return loss.of(vocab_of(config.model)) if hasattr(loss, "of") else loss

@@ -1,4 +1,4 @@
-"""What an objective of one's own may get wrong, said before anything is compiled."""
+"""Checks of user-written objectives, made before anything is compiled."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ if TYPE_CHECKING:
 _NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
 
 RESERVED = ("step", "time", "grad_norm", "lr", "skipped", "host_seconds")
-"""Metrics that training itself writes, as it does those that begin with `eval_` or end with `_per_second`."""
+"""Metrics that training writes itself; so are all that begin with `eval_` or end with `_per_second`."""
 
 
 def check_objective_of(config: TrainConfig) -> None:
-    """What can be known of a config's objective without its model.
+    """Check a config's objective as far as possible without its model.
+
+    Args:
+      config: the run's settings.
 
     Raises:
-      ConfigError: it is none, takes arrays that no batch can have, or its groups of rows do not divide a batch.
+      ConfigError: it is not an objective, needs arrays that no batch can have, or its groups of rows do not divide a
+        batch.
     """
     objective = config.objective
     name = type(objective).__name__
     if not isinstance(objective, Objective):
-        raise ConfigError(f"train.objective = {objective!r} is no subclass of jaxscale.step.Objective; make it one")
+        raise ConfigError(f"train.objective = {objective!r} is not a jaxscale.step.Objective; subclass it")
     for method in ("inputs", "weights", "terms", "value"):
         if getattr(type(objective), method) is getattr(Objective, method):
-            raise ConfigError(f"{name} has no method '{method}'; write it, as jaxscale.step.Objective says")
+            raise ConfigError(f"{name} has no method '{method}'; define it, see jaxscale.step.Objective")
     group = objective.group
     if not isinstance(group, int) or isinstance(group, bool) or group < 1:
         raise ConfigError(
@@ -45,7 +49,7 @@ def check_objective_of(config: TrainConfig) -> None:
     for array, declared in _mapping(objective.inputs(config), f"{name}.inputs").items():
         _check_input(f"{name}.inputs['{array}']", array, declared)
     if config.accumulate > 1:
-        parts = f"train.accumulate = {config.accumulate} takes it in parts"
+        parts = f"train.accumulate = {config.accumulate} splits the batch"
         check_additive(objective, parts, "set train.accumulate = 1")
     _check_groups(config, name)
 
@@ -72,9 +76,11 @@ def _check_input(where: str, array: str, declared: Any) -> None:
         raise ConfigError(f"{where} has the dtype {declared.dtype!r}, which NumPy does not know") from None
     if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
         raise ConfigError(f"{where} has the dtype {dtype}, which is not numeric; use 'float32', 'int32' or 'bool'")
-    held = jax.dtypes.canonicalize_dtype(dtype)
-    if held != dtype:
-        raise ConfigError(f"{where} has the dtype {dtype}, which JAX holds as {held}; take {held}, in the data as well")
+    jax_dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if jax_dtype != dtype:
+        raise ConfigError(
+            f"{where} has the dtype {dtype}, which JAX stores as {jax_dtype}; use {jax_dtype}, in the data as well"
+        )
 
 
 def _check_groups(config: TrainConfig, name: str) -> None:
@@ -88,11 +94,16 @@ def _check_groups(config: TrainConfig, name: str) -> None:
         )
 
 
-def together(objective: Objective, terms: Any, weights: Any) -> dict[str, Any]:
-    """Terms and weights as `Objective.value` takes them.
+def merge_totals(objective: Objective, terms: Any, weights: Any) -> dict[str, Any]:
+    """Return terms and weights as one dict, the argument of `Objective.value`.
+
+    Args:
+      objective: the objective, for errors.
+      terms: what `Objective.terms` returned.
+      weights: what `Objective.weights` returned.
 
     Raises:
-      ConfigError: one of them is no dict, or both have a sum of the same name.
+      ConfigError: one of them is not a dict, both have a sum of the same name, or a sum is not an array.
     """
     name = type(objective).__name__
     terms, weights = _mapping(terms, f"{name}.terms"), _mapping(weights, f"{name}.weights")
@@ -107,20 +118,25 @@ def together(objective: Objective, terms: Any, weights: Any) -> dict[str, Any]:
 
 
 def check_numbers(objective: Objective, value: Any, metrics: Any) -> None:
-    """Checks what an objective makes of its totals, arrays or tracers.
+    """Check an objective's value and metrics.
+
+    Args:
+      objective: the objective, for errors.
+      value: what `Objective.value` returned, an array or a tracer.
+      metrics: what `Objective.metrics` returned.
 
     Raises:
-      ConfigError: a value that is no float32 scalar, a metric that is none, is missing, or has a name of training's.
+      ConfigError: the value is not a float32 scalar; or a metric is not a scalar, is missing, or has a reserved name.
     """
     name = type(objective).__name__
     metrics = _mapping(metrics, f"{name}.metrics")
-    for what, x in {"its value": value, **{f"the metric '{k}'": v for k, v in metrics.items()}}.items():
+    for label, x in {"its value": value, **{f"the metric '{k}'": v for k, v in metrics.items()}}.items():
         if not isinstance(x, _NUMBERS):
-            raise ConfigError(f"{name}: {what} is {x!r}; give a scalar")
+            raise ConfigError(f"{name}: {label} is {x!r}; give a scalar")
         if jnp.shape(x) != ():
-            raise ConfigError(f"{name}: {what} has the shape {jnp.shape(x)}; give a scalar")
+            raise ConfigError(f"{name}: {label} has the shape {jnp.shape(x)}; give a scalar")
         if not any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
-            raise ConfigError(f"{name}: {what} is of {jnp.result_type(x)}; give a real number")
+            raise ConfigError(f"{name}: {label} is of {jnp.result_type(x)}; give a real number")
     kind = jnp.result_type(value)
     if kind != jnp.float32:
         raise ConfigError(f"{name}: its value is {kind}; give float32, as with value.astype(jnp.float32)")
@@ -129,19 +145,22 @@ def check_numbers(objective: Objective, value: Any, metrics: Any) -> None:
             raise ConfigError(f"{name} has a metric '{k}', which training writes itself; give it another name")
     for k in ("loss", *objective.evaluated):
         if k not in metrics:
-            raise ConfigError(f"{name} has no metric '{k}', which is needed; it has {', '.join(metrics)}")
+            raise ConfigError(f"{name} has no metric '{k}', which is required; it has {', '.join(metrics)}")
 
 
 def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, remedy: str) -> None:
-    """Checks that the gradient of an objective's value is the same at two points, both drawn at random.
+    """Check that an objective's value is linear in its terms: its gradient is the same at two random points.
 
     Args:
-      objective: what `NextToken` does not answer for.
-      terms, weights: shapes and dtypes of its sums.
-      setting: why a batch is taken in parts, and `remedy` what to do where that is wrong.
+      objective: the objective; one with the `value` of `NextToken` is not checked.
+      terms: shapes and dtypes of its terms.
+      weights: shapes and dtypes of its weights.
+      setting: a clause saying which setting splits the batch, for the error.
+      remedy: what to do instead, for the error.
 
     Raises:
-      ConfigError: the value is not linear in its terms, so that micro-batches would add up to another gradient.
+      ConfigError: the value is not linear in its terms, so gradients of micro-batches would not add up to the whole
+        batch's.
     """
     if type(objective).value is NextToken.value:
         return
@@ -157,12 +176,12 @@ def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, r
         x, y = x.astype(np.float32), y.astype(np.float32)
         if np.isfinite([x, y]).all() and not np.allclose(x, y, rtol=1e-3):
             raise ConfigError(
-                f"{type(objective).__name__}.value is not linear in its terms, and {setting}; {remedy}, and say "
+                f"{type(objective).__name__}.value is not linear in its terms, but {setting}; {remedy}, and declare "
                 "additive = False in the objective"
             )
 
 
-def _mapping(x: Any, what: str) -> dict[str, Any]:
+def _mapping(x: Any, method: str) -> dict[str, Any]:
     if not isinstance(x, Mapping) or not x or not all(isinstance(k, str) for k in x):
-        raise ConfigError(f"{what} gives {x!r}; give a dict of names, with at least one")
+        raise ConfigError(f"{method} returns {x!r}; return a dict with at least one entry, by name")
     return dict(x)

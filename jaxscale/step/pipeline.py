@@ -1,4 +1,4 @@
-"""Training over pipeline stages: a model taken apart for `jaxscale.parallel.pipeline`, and its gradients put back."""
+"""Training with pipeline stages: splits a model for `jaxscale.parallel.pipeline`, and reassembles its gradients."""
 
 from __future__ import annotations
 
@@ -31,64 +31,77 @@ Tree = Any
 
 
 def is_pipelined(blueprint: Blueprint) -> bool:
-    """Whether the layout has pipeline stages."""
+    """Return whether the layout has more than one pipeline stage.
+
+    Args:
+      blueprint: the run's blueprint.
+    """
     return blueprint.layout is not None and blueprint.layout.stages > 1
 
 
 def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -> Pipelined:
-    """The pipeline that a blueprint's layout describes.
+    """Return the pipeline of a blueprint's layout.
 
     Args:
-      blueprint, objective, accumulate: as for `make_loss_and_grads`.
+      blueprint: model and layout, without adapters (see `Blueprint.of_model`).
+      objective: the objective to minimise.
+      accumulate: number of micro-batches of gradient accumulation, besides those of the schedule.
 
     Raises:
-      LayoutError: more stages than layers, or layers that cannot be dealt out.
-      ConfigError: a model that cannot be taken apart, an objective that no last stage can make, or a loss that cannot
-        be made on a cut vocabulary.
+      LayoutError: there are more stages than layers, or layers that cannot be distributed over them.
+      ConfigError: the model cannot be split into stages, the last stage cannot compute the objective, or the loss does
+        not work on a sharded vocabulary.
     """
     assert blueprint.layout is not None
     without = "use a mesh without pipeline"
-    check_additive(objective, f"pipeline={blueprint.layout.stages} takes it in micro-batches", without)
+    check_additive(objective, f"pipeline={blueprint.layout.stages} splits it into micro-batches", without)
     if not objective.staged or objective.reference:
         raise ConfigError(
-            f"{type(objective).__name__} cannot be made by the last pipeline stage alone, from the last layer's output "
+            f"the last pipeline stage cannot compute {type(objective).__name__} from the last layer's output alone "
             f"('of_hidden', see NextToken); {without}"
         )
     loss = objective.loss  # type: ignore[attr-defined]
     model = nnx.merge(blueprint.graphdef, blueprint.infos)
     if not isinstance(model, StageableModel):
         raise ConfigError(
-            f"a pipeline cannot take {type(model).__name__} apart, which is not jaxscale.models.Stageable (it needs "
-            "'runs', 'begin', 'context', 'layers' and 'finish'); use a mesh without pipeline"
+            f"{type(model).__name__} cannot be split into pipeline stages, since it is not jaxscale.models.Stageable "
+            "(it needs 'runs', 'begin', 'context', 'layers' and 'finish'); use a mesh without pipeline"
         )
     if not getattr(loss, "of_cut_vocabulary", False):
         raise ConfigError(
-            f"the loss {type(loss).__name__} does not say that it works on a vocabulary cut over pipeline stages "
-            "(of_cut_vocabulary = True); use AutoLoss(), CutLoss() or MaterialisedLoss(), or a mesh without pipeline"
+            f"the loss {type(loss).__name__} does not declare that it works on a vocabulary sharded over pipeline "
+            "stages (of_cut_vocabulary = True); use AutoLoss(), CutLoss() or MaterialisedLoss(), or a mesh without "
+            "pipeline"
         )
     _check_vocabulary(loss, blueprint.infos, blueprint.layout)
     runs = list(blueprint.infos["runs"].values())
-    stages, stuck = _dealt(runs, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
+    stages, stuck = _assigned(runs, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
     if stuck is not None:
-        blueprint.layout.spec((None, *stuck.axes[1:]), stuck.shape, name=stuck.path)  # of other axes, in its own words
+        # raises first if the reason is another mesh axis
+        blueprint.layout.spec((None, *stuck.axes[1:]), stuck.shape, name=stuck.path)
         raise LayoutError(
-            f"{stuck.path} {stuck.axes} of shape {stuck.shape} is dealt out to stages cut along its width, since they "
-            f"do not hold its layers in order and in equal parts, and no dimension of that divides by "
-            f"{blueprint.layout.stages} stages; use {_ways_to_divide(runs, blueprint.layout)}"
+            f"{stuck.path} {stuck.axes} of shape {stuck.shape} has to be sharded along its width over pipeline stages, "
+            f"since they do not hold its layers in order and in equal parts, but {blueprint.layout.stages} stages "
+            f"divide none of its dimensions; use {_ways_to_divide(runs, blueprint.layout)}"
         )
     return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages)
 
 
 def _groups(runs: Sequence[Tree]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each run, the copies of its group and the layers in it."""
+    """Return for each run of blocks how often its group repeats, and the number of layers in a group."""
     return tuple(jax.tree.leaves(run)[0].shape[0] for run in runs), tuple(len(run["blocks"]) for run in runs)
 
 
-def _dealt(runs: Sequence[Tree], layout: Layout, chunks: int) -> tuple[Stages, TensorInfo | None]:
-    """Which layers each stage holds, and a parameter that neither lies on its stages nor divides along its width."""
+def _assigned(runs: Sequence[Tree], layout: Layout, chunks: int) -> tuple[Stages, TensorInfo | None]:
+    """Assign layers to stages.
+
+    Returns:
+      The stages, and a parameter that is not stored on its stages and cannot be sharded along its width either, or
+      `None`.
+    """
     stages = assign(*_groups(runs), layout.stages, chunks)
-    apart = (i for n, run in enumerate(runs) if not stages.in_place(n) for i in jax.tree.leaves(run))
-    return stages, next((i for i in apart if not _width_divides(i, layout)), None)
+    moved = (i for n, run in enumerate(runs) if not stages.in_place(n) for i in jax.tree.leaves(run))
+    return stages, next((i for i in moved if not _width_divides(i, layout)), None)
 
 
 def _width_divides(info: TensorInfo, layout: Layout) -> bool:
@@ -100,12 +113,12 @@ def _width_divides(info: TensorInfo, layout: Layout) -> bool:
 
 
 def _ways_to_divide(runs: Sequence[Tree], layout: Layout) -> str:
-    """What of a layout or a model to change so that every layer comes to its stage; each way by itself is enough."""
+    """Suggest changes of the layout or the model, each of which is enough to distribute the layers over stages."""
 
     def fits(stages: int, chunks: int) -> bool:
         mesh = ",".join(f"{a}={stages if a == 'pipeline' else n}" for a, n in layout.sizes.items())
         try:
-            return _dealt(runs, dataclasses.replace(layout.specification, mesh=mesh), chunks)[1] is None
+            return _assigned(runs, dataclasses.replace(layout.specification, mesh=mesh), chunks)[1] is None
         except LayoutError:  # more stages than layers
             return False
 
@@ -113,24 +126,29 @@ def _ways_to_divide(runs: Sequence[Tree], layout: Layout) -> str:
     ways = ["a schedule of 1 chunk a stage, as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
     ways += [f"pipeline={n}" for n in range(stages - 1, 1, -1) if fits(n, chunks)][:1]
     (_, *rest), (period, *remainder) = _groups(runs)
-    if chunks == 1 and (not rest or (rest == [1] and remainder[0] < period)):  # one run, but for what is left over
+    if chunks == 1 and (not rest or (rest == [1] and remainder[0] < period)):  # one run, or one and a remainder
         ways.append(f"a number of layers that is a multiple of {stages * period}")
     return ", or ".join(ways or ["a mesh without pipeline"])
 
 
 def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tuple[str, ...]:
-    """The mesh axes over which a pipeline sums gradients once, after the last micro-batch.
+    """Return the mesh axes over which a pipeline sums gradients once, after the last micro-batch.
 
-    Those that cut the batch and nothing else; none where layers report of all the rows of a micro-batch together. Of
-    other axes that cut the batch, the partitioner sums what each micro-batch makes.
+    They are the axes that shard the batch and nothing else; there are none if layers report statistics of all rows of a
+    micro-batch together. Over other axes that shard the batch, GSPMD sums the gradients of each micro-batch.
+
+    Args:
+      graphdef: the model's structure.
+      infos: a `TensorInfo` per parameter.
+      layout: the layout.
     """
     model = nnx.merge(graphdef, infos)
     reporting = any(isinstance(node, nnx.Module) and reports(node) for _, node in nnx.iter_graph(model))
-    return () if reporting else _rows_apart(infos, layout)
+    return () if reporting else _batch_only_axes(infos, layout)
 
 
 def _by_module(fn: Callable[..., jax.Array], values: Tree, infos: Tree) -> Tree:
-    """A function of every parameter or gradient, each in the named scope of the module whose it is."""
+    """Apply a function to every parameter or gradient, in the named scope of its module."""
 
     def within(x: jax.Array, i: TensorInfo) -> jax.Array:
         with jax.named_scope(i.path.rpartition("/")[0]):
@@ -139,8 +157,8 @@ def _by_module(fn: Callable[..., jax.Array], values: Tree, infos: Tree) -> Tree:
     return jax.tree.map(within, values, infos)
 
 
-def _rows_apart(infos: Tree, layout: Layout) -> tuple[str, ...]:
-    """The mesh axes that cut the batch and nothing else, as far as no other stands before them."""
+def _batch_only_axes(infos: Tree, layout: Layout) -> tuple[str, ...]:
+    """Return the first of the batch's mesh axes, up to one that also shards something else."""
     rules = layout.resolved_rules
     used = {m for i in jax.tree.leaves(infos) for a in i.axes if a is not None for m in rules.target("params", a)}
     others = [a for a in rules.activations if a not in ("batch", "expert_batch")]
@@ -156,7 +174,7 @@ def _check_vocabulary(loss: Loss, infos: Tree, layout: Layout) -> None:
             if filled != size and "vocab" not in inspect.signature(loss).parameters:
                 raise ConfigError(
                     f"the loss {type(loss).__name__} takes no 'vocab', and {layout} does not divide {info.path}'s "
-                    f"{axis} of {size}, which stages fill up with zeros; use AutoLoss(), CutLoss() or "
+                    f"{axis} of {size}, so that stages pad it with zeros; use AutoLoss(), CutLoss() or "
                     f"MaterialisedLoss(), or a {axis} of {filled}"
                 )
 
@@ -166,9 +184,11 @@ class Pipelined:
     """A model and an objective over pipeline stages.
 
     Args:
-      blueprint, objective, accumulate: as of `make_loss_and_grads`.
-      layout: the blueprint's.
-      stages: which layers each stage holds.
+      blueprint: model and layout.
+      objective: the objective to minimise.
+      accumulate: number of micro-batches of gradient accumulation.
+      layout: the blueprint's layout.
+      stages: the layers of each stage.
     """
 
     blueprint: Blueprint
@@ -178,29 +198,35 @@ class Pipelined:
     stages: Stages
 
     def table(self, rows: int) -> Table:
-        """The schedule's table for a batch of so many rows.
+        """Return the schedule's table for a batch.
+
+        Args:
+          rows: rows of the batch.
 
         Raises:
-          LayoutError: the batch does not divide, or the table does not fit.
+          LayoutError: micro-batches do not divide the batch, or the schedule does not work with their number.
         """
         return self.layout.schedule.table(self.layout.stages, self.microbatches(rows))
 
     def microbatches(self, rows: int) -> int:
-        """How many micro-batches a batch of so many rows is cut into.
+        """Return the number of micro-batches of a batch.
+
+        Args:
+          rows: rows of the batch.
 
         Raises:
-          LayoutError: it does not divide.
+          LayoutError: micro-batches do not divide the batch.
         """
         return self.layout.schedule.microbatches_of(self.layout.stages, rows, self.layout.split("batch"))
 
     @functools.cached_property
     def replicas(self) -> tuple[str, ...]:
-        """The mesh axes over which gradients are summed once, after the last micro-batch; see `replicas_of`."""
+        """Mesh axes over which gradients are summed once, after the last micro-batch; see `replicas_of`."""
         return replicas_of(self.blueprint.graphdef, self.blueprint.infos, self.layout)
 
     @property
     def padded_bytes(self) -> int:
-        """Of parameters that fill up stages with fewer layers than others, over all stages."""
+        """Bytes of padding parameters in stages that have fewer layers than others, over all stages."""
         return sum(
             i.nbytes // i.shape[0] * padded
             for (_, run), padded in zip(self._runs, self.stages.padded, strict=True)
@@ -208,42 +234,60 @@ class Pipelined:
         )
 
     def notes(self, rows: int) -> tuple[str, ...]:
-        """What to know of a batch of so many rows on these stages, a sentence each."""
+        """Return sentences about the schedule and what it costs.
+
+        Args:
+          rows: rows of the batch.
+
+        Raises:
+          LayoutError: as `table`.
+        """
         table = self.table(rows)
-        found = simulate(table)
-        bubble = found.bubble if self._apart else found.lockstep_bubble
-        clock = "its own clock" if self._apart else "a common clock, since layers are split over devices as well"
+        simulated = simulate(table)
+        bubble = simulated.bubble if self._independent else simulated.lockstep_bubble
+        clock = "its own clock" if self._independent else "a common clock, since layers are split over devices as well"
         notes = [
             f"pipeline: schedule {table.name}, {table.stages} stages, {table.microbatches} micro-batches of "
             f"{rows // table.microbatches} rows; a stage idles {bubble:.0%} of its time (simulated, on {clock}) and "
-            f"holds at most {max(found.stash)} micro-batches' inputs"
+            f"holds at most {max(simulated.stash)} micro-batches' inputs"
         ]
         padded = sum(self.stages.padded)
         if padded:
             notes.append(
-                f"pipeline: layers do not divide evenly, and {padded} copies of padding are computed and passed over: "
-                f"{self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, during a step"
+                f"pipeline: layers do not divide evenly, so {padded} groups of padding layers are computed and "
+                f"ignored: {self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, "
+                "during a step"
             )
-        apart = _rows_apart(self.blueprint.infos, self.layout)
+        batch_axes = _batch_only_axes(self.blueprint.infos, self.layout)
         if self.replicas:
             notes.append(
-                "pipeline: every replica adds up its own gradients, in float32 and whole along "
+                "pipeline: every replica accumulates its own gradients, in float32 and whole along "
                 f"{' and '.join(self.replicas)}; they are summed once, after the last micro-batch"
             )
-        elif apart:
+        elif batch_axes:
             notes.append(
-                "pipeline: layers report of all the rows of a micro-batch together, so that gradients are summed over "
-                f"{' and '.join(apart)} for every micro-batch, and not once after the last"
+                "pipeline: layers report statistics of all rows of a micro-batch together, so that gradients are "
+                f"summed over {' and '.join(batch_axes)} for every micro-batch, and not once after the last"
             )
         if any(not self.stages.in_place(run) for run in range(len(self._runs))):
             notes.append(
-                "pipeline: layers are kept cut along their width, and every step brings each to its stage and its "
-                "gradient back"
+                "pipeline: layers are stored sharded along their width; every step sends each layer to its stage, and "
+                "its gradient back"
             )
         return tuple(notes)
 
     def gradients(self, params: Tree, batch: Batch, key: jax.Array, weights: Totals) -> tuple[Tree, Totals]:
-        """(float32 gradients of the objective's value, its terms), as a `grad` of the plain value gives."""
+        """Return float32 gradients of the objective's value, and its terms, equal to those without a pipeline.
+
+        Args:
+          params: the model's parameters.
+          batch: arrays by name, (B, ...), with `rows`.
+          key: random key of the step.
+          weights: the objective's weights of the global batch.
+
+        Raises:
+          LayoutError: as `table`.
+        """
         terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights)
         assert grads is not None
         runs = {
@@ -254,7 +298,15 @@ class Pipelined:
         return {**ends, "runs": runs}, terms
 
     def sums(self, params: Tree, batch: Batch) -> Totals:
-        """The objective's terms without dropout: the forward phases alone, stage by stage."""
+        """Return the objective's terms without dropout, by the forward passes alone.
+
+        Args:
+          params: the model's parameters.
+          batch: arrays by name, (B, ...), with `rows`.
+
+        Raises:
+          LayoutError: as `table`.
+        """
         rows = len(batch["rows"])
         weights = self.objective.weights(batch, self.microbatches(rows))
         return self._execute(forward_only(self.table(rows)), params, batch, None, weights)[0]
@@ -284,7 +336,7 @@ class Pipelined:
         vocab = whole.head_weight().shape[0]
         filled = self.layout.filled("vocab", vocab)
         of_loss = {} if filled == vocab else {"vocab": vocab}
-        if filled != vocab:  # a table with zeros behind it does not know which ids are outside
+        if filled != vocab:  # ids beyond the vocabulary must not select rows of padding
             tokens = batch["tokens"]
             known = (tokens >= -vocab) & (tokens < vocab)
             batch = {**batch, "tokens": jnp.where(known, tokens % vocab, filled)}
@@ -293,16 +345,16 @@ class Pipelined:
         shared = {"weights_of_batch": weights} | ({} if key is None else {"key": key})
         specs = jax.tree.map(lambda i: self._end_spec(i.axes), end_infos)
         return execute(
-            table, model, chunks, ends, micro, shared, end_specs=specs, replicas=self.replicas, apart=self._apart
+            table, model, chunks, ends, micro, shared, end_specs=specs, replicas=self.replicas, apart=self._independent
         )
 
     @property
-    def _apart(self) -> bool:
-        """Whether nothing but stages and replicas splits anything, so that a layer holds no collective."""
+    def _independent(self) -> bool:
+        """Whether only stages and replicas split anything, so that layers have no collectives."""
         return self.layout.devices == self.layout.stages * math.prod(self.layout.sizes[m] for m in self.replicas)
 
     def _end_spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
-        """How `pipeline` cuts an embedding or a head: along the vocabulary, where that is used in pieces."""
+        """Return how `pipeline` shards an embedding or head: along the vocabulary, if its activations are too."""
         cut = "pipeline" in self.layout.resolved_rules.target("activations", "vocab")
         return PartitionSpec(*("pipeline" if cut and a == "vocab" else None for a in axes))
 
@@ -314,9 +366,9 @@ class Pipelined:
         def whole(ends: Tree, chunks: Tree) -> Any:
             return nnx.merge(graphdef, {**ends, "runs": chunks})
 
-        structure = jax.tree.map(lambda a: jnp.zeros((0,), a.dtype), runs)  # for the ends, which read no layer
+        structure = jax.tree.map(lambda a: jnp.zeros((0,), a.dtype), runs)  # placeholders: the ends use no layer
 
-        # What layers report travels with what they hand on, and is complete at the end.
+        # Statistics of layers are passed on with the activations, and are complete in the last stage.
 
         def begin(ends: Tree, micro: Tree) -> Tree:
             x = whole(ends, structure).begin(micro["tokens"], micro.get("positions"), order)
@@ -324,8 +376,8 @@ class Pipelined:
 
         def stage(chunk: Tree, x: Tree, micro: Tree, parts: Tree) -> Tree:
             (x, stats), model = x, whole(nothing, chunk)
-            told = {k: micro.get(k) for k in ("positions", "segment_ids", "key", "rows")}
-            x, more = model.layers(x, model.context(micro["tokens"].shape[1], order=order, **told), parts)
+            inputs = {k: micro.get(k) for k in ("positions", "segment_ids", "key", "rows")}
+            x, more = model.layers(x, model.context(micro["tokens"].shape[1], order=order, **inputs), parts)
             return x, sum_of([stats, more])
 
         def end(ends: Tree, x: Tree, micro: Tree) -> tuple[jax.Array, Tree]:
@@ -342,20 +394,27 @@ class Pipelined:
 
 
 def kernels_of(graphdef: nnx.GraphDef[Any], infos: Tree) -> Tree:
-    """For each parameter, whether it is the kernel of a `Linear`, which `project` alone reads."""
+    """Return for each parameter whether it is the kernel of a `Linear`, which only `project` reads.
+
+    Args:
+      graphdef: the model's structure.
+      infos: a `TensorInfo` per parameter.
+    """
     model = nnx.merge(graphdef, infos)
     linear = {path_name((*path, "kernel")) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     return jax.tree.map(lambda i: i.path in linear, infos)
 
 
 def split_rows(blueprint: Blueprint, batch: Batch, parts: int, group: int = 1) -> Batch:
-    """(B, ...) -> (parts, B / parts, ...) of every array, each part spread over all devices, so that no row moves.
+    """Split every array (B, ...) into (parts, B / parts, ...).
+
+    Each part has rows of every device, so that no row moves between devices.
 
     Args:
-      blueprint: names the arrays' dimensions.
+      blueprint: the run's blueprint, which has the logical axes of the arrays.
       batch: arrays by name.
-      parts: how many.
-      group: rows that stay together, one after the other.
+      parts: number of parts.
+      group: number of consecutive rows that stay together.
     """
 
     def split(name: str, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked before anything is compiled or written."""
+"""Prepares a run: checks its settings and opens its data, before anything is compiled or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
 from jaxscale.step.objective import terms_of
-from jaxscale.step.objective_checks import check_linear, check_numbers, together
+from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import pipelined
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
@@ -46,10 +46,11 @@ class Prepared:
 
     Args:
       blueprint: model, optimizer and layout.
-      schedule: step -> learning rate, or `None` when the optimizer brings its own.
+      schedule: step -> learning rate, or `None` if the optimizer has its own.
       loader: training batches by step.
-      heldout: held-out batches, on the host: "" is the run's own corpus, and "/NAME" a further one.
-      batch: the sharding, or `None`, of each array of a batch that the objective takes.
+      heldout: held-out batches in host memory, for `train.data` under "" and for each of `train.evaluate_on` under
+        "/NAME".
+      batch: the sharding, or `None`, of each array of a batch that the objective needs.
     """
 
     blueprint: Blueprint
@@ -59,40 +60,58 @@ class Prepared:
     batch: dict[str, Any]
 
     def place(self, batches: Loader | Callable[[int], Batch], step: int) -> dict[str, jax.Array]:
-        """The batch of a step (from 0), or a held-out one, on its devices."""
+        """Return a batch on its devices.
+
+        Args:
+          batches: the loader, or a function from an index to a batch in host memory.
+          step: the step, from 0, or the index.
+        """
         return to_devices(batches, step, self.batch)
 
     def batch_shardings(self) -> Any:
-        """As `jit_step` wants them."""
+        """Return the shardings of a batch for `jit_step`."""
         return None if self.blueprint.layout is None else self.batch
 
     def plain_step(self, config: TrainConfig) -> Callable[[TrainState, Any], Any]:
-        """The training step, a pure function of state and batch."""
+        """Return the training step, a pure function of state and batch.
+
+        Args:
+          config: the run's settings.
+        """
         return step_of(self.blueprint, config, self.schedule)
 
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
-        """The jitted training step."""
+        """Return the jitted training step.
+
+        Args:
+          config: the run's settings.
+        """
         return jit_step(self.plain_step(config), self.blueprint, self.batch_shardings())
 
     def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
-        """The jitted evaluation of a batch (see `make_eval`)."""
+        """Return the jitted evaluation of a batch (see `make_eval`).
+
+        Args:
+          config: the run's settings.
+        """
         return make_eval(self.blueprint, self.batch_shardings(), config.objective)
 
     @property
     def fingerprint(self) -> str:
-        """Of the training data, whatever the batch size."""
+        """Fingerprint of the training data; it does not depend on the batch size."""
         return self.loader.source.fingerprint
 
 
 def step_of(
     blueprint: Blueprint, config: TrainConfig, schedule: Callable[[Any], Any] | None, *, accumulate: int | None = None
 ) -> Step:
-    """The training step of a run, a pure function of state and batch.
+    """Return the training step of a run, a pure function of state and batch.
 
     Args:
-      blueprint, schedule: from `blueprint_of`.
-      config: objective, micro-batches and guards.
-      accumulate: micro-batches, where they are others than the run's.
+      blueprint: model, optimizer and layout, from `blueprint_of`.
+      config: the run's settings, for objective, gradient accumulation and guards.
+      schedule: step -> learning rate or `None`, from `blueprint_of`.
+      accumulate: micro-batches; `None` is `config.accumulate`.
     """
     parts = config.accumulate if accumulate is None else accumulate
     more: Any = dict(accumulate=parts, schedule=schedule, guards=config.guards)
@@ -100,10 +119,16 @@ def step_of(
 
 
 def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
-    """Model, optimizer and layout of a run, and its learning-rate schedule; needs no data and no device.
+    """Return model, optimizer and layout of a run, and its learning-rate schedule; needs no data and no device.
+
+    Args:
+      config: the run's settings.
+
+    Returns:
+      The blueprint, and step -> learning rate, or `None` if the optimizer has its own.
 
     Raises:
-      ConfigError: naming what does not fit.
+      ConfigError: settings do not fit together; the message names them.
     """
     graphdef, infos = describe_model(config.model)
     if not any(axis for i in jax.tree.leaves(infos) for axis in i.axes):
@@ -115,21 +140,21 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     if config.adapters is not None:
         if widening is not None:
             raise ConfigError(
-                f"{type(widening.parametrisation).__name__} has no rule for adapters; leave it out of the model, whose "
-                "parameters are trained already"
+                f"{type(widening.parametrisation).__name__} has no rule for adapters; set the model's parametrisation "
+                "to None, since its parameters are already trained"
             )
         adaptation = config.adapters.adapt(graphdef, infos, reference=config.objective.reference)
         infos, make = adaptation.adapters, functools.partial(adaptation.make, whole=make)
         if config.adapters.base_dtype not in (None, "float32") and config.layout and config.layout.stages > 1:
             raise ConfigError(
-                f"over pipeline stages adapters are added to the weights, which LoRA.base_dtype = "
-                f"'{config.adapters.base_dtype}' would round; leave it out, or use a mesh without pipeline"
+                f"pipeline stages add adapters to the weights, and LoRA.base_dtype = '{config.adapters.base_dtype}' "
+                "would round the sums; remove it, or use a mesh without pipeline"
             )
     if isinstance(config.optimizer, optax.GradientTransformation):
         if widening is not None:
             raise ConfigError(
-                f"{type(widening.parametrisation).__name__} gives each tensor a learning rate, and an optax "
-                "transformation brings its own; use an optimizer such as AdamW()"
+                f"{type(widening.parametrisation).__name__} sets the learning rate of each tensor, but an optax "
+                "transformation has its own; use an optimizer such as AdamW()"
             )
         tx = config.optimizer
     else:
@@ -146,7 +171,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
 
 
 def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Any) -> Any:
-    """Infers axis names for a model that names none, from its traced objective; without a layout none are needed."""
+    """Infer logical axes of a model that has none, from its traced objective; one device needs none."""
     layout = config.layout
     if layout is None or layout.devices == 1:
         return infos
@@ -160,20 +185,24 @@ def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Any) -> A
 
 
 def _shapes(tree: Any) -> Any:
-    """Shapes and dtypes alone."""
+    """Return the shapes and dtypes of a tree of arrays or `TensorInfo`s."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 @functools.lru_cache(64)
 def _notes_of_names(model: str, notes: tuple[str, ...]) -> None:
-    """Warns once for each model."""
-    log.warning("%s names no axis of its parameters, so the names were inferred from its program (infer_names)", model)
+    """Warn once per model."""
+    log.warning("%s has no logical axes, so they were inferred from its program (infer_names)", model)
     for note in notes:
         log.warning("%s", note)
 
 
 def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a micro-batch."""
+    """Return the shapes and dtypes of a micro-batch.
+
+    Args:
+      config: the run's settings.
+    """
     rows = config.micro_batch
     return {
         name: jax.ShapeDtypeStruct((rows, *i.shape), np.dtype(i.dtype))
@@ -182,48 +211,56 @@ def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _value(config: TrainConfig, model: Any, batch: Any) -> Any:
-    """The value of an objective on one batch."""
+    """Return the value of the objective on one batch, after checks of its results."""
     objective, batch = config.objective, numbered(batch)
     terms = terms_of(objective, model, batch, reference=model)
-    totals = together(objective, terms, objective.weights(batch, 1))
+    totals = merge_totals(objective, terms, objective.weights(batch, 1))
     value = objective.value(totals)
     check_numbers(objective, value, objective.metrics(totals))
     return value
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """Settings in which it is written out what a run starts from: which checkpoint, and its model and tokenizer.
+    """Return settings in which what `train.start` implies is explicit: the checkpoint's step, model and tokenizer.
 
-    Those that are as they are by default are taken from that run.
+    A model or tokenizer that has its default is replaced by that of the run that this one starts from.
+
+    Args:
+      config: settings of a run.
 
     Raises:
-      RunError: there is no such run, or it has no checkpoint.
+      RunError: there is no run to start from, or it has no checkpoint.
     """
     if config.start is None:
         return config
     start, default = config.start.settled(), TrainConfig()
-    told: dict[str, Any] = {"start": start}
+    changes: dict[str, Any] = {"start": start}
     if config.model == default.model:
-        told["model"] = start.run.config.model
+        changes["model"] = start.run.config.model
     if config.tokenizer == default.tokenizer:
-        told["tokenizer"] = start.run.config.tokenizer
-        if told["tokenizer"] == default.tokenizer and start.run.imported is not None:
+        changes["tokenizer"] = start.run.config.tokenizer
+        if changes["tokenizer"] == default.tokenizer and start.run.imported is not None:
             log.warning(
-                "%s was imported without a tokenizer.json: texts are read as bytes here, which is not how the model "
-                "learned to read; set train.tokenizer",
+                "%s was imported without a tokenizer.json, so text is encoded as bytes, which the model was not "
+                "trained on; set train.tokenizer",
                 start.path,
             )
-    return dataclasses.replace(config, **told)
+    return dataclasses.replace(config, **changes)
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    """Checks a run and opens its data.
+    """Check a run's settings and open its data.
+
+    Args:
+      config: the run's settings.
 
     Raises:
-      LayoutError, ConfigError, DataError: naming what does not fit.
+      LayoutError: the layout does not fit the devices, the model or the batch.
+      ConfigError: settings do not fit together.
+      DataError: the data cannot be read, or is not what the objective needs.
     """
     if config.layout is not None:
-        _ = config.layout.device_mesh  # too few devices: say so first
+        _ = config.layout.device_mesh  # raises first if there are too few devices
     if jax.process_count() > 1:
         devices: Any = [] if config.layout is None else config.layout.device_mesh.devices.flat
         idle = jax.process_count() - len({d.process_index for d in devices})
@@ -237,7 +274,7 @@ def prepare(config: TrainConfig) -> Prepared:
     shardings = batch_shardings(config.layout, inputs, config.batch_size)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
-        text_ids(config, config.prompt)  # not after hours of training
+        text_ids(config, config.prompt)  # raises now, and not after hours of training
     heldout: dict[str, list[Batch]] = {}
     if config.eval_batches:
         further = {f"/{name}": corpus for name, corpus in config.evaluate_on.items()}
@@ -249,30 +286,30 @@ def prepare(config: TrainConfig) -> Prepared:
 
 
 def _check_arrays(source: Source, config: TrainConfig) -> None:
-    """That the data has the arrays that the objective takes."""
+    """Check that the data has the arrays that the objective needs."""
     objective, arrays = type(config.objective).__name__, arrays_of(source)
-    for name, wanted in config.objective.inputs(config).items():
+    for name, declared in config.objective.inputs(config).items():
         if name not in arrays:
             raise DataError(
-                f"{objective} takes an array '{name}' and the corpus '{source.name}' has "
+                f"{objective} needs an array '{name}', but the corpus '{source.name}' has "
                 f"none{near(name, arrays)}; its rows have {', '.join(arrays)}"
             )
         shape, dtype = arrays[name]
-        if (tuple(wanted.shape), np.dtype(wanted.dtype)) != (shape, dtype):
+        if (tuple(declared.shape), np.dtype(declared.dtype)) != (shape, dtype):
             raise DataError(
-                f"{objective} takes '{name}' of shape {tuple(wanted.shape)} {wanted.dtype} a row, "
-                f"and the corpus '{source.name}' gives {shape} {dtype}"
+                f"{objective} needs '{name}' of shape {tuple(declared.shape)} {declared.dtype} a row, "
+                f"but the corpus '{source.name}' has {shape} {dtype}"
             )
 
 
 def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
-    """One split of a corpus, whose ids the model has; the same on every process."""
+    """Open one split of a corpus, and check its ids and arrays, and that all processes have the same."""
     source = corpus.source(config.tokenizer, seq_len=config.seq_len, split=split, packing=config.packing)
-    texts = [part for part in ("name", "fingerprint") if not isinstance(getattr(source, part, None), str)]
-    lacks = [*texts, *(part for part in ("rows", "__len__") if not callable(getattr(source, part, None)))]
-    if lacks:
-        kind = "text" if texts else "method"
-        raise DataError(f"{type(source).__name__} gives rows to train on and has no {kind} '{lacks[0]}'; add it")
+    strings = [part for part in ("name", "fingerprint") if not isinstance(getattr(source, part, None), str)]
+    missing = [*strings, *(part for part in ("rows", "__len__") if not callable(getattr(source, part, None)))]
+    if missing:
+        kind = "text" if strings else "method"
+        raise DataError(f"{type(source).__name__}, a source of training rows, has no {kind} '{missing[0]}'; add it")
     _check_vocab(source.name, getattr(source, "vocab_size", 0), config)
     _check_same_everywhere(source)
     if len(source):
@@ -281,10 +318,15 @@ def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
 
 
 def check_ids(config: TrainConfig) -> None:
-    """What `prepare` says of token ids, without opening the data: those of a corpus that does not tell are not checked.
+    """Check token ids as `prepare` does, but without opening the data.
+
+    A corpus that has no method `token_ids` is not checked.
+
+    Args:
+      config: the run's settings.
 
     Raises:
-      ConfigError: the model has fewer than a corpus, or than the prompt needs.
+      ConfigError: the model's vocabulary is too small for a corpus or for the prompt.
       DataError: the tokenizer cannot be read.
     """
     for corpus in (config.data, *(config.evaluate_on.values() if config.eval_batches else ())):
@@ -298,38 +340,42 @@ def check_ids(config: TrainConfig) -> None:
 def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
     if isinstance(config.model, LanguageModelConfig) and ids > config.model.vocab:
         raise ConfigError(
-            f"the corpus '{name}' has {ids} token ids and the model {config.model.vocab}; set the model's vocab to "
-            f"{ids} or a multiple above it"
+            f"the corpus '{name}' has {ids} token ids, but the model only {config.model.vocab}; set the model's vocab "
+            f"to at least {ids}"
         )
 
 
 def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
-    """Everything that can be checked without data, and with `Layout.abstract` without devices.
+    """Check all of a run that can be checked without data, and with `Layout.abstract` without devices.
 
     Warns of settings without effect.
 
+    Args:
+      config: the run's settings.
+
     Returns:
-      as `blueprint_of`.
+      The blueprint and the schedule, as `blueprint_of`.
 
     Raises:
-      LayoutError, ConfigError: naming what does not fit.
+      LayoutError: the layout does not fit the model or the batch.
+      ConfigError: settings do not fit together.
     """
     if config.tensorboard and find_spec("tensorboardX") is None:
         raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
     if config.objective.reference and config.start is None:
         raise ConfigError(
             f"{type(config.objective).__name__} compares with the parameters that a run starts from; set train.start, "
-            "as FromRun('runs/base') (jaxscale train --from RUN)"
+            "such as FromRun('runs/base') (jaxscale train --from RUN)"
         )
     blueprint, schedule = blueprint_of(config)
     check_quickly(blueprint, config)
-    blueprint.shardings()  # raises what cannot be laid out
+    blueprint.shardings()  # raises if a tensor cannot be sharded
     shardings_of(blueprint.frozen, config.layout)
     slow = filled_notes([blueprint.infos, blueprint.frozen], config.layout)
     for sentence in (
-        *_of_stages(blueprint, config),
+        *_pipeline_costs(blueprint, config),
         *without_effect(config, blueprint),
-        *_whole_state(blueprint),
+        *_replicated_state(blueprint),
         *slow,
     ):
         log.warning("%s", sentence)
@@ -338,22 +384,23 @@ def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
 
 
 def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
-    """Those of `check`'s checks that need neither a trace nor the optimizer's state: the planner makes them too.
+    """Make the checks of `check` that need neither a trace nor the optimizer's state; the planner makes them too.
 
     Args:
-      blueprint: of the run.
-      config: its settings.
+      blueprint: the run's blueprint.
+      config: the run's settings.
 
     Raises:
-      LayoutError, ConfigError: naming what does not fit.
+      LayoutError: the layout does not fit the model or the batch.
+      ConfigError: settings do not fit together.
     """
     layout = config.layout
     if layout is not None:
         _check_idle(layout)
         if layout.stages > 1:
-            found = pipelined(blueprint.of_model(), config.objective)
+            pipeline = pipelined(blueprint.of_model(), config.objective)
             for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation
-                found.table(rows)
+                pipeline.table(rows)
     config.algorithm.check(config, blueprint)
     if layout is not None:
         _check_rows(config, layout)
@@ -363,42 +410,42 @@ def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
             config.model.check_row(config.seq_len)
 
 
-def _whole_state(blueprint: Blueprint) -> list[str]:
-    """A sentence for what of the optimizer's state has no names, by which it could be laid out."""
+def _replicated_state(blueprint: Blueprint) -> list[str]:
+    """Return a warning for each array of optimizer state that has no logical axes and so is replicated."""
     if blueprint.layout is None or blueprint.layout.devices == 1:
         return []
     return [
-        f"the optimizer has state of shape {i.shape} without names, so that every device holds all of it"
+        f"the optimizer has state of shape {i.shape} without logical axes, so that it is replicated on every device"
         for i in jax.tree.leaves(state_infos(blueprint.tx, blueprint.infos))
         if not i.path and i.size > 1
     ]
 
 
 def _check_idle(layout: Layout) -> None:
-    """A mesh axis that splits nothing only repeats work."""
+    """Check that every mesh axis shards something; else its devices would repeat the same work."""
     rules = layout.resolved_rules
     used = {m for kind in (rules.params, rules.activations) for target in kind.values() for m in target or ()}
     for axis, size in layout.sizes.items():
         if size > 1 and axis not in used:
             raise LayoutError(
-                f"{layout} has {axis}={size}, and its rules split nothing over '{axis}', so {size} devices would each "
-                f"do the same work; use rules='fsdp_tensor', or a mesh without {axis}"
+                f"{layout} has {axis}={size}, but its rules shard nothing over '{axis}', so {size} devices would do "
+                f"the same work; use rules='fsdp_tensor', or a mesh without {axis}"
             )
 
 
 def _check_rows(config: TrainConfig, layout: Layout) -> None:
-    """That devices divide the rows of a batch, and of each part of it that is accumulated."""
+    """Check that the layout divides the rows of a batch, or of each micro-batch."""
     pieces, parts = layout.split("batch") * config.objective.group, config.accumulate
     if config.micro_batch % pieces:
-        of = f" in each of {parts} parts (train.accumulate)" if parts > 1 else ""
+        of = f" in each of {parts} micro-batches (train.accumulate)" if parts > 1 else ""
         raise LayoutError(
-            f"the batch: {layout} cuts {config.micro_batch} into {pieces} pieces, the rows{of}, which does not divide; "
-            f"the nearest train.batch_size that does is {_nearest(config.batch_size, pieces * parts)}"
+            f"the batch: {layout} cuts {config.micro_batch} into {pieces} pieces along the rows{of}, which does not "
+            f"divide; the nearest train.batch_size that does is {_nearest(config.batch_size, pieces * parts)}"
         )
 
 
 def _check_length(config: TrainConfig, layout: Layout, blueprint: Blueprint) -> None:
-    """That devices divide a sequence, wherever they cut it."""
+    """Check that the layout divides the sequence, for each logical axis along it."""
     if all("seq" not in i.axes for i in config.objective.inputs(config).values()):
         return
     cut = ["seq", "residual_seq"]
@@ -418,30 +465,30 @@ def _check_length(config: TrainConfig, layout: Layout, blueprint: Blueprint) -> 
 
 
 def _nearest(size: int, unit: int) -> str:
-    """The multiples of `unit` about a size, in words."""
+    """Return the multiples of `unit` next to a size, such as "8 or 16"."""
     below, above = size // unit * unit, -(-size // unit) * unit
     return f"{below} or {above}" if below else str(above)
 
 
-def _of_stages(blueprint: Blueprint, config: TrainConfig) -> list[str]:
-    """What pipeline stages cost beyond their schedule: padding, and gradients that adapters have no use for."""
+def _pipeline_costs(blueprint: Blueprint, config: TrainConfig) -> list[str]:
+    """Return sentences about what pipeline stages cost besides bubbles: padding, and gradients of frozen kernels."""
     if config.layout is None or config.layout.stages == 1:
         return []
     notes = [] if blueprint.adaptation is None else [
-        "over pipeline stages gradients of the frozen kernels are made, and those of the adapters from them: it is "
-        "a step's time and memory of full training, without its optimizer state"
+        "pipeline stages compute gradients of the frozen kernels, and from them those of the adapters: a step takes "
+        "the time and memory of full training, except for optimizer state"
     ]  # fmt: skip
     return [*notes, *pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)[1:]]
 
 
 def _check_same_everywhere(source: Source) -> None:
-    """Each process opens the corpus for itself; they must all have found the same one."""
+    """Check that all processes, each of which opens the corpus by itself, have the same one."""
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils
 
-    mine = np.frombuffer(hashlib.sha256(source.fingerprint.encode()).digest(), np.uint8)
-    if not (multihost_utils.process_allgather(mine) == mine).all():
+    digest = np.frombuffer(hashlib.sha256(source.fingerprint.encode()).digest(), np.uint8)
+    if not (multihost_utils.process_allgather(digest) == digest).all():
         raise DataError(
             f"the hosts do not have the same corpus '{source.name}'; give all of them the same files, or one token "
             "file on a shared disk"
@@ -449,14 +496,14 @@ def _check_same_everywhere(source: Source) -> None:
 
 
 def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
-    """Traces the model and the objective, so that errors about these shapes are raised now."""
+    """Trace the model and the objective, so that errors about shapes are raised before compiling."""
     objective = config.objective
 
     def totals(params: Any, frozen: Any, batch: Any) -> Any:
         model, batch = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), numbered(batch)
         terms = terms_of(objective, model, batch, reference=blueprint.reference_of(frozen))
         weights = objective.weights(batch, config.accumulate)
-        sums = together(objective, terms, weights)
+        sums = merge_totals(objective, terms, weights)
         check_numbers(objective, objective.value(sums), objective.metrics(sums))
         return terms, weights
 
@@ -468,12 +515,12 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
         for line in gathers(closed.jaxpr):
             log.warning("%s gathers or scatters; %s", line, why)
     if config.accumulate > 1:
-        parts = f"train.accumulate = {config.accumulate} takes the batch in parts"
+        parts = f"train.accumulate = {config.accumulate} splits the batch"
         check_linear(objective, terms, weights, parts, "set train.accumulate = 1")
 
 
 def _clip(norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, the norm taken in float32."""
+    """Return `optax.clip_by_global_norm` with the norm computed in float32."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         total = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))

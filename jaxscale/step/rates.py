@@ -1,4 +1,4 @@
-"""What the rate of a step is told by: the operations that its model needs, and the peak of the device at hand."""
+"""FLOPs and examples of a step, and a device's peak FLOP/s, from which throughput and MFU are computed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import describe_model
 
 _WITHOUT_WEIGHTS = ("scores", "attn_out")
-"""Products of a model's `products` whose two operands are both activations."""
+"""Those of a model's `products` whose operands are both activations."""
 
 
 def model_flops(config: TrainConfig) -> int | None:
-    """Matrix-multiplication FLOPs that a training step of a run needs, over the whole machine.
+    """Return the matrix-multiplication FLOPs that a training step of a run needs, over all devices.
 
-    Three forward passes (PaLM, Chowdhery et al. 2022, appendix B; attention's causal pairs only, see
-    `Transformer.flops`). With adapters the frozen weights have no gradient, so that their products count twice and not
-    three times, and the adapters' own count three times (Hu et al. 2021): about two thirds. A model of which nothing
-    tells its `products` is then taken to multiply by weights alone.
+    That is three times a forward pass (PaLM, Chowdhery et al. 2022, appendix B; attention counts causal pairs only, see
+    `Transformer.flops`). With adapters, products with frozen weights count twice and not three times, since these have
+    no gradient, and the adapters' own products three times (Hu et al. 2021): about two thirds in all. If the model has
+    no method `products`, all its products are then assumed to be with weights.
+
+    Args:
+      config: the run's settings.
 
     Returns:
-      `None` where the model config has no `flops(batch, seq)`.
+      The FLOPs, or `None` if the model config has no `flops(batch, seq)`.
     """
     model, rows, seq = config.model, config.batch_size, config.seq_len
     if not isinstance(model, CountsFlops):
@@ -31,25 +34,37 @@ def model_flops(config: TrainConfig) -> int | None:
         return model.flops(rows, seq)
     forward = model.flops(rows, seq, training=False)
     products = model.products(rows, seq) if isinstance(model, CountsProducts) else {}
-    between = sum(products.get(name, 0) for name in _WITHOUT_WEIGHTS)  # both operands have a gradient
+    without_weights = sum(products.get(name, 0) for name in _WITHOUT_WEIGHTS)  # both operands have a gradient
     adaptation = config.adapters.adapt(*describe_model(model))
-    beside = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adaptation.adapters))
-    return 2 * forward + between + adaptation.passes * beside
+    trained = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adaptation.adapters))
+    return 2 * forward + without_weights + adaptation.passes * trained
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """The device's datasheet bf16 FLOP/s, or `None` where it is not known (a CPU)."""
+    """Return a device's bfloat16 FLOP/s by its datasheet, or `None` if it is unknown (a CPU).
+
+    Args:
+      device: the device.
+    """
     chip = chip_of(device.device_kind)
     return None if chip is None else chip.flops["bfloat16"]
 
 
 def examples(config: TrainConfig) -> tuple[str, int]:
-    """The unit of a step's rate, and how many a step has: tokens, or rows where a batch has no tokens."""
+    """Return the unit of throughput and its number in a step: tokens, or rows if a batch has no tokens.
+
+    Args:
+      config: the run's settings.
+    """
     if "tokens" in config.objective.inputs(config):
         return "tokens", config.batch_size * config.seq_len
     return "rows", config.batch_size
 
 
 def parameter_count(config: TrainConfig) -> int:
-    """Parameters of the model, without adapters."""
+    """Return the number of the model's parameters, without adapters.
+
+    Args:
+      config: the run's settings.
+    """
     return sum(i.size for i in jax.tree.leaves(describe_model(config.model)[1]))

@@ -1,4 +1,4 @@
-"""How often snapshots of the state are taken, and how many processes may be lost; taken by `jaxscale.train`."""
+"""Settings of snapshots of the training state in host memory; `jaxscale.train` takes them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxscale.errors import ConfigError
 class Snapshots:
     """Snapshots of the state in host memory; in gin `train.snapshots = @Snapshots()` and `Snapshots.every = 10`.
 
-    A process keeps its part of the state twice, and parities of others' parts: for `n` processes, twice its part times
-    1 + parity / (n - parity). They outlast it, in files in memory, until the run is finished.
+    A process stores its part of the state twice, and parities of other processes' parts: with `n` processes, twice its
+    part times 1 + parity / (n - parity). They are files in memory, which outlast the process, until the run ends.
 
     Args:
       every: steps between snapshots; 0 takes none.
-      parity: how many processes (machines, where each has its own) may be lost with all that they held.
-      folder: where files are memory.
+      parity: how many processes (machines, if each has one process) may be lost without losing the snapshot.
+      folder: a folder whose files are in memory.
 
     Raises:
-      ConfigError: a number below 0, or `folder` is not there.
+      ConfigError: a number below 0, or `folder` does not exist.
     """
 
     every: int = 1
@@ -38,9 +38,13 @@ class Snapshots:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"Snapshots.{name} = {value!r}: must be a whole number of at least 0")
         if self.every and not Path(self.folder).is_dir():
-            raise ConfigError(f"Snapshots.folder = {self.folder!r} is not there; name a folder that is in memory")
+            raise ConfigError(f"Snapshots.folder = {self.folder!r} does not exist; name a folder that is in memory")
 
     def root(self, run: Path) -> Path:
-        """A run's folder in this machine's memory."""
+        """Return a run's folder in this machine's memory.
+
+        Args:
+          run: the run's folder on disk.
+        """
         name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
         return Path(self.folder) / f"jaxscale-{os.getuid()}" / name

@@ -1,4 +1,4 @@
-"""Where a run's first parameters come from, when not from random numbers: what the step asks of `train.start`."""
+"""The interface of `train.start`: initial parameters from another run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Tree = Any
 
 
 class Start(Protocol):
-    """Gives first parameters; `jaxscale.train.FromRun` reads those of another run.
+    """A source of initial parameters; `jaxscale.train.FromRun` reads those of another run.
 
     Attributes:
-      path: where they come from, for messages.
-      step: of which checkpoint; `None` until `settled`.
-      run: the run they come from, with `config`, `imported` and the like (see `jaxscale.train.run.RunFolder`).
+      path: where the parameters are from, for messages.
+      step: step of the checkpoint; `None` before `settled`.
+      run: the run that they are from, with `config`, `imported` and so on (see `jaxscale.train.run.RunFolder`).
     """
 
     path: str
@@ -26,24 +26,32 @@ class Start(Protocol):
         """The run.
 
         Raises:
-          RunError: it is not there.
+          RunError: it does not exist.
         """
 
     def settled(self) -> Any:
-        """The same, with everything written out that could mean something else tomorrow."""
+        """Return the same start with everything explicit that could change later, such as "the newest checkpoint"."""
 
     def check(self, infos: Tree) -> None:
-        """That it has these parameters, a `TensorInfo` each; reads none.
+        """Check that the checkpoint has these parameters, without reading them.
+
+        Args:
+          infos: a `TensorInfo` per parameter.
 
         Raises:
-          CheckpointError: listing those that are missing, extra or of another shape.
+          CheckpointError: parameters are missing, extra or of another shape; the message lists them.
         """
 
     def params(self, infos: Tree, layout: Layout | None) -> Tree:
-        """The parameters, in the types of `infos`, each device its shards."""
+        """Return the parameters, sharded.
+
+        Args:
+          infos: a `TensorInfo` per parameter, with the dtype to convert to.
+          layout: the layout that shards them; `None` is one device.
+        """
 
     def fingerprint(self) -> str:
-        """Hex, of the values."""
+        """Return a digest of the values, in hexadecimal."""
 
     def about(self) -> dict[str, Any]:
-        """What `run.json` says of it."""
+        """Return the entry in `run.json` about this start."""

@@ -1,4 +1,4 @@
-"""The state of training: one plain tree, born laid out."""
+"""The training state, one plain tree, and the blueprint from which it is created sharded."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a step reads and writes.
+    """Everything that a step reads and writes.
 
     Args:
-      step: optimizer steps taken, int32 scalar.
-      params: the arrays that are trained, as the run's algorithm keeps them: a nested dict of the model's, or of its
-        adapters'.
-      opt_state: the optimizer's.
+      step: steps so far, int32 scalar.
+      params: trained parameters as the run's algorithm stores them: a nested dict, of the model or of its adapters.
+      opt_state: the optimizer's state.
       rng: the run's random key; step k folds k into it.
-      guards: what the run's guards remember, by name (see `jaxscale.step.guards`).
-      frozen: parameters of the model that no step changes: those that adapters are on, or that an objective takes for
-        reference; `{}` where there are none. They are donated and returned with the rest, and no checkpoint holds them
-        (see `saved`).
-      extra: what else the algorithm keeps, trees by name (see `jaxscale.step.algorithm`).
+      guards: memory of the run's guards, by name (see `jaxscale.step.guards`).
+      frozen: parameters of the model that no step changes: those beside adapters, or an objective's reference; else
+        `{}`. They are donated and returned with the rest, but are not in checkpoints (see `saved`).
+      extra: further trees of the algorithm, by name (see `jaxscale.step.algorithm`).
     """
 
     step: jax.Array
@@ -51,12 +49,16 @@ class TrainState:
     extra: Tree = dataclasses.field(default_factory=dict)
 
     def replace(self, **changes: Any) -> TrainState:
-        """The same with other fields."""
+        """Return a copy with other values of some fields.
+
+        Args:
+          **changes: new values by name of field.
+        """
         return TrainState(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TrainState)} | changes)
 
     @property
     def saved(self) -> TrainState:
-        """What checkpoints and snapshots hold: all but the frozen parameters, which the run they are of has on disk."""
+        """The part that checkpoints and snapshots hold: all but the frozen parameters, which are in another run."""
         return self.replace(frozen={})
 
 
@@ -66,16 +68,16 @@ class Blueprint:
 
     Args:
       graphdef: the module's structure, for `nnx.merge(graphdef, params)`.
-      infos: a `TensorInfo` per parameter that is trained.
+      infos: a `TensorInfo` per trained parameter.
       tx: the optimizer.
-      layout: where things live; `None` is one device.
-      make_params: builds the parameters (under `jit`).
-      guards: those of the run.
-      start: the run whose parameters are the first ones, or are adapted.
-      adaptation: adapters, which are trained in place of the model's own parameters.
-      inputs: the arrays of a batch (see `Objective.inputs`); by default every dimension but the rows is a sequence's.
-      algorithm: what owns the state.
-      reference: whether the first parameters are kept for the objective (see `Objective.reference`).
+      layout: mesh and rules; `None` is one device.
+      make_params: seed -> initial trained parameters; called under `jit`.
+      guards: the run's guards.
+      start: where initial or frozen parameters are from, or `None`.
+      adaptation: the split into trained and frozen parameters, or `None` if all are trained.
+      inputs: the arrays of a batch (see `Objective.inputs`); `None` means that all dimensions after the rows are `seq`.
+      algorithm: the training algorithm.
+      reference: whether the objective needs the initial parameters (see `Objective.reference`).
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -91,42 +93,61 @@ class Blueprint:
     reference: bool = False
 
     def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
-        """Logical axes of an array of a batch, without the rows."""
+        """Return the logical axes of an array of a batch, without the rows.
+
+        Args:
+          name: name of the array.
+          dimensions: its number of dimensions, without the rows.
+        """
         if self.inputs is None or name not in self.inputs:
             return ("seq",) * dimensions
         return self.inputs[name].axes
 
     @property
     def frozen(self) -> Tree:
-        """A `TensorInfo` per parameter of the model that no step changes: under adapters, or for reference."""
+        """A `TensorInfo` per array of `TrainState.frozen`: parameters beside adapters, or for reference."""
         if self.adaptation is not None:
             return self.adaptation.base
         named = lambda i: dataclasses.replace(i, path=f"reference/{i.path}")  # noqa: E731
         return jax.tree.map(named, self.infos) if self.reference else {}
 
     def reference_of(self, frozen: Tree = None) -> Any:
-        """The module with the frozen parameters, for the objective; `None` where it takes none."""
+        """Return the reference model for the objective, or `None` if it needs none.
+
+        Args:
+          frozen: `TrainState.frozen`.
+        """
         return nnx.merge(self.graphdef, frozen) if self.reference else None
 
     def of_model(self) -> Blueprint:
-        """The same with the model's own parameters in place of adapters."""
+        """Return the blueprint with all of the model's parameters in place of an adaptation."""
         if self.adaptation is None:
             return self
         return dataclasses.replace(self, infos=self.adaptation.infos, adaptation=None)
 
     def weights(self, state: TrainState) -> Tree:
-        """The model's parameters as evaluation sees them; kernels with adapters are `Adapted`."""
+        """Return the model's parameters for evaluation; kernels with adapters are `Adapted`.
+
+        Args:
+          state: the training state.
+        """
         return self.model_params(self.algorithm.weights(state), state.frozen)
 
     def model_params(self, params: Tree, frozen: Tree) -> Tree:
-        """What `nnx.merge(graphdef, ...)` wants, of the trained parameters and the frozen ones."""
+        """Return all parameters of the model, for `nnx.merge(graphdef, ...)`.
+
+        Args:
+          params: the trained parameters, one copy.
+          frozen: `TrainState.frozen`.
+        """
         return params if self.adaptation is None else self.adaptation.over(params, frozen)
 
     def read_frozen(self) -> Tree:
-        """The frozen parameters, from the run they are of, each device its shards.
+        """Read the frozen parameters from the run that they are from; each device reads its shards.
 
         Raises:
-          CheckpointError, RunError: that run cannot be read, or has another model.
+          CheckpointError: the checkpoint cannot be read, or is of another model.
+          RunError: the run cannot be read.
         """
         if self.adaptation is None and not self.reference:
             return {}
@@ -136,10 +157,10 @@ class Blueprint:
         return self.adaptation.freeze(functools.partial(self.start.params, layout=self.layout), self.layout)
 
     def shardings(self) -> TrainState | None:
-        """A sharding per array of the state, or `None` without a layout.
+        """Return a sharding per array of the state, or `None` without a layout.
 
         Raises:
-          LayoutError: naming the tensor that cannot be laid out.
+          LayoutError: a tensor cannot be sharded; the message names it.
         """
         if self.layout is None:
             return None
@@ -156,63 +177,88 @@ class Blueprint:
         )
 
     def abstract_state(self) -> TrainState:
-        """Shapes and dtypes of the state."""
+        """Return the shapes and dtypes of the state."""
         frozen = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), self.frozen)
         return jax.eval_shape(lambda: self.make(0)).replace(frozen=frozen)
 
     def init(self, seed: int) -> TrainState:
-        """The first state. Its values depend on the seed and on the run it starts from, not on the layout."""
+        """Return the initial state, sharded. Its values depend on the seed and on `train.start`, not on the layout.
+
+        Args:
+          seed: the run's seed.
+
+        Raises:
+          LayoutError: a tensor cannot be sharded.
+          CheckpointError: the checkpoint of `train.start` cannot be read, or is of another model.
+          RunError: the run of `train.start` cannot be read.
+        """
         shardings = self.shardings()
-        where = None if shardings is None else shardings.saved
+        saved_shardings = None if shardings is None else shardings.saved
         read = None if self.start is None else functools.partial(self.start.params, layout=self.layout)
         if read is not None:
             params = read(self.infos) if self.adaptation is None else self.adaptation.first(read)
         if read is None or params is None:
-            state = jax.jit(self.make, static_argnums=0, out_shardings=where)(seed)
+            state = jax.jit(self.make, static_argnums=0, out_shardings=saved_shardings)(seed)
             return state.replace(frozen=self.read_frozen())
         copied = self.reference and self.adaptation is None
         frozen = jax.tree.map(jnp.copy, params) if copied else self.read_frozen()
-        state = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=where)(params, seed)
+        state = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=saved_shardings)(params, seed)
         return state.replace(frozen=frozen)
 
     def completed(self, state: TrainState) -> TrainState:
-        """A restored state with what is not restored: the frozen parameters, and the memory of new guards.
+        """Add to a restored state what checkpoints do not have: frozen parameters, and the memory of new guards.
+
+        Args:
+          state: a state from a checkpoint or snapshot.
 
         Raises:
-          CheckpointError, RunError: see `read_frozen`.
+          CheckpointError: see `read_frozen`.
+          RunError: see `read_frozen`.
         """
         guards = with_memory(self.guards, state.guards, state.step.sharding)
         return state.replace(guards=guards, frozen=self.read_frozen())
 
     def make(self, seed: Any) -> TrainState:
-        """The first state but for the frozen parameters, as traced; `seed` may be traced too."""
+        """Return a randomly initialised state without the frozen parameters; called under `jit`.
+
+        Args:
+          seed: the run's seed, an int or a traced int32 scalar.
+        """
         return self._first(self.make_params(seed), seed)
 
     def _first(self, params: Tree, seed: Any) -> TrainState:
-        key, kept = jax.random.key(seed), memory_of(self.guards)
-        return TrainState(jnp.zeros([], jnp.int32), rng=key, guards=kept, **self.algorithm.init(self, params))
+        key, memory = jax.random.key(seed), memory_of(self.guards)
+        return TrainState(jnp.zeros([], jnp.int32), rng=key, guards=memory, **self.algorithm.init(self, params))
 
 
 def make_params(model: ModelConfig, seed: int) -> Tree:
-    """The model's initial parameters, a nested dict of arrays."""
+    """Return a model's initial parameters, a nested dict of arrays.
+
+    Args:
+      model: the model's config.
+      seed: seed of the random initial values.
+    """
     return nnx.to_pure_dict(nnx.split(model.make(nnx.Rngs(params=jax.random.key(seed))))[1])
 
 
 def describe_model(model: ModelConfig) -> tuple[nnx.GraphDef[Any], Tree]:
-    """The model's structure and a `TensorInfo` per parameter; makes no array.
+    """Return a model's structure and a `TensorInfo` per parameter, without creating arrays.
 
-    Where none of the parameters has axis names, each of their dimensions is `None` (see `jaxscale.layout.infer_names`).
-    Of the last few models it is remembered: planning asks for one on a thousand layouts.
+    If no parameter has logical axes, all its axes are `None` (see `jaxscale.layout.infer_names`). Results for the last
+    few models are cached, since planning needs them for each of a thousand layouts.
+
+    Args:
+      model: the model's config.
     """
     try:
-        graphdef, infos = _remembered(model)  # type: ignore[arg-type]  # where a field of it is a list
-    except TypeError:
+        graphdef, infos = _cached(model)  # type: ignore[arg-type]
+    except TypeError:  # a field of the config, such as a list, is not hashable
         return _describe(model)
-    return graphdef, jax.tree.map(lambda i: i, infos)  # a tree of the caller's own
+    return graphdef, jax.tree.map(lambda i: i, infos)  # a copy, which the caller may change
 
 
 def _describe(model: ModelConfig) -> tuple[nnx.GraphDef[Any], Tree]:
     return abstract(lambda: model.make(nnx.Rngs(params=0)), unnamed=True)
 
 
-_remembered = functools.lru_cache(16)(_describe)
+_cached = functools.lru_cache(16)(_describe)

@@ -1,4 +1,4 @@
-"""Training steps and evaluations as compiled programs, and where their batches live."""
+"""Training steps and evaluations as compiled programs, and the shardings of their batches."""
 
 from __future__ import annotations
 
@@ -17,58 +17,76 @@ from jaxscale.step.state import Blueprint
 
 
 def batch_sharding(layout: Layout | None, batch_size: int, seq_len: int) -> Any:
-    """Where a batch's (B, S) arrays live.
+    """Return the sharding of (B, S) arrays of a batch; `None` without a layout.
+
+    Args:
+      layout: the layout, or `None`.
+      batch_size: B, rows of the global batch.
+      seq_len: S, tokens of a row.
 
     Raises:
-      LayoutError: the batch does not divide.
+      LayoutError: the layout does not divide the batch.
     """
     return batch_shardings(layout, {"batch": Input((seq_len,), "int32", ("seq",))}, batch_size)["batch"]
 
 
 def batch_shardings(layout: Layout | None, inputs: Mapping[str, Input], batch_size: int) -> dict[str, Any]:
-    """Where each array of a batch lives; `None` without a layout.
+    """Return the sharding of each array of a batch by name; `None` for each without a layout.
+
+    Args:
+      layout: the layout, or `None`.
+      inputs: the arrays, from `Objective.inputs`.
+      batch_size: rows of the global batch.
 
     Raises:
-      LayoutError: the batch does not divide.
+      LayoutError: the layout does not divide the batch.
     """
     if layout is None:
         return dict.fromkeys(inputs)
 
     def sharding(name: str, i: Input) -> Any:
-        what = f"the batch's {name}"
-        return layout.sharding(("batch", *i.axes), (batch_size, *i.shape), kind="activations", name=what)
+        label = f"the batch's {name}"
+        return layout.sharding(("batch", *i.axes), (batch_size, *i.shape), kind="activations", name=label)
 
     return {name: sharding(name, i) for name, i in inputs.items()}
 
 
 def jit_step(step: Callable[..., Any], blueprint: Blueprint, batch: Any) -> Callable[..., Any]:
-    """`jit`, donating the state, both sides pinned: without that small parameters drift to other layouts.
+    """Return the jitted step; it donates the state and fixes the shardings of its arguments and results.
+
+    Without fixed shardings, XLA may choose another sharding for the new values of small parameters.
 
     Args:
-      step: from `Algorithm.step`.
-      blueprint: what gives the state's shardings.
-      batch: the batch's sharding, or `None`.
+      step: the step, from `Algorithm.step`.
+      blueprint: the run's blueprint, which has the state's shardings.
+      batch: the batch's shardings, or `None`.
     """
     if blueprint.layout is None:
         return jax.jit(step, donate_argnums=0)
     state = blueprint.shardings()
-    where = (state, blueprint.layout.replicated)
-    return jax.jit(step, donate_argnums=0, in_shardings=(state, batch), out_shardings=where)
+    results = (state, blueprint.layout.replicated)
+    return jax.jit(step, donate_argnums=0, in_shardings=(state, batch), out_shardings=results)
 
 
 def make_eval(blueprint: Blueprint, batch: Any, objective: Objective = NEXT_TOKEN) -> Callable[..., Totals]:
-    """Jitted `(params, batch) -> the objective's terms and weights`, which add up over batches; no dropout.
+    """Return the jitted evaluation of a batch, without dropout.
 
-    The parameters are those of the model (see `Blueprint.model_params`). Of an objective with a reference, a third
-    argument is the state's `frozen`. On a layout with pipeline stages the forward phases of its schedule run alone: no
-    stage holds another's layers.
+    Args:
+      blueprint: the run's blueprint.
+      batch: the batch's shardings, or `None`.
+      objective: the objective.
+
+    Returns:
+      `(params, batch) -> terms and weights of the objective`, which add up over batches. `params` are all parameters of
+      the model (see `Blueprint.model_params`). If the objective has a reference, a third argument is the state's
+      `frozen`. With pipeline stages only the forward passes of the schedule run.
     """
     stages = pipelined(blueprint.of_model(), objective) if is_pipelined(blueprint) else None
 
     def evaluate(params: Tree, batch: Batch, *frozen: Tree) -> Totals:
         batch = numbered(batch)
         if stages is not None:
-            if blueprint.adaptation is not None:  # a stage knows kernels and no adapters
+            if blueprint.adaptation is not None:  # stages need plain kernels
                 params = blueprint.adaptation.dense(params)
             return stages.sums(params, batch) | objective.weights(batch, stages.microbatches(len(batch["rows"])))
         model, reference = nnx.merge(blueprint.graphdef, params), blueprint.reference_of(*frozen)

@@ -1,4 +1,4 @@
-"""The first number that is not finite: every operation of a traced function asked, and the guilty one opened."""
+"""Finds the operation of a traced function that first makes a NaN or an infinity."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a number stopped being finite.
+    """The operation that first made a NaN or an infinity.
 
     Args:
       kind: "NaN" or "an infinity".
-      primitive: the operation that made it of finite numbers.
-      place: the named scopes around it and the turns of the loops, outermost first, such as "runs/0[3]/mlp".
+      primitive: name of the operation, whose operands were finite.
+      place: named scopes and loop iterations around it, outermost first, such as "runs/0[3]/mlp".
       backward: whether it is in the backward pass.
       source: file and line of the program, or "".
-      largest: the largest magnitude among its operands.
+      largest: the largest finite magnitude among its operands.
     """
 
     kind: str
@@ -40,23 +40,23 @@ class Origin:
     largest: float
 
     def __str__(self) -> str:
-        way = "backward" if self.backward else "forward"
-        at = f" ({self.source})" if self.source else ""
+        direction = "backward" if self.backward else "forward"
+        source = f" ({self.source})" if self.source else ""
         return (
-            f"{way}, {self.place or 'outside of any module'}: {self.primitive} makes {self.kind} of numbers up to "
-            f"{self.largest:.3g}{at}"
+            f"{direction}, {self.place or 'outside of any module'}: {self.primitive} makes {self.kind} of numbers up "
+            f"to {self.largest:.3g}{source}"
         )
 
 
 def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Origin | None:
-    """Where `fn(*args)` first makes a NaN or an infinity of finite numbers, or `None`.
+    """Return where `fn(*args)` first makes a NaN or an infinity of finite numbers, or `None`.
 
-    A loop or a call whose results are sound is not looked into, a guilty one is opened: a compilation or two for each
-    level of nesting. An infinity below zero counts for nothing until it becomes a NaN: that is how attention masks.
+    Only loops and calls with such results are searched, so there are one or two compilations for each level of nesting.
+    Negative infinity does not count, since attention masks use it, but a NaN that is made of it does.
 
     Args:
-      fn: of trees of arrays.
-      *args: which lie on one device.
+      fn: a function of trees of arrays.
+      *args: its arguments, on one device.
     """
     closed = jax.make_jaxpr(fn)(*args)
     return _search(closed.jaxpr, closed.consts, jax.tree.leaves(args), ())
@@ -64,34 +64,40 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Origin | None:
 
 def _search(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer: tuple[str, ...]) -> Origin | None:
     def marks(consts: Sequence[Any], args: Sequence[Any]) -> Any:
-        return [(_marks(given), _marks(made)) for _, given, made in _steps(jaxpr, consts, args)]
+        return [(_marks(operands), _marks(results)) for _, operands, results in _steps(jaxpr, consts, args)]
 
-    seen = jax.device_get(quickly(marks)(consts, args))
-    guilty = next((i for i, (given, made) in enumerate(seen) if _born(given, made)), None)
-    if guilty is None:
+    all_marks = jax.device_get(quickly(marks)(consts, args))
+    index = next((i for i, (operands, results) in enumerate(all_marks) if _is_origin(operands, results)), None)
+    if index is None:
         return None
 
-    def around(consts: Sequence[Any], args: Sequence[Any]) -> Any:
-        return next(itertools.islice(_steps(jaxpr, consts, args), guilty, None))[1:]
+    def values(consts: Sequence[Any], args: Sequence[Any]) -> Any:
+        return next(itertools.islice(_steps(jaxpr, consts, args), index, None))[1:]
 
-    eqn, (given, made) = jaxpr.eqns[guilty], quickly(around)(consts, args)
-    here = (*outer, *_scopes(eqn))
-    found = next((o for parts in _inside(eqn, given, here) if (o := _search(*parts)) is not None), None)
-    return found or _origin(eqn, given, made, here)
+    eqn, (operands, results) = jaxpr.eqns[index], quickly(values)(consts, args)
+    scopes = (*outer, *_scopes(eqn))
+    inner = next((o for parts in _bodies(eqn, operands, scopes) if (o := _search(*parts)) is not None), None)
+    return inner or _origin(eqn, operands, results, scopes)
 
 
 def quickly(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for one call, on a CPU without the optimizations that would take longer than it."""
+    """Return a jitted function for a single call.
+
+    On a CPU it is compiled without optimizations, which would take longer than the call.
+
+    Args:
+      fn: a function of arrays.
+    """
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(fn, compiler_options=options)
 
 
 def gathers(jaxpr: core.Jaxpr, caller: str = "") -> list[str]:
-    """The source lines that gather or scatter outside of any `shard_map`, each once, as "model.py:12".
+    """Return the source lines that gather or scatter outside of any `shard_map`, such as "model.py:12", each once.
 
     Args:
-      jaxpr: of the program.
-      caller: the line that called it: operations inside of `jax.numpy` functions have no line of their own.
+      jaxpr: the program.
+      caller: the line that called it, for operations inside of `jax.numpy` functions, which have no line of their own.
     """
     lines: dict[str, None] = {}
     for eqn in jaxpr.eqns:
@@ -100,28 +106,28 @@ def gathers(jaxpr: core.Jaxpr, caller: str = "") -> list[str]:
             lines[line] = None
         elif eqn.primitive.name != "shard_map":
             inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
-            lines |= dict.fromkeys(found for x in inner if isinstance(x, core.Jaxpr) for found in gathers(x, line))
+            lines |= dict.fromkeys(entry for x in inner if isinstance(x, core.Jaxpr) for entry in gathers(x, line))
     return list(lines)
 
 
 def _steps(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
 ) -> Iterator[tuple[core.JaxprEqn, list[Any], list[Any]]]:
-    """Each equation in order, with what goes in and what comes out."""
+    """Yield each equation in order, with its operands and results."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
-        given = [v.val if isinstance(v, core.Literal) else values[v] for v in eqn.invars]
-        made = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-        made = list(made) if eqn.primitive.multiple_results else [made]
-        values.update(zip(eqn.outvars, made, strict=True))
-        yield eqn, given, made
+        operands = [v.val if isinstance(v, core.Literal) else values[v] for v in eqn.invars]
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        results = list(results) if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+        yield eqn, operands, results
 
 
 NAN, ABOVE, BELOW = 4, 2, 1
 
 
 def _marks(values: Sequence[Any]) -> list[Any]:
-    """What each floating-point array holds that is not finite, as bits; one reduction each."""
+    """Return bits for the kinds of non-finite numbers in each floating-point array, by one reduction each."""
     return [
         jax.lax.reduce(_mark(jnp.asarray(x)), np.int32(0), jax.lax.bitwise_or, tuple(range(np.ndim(x))))
         for x in values
@@ -134,9 +140,9 @@ def _mark(x: Any) -> Any:
     return jnp.where(jnp.isnan(x), np.int32(NAN), jnp.where(jnp.isinf(x), infinite, np.int32(0)))
 
 
-def _born(given: Sequence[Any], made: Sequence[Any]) -> bool:
-    """From marks, whether a NaN comes out and none went in, or an infinity above zero of finite numbers alone."""
-    into, out = (functools.reduce(operator.or_, map(int, marks), 0) for marks in (given, made))
+def _is_origin(operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Return, from marks, whether a NaN is made without a NaN, or a positive infinity of finite numbers."""
+    into, out = (functools.reduce(operator.or_, map(int, marks), 0) for marks in (operands, results))
     return bool(out & NAN and not into & NAN or out & ABOVE and not into)
 
 
@@ -147,48 +153,60 @@ def _is_float(x: Any) -> bool:
 Parts = tuple[core.Jaxpr, Sequence[Any], Sequence[Any], tuple[str, ...]]
 
 
-def _inside(eqn: core.JaxprEqn, given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
-    """What an equation is made of, with what it is given: a loop turn by turn, a branch, or the body of a call."""
+def _bodies(eqn: core.JaxprEqn, operands: Sequence[Any], scopes: tuple[str, ...]) -> Iterator[Parts]:
+    """Yield the programs inside an equation, with their operands: a loop's iterations, a branch, a call's body."""
     opener = _OPEN.get(eqn.primitive.name, open_call)
-    return opener(eqn.params, given, here)
+    return opener(eqn.params, operands, scopes)
 
 
-def _open_scan(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
-    fixed, carry, rows = parts_of_scan(params, given)
-    turns = range(params["length"])
+def _open_scan(params: dict[str, Any], operands: Sequence[Any], scopes: tuple[str, ...]) -> Iterator[Parts]:
+    fixed, carry, rows = parts_of_scan(params, operands)
+    iterations = range(params["length"])
     body = quickly(core.jaxpr_as_fun(params["jaxpr"]))
-    for i in reversed(turns) if params["reverse"] else turns:
+    for i in reversed(iterations) if params["reverse"] else iterations:
         args = (*fixed, *carry, *(x[i] for x in rows))
-        made = body(*args)
-        if _born(_marks(args), _marks(made)):
-            place = (*here[:-1], f"{here[-1] if here else 'loop'}[{i}]")
+        results = body(*args)
+        if _is_origin(_marks(args), _marks(results)):
+            place = (*scopes[:-1], f"{scopes[-1] if scopes else 'loop'}[{i}]")
             yield params["jaxpr"].jaxpr, params["jaxpr"].consts, args, place
-        carry = made[: len(carry)]
+        carry = results[: len(carry)]
 
 
-def parts_of_scan(params: dict[str, Any], given: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What stays, what is carried on and what is taken row by row."""
-    if "ft_in" in params:  # jax 0.12 keeps them as a tree
-        fixed, carry, rows = map(list, params["ft_in"].update(given).unpack())
+def parts_of_scan(params: dict[str, Any], operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split the operands of a `scan` into constants, the carry, and arrays that are scanned over.
+
+    Args:
+      params: parameters of the equation.
+      operands: its operands, values or variables.
+    """
+    if "ft_in" in params:  # jax 0.12 stores them as a tree
+        fixed, carry, rows = map(list, params["ft_in"].update(operands).unpack())
         return fixed, carry, rows
     consts, carried = params["num_consts"], params["num_carry"]
-    return list(given[:consts]), list(given[consts : consts + carried]), list(given[consts + carried :])
+    return list(operands[:consts]), list(operands[consts : consts + carried]), list(operands[consts + carried :])
 
 
-def _open_cond(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
-    branch = params["branches"][int(given[0])]
-    yield branch.jaxpr, branch.consts, given[1:], here
+def _open_cond(params: dict[str, Any], operands: Sequence[Any], scopes: tuple[str, ...]) -> Iterator[Parts]:
+    branch = params["branches"][int(operands[0])]
+    yield branch.jaxpr, branch.consts, operands[1:], scopes
 
 
-def open_call(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
+def open_call(params: dict[str, Any], operands: Sequence[Any], scopes: tuple[str, ...]) -> Iterator[Parts]:
+    """Yield the body of a call (`jit`, `remat`, `custom_vjp` and so on), if the equation is one.
+
+    Args:
+      params: parameters of the equation.
+      operands: its operands.
+      scopes: named scopes around it.
+    """
     for value in params.values():
         body = getattr(value, "jaxpr", value)
-        if isinstance(body, core.Jaxpr) and len(body.invars) == len(given):
-            yield body, getattr(value, "consts", ()), given, here
+        if isinstance(body, core.Jaxpr) and len(body.invars) == len(operands):
+            yield body, getattr(value, "consts", ()), operands, scopes
             return
 
 
-def _open_nothing(params: dict[str, Any], given: Sequence[Any], here: tuple[str, ...]) -> Iterator[Parts]:
+def _open_nothing(params: dict[str, Any], operands: Sequence[Any], scopes: tuple[str, ...]) -> Iterator[Parts]:
     return iter(())
 
 
@@ -200,27 +218,27 @@ def _scopes(eqn: core.JaxprEqn) -> tuple[str, ...]:
     return (stack,) if stack else ()
 
 
-def _origin(eqn: core.JaxprEqn, given: Sequence[Any], made: Sequence[Any], here: tuple[str, ...]) -> Origin:
-    stack = "/".join(here)
-    floats = [np.abs(np.asarray(x, np.float64)) for x in given if _is_float(x) and np.size(x)]
+def _origin(eqn: core.JaxprEqn, operands: Sequence[Any], results: Sequence[Any], scopes: tuple[str, ...]) -> Origin:
+    stack = "/".join(scopes)
+    floats = [np.abs(np.asarray(x, np.float64)) for x in operands if _is_float(x) and np.size(x)]
     largest = max((float(x[np.isfinite(x)].max(initial=0)) for x in floats), default=math.nan)
-    kind = "NaN" if any(int(m) & NAN for m in _marks(made)) else "an infinity"
+    kind = "NaN" if any(int(m) & NAN for m in _marks(results)) else "an infinity"
     return Origin(kind, eqn.primitive.name, _plain(stack), "transpose(" in stack, source_line(eqn), largest)
 
 
 def _plain(stack: str) -> str:
-    """Scopes without what differentiation wrapped around them."""
+    """Return scopes without the names that `grad`, `vmap` and remat add."""
     for word in ("transpose(", "jvp(", "vmap(", "checkpoint/", "rematted_computation/", ")"):
         stack = stack.replace(word, "")
-    return "/".join(part for part in stack.split("/") if part).replace("/[", "[")  # the number of a layer
+    return "/".join(part for part in stack.split("/") if part).replace("/[", "[")  # "[3]" is the index of a layer
 
 
 def source_line(eqn: core.JaxprEqn, skip: Sequence[str] = ("site-packages",)) -> str:
-    """The innermost "file:line" that called an operation, or "".
+    """Return the innermost "file:line" that called an operation, or "".
 
     Args:
       eqn: the operation.
-      skip: files whose path contains one of these are passed over.
+      skip: files whose path contains one of these are ignored.
     """
     traceback = eqn.source_info.traceback
     frames: Sequence[Any] = () if traceback is None else traceback.frames

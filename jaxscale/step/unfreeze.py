@@ -24,13 +24,14 @@ class Unfreeze(Adapters):
     """Trains the named parameters of a model and freezes the others (`train.adapters = @Unfreeze()`).
 
     Needs `train.start`. Frozen parameters have no gradient and no optimizer state and are not in the run's checkpoints;
-    they are read from the checkpoint that the run starts from. A scanned stack of layers is trained or frozen as one.
+    they are read from the checkpoint that the run starts from. A scanned stack of layers is trained or frozen as a
+    whole.
 
     Args:
       targets: parts of parameter paths, such as "norm", "head", "attn/q" or "bias"; `*` matches any characters.
 
     Raises:
-      ConfigError: no targets.
+      ConfigError: there are no targets, or they are not a tuple.
     """
 
     targets: tuple[str, ...] = ("*norm*",)
@@ -43,15 +44,15 @@ class Unfreeze(Adapters):
         object.__setattr__(self, "targets", tuple(self.targets))
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Subset:
-        """Splits a model's parameters.
+        """Split a model's parameters.
 
         Args:
-          graphdef: its structure.
+          graphdef: the model's structure.
           infos: a `TensorInfo` per parameter.
-          reference: also keep the initial values of the trained parameters, for the objective.
+          reference: whether to store the initial values of the trained parameters as well, for the objective.
 
         Raises:
-          ConfigError: a target that no parameter matches.
+          ConfigError: no parameter matches a target.
         """
         paths = [i.path for i in jax.tree.leaves(infos)]
         for target in self.targets:
@@ -64,7 +65,12 @@ class Unfreeze(Adapters):
 
 
 def matches(path: str, target: str) -> bool:
-    """Whether a path, or as many parts of it in a row as the target has, match the target."""
+    """Return whether a path matches a target, or as many consecutive components of it as the target has.
+
+    Args:
+      path: a parameter's path, such as "runs/0/blocks/0/attn/q/kernel".
+      target: a pattern such as "attn/q", with `*` for any characters.
+    """
     parts, n = path.split("/"), target.count("/") + 1
     pieces = ("/".join(parts[i : i + n]) for i in range(len(parts) - n + 1))
     return fnmatchcase(path, target) or any(fnmatchcase(p, target) for p in pieces)
@@ -72,12 +78,12 @@ def matches(path: str, target: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subset:
-    """Some of a model's parameters, which are trained; see `jaxscale.step.adaptation.Adaptation`.
+    """A choice of a model's parameters to train; see `jaxscale.step.adaptation.Adaptation`.
 
     Args:
       infos: a `TensorInfo` per parameter of the model.
-      chosen: paths of those that are trained.
-      reference: whether initial values of the trained parameters are kept as well.
+      chosen: paths of the trained parameters.
+      reference: whether the initial values of the trained parameters are stored as well.
     """
 
     infos: Tree
@@ -97,30 +103,30 @@ class Subset:
         return jax.tree.map(named, self.infos) if self.reference else self._part(self.infos, trained=False)
 
     def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
-        """The parameters of `base`."""
+        """Return the parameters of `base`."""
         whole = read(self.infos)
         return whole if self.reference else self._part(whole, trained=False)
 
     def first(self, read: Callable[[Tree], Tree]) -> Tree:
-        """The initial trained parameters, from the checkpoint of `train.start`."""
+        """Return the initial trained parameters, from the checkpoint of `train.start`."""
         return self._part(read(self.infos), trained=True)
 
     def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
-        """Initial trained parameters from a seed."""
+        """Return initial trained parameters from a seed."""
         return self._part(whole(seed), trained=True)
 
     def over(self, trained: Tree, frozen: Tree) -> Tree:
-        """All of the model's parameters."""
+        """Return all of the model's parameters."""
         return _merged(frozen, trained)
 
     merged = over
 
     def dense(self, params: Tree) -> Tree:
-        """The same parameters."""
+        """Return the parameters unchanged."""
         return params
 
     def describe(self) -> str:
-        """What is trained, in words."""
+        """Return a sentence about the trained parameters."""
         sizes = [sum(i.size for i in jax.tree.leaves(t)) for t in (self.adapters, self.infos)]
         names = sorted({"/".join(p for p in path.split("/")[-2:] if not p.isdecimal()) for path in self.chosen})
         return f"{sizes[0]:,} of {sizes[1]:,} parameters are trained: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""When a process counts as lost; `jaxscale.train.watchdog` watches by it."""
+"""Settings of the watchdog (`jaxscale.train.watchdog`): when a process counts as failed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 
 BEAT = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats of a process."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Watchdog:
-    """When a process counts as lost. Only runs of several processes are watched.
+    """When a process counts as failed. Only runs of several processes are watched.
 
     Args:
-      silent: seconds without a sign of life, of a process that was killed without a trace, stopped, or cut off.
-      stuck: seconds in one phase of a step without getting on, or 20 times what the phase ever took if that is more.
-      disk: the same for a phase that waits for a disk, where a minute may be nothing out of order.
-      first: the same for a phase that was not yet finished twice: it compiles. All that comes before the first step has
-        to be done within as long.
+      silent: seconds without a heartbeat, as of a process that was killed, stopped or disconnected.
+      stuck: seconds in one phase of a step, or 20 times the longest that the phase has taken if that is more.
+      disk: the same for a phase that waits for a disk, which can take minutes.
+      first: the same for a phase that has not yet finished twice, since it may compile. Everything before the first
+        step must also finish within this time.
 
     Raises:
-      ConfigError: a time that is not above two signs of life.
+      ConfigError: a time is not more than two heartbeats.
     """
 
     silent: float = 8.0

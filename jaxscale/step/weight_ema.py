@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is what is evaluated, sampled from and exported."""
+"""An exponential moving average of the weights, which evaluation, sampling and export use."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 @register
 @dataclasses.dataclass(frozen=True)
 class WeightEMA(Algorithm):
-    """Trains as another algorithm does, and averages its weights (Polyak & Juditsky 1992, with exponential weights).
+    """Trains by another algorithm and averages the weights (Polyak & Juditsky 1992, with exponential weights).
 
-    After each step `average = decay · average + (1 - decay) · params`, in float32, from the first parameters on. The
-    average is laid out as optimizer state is. Evaluation, `Run.params`, sampling and export take it; training does not
-    see it. A step whose update a guard refuses averages the parameters as they are.
+    After each step `average = decay · average + (1 - decay) · params`, in float32, beginning with the initial
+    parameters. The average is sharded like optimizer state. Evaluation, `Run.params`, sampling and export use it;
+    training does not. If a guard skips a step's update, the unchanged parameters are averaged.
 
     Args:
-      decay: how much of the average a step keeps; the last `1 / (1 - decay)` steps or so make it up.
-      inner: takes the steps.
+      decay: weight of the previous average; it averages over about the last `1 / (1 - decay)` steps.
+      inner: the algorithm that takes the steps.
 
     Raises:
-      ConfigError: a decay out of its range, or an inner algorithm whose weights are an average already.
+      ConfigError: `decay` is out of its range, or `inner` is a `WeightEMA` itself.
     """
 
     decay: float = 0.999
@@ -50,14 +50,17 @@ class WeightEMA(Algorithm):
 
     @property
     def in_formulas(self) -> bool:
+        """Whether the planner's formulas cover the inner algorithm."""
         return self.inner.in_formulas
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
+        """Return the inner algorithm's infos, with the float32 average in "extra"."""
         infos = self.inner.infos(blueprint)
         wide = lambda i: dataclasses.replace(i, path=f"average/{i.path}", dtype=jnp.dtype("float32"))  # noqa: E731
         return {**infos, "extra": {**infos["extra"], "average": jax.tree.map(wide, infos["params"])}}
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
+        """Return the inner algorithm's arrays, and the initial parameters as the average."""
         state = self.inner.init(blueprint, params)
         first = jax.tree.map(lambda p: p.astype(jnp.float32), state["params"])
         return {**state, "extra": {**state["extra"], "average": first}}
@@ -71,6 +74,7 @@ class WeightEMA(Algorithm):
         schedule: Callable[[Any], Any] | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
+        """Return the inner algorithm's step, followed by an update of the average."""
         inner = self.inner.step(blueprint, objective, accumulate=accumulate, schedule=schedule, guards=guards)
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -83,21 +87,25 @@ class WeightEMA(Algorithm):
         return step
 
     def weights(self, state: TrainState) -> Tree:
+        """Return the average, in the parameters' dtypes."""
         like = lambda a, p: jax.device_put(a.astype(p.dtype), p.sharding)  # noqa: E731
         average = jax.tree.map(like, state.extra["average"], state.params)
         return self.inner.weights(state.replace(params=average))
 
     def weights_in(self, blueprint: Blueprint) -> str | None:
+        """Return "extra/average" if all parameters are float32 and the inner algorithm evaluates its parameters."""
         same = all(i.dtype == jnp.float32 for i in jax.tree.leaves(blueprint.infos))
         return "extra/average" if same and self.inner.weights_in(blueprint) == "params" else None
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
+        """Return the copies of the inner algorithm."""
         return self.inner.copies(params, batch)
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
+        """Check that the optimizer is not schedule-free, and the inner algorithm's own conditions."""
         if averages(state_infos(blueprint.tx, blueprint.infos)):
             raise ConfigError(
-                "WeightEMA averages the parameters in training, and a schedule-free optimizer evaluates an average of "
-                "its own; set train.algorithm = @Backprop()"
+                "WeightEMA averages the parameters, but a schedule-free optimizer already evaluates its own average; "
+                "set train.algorithm = @Backprop()"
             )
         self.inner.check(config, blueprint)

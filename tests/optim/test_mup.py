@@ -207,7 +207,7 @@ def _through_updates(tx, grads, state, params):
 
 REFUSED = {
     "an optimizer of another kind": (lambda: _run(LAMB8bit()), "MuP has no learning rates for LAMB8bit"),
-    "an optax transformation": (lambda: _run(optax.sgd(0.1)), "brings its own; use an optimizer such as AdamW()"),
+    "an optax transformation": (lambda: _run(optax.sgd(0.1)), "has its own; use an optimizer such as AdamW()"),
     "heads that do not divide": (
         lambda: Small(kv_heads=2, parametrisation=MuP(8)).widening,
         "MuP.base_width = 8: Transformer.kv_heads = 2 does not come out whole at width 8, from 64",

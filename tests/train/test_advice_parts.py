@@ -237,7 +237,7 @@ ADAPTERS = {
     ),
     "a parametrisation": (
         adapted(LoRA(), parametrisation=MuP(base_width=16)),
-        ("MuP has no rule for adapters; leave it out of the model",),
+        ("MuP has no rule for adapters; set the model's parametrisation to None",),
         [adapted(LoRA())],
     ),
     "rounded over stages": (

@@ -46,5 +46,5 @@ def test_a_corpus_that_is_none_is_refused(corpora, said):
 
 def test_a_further_corpus_with_more_ids_than_the_model_is_named():
     wide = js.data.synthetic(64, documents=64, length=64)
-    with raises_saying(ConfigError, "64 token ids and the model 32"):
+    with raises_saying(ConfigError, "64 token ids, but the model only 32"):
         js.fit(js.TrainConfig(**bigram(evaluate_on={"wide": wide}, eval_batches=1)), quiet=True)

@@ -73,7 +73,7 @@ def test_an_evaluation_masks_the_same_tokens_whatever_the_batches():
 
 
 def test_what_does_not_fit_is_said():
-    with raises_saying(ConfigError, "tokens see those behind them", "@Bidirectional()"):
+    with raises_saying(ConfigError, "tokens attend to later tokens", "@Bidirectional()"):
         TrainConfig(model=dataclasses.replace(MODEL, attention=dot_product_attention), objective=MaskedToken())
     with raises_saying(ConfigError, "MaskedToken.mask = 32", "32 ids"):
         TrainConfig(model=MODEL, objective=MaskedToken(mask=32))

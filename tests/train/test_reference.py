@@ -162,5 +162,5 @@ def test_it_keeps_an_objectives_promises(base):
 def test_what_has_no_reference_is_said(base):
     with raises_saying(ConfigError, "Preferred compares with the parameters that a run starts from", "--from RUN"):
         prepare(config_of(base, start=None, model=MODEL))
-    with raises_saying(ConfigError, "Preferred cannot be made by the last pipeline stage alone"):
+    with raises_saying(ConfigError, "the last pipeline stage cannot compute Preferred"):
         prepare(config_of(base, js.Layout("pipeline=2")))

@@ -183,7 +183,7 @@ def test_memory_is_twice_the_share_and_its_parity(tmp_path):
 
 
 def test_what_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="Snapshots.folder = '/nowhere' is not there"):
+    with pytest.raises(ConfigError, match="Snapshots.folder = '/nowhere' does not exist"):
         Snapshots(folder="/nowhere")
     with pytest.raises(ConfigError, match="Snapshots.parity = -1"):
         Snapshots(parity=-1)

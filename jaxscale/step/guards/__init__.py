@@ -1,4 +1,4 @@
-"""What looks after a run: a guard is a value in `TrainConfig.guards`, a file each."""
+"""Guards (`train.guards`): checks during a run that can skip a step, go back to a checkpoint, or warn."""
 
 from jaxscale.step.guards.base import (
     Guard,

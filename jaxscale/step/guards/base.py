@@ -1,4 +1,4 @@
-"""What a guard is: a setting, which may refuse a step from within it, and may watch the loop from outside."""
+"""The interface of guards: a guard can skip updates inside the compiled step, and watch the training loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Metrics = dict[str, jax.Array]
 
 
 class RollBack(JaxscaleError, RuntimeError):
-    """The run has to go back to its newest checkpoint.
+    """Raised by a guard to make the run go back to its newest checkpoint.
 
     Args:
-      why: a sentence.
-      steps: what is passed over on the way forward again: steps whose batches gave offence.
+      why: the reason, a sentence.
+      steps: steps whose batches are skipped when training continues from that checkpoint.
     """
 
     def __init__(self, why: str, steps: Sequence[int] = ()):
@@ -39,23 +39,31 @@ class RollBack(JaxscaleError, RuntimeError):
 
 
 class SkipRecord(Protocol):
-    """Where refused steps are written down (`jaxscale.train.skips.Skips`)."""
+    """A record of skipped steps (`jaxscale.train.skips.Skips`)."""
 
     path: Path
 
     def refused(self, step: int, guard: str, numbers: dict[str, Any], rows: np.ndarray) -> None:
-        """Records a step that a guard refused, and which rows of the source its batch was."""
+        """Record a step whose update a guard refused.
+
+        Args:
+          step: the step, from 1.
+          guard: name of the guard.
+          numbers: the step's metrics.
+          rows: ids of the source's rows in the step's batch, int64 (B,).
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a guard may know of the run that it looks after.
+    """The parts of a run that a guard can use.
 
     Args:
-      layout: the run's.
-      loader: its batches by step.
-      skips: its record of what was skipped.
-      say, warn: take a sentence for the user; on all processes but the first they say nothing.
+      layout: the run's layout.
+      loader: the run's batches by step.
+      skips: the run's record of skipped steps.
+      say: logs a sentence; processes other than the first log nothing.
+      warn: logs a warning, likewise.
     """
 
     layout: Layout | None
@@ -66,54 +74,79 @@ class Watched:
 
 
 class Watch:
-    """A guard at work on one run, outside of its step. Every process calls it alike; any of its methods may raise."""
+    """Callbacks of a guard in the training loop of one run. All processes call them; all may raise `RollBack`."""
 
     def before(self, step: int, state: TrainState) -> None:
-        """Called before step `step` (from 1) is dispatched, with the state that it starts from."""
+        """Run before a step is dispatched.
+
+        Args:
+          step: the step, from 1.
+          state: the state before the step.
+        """
 
     def after(self, step: int, row: dict[str, Any]) -> None:
-        """Called with a step's numbers, before they are written; may take out what is not for the record."""
+        """Run with a step's metrics before they are written.
+
+        Args:
+          step: the step, from 1.
+          row: metrics by name; may be changed.
+        """
 
     def before_save(self, state: TrainState) -> None:
-        """Called before a checkpoint is written; raises `RollBack` where the state is not fit for one."""
+        """Run before a checkpoint is written.
+
+        Args:
+          state: the state to be saved.
+
+        Raises:
+          RollBack: the state must not be saved.
+        """
 
     def close(self) -> None:
-        """Called once, however the run ends."""
+        """Run once at the end of the run, also after an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Looks after a run. A setting, so frozen; what it remembers is in its `Watch` or in the state."""
+    """Base of guards. A guard is a setting and frozen; what changes during a run is in its `Watch` or in the state."""
 
     @property
     def name(self) -> str:
-        """Apart from those of the run's other guards; goes into metrics and checkpoints."""
+        """Name in metrics and checkpoints; no two guards of a run may have the same."""
         return type(self).__name__.removesuffix("Guard").lower()
 
     def memory(self) -> Tree:
-        """Arrays that it keeps in the training state, whole on every device and saved with it, as they begin."""
+        """Return initial values of the guard's arrays in the training state, which are replicated, and checkpointed."""
         return {}
 
     def watch(self, run: Watched) -> Watch:
-        """Sets to work."""
+        """Return the guard's callbacks for a run.
+
+        Args:
+          run: parts of the run.
+        """
         return Watch()
 
     def idle(self, config: TrainConfig) -> str | None:
-        """Why it would find nothing in this run and on these processes, or `None`."""
+        """Return why the guard has no effect in this run and on these processes, or `None` if it has.
+
+        Args:
+          config: the run's settings.
+        """
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class StepGuard(Guard):
-    """A guard that may refuse a step's update, from what is known before it: then the state stays bit for bit.
+    """A guard that can refuse a step's update, from the state and metrics before it; then the state is unchanged.
 
-    After `patience` refusals in a row the run goes back to its newest checkpoint, and passes over their batches.
+    After `patience` consecutive refusals the run goes back to its newest checkpoint, and skips their batches.
 
     Args:
-      patience: refusals in a row.
+      patience: consecutive refusals before the run goes back.
 
     Raises:
-      ConfigError: a patience below 1.
+      ConfigError: `patience` is below 1.
     """
 
     patience: int = 3
@@ -126,39 +159,50 @@ class StepGuard(Guard):
             )
 
     def memory(self) -> Tree:
-        """How many steps in a row it refused."""
+        """Return the number of consecutive refusals so far, 0."""
         return {"in_a_row": jnp.zeros([], jnp.int32)}
 
     def refuses(self, memory: Tree, state: TrainState, metrics: Metrics) -> Bool[Array, ""]:
-        """Whether the step must not be taken; traced. It is not, as soon as one device says so.
+        """Return whether to refuse the update; traced. It is refused if the result is true on any device.
 
         Args:
-          memory: its own.
-          state: what the step starts from.
-          metrics: "loss" and "grad_norm" among them.
+          memory: the guard's memory.
+          state: the state before the step.
+          metrics: the step's metrics, with "loss" and "grad_norm".
         """
         raise NotImplementedError
 
-    def remember(self, memory: Tree, metrics: Metrics, taken: Bool[Array, ""]) -> Tree:
-        """Its memory after the step, but for the count of refusals."""
+    def remember(self, memory: Tree, metrics: Metrics, accepted: Bool[Array, ""]) -> Tree:
+        """Return the guard's memory after the step, without the count of refusals; traced.
+
+        Args:
+          memory: the guard's memory before the step.
+          metrics: the step's metrics.
+          accepted: whether no guard refused the update.
+        """
         return memory
 
     def watch(self, run: Watched) -> Watch:
-        """Records what is refused, and loses patience."""
+        """Return callbacks that record refusals, and raise `RollBack` after `patience` of them."""
         return Patience(self, run)
 
 
 class Patience(Watch):
-    """Records a step guard's refusals, and asks for the way back after too many.
+    """Callbacks that record a step guard's refusals, and go back to a checkpoint after too many in a row.
 
-    Of refusals without a step beyond them that was taken, one is warned of.
+    There is one warning for a refusal and those that follow it before the run gets past the last of them.
+
+    Args:
+      guard: the guard.
+      run: the run.
     """
 
     def __init__(self, guard: StepGuard, run: Watched):
         self.guard, self.run = guard, run
-        self._furthest = 0  # the last step that was refused; 0 where the run has passed it since
+        self._furthest = 0  # the last step that was refused; 0 once the run has got past it
 
     def after(self, step: int, row: dict[str, Any]) -> None:
+        """Record a refusal and warn; raise `RollBack` if it is one too many."""
         refused = int(row.pop(_metric(self.guard), 0))
         if not refused:
             self._furthest = self._furthest if step <= self._furthest else 0
@@ -167,9 +211,9 @@ class Patience(Watch):
         row["skipped"] = guard.name
         self.run.skips.refused(step, guard.name, row, self.run.loader.ids_at(step - 1))
         why = f"step {step} {guard.offence} ({_numbers(row)}) and was skipped"
-        known, self._furthest = self._furthest > 0, max(step, self._furthest)
+        warned, self._furthest = self._furthest > 0, max(step, self._furthest)
         if refused < guard.patience:
-            if not known:
+            if not warned:
                 self.run.warn(f"{why}; skipped steps and their rows are in {self.run.skips.path}")
             return
         raise RollBack(
@@ -179,30 +223,38 @@ class Patience(Watch):
 
 
 def memory_of(guards: Sequence[Guard]) -> Tree:
-    """What guards remember before the first step, by name."""
-    return {g.name: kept for g in guards if (kept := g.memory())}
+    """Return the initial memory of guards that have one, by name.
+
+    Args:
+      guards: the run's guards.
+    """
+    return {g.name: memory for g in guards if (memory := g.memory())}
 
 
 def memory_saved(leaves: dict[str, dict[str, Any]]) -> Tree:
-    """What guards remembered when a checkpoint was written: shapes and dtypes, from its manifest's leaves."""
-    kept: Tree = {}
+    """Return the shapes and dtypes of guards' memory in a checkpoint, by name of guard.
+
+    Args:
+      leaves: the entry "leaves" of the checkpoint's manifest.
+    """
+    memory: Tree = {}
     for name, leaf in leaves.items():
-        room, *path = name.split("/")
-        if room == "guards":
-            place = kept
+        field, *path = name.split("/")
+        if field == "guards":
+            node = memory
             for part in path[:-1]:
-                place = place.setdefault(part, {})
-            place[path[-1]] = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
-    return kept
+                node = node.setdefault(part, {})
+            node[path[-1]] = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
+    return memory
 
 
 def with_memory(guards: Sequence[Guard], saved: Tree, sharding: Any) -> Tree:
-    """What a run's guards remember: what was saved, or how it begins for one that was not there or kept another.
+    """Return the memory of a run's guards: as saved, or initial if a guard is new or its arrays have changed shape.
 
     Args:
-      guards: the run's.
-      saved: arrays by name of guard.
-      sharding: of what begins.
+      guards: the run's guards.
+      saved: memory from a checkpoint, by name of guard.
+      sharding: sharding of initial memory.
     """
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     first = memory_of(guards)
@@ -213,25 +265,30 @@ def with_memory(guards: Sequence[Guard], saved: Tree, sharding: Any) -> Tree:
 
 
 def judge(guards: Sequence[Guard], state: TrainState, metrics: Metrics) -> tuple[Bool[Array, ""] | None, Tree, Metrics]:
-    """What the step guards among `guards` make of a step that is about to be taken; traced.
+    """Return whether the step guards accept an update; traced.
+
+    Args:
+      guards: the run's guards.
+      state: the state before the step.
+      metrics: the step's metrics.
 
     Returns:
-      whether it may be (`None`: nobody asks), what the guards then remember, and for each of them as a metric how many
-      steps in a row it has refused.
+      Whether all step guards accept the update (`None` if there are none); the guards' new memory; and the number of
+      consecutive refusals of each, as metrics.
     """
-    asked = [g for g in guards if isinstance(g, StepGuard)]
-    if not asked:
+    step_guards = [g for g in guards if isinstance(g, StepGuard)]
+    if not step_guards:
         return None, state.guards, {}
-    found = anywhere(jnp.stack([g.refuses(state.guards[g.name], state, metrics) for g in asked]))
-    refused = {g.name: found[i] for i, g in enumerate(asked)}
-    taken = ~jnp.any(found)
+    refusals = anywhere(jnp.stack([g.refuses(state.guards[g.name], state, metrics) for g in step_guards]))
+    refused = {g.name: refusals[i] for i, g in enumerate(step_guards)}
+    accepted = ~jnp.any(refusals)
     memory, counts = dict(state.guards), {}
-    for g in asked:
+    for g in step_guards:
         old = memory[g.name]
         in_a_row = jnp.where(refused[g.name], old["in_a_row"] + 1, 0)
-        memory[g.name] = {**g.remember(old, metrics, taken), "in_a_row": in_a_row}
+        memory[g.name] = {**g.remember(old, metrics, accepted), "in_a_row": in_a_row}
         counts[_metric(g)] = in_a_row.astype(jnp.float32)
-    return taken, memory, counts
+    return accepted, memory, counts
 
 
 def _metric(guard: Guard) -> str:

@@ -1,4 +1,4 @@
-"""Copies that ought to be equal are compared: a flipped bit in one device's memory raises nothing by itself."""
+"""Compares replicated arrays between devices, to detect silent corruption such as a flipped bit in memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Tree = Any
 
 
 class Difference(NamedTuple):
-    """Copies of one tensor's piece that are not equal.
+    """Copies of one shard of a tensor that are not equal.
 
     Args:
-      tensor: its name in a checkpoint, such as "params/embed/weight".
-      odd: ids of the devices whose copies differ from what most others hold; all of them, where there is no most.
+      tensor: name of the tensor in a checkpoint, such as "params/embed/weight".
+      odd: ids of the devices whose copies differ from the majority's; all devices if there is no majority.
       processes: the processes of those devices.
-      copies: how many there are.
+      copies: number of copies.
     """
 
     tensor: str
@@ -50,17 +50,17 @@ class Difference(NamedTuple):
 @register
 @dataclasses.dataclass(frozen=True)
 class FingerprintGuard(Guard):
-    """Compares the copies that replicas hold of the same numbers, every so many steps and before each checkpoint.
+    """Checks that replicated arrays are equal on all devices, every few steps and before each checkpoint.
 
-    Each device makes a fingerprint of its own memory; a copy that differs from the others in any bit sends the run
-    back to its newest checkpoint, which was found equal when it was written. What a layout keeps only once (FSDP's
-    shards without `data`) has nothing to be compared with.
+    Each device computes fingerprints of its own memory. If copies differ in any bit, the run goes back to its newest
+    checkpoint, before which the copies were equal. Arrays of which a layout has one copy only (FSDP's shards without
+    `data`) cannot be compared.
 
     Args:
       every: steps between comparisons.
 
     Raises:
-      ConfigError: below 1.
+      ConfigError: `every` is below 1.
     """
 
     every: int = 100
@@ -70,10 +70,11 @@ class FingerprintGuard(Guard):
             raise ConfigError(f"FingerprintGuard.every = {self.every!r}: must be a whole number of at least 1")
 
     def idle(self, config: TrainConfig) -> str | None:
+        """Return a reason if there is only one device."""
         return None if _devices(config.layout) > 1 else "one device holds no second copy of anything"
 
     def watch(self, run: Watched) -> Watch:
-        """Sets to work, where there is a layout of several devices."""
+        """Return callbacks that compare copies, or none on a single device."""
         return Watch() if run.layout is None or _devices(run.layout) == 1 else _FingerprintWatch(self, run.layout)
 
 
@@ -92,32 +93,31 @@ class _FingerprintWatch(Watch):
     def _check(self, state: TrainState) -> None:
         if self.compare is None:
             self.compare = comparer(state, self.layout)
-        found = self.compare(state)
-        if found:
-            more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-            raise RollBack(
-                f"after step {int(state.step)} replicas hold different bits: {'; '.join(map(str, found[:3]))}{more}"
-            )
+        differences = self.compare(state)
+        if differences:
+            more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+            listed = "; ".join(map(str, differences[:3]))
+            raise RollBack(f"after step {int(state.step)} replicas hold different bits: {listed}{more}")
 
 
 def comparer(like: Tree, layout: Layout) -> Callable[[Tree], list[Difference]]:
-    """A function that compares the copies of a tree's arrays; one small program and one transfer a call.
+    """Return a function that compares the copies of a tree's arrays; a call is one small program and one transfer.
 
     Args:
-      like: arrays as they lie.
-      layout: of theirs.
+      like: a tree of arrays with the shapes and shardings of those to compare.
+      layout: their layout.
     """
     mesh = layout.device_mesh
     leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(like) if _copies(x) > 1]
     names = [path_name(path) for path, _ in leaves]
-    specs = [x.sharding.spec for _, x in leaves]  # a random key has a dimension more, which nothing cuts
+    specs = [x.sharding.spec for _, x in leaves]  # a random key's data has one more dimension, which is not sharded
     axes = mesh.axis_names
     groups = [list(_groups(x, list(mesh.devices.flat))) for _, x in leaves]
 
     def own(*shards: Array) -> UInt32[Array, "1 n"]:
         return jnp.stack([fingerprint(x) for x in shards])[None]
 
-    # Manual over the whole mesh: each device reads its own memory, also where the partitioner holds copies for equal.
+    # Manual over the whole mesh, so that each device reads its own memory; GSPMD would assume that copies are equal.
     each = jax.shard_map(own, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(axes), check_vma=False)
     prints = jax.jit(lambda *xs: each(*map(_bits, xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -137,10 +137,14 @@ def comparer(like: Tree, layout: Layout) -> Callable[[Tree], list[Difference]]:
 
 
 def fingerprint(x: Array) -> UInt32[Array, ""]:
-    """32 bits that change with any single word of an array, and else by chance only, once in 2**32.
+    """Return a 32-bit hash of an array.
 
-    A sum, modulo 2**32, of words each mixed with its place by the finalizer of MurmurHash3 (Appleby, public domain),
-    which takes no two words to one.
+    It differs whenever a single 32-bit word differs; other changes go unnoticed with probability 2**-32. It is the
+    sum, modulo 2**32, of all words, each mixed with its index by the finalizer of MurmurHash3 (Appleby, public
+    domain), which is a bijection.
+
+    Args:
+      x: an array of any shape; 64-bit numbers count as two words.
     """
     words = _words(x).reshape(-1)
     mixed = words ^ (jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
@@ -163,22 +167,22 @@ def _bits(x: Array) -> Array:
 
 def _difference(name: str, prints: np.ndarray, group: list[int], devices: Sequence[Any]) -> Difference:
     values, counts = np.unique(prints[group], return_counts=True)
-    most = values[counts > len(group) / 2]
-    odd = [i for i in group if most.size == 0 or prints[i] != most[0]]
+    majority = values[counts > len(group) / 2]
+    odd = [i for i in group if majority.size == 0 or prints[i] != majority[0]]
     processes = sorted({devices[i].process_index for i in odd})
     return Difference(name, tuple(devices[i].id for i in odd), tuple(processes), len(group))
 
 
 def _groups(x: Array, devices: list[Any]) -> Iterator[list[int]]:
-    """The places in the mesh that hold the same piece."""
-    pieces: dict[Any, list[int]] = {}
-    for device, at in x.sharding.devices_indices_map(x.shape).items():
-        pieces.setdefault(tuple((s.start, s.stop) for s in at), []).append(devices.index(device))
-    yield from map(sorted, pieces.values())
+    """Yield for each shard the indices of the devices that hold it."""
+    shards: dict[Any, list[int]] = {}
+    for device, slices in x.sharding.devices_indices_map(x.shape).items():
+        shards.setdefault(tuple((s.start, s.stop) for s in slices), []).append(devices.index(device))
+    yield from map(sorted, shards.values())
 
 
 def _copies(x: Array) -> int:
-    """How many devices hold the same piece of an array that lies on a mesh's device memory."""
+    """Return how many devices hold each shard of an array; 1 if it is not on a mesh or not in device memory."""
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding) or x.size == 0 or jax.typeof(x).memory_space != jax.memory.Space.Device:
         return 1

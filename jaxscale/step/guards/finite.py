@@ -1,4 +1,4 @@
-"""Steps that are not finite are not taken."""
+"""A guard that skips steps with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ Tree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class FiniteGuard(StepGuard):
-    """Refuses a step whose loss, gradient or state holds a NaN or an infinity, and never saves such a state.
+    """Refuses a step if the loss, gradients or state have a NaN or an infinity, and never saves such a state.
 
-    All of it is looked at before the update, which can then be done in place: an update that makes its own infinity is
-    seen at the next step, and undone by going back. Optimizer state in host memory is judged by what it does to the
-    parameters.
+    The check is before the update, which can then be done in place. If the update itself makes an infinity, the
+    following steps are refused, and the run goes back to a checkpoint. Optimizer state in host memory is not checked;
+    its infinities are noticed in the parameters.
 
     Args:
-      patience: as of `StepGuard`.
+      patience: consecutive refusals before the run goes back to a checkpoint.
     """
 
     offence: ClassVar[str] = "is not finite"
 
     def refuses(self, memory: Tree, state: TrainState, metrics: Metrics) -> Bool[Array, ""]:
-        # of a gradient its norm: it is made anyway, and any NaN or infinity is in it
+        """Return whether the loss, the gradients' norm, the parameters or the optimizer's state are not finite."""
+        # the norm stands for the gradients: it is computed anyway, and is not finite if any gradient is not
         return ~all_finite((metrics["loss"], metrics["grad_norm"], state.params, state.opt_state))
 
     def watch(self, run: Watched) -> Watch:
+        """Return callbacks that also check the state before it is saved."""
         return _FiniteWatch(self, run)
 
 
@@ -49,7 +51,11 @@ class _FiniteWatch(Patience):
 
 
 def all_finite(tree: Tree) -> Bool[Array, ""]:
-    """Whether no floating-point number in a tree is NaN or infinite, host memory left out."""
+    """Return whether all floating-point numbers of a tree in device memory are finite, a bool scalar.
+
+    Args:
+      tree: a tree of arrays; those in host memory are ignored.
+    """
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating) and not _on_host(x)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
@@ -60,5 +66,5 @@ def _nonfinite_anywhere(tree: Tree) -> Bool[Array, ""]:
 
 
 def _on_host(x: Any) -> bool:
-    """Arithmetic in a program takes what is on the device."""
+    """Return whether an array is in host memory, where compiled programs cannot compute with it."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -1,4 +1,4 @@
-"""Steps whose loss leaps are not taken."""
+"""A guard that skips steps with a loss spike."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ METRICS = ("loss", "grad_norm")
 NORMAL = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 LEAST = 1e-3
-"""Of the median, what counts as one deviation at least: numbers that hardly vary make no spike of a rounding."""
+"""The least deviation, as a fraction of the median, so that rounding of a constant metric is not a spike."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class SpikeGuard(StepGuard):
-    """Refuses a step whose loss lies far above those of the last steps that were taken, by the robust z-score.
+    """Refuses a step whose loss is far above that of the last accepted steps, by the robust z-score.
 
     The score is the distance from the median, in median absolute deviations scaled to standard deviations (Iglewicz &
-    Hoaglin 1993); going back and passing over the batches is what PaLM did by hand (Chowdhery et al. 2022, 5.1).
+    Hoaglin 1993). Going back to a checkpoint and skipping batches is what PaLM did by hand (Chowdhery et al. 2022,
+    section 5.1).
 
     Args:
-      patience: as of `StepGuard`.
-      z: the largest score that is let pass.
-      window: steps that the median is of; nothing is refused before there are as many.
+      patience: consecutive refusals before the run goes back to a checkpoint.
+      z: the largest accepted score.
+      window: number of accepted steps that the median is taken over; no step is refused before there are as many.
       metric: "loss" or "grad_norm".
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
     """
 
     z: float = 6.0
@@ -58,27 +59,30 @@ class SpikeGuard(StepGuard):
 
     @property
     def name(self) -> str:
-        """Guards of two metrics go together."""
+        """Name with the metric, so that a run can have a guard for each."""
         return f"spike_{self.metric}"
 
     def idle(self, config: TrainConfig) -> str | None:
+        """Return a reason if the run is not longer than the window."""
         if self.window < config.steps:
             return None
         return f"the run ends after {config.steps} steps, before there are SpikeGuard.window = {self.window}"
 
     def memory(self) -> Tree:
-        """The numbers of the last steps that were taken, round and round."""
+        """Return an empty ring buffer of the metric in accepted steps, and their count ("taken")."""
         return {**super().memory(), "last": jnp.zeros(self.window, jnp.float32), "taken": jnp.zeros([], jnp.int32)}
 
     def refuses(self, memory: Tree, state: TrainState, metrics: Metrics) -> Bool[Array, ""]:
+        """Return whether the window is full and the metric's score is above `z`."""
         median = jnp.median(memory["last"])
         deviation = NORMAL * jnp.median(jnp.abs(memory["last"] - median))
         deviation = jnp.maximum(deviation, LEAST * jnp.abs(median))
         return (memory["taken"] >= self.window) & (metrics[self.metric] > median + self.z * deviation)
 
-    def remember(self, memory: Tree, metrics: Metrics, taken: Bool[Array, ""]) -> Tree:
+    def remember(self, memory: Tree, metrics: Metrics, accepted: Bool[Array, ""]) -> Tree:
+        """Return the memory with the metric of this step, if it was accepted and is finite."""
         value = metrics[self.metric]
-        counts = taken & jnp.isfinite(value)
+        counts = accepted & jnp.isfinite(value)
         last = memory["last"].at[memory["taken"] % self.window].set(value)
         return {
             "last": jnp.where(counts, last, memory["last"]),

@@ -1,4 +1,4 @@
-"""Which process holds the others up: in a step of all, everybody's time is the slowest one's."""
+"""A guard that names slow processes, for which all others wait in every step."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
     from jaxscale.step.state import TrainState
 
-KINDS = ("of its own work a step (input, writing)", "for a fixed piece of arithmetic on its slowest device")
+KINDS = ("of its own work a step (input, writing)", "for a fixed computation on its slowest device")
 LEAST = 0.002
-"""Seconds that are worth a word."""
+"""Seconds; smaller differences are not reported."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class StragglerGuard(Guard):
-    """Names processes whose own time is far above the others': that of their host a step, and that of their devices.
+    """Warns of processes whose host or devices are much slower than the others'.
 
-    The step itself takes as long everywhere, since all wait for the slowest. So each process times what it does by
-    itself: what its host does between two steps, and every `every` steps a fixed piece of arithmetic on each of its
+    The step itself takes equally long on all processes, since they wait for the slowest. So each process measures what
+    it does by itself: the host's work between two steps, and every `every` steps a fixed computation on each of its
     devices.
 
     Args:
       every: steps between comparisons.
-      factor: how much above the others' median.
+      factor: a process is slow if its time is above this multiple of the others' median.
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
     """
 
     every: int = 100
@@ -53,10 +53,11 @@ class StragglerGuard(Guard):
             raise ConfigError(f"StragglerGuard.factor = {self.factor!r}: must be above 1")
 
     def watch(self, run: Watched) -> Watch:
-        """Sets to work, where there are several processes."""
+        """Return callbacks that time this process, or none if it is the only one."""
         return _StragglerWatch(self, run) if jax.process_count() > 1 else Watch()
 
     def idle(self, config: TrainConfig) -> str | None:
+        """Return a reason if there is only one process."""
         return "one process has no other to wait for" if jax.process_count() == 1 else None
 
 
@@ -67,7 +68,7 @@ class _StragglerWatch(Watch):
         self.host: list[float] = []
 
     def before(self, step: int, state: TrainState) -> None:
-        if self.probe is None:  # compiled while everything else is
+        if self.probe is None:  # compile it together with everything else, before the first step
             self.probe = make_probe()
 
     def after(self, step: int, row: dict[str, Any]) -> None:
@@ -91,24 +92,27 @@ class _StragglerWatch(Watch):
 
 
 def slow(seconds: Float[np.ndarray, "p k"], factor: float) -> list[tuple[int, int]]:
-    """Which processes lie above `factor` times the median of the others, and in which kind of time.
+    """Return (process, kind) of all times that are above `factor` times the median of the other processes.
 
     Args:
-      seconds: of each process, of each kind.
-      factor: above 1.
+      seconds: times, (processes, kinds).
+      factor: a number above 1.
     """
-    found = []
+    pairs = []
     for process, mine in enumerate(seconds):
         others = np.median(np.delete(seconds, process, axis=0), axis=0)
-        found += [(process, int(k)) for k in np.flatnonzero((mine > factor * others) & (mine > others + LEAST))]
-    return found
+        pairs += [(process, int(k)) for k in np.flatnonzero((mine > factor * others) & (mine > others + LEAST))]
+    return pairs
 
 
 def make_probe() -> Callable[[], float]:
-    """A function that times a chain of small matrix products on each device of this process; the slowest's seconds."""
+    """Return a function that times small matrix products on each device of this process; it returns the slowest's time.
+
+    The time is in seconds, the least of three.
+    """
     chain = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, y: jnp.tanh(y @ x), x))
-    alone = [Mesh(np.asarray([d]), ("device",)) for d in jax.local_devices()]  # not the mesh of the layout in force
-    inputs = [jax.device_put(np.full((256, 256), 1 / 256, np.float32), m.devices[0]) for m in alone]
+    meshes = [Mesh(np.asarray([d]), ("device",)) for d in jax.local_devices()]  # in place of the layout's mesh
+    inputs = [jax.device_put(np.full((256, 256), 1 / 256, np.float32), m.devices[0]) for m in meshes]
 
     def once(mesh: Mesh, x: jax.Array) -> float:
         with jax.set_mesh(mesh):
@@ -117,7 +121,7 @@ def make_probe() -> Callable[[], float]:
             return time.perf_counter() - start
 
     def probe() -> float:
-        return max(min(once(m, x) for _ in range(3)) for m, x in zip(alone, inputs, strict=True))
+        return max(min(once(m, x) for _ in range(3)) for m, x in zip(meshes, inputs, strict=True))
 
     probe()  # compiles
     return probe

@@ -3,7 +3,7 @@
     source = python_stdlib().source(ByteTokenizer(), seq_len=256, split="train")
     batch = Loader(source, batch_size=32, seed=0).batch_at(step)
 
-A corpus is named here as it is in a gin file. Nothing heavy is imported before it is used.
+Corpora have the same names here as in a gin file. Heavy packages are imported only when they are used.
 """
 
 from jaxscale.data.batch import KEYS, Batch, Corpus, Ordered, Source

@@ -1,7 +1,7 @@
-"""What flows from data to training: batches of packed rows, and the two interfaces that produce them.
+"""Batches of packed rows, and the two interfaces that produce them.
 
-A *corpus* names documents, a *source* is a corpus after tokenizing, splitting and packing, and a
-`Loader` (loader.py) is a source in a seeded order. Shape letters: B batch, S sequence.
+A *corpus* is a set of named documents, a *source* is a corpus after tokenizing, splitting and packing, and a
+`Loader` (loader.py) reads a source in a seeded order. Shape letters: B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 Batch = dict[str, np.ndarray]
 """Five arrays of shape (B, S):
 
-`tokens`       int32    what the model reads
-`targets`      int32    what it should predict at the same place
-`weights`      float32  the loss weight of each target: 1, and 0 for padding and for what is not learned (prompts)
+`tokens`       int32    the model's input
+`targets`      int32    the token to predict at each position
+`weights`      float32  the loss weight of each target: 1, and 0 for padding and for tokens not to learn (prompts)
 `segment_ids`  int32    1, 2, ... for each document within the row, 0 for padding
-`positions`    int32    place within the segment, from 0 at the start of its piece in this row
+`positions`    int32    position within the segment, from 0 at the start of its piece in this row
 
-Conversations open and end as their template says. Of other documents,
-the end-of-document token (eos) opens a segment: it is the input at position 0 and the document's first token is
-its target. The eos that ends a document is the target of that document's last token. Only the rest of a document
-that began in another row has another token at position 0: the last target of the row before.
+In other documents than conversations, whose template adds its own tokens, the end-of-document token (eos) opens a
+segment: it is the input at position 0, and the document's first token is its target. The eos that ends a document is
+the target of the document's last token. Only if a document continues from another row is the token at position 0
+another: the last target of that row.
 """
 
 KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
 
 
 class Source(Protocol):
-    """Rows by number. `len` is the rows of one epoch; `rows` is random access and keeps no state."""
+    """Random access to the rows of one split of a corpus. `len` is the number of rows of one epoch."""
 
     name: str
     fingerprint: str  # hex; equal means equal rows under equal numbers
@@ -44,36 +44,60 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch: ...
+    def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
+        """Return rows by number; a pure function.
+
+        Args:
+          ids: row numbers from 0 to `len` - 1, (B,) int64.
+
+        Returns:
+          Arrays by name, (B, ...).
+        """
+        ...
 
 
 @runtime_checkable
 class Ordered(Protocol):
-    """What a source may add to decide its own order (a mixture does); the others are shuffled by epoch."""
+    """A source that decides the order of its rows (a mixture does); other sources are shuffled by epoch."""
 
     def order(self, rows: Int64[np.ndarray, " b"], seed: int) -> Int64[np.ndarray, " b"]:
-        """The ids of the global rows `rows` (0, 1, ... without end), a pure function of them and `seed`."""
+        """Return the row numbers of the source that training reads as global rows; a pure function.
+
+        Args:
+          rows: numbers of rows in the endless order of training: 0, 1, ...
+          seed: seed of the order.
+        """
         ...
 
 
 @runtime_checkable
 class OrdersGroups(Ordered, Protocol):
-    """One that also orders rows of which several, one after the other, belong together."""
+    """An ordered source that can also order groups of consecutive rows."""
 
     def in_groups(self, group: int) -> Callable[[np.ndarray, int], np.ndarray]:
-        """As `order`, of whole groups."""
+        """Return a function like `order` that keeps the rows of a group together.
+
+        Args:
+          group: number of rows in a group.
+        """
         ...
 
     def group_starts(self, group: int) -> Int64[np.ndarray, " g"]:
-        """The first id of every whole group."""
+        """Return the first row number of every whole group.
+
+        Args:
+          group: number of rows in a group.
+        """
         ...
 
 
 class Corpus(Protocol):
-    """Named documents, of which a tokenizer and a packing make a source."""
+    """A set of named documents, of which a tokenizer and a packing make a source."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the corpus, for messages and caches."""
+        ...
 
     def source(
         self,
@@ -84,14 +108,29 @@ class Corpus(Protocol):
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """The rows of one split ("train" or "heldout"); `cache` is where token files are kept.
+        """Return the rows of one split.
 
-        A corpus may also have `token_ids(tokenizer) -> int | None`: the `vocab_size` of its sources, if that is known
-        without opening it.
+        A corpus may also have `token_ids(tokenizer) -> int | None`, which returns the `vocab_size` of its sources if it
+        is known without opening them.
+
+        Args:
+          tokenizer: turns text into token ids; corpora that consist of token ids do not use it.
+          seq_len: tokens of a row.
+          split: "train" or "heldout".
+          packing: how documents fill rows, a key of `PACKINGS`.
+          cache: folder in which token files are stored; `None` is the default (see `cache_folder`).
+
+        Raises:
+          DataError: the corpus cannot be read, needs a tokenizer, or has no row in this split.
         """
         ...
 
 
 def empty_batch(rows: int, seq_len: int) -> Batch:
-    """A batch of padding: every array zero, shape (rows, seq_len)."""
+    """Return a batch of padding: every array zero, of shape (rows, seq_len).
+
+    Args:
+      rows: number of rows.
+      seq_len: tokens of a row.
+    """
     return {key: np.zeros((rows, seq_len), np.float32 if key == "weights" else np.int32) for key in KEYS}

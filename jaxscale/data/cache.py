@@ -1,4 +1,4 @@
-"""Where prepared corpora are kept, so that a second run starts at once."""
+"""The cache of tokenized corpora, so that a second run starts at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ log = logging.getLogger("jaxscale")
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """`cache` when given, else `$JAXSCALE_CACHE`, else `~/.cache/jaxscale`; token files are in its `tokens/`."""
+    """Return the folder of cached token files, `tokens/` in the cache.
+
+    Args:
+      cache: the cache; `None` is `$JAXSCALE_CACHE`, or else `~/.cache/jaxscale`.
+    """
     chosen = cache or os.environ.get("JAXSCALE_CACHE") or "~/.cache/jaxscale"
     return Path(chosen).expanduser() / "tokens"
 
@@ -30,12 +34,20 @@ def cached(
     cache: str | Path | None = None,
     masked: bool = False,
 ) -> TokenFile:
-    """The token file `<cache>/tokens/<corpus>-<key>`, prepared from `documents()` when it is not there.
+    """Return the token file `<cache>/tokens/<corpus>-<key>`, written from `documents()` if it does not exist.
 
-    `masked` is as for `write_token_file`.
+    A damaged one is removed and written again, with a warning, when it is opened or when the damage is read later.
 
-    A damaged one is moved aside and prepared anew, which is said: when it is opened, or when the damage is read later.
-    Raises DataError when the folder cannot be written.
+    Args:
+      corpus: name of the corpus.
+      key: changes with the content of the token file.
+      documents: returns the documents to write.
+      tokenizer: the tokenizer that encoded them.
+      cache: the cache; `None` is the default (see `cache_folder`).
+      masked: whether documents have a mask of learned tokens, as for `write_token_file`.
+
+    Raises:
+      DataError: the cache cannot be written, or there is no document.
     """
     folder = cache_folder(cache) / f"{corpus}-{key}"
 
@@ -45,17 +57,17 @@ def cached(
         try:
             file = TokenFile(folder, again)
             if {**file.meta["tokenizer"], "name": tokenizer.name} != about(tokenizer):
-                raise DataError(f"{folder} says that another tokenizer than '{tokenizer.name}' wrote it")
+                raise DataError(f"{folder} was written with another tokenizer than '{tokenizer.name}'")
             if whole:
                 file.verify()
         except DataError as error:
-            log.warning("the token cache %s is damaged, and is prepared again: %s", folder, str(error).split("; ")[0])
+            log.warning("the token cache %s is damaged and is written again: %s", folder, str(error).split("; ")[0])
             _discard(folder)
             return None
         return file
 
     def again() -> TokenFile:
-        return opened(whole=True) or prepared()  # another process may have made it again
+        return opened(whole=True) or prepared()  # another process may have written it again
 
     def prepared() -> TokenFile:
         try:
@@ -63,10 +75,10 @@ def cached(
         except OSError as error:
             raise DataError(
                 f"cannot write the token cache {folder.parent} ({error.strerror or error}); set JAXSCALE_CACHE to a "
-                "folder that can be written and has room."
+                "folder that can be written and has space."
             ) from error
         except DataError:
-            if not folder.exists():  # else another process finished between our look and our writing
+            if not folder.exists():  # else another process has written it in the meantime
                 raise
         return TokenFile(folder, again)
 
@@ -74,7 +86,7 @@ def cached(
 
 
 def _discard(folder: Path) -> None:
-    # Renamed first: another process may be doing the same, and only one rename succeeds.
+    # Rename first: another process may be doing the same, and only one rename succeeds.
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.damaged")
     try:
         os.rename(folder, aside)

@@ -1,11 +1,11 @@
-"""Corpora to fine-tune on: conversations, and prompts with their completions; only answers are learned."""
+"""Corpora for fine-tuning: conversations, and prompts with completions; only the answers are learned."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,20 +29,25 @@ _FORMS = ("messages", "prompt", "completion", "tools")
 @register(name="chat_files")
 @dataclass(frozen=True)
 class ChatFiles:
-    """JSON lines that match a glob, each line a document of its own, in one of two forms:
+    """Conversations in JSON-lines files.
+
+    Each line is a document, in one of two forms:
 
         {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]}
         {"prompt": "1, 2, ", "completion": "3"}
 
-    Conversations are written by the model's chat template, and what the assistant says is learned, to the end of its
-    turn. Of texts the completion is learned, and the end of the document after it; they are tokenized apart, as they
-    are when the model is used. Prompt and completion may be lists of messages, too.
+    Conversations are written by the model's chat template; the assistant's messages are learned, with the end of its
+    turns. Of texts the completion and the end of the document are learned; prompt and completion are tokenized
+    separately, as in generation. They may also be lists of messages.
 
-    Fields:
-      glob: of files.
-      template: a folder or a file with the chat template; by default the tokenizer's folder.
-      turns: "all" turns of the assistant are learned, or the "last" of each conversation.
-      heldout: the fraction of lines held out.
+    Args:
+      glob: pattern of the files.
+      template: a folder or file with the chat template; by default the tokenizer's folder.
+      turns: whether "all" turns of the assistant are learned, or the "last" of each conversation.
+      heldout: fraction of lines held out.
+
+    Raises:
+      DataError: `turns` does not exist.
     """
 
     glob: str
@@ -64,10 +69,7 @@ class ChatFiles:
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """Tokenizes all lines once, into the cache, then packs those of `split`.
-
-        Raises DataError without a tokenizer, or naming the file and the line that cannot be read.
-        """
+        """Return packed rows of one split; all lines are tokenized once, into the cache."""
         if tokenizer is None:
             raise DataError(f"corpus '{self.name}' is text and needs a tokenizer; pass ByteTokenizer().")
         files = matching(self.glob, ".jsonl")
@@ -75,22 +77,26 @@ class ChatFiles:
         try:
             text = template().text
         except DataError:
-            text = ""  # texts need none; a conversation says so when it comes
+            text = ""  # only conversations need a template; the first one raises this error again
         opening = getattr(tokenizer, "opening", ())
-        told = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text} {opening}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text} {opening}".encode()).hexdigest()[:16]
         documents = lambda: _documents(files, tokenizer, template, self.turns)  # noqa: E731
-        prepared = cached(self.name, told, documents, tokenizer, cache, masked=True)
+        prepared = cached(self.name, key, documents, tokenizer, cache, masked=True)
         return pack(prepared.documents(split, self.heldout, self.name), packing, seq_len)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
-        """The tokenizer's."""
+        """Return the size of the tokenizer's vocabulary.
+
+        Args:
+          tokenizer: the tokenizer.
+        """
         return None if tokenizer is None else tokenizer.vocab_size
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         where = self.template or getattr(tokenizer, "path", None)
         if where is None:
             raise DataError(
-                f"conversations need a chat template, and the tokenizer '{tokenizer.name}' has no folder with one; set "
+                f"conversations need a chat template, but the tokenizer '{tokenizer.name}' has no folder with one; set "
                 "chat_files.template to a folder or a file of Jinja"
             )
         path = Path(where).expanduser()
@@ -111,25 +117,28 @@ def _documents(files: Files, tokenizer: Any, template: Any, turns: str) -> Itera
 
 def _read(line: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(line)
+        document = json.loads(line)
     except ValueError as e:
-        raise DataError(f"it is no JSON ({e})") from None
-    keys = sorted(found) if isinstance(found, dict) else []
+        raise DataError(f"it is not valid JSON ({e})") from None
+    keys = sorted(document) if isinstance(document, dict) else []
     if "messages" not in keys and not {"prompt", "completion"} <= set(keys):
         unknown = next((k for k in keys if k not in _FORMS), "")
         raise DataError(f"it has neither 'messages' nor 'prompt' and 'completion'{near(unknown, _FORMS)}")
-    return found
+    return document
 
 
-def _tokenized(found: Mapping[str, Any], tokenizer: Any, template: Any, turns: str) -> tuple[np.ndarray, np.ndarray]:
-    more = {"tools": found["tools"]} if found.get("tools") else {}
-    if "messages" in found:
-        return template().said(found["messages"], tokenizer, turns, **more)
-    prompt, completion = found["prompt"], found["completion"]
+def _tokenized(
+    document: Mapping[str, Any], tokenizer: Any, template: Callable[[], ChatTemplate], turns: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a document's token ids, and a mask of those to learn."""
+    more = {"tools": document["tools"]} if document.get("tools") else {}
+    if "messages" in document:
+        return template().ids_and_mask(document["messages"], tokenizer, turns, **more)
+    prompt, completion = document["prompt"], document["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return template().said([*prompt, *completion], tokenizer, turns, len(prompt), **more)
+        return template().ids_and_mask([*prompt, *completion], tokenizer, turns, len(prompt), **more)
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise DataError("'prompt' and 'completion' are two texts, or two lists of messages")
+        raise DataError("'prompt' and 'completion' must be two texts, or two lists of messages")
     if not completion:
         raise DataError("'completion' is empty, so there is nothing to learn from")
     before, after = tokenizer.encode(prompt), tokenizer.encode(completion)

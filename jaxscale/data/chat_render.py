@@ -1,7 +1,7 @@
 """Runs a chat template in Jinja's sandbox: in this process, or in one that is killed when it takes too long.
 
-A template is a program, and no sandbox in a thread can end one that loops. `Renderer` starts this file as a process of
-its own, with bounds on memory and time. It imports the standard library and Jinja alone, so that it starts fast.
+A template is a program, and a thread cannot be stopped if it loops. So `Renderer` starts this file as a process, with
+limits on memory and time. It imports only the standard library and Jinja, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -19,54 +19,57 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-SAID, SAID_END = "\ufdd2", "\ufdd3"
-"""Around what a template marks as the assistant's; noncharacters of Unicode, which no text holds."""
+GENERATED, GENERATED_END = "\ufdd2", "\ufdd3"
+"""Markers around the assistant's turns; noncharacters of Unicode, which occur in no text."""
 
 MEMORY = 2**30
-"""Bytes that a process may have."""
+"""The most bytes of memory of the process."""
 
 OUTPUT = 2**24
-"""Characters of a conversation, at most."""
+"""The most characters of a rendered conversation."""
 
 
 class TemplateFault(Exception):
-    """A template that is none, or that does not take these messages; the text says why."""
+    """A template that is not valid Jinja, or does not accept these messages; the message says why."""
 
 
 class TooSlow(Exception):
-    """A template that did not come to its end in time."""
+    """A template that did not finish in time."""
 
 
 @functools.lru_cache(16)
 def compiled(text: str) -> Any:
-    """The template in a sandbox, with the functions that Hugging Face's templates call.
+    """Return a template compiled in a sandbox, with the functions that Hugging Face's templates call.
+
+    Args:
+      text: the template.
 
     Raises:
-      TemplateFault: it is no Jinja.
+      TemplateFault: it is not valid Jinja.
     """
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}`: what the assistant says."""
+        """The tag `{% generation %}...{% endgeneration %}` around the assistant's turns."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
         @staticmethod
-        def _said(caller: Any) -> str:
-            return f"{SAID}{caller()}{SAID_END}"
+        def _marked(caller: Any) -> str:
+            return f"{GENERATED}{caller()}{GENERATED_END}"
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(x: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, **how)  # Jinja's own escapes what HTML would mistake
+    def tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes HTML
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -81,14 +84,14 @@ def compiled(text: str) -> Any:
 
 
 def render(text: str, names: Mapping[str, Any]) -> str:
-    """A template's text.
+    """Return what a template writes.
 
     Args:
       text: the template.
-      names: what it sees.
+      names: its variables by name.
 
     Raises:
-      TemplateFault: it is no Jinja, or refuses.
+      TemplateFault: it is not valid Jinja, or does not accept these variables.
     """
     import jinja2
 
@@ -97,16 +100,14 @@ def render(text: str, names: Mapping[str, Any]) -> str:
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
         raise TemplateFault(str(e)) from e
     except (RecursionError, MemoryError) as e:
-        raise TemplateFault(
-            "it calls itself without an end" if isinstance(e, RecursionError) else "out of memory"
-        ) from e
+        raise TemplateFault("it calls itself endlessly" if isinstance(e, RecursionError) else "out of memory") from e
 
 
 class Renderer:
-    """`render` in a process of its own, which is started when first needed and again after it was killed.
+    """`render` in another process, which is started at first use and again after it was killed.
 
     Args:
-      seconds: that a text may take.
+      seconds: time limit of rendering one text.
     """
 
     def __init__(self, seconds: float):
@@ -115,16 +116,28 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, text: str, names: Mapping[str, Any]) -> str:
-        """See `render`.
+        """Return what a template writes.
+
+        Args:
+          text: the template.
+          names: its variables by name; values must be JSON.
 
         Raises:
-          TemplateFault: as there.
-          TooSlow: it took longer than `seconds`, or others before it did.
+          TemplateFault: it is not valid Jinja, or does not accept these variables.
+          TooSlow: it, or others before it, took longer than `seconds`.
         """
         return self._ask([text, dict(names)])
 
     def check(self, text: str) -> None:
-        """That a template can be compiled, which computes its constants. Raises as `render`."""
+        """Check that a template can be compiled, which also computes its constants.
+
+        Args:
+          text: the template.
+
+        Raises:
+          TemplateFault: it is not valid Jinja.
+          TooSlow: compiling took longer than `seconds`.
+        """
         self._ask([text, None])
 
     def _ask(self, task: list[Any]) -> str:
@@ -134,7 +147,7 @@ class Renderer:
         try:
             if self._process is None or self._process.poll() is not None:
                 self._process = _start()
-                self._answer(b'["", {}]\n', 60.0)  # importing Jinja counts for nobody
+                self._answer(b'["", {}]\n', 60.0)  # importing Jinja does not count towards the limit
             answer = json.loads(self._answer(line, self.seconds))
         except BaseException:
             self.close()
@@ -146,7 +159,7 @@ class Renderer:
         return answer["text"]
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -156,7 +169,7 @@ class Renderer:
                     pipe.close()  # type: ignore[union-attr]
 
     def _answer(self, line: bytes, seconds: float) -> bytes:
-        """What the process says to a line."""
+        """Send a line to the process and return its answer."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         source, sink = self._process.stdin.fileno(), self._process.stdout.fileno()
         until, rest, out = time.monotonic() + seconds, memoryview(line), bytearray()
@@ -169,7 +182,7 @@ class Renderer:
                 raise TooSlow
             if source in ready:
                 try:
-                    rest = rest[os.write(source, rest[:4096]) :]  # as much as a pipe that is writable takes at once
+                    rest = rest[os.write(source, rest[:4096]) :]  # as much as a writable pipe takes without blocking
                 except BrokenPipeError:
                     raise TemplateFault("its process ended") from None
                 if not rest:
@@ -177,13 +190,13 @@ class Renderer:
             if sink in ready:
                 data = os.read(sink, 1 << 16)
                 if not data:
-                    raise TemplateFault("its process ended, perhaps for want of memory")
+                    raise TemplateFault("its process ended, perhaps out of memory")
                 out += data
         return bytes(out)
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -P: the folder of this file, which has a module `text`, is not searched; a session: Ctrl-C is the server's alone
+    # -P: this file's folder, which has a module `text`, is not in sys.path. New session: Ctrl-C does not reach it.
     command = [sys.executable, "-P", __file__]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -191,8 +204,8 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _main() -> None:
-    """Answers every line, a template and its names, with a line."""
-    with contextlib.suppress(ImportError):  # there is none on Windows
+    """Read templates with their variables, one per line, and write a line for each."""
+    with contextlib.suppress(ImportError):  # Windows has no `resource`
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -1,7 +1,7 @@
-"""Memory-mapped arrays that are compared with their digests chunk by chunk, each when it is first read.
+"""Memory-mapped arrays whose chunks are compared with their digests when they are first read.
 
-What a run reads was whole when it first read it: the digests of 64 KiB at a time cost less than the reading, and
-nothing is read that is not asked for.
+So a run never uses damaged data. Computing the digest of a chunk of 64 KiB takes less time than reading it, and only
+chunks that are needed are read.
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ from jaxscale.errors import DataError
 from jaxscale.seals import DIGESTS
 
 CHUNK = 2**16
-"""Bytes; a file's last chunk is shorter."""
+"""Bytes of a chunk; a file's last chunk may be shorter."""
 
 
 class DamagedChunk(DataError):
-    """A chunk is not what its digest says."""
+    """A chunk whose content does not match its digest."""
 
 
 def digests_of(data: np.ndarray, name: str) -> UInt64[np.ndarray, " c"]:
-    """The digest of each chunk of an array's bytes."""
+    """Return the digest of each chunk of an array's bytes.
+
+    Args:
+      data: an array of one dimension.
+      name: the kind of digest, a key of `jaxscale.seals.DIGESTS`.
+    """
     raw, digest = data.view(np.uint8), DIGESTS[name]
-    return np.array([int(digest(raw[at : at + CHUNK]), 16) for at in range(0, len(raw), CHUNK)], "<u8")
+    return np.array([int(digest(raw[i : i + CHUNK]), 16) for i in range(0, len(raw), CHUNK)], "<u8")
 
 
 @dataclasses.dataclass
 class Checked:
-    """An array of one dimension that is read by indices.
+    """An array of one dimension that is checked as it is read.
 
     Args:
-      name: of its file, for errors.
-      values: memory-mapped.
-      digests: of its chunks, by the digest that is called `digest`.
-      digest: see `jaxscale.seals.DIGESTS`.
-      below: values are below it: the vocabulary's size.
-      renew: called with a chunk's number and why it is bad, where the file can be made again; what stands for this
-        array from then on, or None where it cannot be. By default it cannot.
+      name: name of its file, for errors.
+      values: the array, memory-mapped.
+      digests: the digest of each chunk.
+      digest: the kind of digest, a key of `jaxscale.seals.DIGESTS`.
+      below: the size of the vocabulary, if values are token ids, which must be below it.
+      renew: called with the error for a damaged chunk; writes the file again and returns the new array. `None` if the
+        file cannot be written again.
     """
 
     name: str
@@ -55,30 +60,33 @@ class Checked:
     def __post_init__(self) -> None:
         self._seen = np.zeros(len(self.digests), bool)
 
-    def __getitem__(self, at: Int64[np.ndarray, " n"] | slice) -> Integer[np.ndarray, " n"]:
-        """The values at indices, of which -1 is the last, or of a slice.
+    def __getitem__(self, index: Int64[np.ndarray, " n"] | slice) -> Integer[np.ndarray, " n"]:
+        """Return the values at indices, of which -1 is the last, or of a slice.
 
         Raises:
-          DataError: one of their chunks is not what was written and cannot be made again, or holds an id that the
-            vocabulary has not.
+          DataError: a chunk is damaged and cannot be written again, or has an id outside of the vocabulary.
         """
         if not self._whole:
-            span = np.array(at.indices(len(self.values))[:2]) - (0, 1) if isinstance(at, slice) else at
+            span = np.array(index.indices(len(self.values))[:2]) - (0, 1) if isinstance(index, slice) else index
             chunks = span // (CHUNK // self.values.itemsize)
-            chunks = np.arange(chunks[0], chunks[1] + 1) if isinstance(at, slice) else chunks
+            chunks = np.arange(chunks[0], chunks[1] + 1) if isinstance(index, slice) else chunks
             seen = self._seen[chunks]
             if not seen.all():
                 for chunk in np.unique(chunks[~seen] % len(self._seen)):
-                    self._look(int(chunk))
+                    self._check_chunk(int(chunk))
                 self._whole = bool(self._seen.all())
-        return self.values[at]
+        return self.values[index]
 
     def check(self) -> None:
-        """Reads all that was not read yet; raises as reading does."""
-        for chunk in np.flatnonzero(~self._seen):
-            self._look(int(chunk))
+        """Read and check all chunks that were not read yet.
 
-    def _look(self, chunk: int) -> None:
+        Raises:
+          DataError: as for reading values.
+        """
+        for chunk in np.flatnonzero(~self._seen):
+            self._check_chunk(int(chunk))
+
+    def _check_chunk(self, chunk: int) -> None:
         size = CHUNK // self.values.itemsize
         part = self.values[chunk * size : (chunk + 1) * size]
         if int(DIGESTS[self.digest](part.view(np.uint8)), 16) != self.digests[chunk]:
@@ -89,11 +97,11 @@ class Checked:
             new = self.renew(bad)
             self.values, self.digests, self.renew = new.values, new.digests, None
             self._seen[:] = False
-            return self._look(chunk)
+            return self._check_chunk(chunk)
         if self.below is not None and int(part.max()) >= self.below:
-            at = chunk * size + int(np.argmax(part >= self.below))
+            index = chunk * size + int(np.argmax(part >= self.below))
             raise DataError(
-                f"{self.name}, chunk {chunk}, has id {self.values[at]} at token {at}, and its vocabulary ends at "
+                f"{self.name}, chunk {chunk}, has id {self.values[index]} at token {index}, but its vocabulary ends at "
                 f"{self.below - 1}; write the folder again with the tokenizer that made the ids"
             )
         self._seen[chunk] = True

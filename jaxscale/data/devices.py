@@ -1,4 +1,4 @@
-"""The one function that puts data on devices."""
+"""Copies batches to devices."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def to_devices(
     step: int,
     shardings: Mapping[str, jax.sharding.Sharding | None] | jax.sharding.Sharding | None = None,
 ) -> dict[str, jax.Array]:
-    """The global batch of `step` as arrays of shape (B, ...), laid out by `shardings`.
+    """Return the global batch of a step as arrays of shape (B, ...), sharded.
 
     Args:
-      batches: a `Loader`, of which each process reads only the rows its own devices hold, each range once;
-        or a function from the step to the whole global batch (held-out batches are small enough for that).
-      step: which batch.
-      shardings: by name, of the arrays that are wanted; one sharding is that of each array, such as
-        `NamedSharding(mesh, PartitionSpec("data", "context"))`, and None puts them on the default device, whole.
+      batches: a `Loader`, from which each process reads only the rows that its devices hold, each range once; or a
+        function from the step to the whole global batch (held-out batches are small enough for that).
+      step: the step, from 0.
+      shardings: a sharding by name for each array to return; or one sharding for all arrays, such as
+        `NamedSharding(mesh, PartitionSpec("data", "context"))`; or `None` for whole arrays on the default device.
 
-    Raises DataError when an array does not divide over its sharding.
+    Raises:
+      DataError: a sharding does not divide its array.
     """
     import jax
     import jax.numpy as jnp
@@ -49,14 +50,14 @@ def to_devices(
         def read(rows: slice) -> Batch:
             return {name: array[rows] for name, array in whole.items()}
 
-    wanted = shardings if isinstance(shardings, Mapping) else dict.fromkeys(shapes, shardings)
-    pieces: dict[tuple[int, int], Batch] = {}  # devices that differ only in columns share one read
+    by_name = shardings if isinstance(shardings, Mapping) else dict.fromkeys(shapes, shardings)
+    pieces: dict[tuple[int, int], Batch] = {}  # devices that hold the same rows share one read
 
-    def piece(name: str, at: tuple[slice, ...]) -> np.ndarray:
-        start, stop, _ = at[0].indices(shapes[name][0])
+    def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(shapes[name][0])
         if (start, stop) not in pieces:
             pieces[start, stop] = read(slice(start, stop))
-        return pieces[start, stop][name][:, *at[1:]]
+        return pieces[start, stop][name][:, *index[1:]]
 
     def place(name: str, sharding: jax.sharding.Sharding | None) -> jax.Array:
         if sharding is None:
@@ -70,4 +71,4 @@ def to_devices(
             ) from error
         return jax.make_array_from_callback(shapes[name], sharding, partial(piece, name))
 
-    return {name: place(name, sharding) for name, sharding in wanted.items()}
+    return {name: place(name, sharding) for name, sharding in by_name.items()}

@@ -1,4 +1,4 @@
-"""Batches as a function of the step: no iterator, so nothing to checkpoint and nothing to resize."""
+"""Batches as a pure function of the step, so that there is no iterator state to checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from jaxscale.errors import DataError
 
 @dataclass(frozen=True)
 class Loader:
-    """`source` in a seeded, endless order, `batch_size` rows (over all processes) at a time.
+    """Reads batches of a source in a seeded, endless order.
 
-    Row r of step s is global row g = s * batch_size + r. Which row of the source that is depends on
-    the seed and g alone, so any number of readers, each asking for its own rows, see one global batch.
+    Row r of step s is global row g = s * batch_size + r. Which row of the source it is depends only on the seed and g,
+    so any number of processes can read their own rows of the same global batch.
 
-    Where `group` rows of the source belong together (0 to group - 1, and so on), whole groups are shuffled.
+    Args:
+      source: the rows.
+      batch_size: rows of the global batch, over all processes.
+      seed: seed of the order.
+      group: number of consecutive rows of the source that belong together; whole groups are shuffled.
 
-    Raises DataError for a batch size below 1, a negative seed, or groups that do not divide the batch.
+    Raises:
+      DataError: `batch_size` is below 1, `seed` is negative, or groups do not divide the batch.
     """
 
     source: Source
@@ -34,16 +39,18 @@ class Loader:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise DataError(f"batch_size={self.batch_size} holds no row; use 1 or more.")
+            raise DataError(f"batch_size={self.batch_size} is too small; use 1 or more.")
         if not 0 <= self.seed < 2**64:
             raise DataError(f"seed={self.seed} is outside 0..2**64-1; use 0 or a positive integer.")
         if self.batch_size % self.group:
-            raise DataError(f"batch_size={self.batch_size} does not divide by {self.group} rows, which stay together.")
+            raise DataError(
+                f"batch_size={self.batch_size} is not a multiple of {self.group}, the rows that stay together."
+            )
         object.__setattr__(self, "_order", order_of(self.source, self.group))
 
     @cached_property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of one row's arrays by name; reads a row."""
+        """Shape and dtype of one row of each array by name; reads a row."""
         return arrays_of(self.source)
 
     def _rows(self, ids: np.ndarray) -> Batch:
@@ -51,59 +58,93 @@ class Loader:
 
     @property
     def fingerprint(self) -> str:
-        """Hex; equal means equal batches at equal steps."""
+        """Digest in hexadecimal; loaders with equal ones have equal batches at all steps."""
         groups = f" {self.group}" if self.group > 1 else ""
         return hashlib.sha256(f"{self.source.fingerprint} {self.batch_size} {self.seed}{groups}".encode()).hexdigest()
 
     def ids_at(self, step: int) -> np.ndarray:
-        """The source's row numbers that make up the batch of `step`: (batch_size,) int64."""
+        """Return the source's row numbers in the batch of a step, (batch_size,) int64.
+
+        Args:
+          step: the step, from 0.
+
+        Raises:
+          DataError: the step is negative.
+        """
         if step < 0:
             raise DataError(f"step {step} does not exist; the first is 0.")
         start = int(step) * self.batch_size
         return self._order(np.arange(start, start + self.batch_size, dtype=np.int64), self.seed)
 
     def batch_at(self, step: int, rows: slice | None = None) -> Batch:
-        """The batch of `step`, or only its rows `rows` (what one process needs; only those are read)."""
+        """Return the batch of a step, or a part of its rows.
+
+        Args:
+          step: the step, from 0.
+          rows: the rows of the global batch to read; `None` is all.
+
+        Returns:
+          Arrays by name, (rows, ...).
+
+        Raises:
+          DataError: the step is negative.
+        """
         ids = self.ids_at(step)
         return self._rows(ids if rows is None else ids[rows])
 
 
 def arrays_of(source: Source) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype of one row's arrays by name, `weights` among them; reads the first row, twice.
+    """Return shape and dtype of one row of each array by name, `weights` included; reads the first row, twice.
+
+    Args:
+      source: the rows.
 
     Raises:
-      DataError: what the source gives is no dict of arrays, or an array has not a row for each number.
+      DataError: the source returns something other than a dict of arrays with a row for each number.
     """
     batch = source.rows(np.zeros(2, np.int64))
     if not isinstance(batch, Mapping):
-        raise DataError(f"rows of '{source.name}' gives a {type(batch).__name__}; give a dict of arrays by name")
+        raise DataError(f"rows of '{source.name}' returns a {type(batch).__name__}; return a dict of arrays by name")
     for name, x in batch.items():
         if not hasattr(x, "shape"):
-            raise DataError(f"rows of '{source.name}' gives a {type(x).__name__} for '{name}'; give a NumPy array")
+            raise DataError(f"rows of '{source.name}' returns a {type(x).__name__} for '{name}'; return a NumPy array")
         if tuple(x.shape[:1]) != (2,):
             raise DataError(
-                f"rows of '{source.name}' gives '{name}' of shape {tuple(x.shape)} for 2 row numbers; give 2 rows"
+                f"rows of '{source.name}' returns '{name}' of shape {tuple(x.shape)} for 2 row numbers; return 2 rows"
             )
     return {name: (tuple(x.shape[1:]), x.dtype) for name, x in weighted(batch).items()}
 
 
 def weighted(batch: Batch) -> Batch:
-    """The batch, with `weights` of ones, float32 (B,), where it has none."""
+    """Return the batch, with `weights` of ones, float32 (B,), if it has none.
+
+    Args:
+      batch: arrays by name, (B, ...).
+    """
     if "weights" in batch:
         return batch
     return {**batch, "weights": np.ones(len(next(iter(batch.values()))), np.float32)}
 
 
 def heldout_batches(source: Source, batch_size: int, count: int | None = None, group: int = 1) -> Iterator[Batch]:
-    """The first `count` batches (all when None or when there are fewer) of `source`, each row at most once.
+    """Return the first batches of a source in a fixed, shuffled order, each row at most once.
 
-    The order is fixed and shuffled, so that a small count is a sample of all documents. Every batch has
-    `batch_size` rows: the last is filled up with padding (weight 0), and one compiled program serves all.
+    Since rows are shuffled, a few batches are a sample of all documents. The last batch is padded with rows of weight 0
+    to `batch_size`, so that one compiled program serves all.
+
+    Args:
+      source: held-out rows.
+      batch_size: rows of a batch.
+      count: the most batches; `None` is all.
+      group: number of consecutive rows that belong together.
+
+    Raises:
+      DataError: `batch_size` or `count` is below 1.
     """
     if batch_size < 1:
-        raise DataError(f"batch_size={batch_size} holds no row; use 1 or more.")
+        raise DataError(f"batch_size={batch_size} is too small; use 1 or more.")
     if count is not None and count < 1:
-        raise DataError(f"count={count} asks for no held-out batch; use 1 or more, or None for all.")
+        raise DataError(f"count={count} is too small; use 1 or more, or None for all held-out batches.")
     starts = group_starts(source, group)
     total = len(starts) * group if count is None else min(len(starts) * group, count * batch_size)
     total -= total % group
@@ -117,7 +158,12 @@ def _filled(source: Source, ids: np.ndarray, batch_size: int) -> Batch:
 
 
 def filled(batch: Batch, rows: int) -> Batch:
-    """The batch with rows of zeros behind its own, `rows` in all."""
+    """Return the batch padded at the end with rows of zeros.
+
+    Args:
+      batch: arrays by name, (B, ...).
+      rows: number of rows of the result; B if that is more.
+    """
     missing = rows - len(next(iter(batch.values())))
     if missing <= 0:
         return batch

@@ -1,4 +1,4 @@
-"""Random documents with something to learn in them, for benchmarks and tests: no file, no download."""
+"""Random documents from a Markov chain, for benchmarks and tests: there is something to learn, and no download."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from jaxscale.errors import DataError
 
 EOS = 0
 SUCCESSORS = np.array([0.7, 0.2, 0.07, 0.03])
-"""Chances of a token's four successors: 0.87 nats a token once learned, log(vocab_size - 1) before.
+"""Probabilities of a token's four successors.
 
-A document's first token is drawn evenly and stays at log(vocab_size - 1).
+The loss is log(vocab_size - 1) nats a token at first, and 0.87 once the chain is learned. A document's first token is
+uniform; its loss stays at log(vocab_size - 1).
 """
 
 
 @register(name="synthetic")
 @dataclass(frozen=True)
 class Synthetic:
-    """Documents of a random first-order Markov chain: each token has four likely successors of its own.
+    """Documents of a random first-order Markov chain, in which each token has four possible successors.
 
-    Id 0 ends a document, opens it as an input, and occurs nowhere else. Lengths are uniform in
+    Id 0 ends a document and opens it as an input, and occurs nowhere else. Lengths are uniform in
     [length / 2, 3 * length / 2].
 
-    Fields:
-      vocab_size: at least 2.
-      documents: how many.
-      length: their mean length in tokens.
-      seed: of the chain and the documents.
-      heldout: the fraction of documents held out.
+    Args:
+      vocab_size: number of token ids, at least 2.
+      documents: number of documents.
+      length: mean length of documents in tokens.
+      seed: seed of the chain and the documents.
+      heldout: fraction of documents held out.
+
+    Raises:
+      DataError: a number is too small.
     """
 
     vocab_size: int
@@ -61,7 +65,7 @@ class Synthetic:
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """Made in memory in milliseconds; `tokenizer` and `cache` are not used."""
+        """Return packed rows of one split, generated in memory; `tokenizer` and `cache` are not used."""
         names = [f"document-{i}" for i in range(self.documents)]
         hashes = np.array([name_hash(name) for name in names], np.uint64)
         chosen = np.flatnonzero(select(hashes, split, self.heldout, self.name))
@@ -78,11 +82,15 @@ class Synthetic:
         return pack(documents, packing, seq_len)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
-        """Its own."""
+        """Return `vocab_size`.
+
+        Args:
+          tokenizer: not used.
+        """
         return self.vocab_size
 
     def _generate(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens end to end (int32), and the length of each document with its eos (int64)."""
+        """Return all tokens, concatenated (int32), and the length of each document with its eos (int64)."""
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed, 0], np.uint64)))
         successors = random.integers(1, self.vocab_size, (self.vocab_size, len(SUCCESSORS)), dtype=np.int32)
         least, most = max(self.length // 2, 1), self.length + self.length // 2
@@ -90,7 +98,7 @@ class Synthetic:
         walk = np.zeros((most + 1, self.documents), np.int32)
         walk[0] = random.integers(1, self.vocab_size, self.documents)
         thresholds = np.cumsum(SUCCESSORS)[:-1]
-        for t in range(1, most):  # all documents take a step together
+        for t in range(1, most):  # all documents at once
             walk[t] = successors[walk[t - 1], np.searchsorted(thresholds, random.random(self.documents))]
         walk[lengths, np.arange(self.documents)] = EOS
         inside = np.arange(most + 1)[:, None] <= lengths

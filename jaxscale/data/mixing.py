@@ -1,4 +1,4 @@
-"""Several corpora in given proportions, still random access: where a row comes from is arithmetic."""
+"""Mixtures of corpora in fixed proportions, with random access: a row's origin is computed from its number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
 
 BLOCK = 1000
-"""Rows among which the proportions are exact, hence their resolution (0.1%)."""
+"""Rows of a block, in which proportions are exact; their resolution is 1 / BLOCK (0.1%)."""
 
 
 @register(name="mixture")
@@ -27,10 +27,14 @@ BLOCK = 1000
 class Mixture:
     """Rows of several corpora in proportion to their weights.
 
-    Fields:
-      parts: (corpus, weight) pairs; weights are positive and need not sum to 1. A mixture may be a part.
+    When a part is exhausted it repeats in a new order, independently of the other parts.
 
-    Proportions count rows. Each part repeats when it is exhausted, in a new order, whatever the others do.
+    Args:
+      parts: (corpus, weight) pairs; weights are shares of rows, positive, and need not sum to 1. A mixture may be a
+        part.
+
+    Raises:
+      DataError: there are no parts, one is not a pair, or a weight is not above 0.
     """
 
     parts: tuple[tuple[Corpus, float], ...]
@@ -46,6 +50,7 @@ class Mixture:
 
     @property
     def name(self) -> str:
+        """The names of the parts with their weights."""
         return "mixture(" + ", ".join(f"{corpus.name}: {weight:g}" for corpus, weight in self.parts) + ")"
 
     def source(
@@ -57,7 +62,7 @@ class Mixture:
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """The parts' sources, all with the same tokenizer, row length and packing."""
+        """Return a mixture of the parts' sources, which all have the same tokenizer, row length and packing."""
         sources = [
             corpus.source(tokenizer, seq_len=seq_len, split=split, packing=packing, cache=cache)
             for corpus, _ in self.parts
@@ -65,20 +70,30 @@ class Mixture:
         return MixtureSource(sources, [weight for _, weight in self.parts], self.name)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
-        """The most of the parts that tell."""
+        """Return the largest vocabulary of the parts, or `None` if all are unknown.
+
+        Args:
+          tokenizer: the tokenizer.
+        """
         counts = [getattr(corpus, "token_ids", lambda _: None)(tokenizer) for corpus, _ in self.parts]
         return max((count for count in counts if count is not None), default=None)
 
 
 class MixtureSource:
-    """Ids number the parts' rows one part after another; `order` interleaves them.
+    """A source that interleaves the rows of several sources.
 
-    Global row g lies in block g // BLOCK. Every block has the same number of rows of each part, in an order
-    drawn from (seed, block); so the how-many-eth row of its part g is follows without looking at other
-    blocks, and that part's own order does the rest. `len` is the sum over parts: one epoch of a mixture
-    with weights is only nominal.
+    Row numbers count the rows of the first part, then those of the second, and so on. Global row g of training is in
+    block g // BLOCK. Every block has the same number of rows of each part, in an order that depends on (seed, block).
+    So the index of g among the rows of its part does not depend on other blocks, and the part's own order determines
+    the row. `len` is the sum over parts, which is not exactly an epoch of any part.
 
-    Raises DataError for a weight so small that a block holds no row of its part.
+    Args:
+      sources: the parts.
+      weights: their shares of rows, positive.
+      name: name of the mixture.
+
+    Raises:
+      DataError: a weight is so small that a block would have no row of its part.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], name: str):
@@ -101,6 +116,7 @@ class MixtureSource:
         return int(self._first[-1])
 
     def order(self, rows: Int64[np.ndarray, " b"], seed: int, group: int = 1) -> Int64[np.ndarray, " b"]:
+        """Return row numbers of global rows, see `Ordered`; rows of a group stay together."""
         number, within = np.divmod(rows, group)
         parts, nth = self._place(number, seed)
         ids = np.empty_like(rows)
@@ -111,16 +127,17 @@ class MixtureSource:
         return ids
 
     def in_groups(self, group: int) -> Order:
-        """See `OrdersGroups`; it is groups that are interleaved in a block then."""
+        """Return `order` of groups; see `OrdersGroups`. Blocks then interleave groups instead of rows."""
         for part, source in enumerate(self.sources):
-            self._orders[part, group] = order_of(source, group)  # raises what cannot be grouped
+            self._orders[part, group] = order_of(source, group)  # raises if it cannot be grouped
         return functools.partial(self.order, group=group)
 
     def group_starts(self, group: int) -> Int64[np.ndarray, " g"]:
-        """See `OrdersGroups`."""
+        """Return the first row number of every whole group of each part; see `OrdersGroups`."""
         return np.concatenate([f + group_starts(s, group) for f, s in zip(self._first, self.sources, strict=False)])
 
     def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
+        """Return rows by number; see `Source`."""
         ids = np.asarray(ids)
         parts = np.searchsorted(self._first, ids, side="right") - 1
         batch: Batch = {}
@@ -131,7 +148,7 @@ class MixtureSource:
         return batch
 
     def _place(self, rows: Int64[np.ndarray, " b"], seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which part each global row belongs to, and how many rows of that part come before it."""
+        """Return the part of each global row, and how many rows of that part come before it."""
         labels = np.repeat(np.arange(len(self.counts)), self.counts)
         before = np.cumsum(self.counts) - self.counts
         parts, nth = np.empty_like(rows), np.empty_like(rows)
@@ -149,7 +166,12 @@ class MixtureSource:
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> Int64[np.ndarray, " p"]:
-    """Integers in proportion to `weights` that sum to `total` (Hamilton's method; ties go to the first)."""
+    """Return integers in proportion to weights that sum to a total (Hamilton's method; ties go to the first).
+
+    Args:
+      weights: positive numbers.
+      total: sum of the result.
+    """
     exact = np.asarray(weights, np.float64) / math.fsum(weights) * total
     counts = np.floor(exact).astype(np.int64)
     left = total - int(counts.sum())

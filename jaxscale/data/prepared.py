@@ -1,4 +1,4 @@
-"""A corpus that is already a token file."""
+"""A corpus from a token file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxscale.errors import DataError
 @register(name="token_file")
 @dataclass(frozen=True)
 class PreparedTokens:
-    """A folder made by `write_token_file` (or by another corpus's cache); both splits are in it.
+    """A folder written by `write_token_file`, or the cache of another corpus; it has both splits.
 
-    Fields:
+    Args:
       path: the folder.
-      heldout: the fraction of its documents held out, by their names.
+      heldout: fraction of its documents held out, chosen by their names.
     """
 
     path: str
@@ -28,6 +28,7 @@ class PreparedTokens:
 
     @property
     def name(self) -> str:
+        """Name of the corpus in the file."""
         return read_meta(Path(self.path).expanduser())[0]["corpus"]
 
     def source(
@@ -39,7 +40,11 @@ class PreparedTokens:
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """Maps the file; `cache` is not used. Raises DataError when `tokenizer` is not the one that wrote it."""
+        """Return packed rows of one split, memory-mapped; `cache` is not used.
+
+        Raises:
+          DataError: another tokenizer wrote the file, or it is damaged.
+        """
         prepared = TokenFile(self.path)
         written_by = prepared.meta["tokenizer"]
         if tokenizer is not None and tokenizer.fingerprint != written_by["fingerprint"]:
@@ -50,7 +55,11 @@ class PreparedTokens:
         return pack(prepared.documents(split, self.heldout), packing, seq_len)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
-        """Those of the tokenizer that wrote the file; `None` where there is no file yet."""
+        """Return the vocabulary's size of the tokenizer that wrote the file; `None` if there is no file yet.
+
+        Args:
+          tokenizer: not used.
+        """
         try:
             return TokenFile(self.path).vocab_size
         except DataError:

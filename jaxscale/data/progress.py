@@ -1,4 +1,4 @@
-"""A progress bar for people, drawn only when there is something to wait for."""
+"""A progress bar, drawn only if the work takes more than a second."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-PATIENCE = 1.0  # seconds of silence before a bar is drawn
+PATIENCE = 1.0  # seconds before the bar is drawn
 
 
 def tracked(items: Iterable[T], total: int, label: str) -> Iterator[T]:
-    """Yields `items`; after a second, shows on stderr how many of `total` are done (one line, at the end, in a log)."""
+    """Yield items, and after a second draw a progress bar on stderr (in a log file one line, at the end).
+
+    Args:
+      items: the items.
+      total: their number.
+      label: what is being done, such as "tokenizing".
+    """
     started, bar, task = time.monotonic(), None, None
     try:
         for done, item in enumerate(items, start=1):
@@ -28,7 +34,7 @@ def tracked(items: Iterable[T], total: int, label: str) -> Iterator[T]:
 
 
 def _bar() -> Any:
-    # Imported here: rich costs 50 ms that a cached corpus need not pay.
+    # Imported here because it takes 50 ms, which a cached corpus does not need.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

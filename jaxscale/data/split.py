@@ -1,7 +1,7 @@
-"""Train or held-out: decided document by document, by a hash of the document's name.
+"""The train and held-out splits: a hash of a document's name decides.
 
-Because the decision looks at nothing but the name, adding a file to a corpus never moves another one
-across, and a document is never on both sides.
+Since only the name matters, adding a file to a corpus never moves another file to the other split, and no document is
+in both.
 """
 
 from __future__ import annotations
@@ -17,16 +17,26 @@ SPLITS = ("train", "heldout")
 
 
 def name_hash(name: str) -> int:
-    """64 bits of a document's relative name, the same on every machine and in every process."""
+    """Return a 64-bit hash of a document's relative name, the same on every machine and in every process.
+
+    Args:
+      name: the name.
+    """
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 
 
 def heldout_mask(hashes: UInt64[np.ndarray, " n"], heldout: float) -> Bool[np.ndarray, " n"]:
-    """Which documents are held out: those whose hash is in the lowest `heldout` of its range.
+    """Return which documents are held out: those whose hash is in the lowest `heldout` of its range.
 
-    With two documents or more neither side is empty: when the rule would leave one empty, the document
-    with the lowest hash is held out (or the one with the highest kept). Only then, in a tiny corpus,
-    can a new file move another.
+    If one split would be empty, the document with the lowest hash is held out (or that with the highest is trained on);
+    with two documents or more neither split is empty. Only in such a tiny corpus can a new file move another one.
+
+    Args:
+      hashes: from `name_hash`, one per document.
+      heldout: the fraction of documents held out, at least 0 and below 1.
+
+    Raises:
+      DataError: `heldout` is out of its range.
     """
     if not 0 <= heldout < 1:
         raise DataError(f"heldout={heldout} is not a fraction of the documents; use one in [0, 1), such as 0.05.")
@@ -40,7 +50,17 @@ def heldout_mask(hashes: UInt64[np.ndarray, " n"], heldout: float) -> Bool[np.nd
 
 
 def select(hashes: UInt64[np.ndarray, " n"], split: str, heldout: float, corpus: str) -> Bool[np.ndarray, " n"]:
-    """Which documents belong to `split`; raises DataError for an unknown or an empty one."""
+    """Return which documents are in a split.
+
+    Args:
+      hashes: from `name_hash`, one per document.
+      split: "train" or "heldout".
+      heldout: the fraction of documents held out.
+      corpus: name of the corpus, for errors.
+
+    Raises:
+      DataError: the split does not exist, or is empty.
+    """
     if split not in SPLITS:
         raise DataError(f"split '{split}' does not exist{near(split, SPLITS)}")
     mask = heldout_mask(hashes, heldout)
@@ -48,7 +68,7 @@ def select(hashes: UInt64[np.ndarray, " n"], split: str, heldout: float, corpus:
     if not mask.any():
         without = ", or set train.eval_batches = 0 to train without evaluating" if split == "heldout" else ""
         raise DataError(
-            f"the {split} split of '{corpus}' is empty ({len(hashes)} document(s), heldout={heldout}): documents are "
-            f"split whole, so give at least two and a heldout fraction above 0{without}."
+            f"the {split} split of '{corpus}' is empty ({len(hashes)} document(s), heldout={heldout}): a document is "
+            f"never divided, so give at least two, and a heldout fraction above 0{without}."
         )
     return mask

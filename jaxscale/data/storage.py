@@ -1,16 +1,15 @@
-"""Token files: a folder of documents as ids, written once, memory-mapped ever after.
+"""Token files: folders of documents as token ids, written once and then memory-mapped.
 
-    tokens.bin      uint16 or uint32, all documents end to end, each with its eos
-    documents.bin   int64 (documents + 1), where each begins
-    hashes.bin      uint64 (documents), a hash of each document's name, by which the split is decided
-    learned.bin     uint8, only of documents that are not learned whole (format 2): 1 for each token that is a target to
-                    learn; these documents open with a token of their own, and end without an eos
+    tokens.bin      uint16 or uint32, all documents, concatenated, each with its eos
+    documents.bin   int64 (documents + 1), index of each document's first token
+    hashes.bin      uint64 (documents), a hash of each document's name, which decides its split
+    learned.bin     uint8, only if documents have a mask (format 2): 1 for each token that is a target to learn; these
+                    documents open with a token of their own, and end without an eos
     digests.bin     uint64, the digest of every 64 KiB of the files above, one file after another
     meta.json       dtype, counts, tokenizer, corpus, fingerprint, format, and the SHA-256 of digests.bin and of itself
 
-The folder is written under another name and renamed when complete, `meta.json` last: a folder with the
-right name is a finished one, whatever was interrupted and however many processes wrote it at once.
-Numbers are little-endian.
+The folder is written under another name, `meta.json` last, and renamed when it is complete. So a folder with the right
+name is complete, even if processes were interrupted or several wrote it at once. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ from jaxscale.seals import DIGESTS, NEW, open_json, seal_json
 log = logging.getLogger("jaxscale")
 
 FORMATS = (1, 2)
-"""With every token learned, and with `learned.bin`."""
+"""1: every token is learned; 2: with `learned.bin`."""
 FILES = ("tokens.bin", "documents.bin", "hashes.bin", "learned.bin")
-"""In the order of their digests."""
-ABANDONED = 3600.0  # seconds without a write after which a partial folder is somebody's crash
+"""Files in the order of their digests."""
+ABANDONED = 3600.0  # seconds without a write after which a partial folder is that of a crashed process
 
 
 @dataclass(frozen=True, eq=False)
 class _Mapped(Documents):
-    """Documents of a token file; a pickle (to a spawned worker) says where they are and opens them there."""
+    """Documents of a token file; a pickle has only the path, and unpickling opens the file again."""
 
     pickled: tuple[Any, ...] = ()
 
@@ -60,16 +59,17 @@ class _Mapped(Documents):
 
 
 class TokenFile:
-    """A prepared folder, memory-mapped. Opening costs no read of the tokens; a pickle is just the path.
+    """A token file, memory-mapped. Opening it does not read the tokens; a pickle has only the path.
 
-    `tokens` are as they are on disk; what `documents` gives compares each chunk with its digest when it is first read.
-    A folder of an earlier version, which has no digests, is read once as a whole, and they are added.
+    `tokens` is not checked; the documents that `documents` returns compare each chunk with its digest when it is first
+    read. A folder of an earlier version, which has no digests, is read once as a whole to add them.
 
     Args:
-      folder: as `write_token_file` left it.
-      again: prepares the folder once more, where that is possible, and opens it. Called when a chunk is damaged.
+      folder: the folder, from `write_token_file`.
+      again: writes the folder again and opens it; called when a chunk is damaged. `None` if that is not possible.
 
-    Raises DataError for a folder that is missing, unfinished, damaged or of another format.
+    Raises:
+      DataError: the folder is missing, incomplete, damaged or of another format.
     """
 
     def __init__(self, folder: str | Path, again: Callable[[], TokenFile] | None = None):
@@ -86,18 +86,27 @@ class TokenFile:
         if self.meta["format"] == 2:
             self.learned = self._map("learned.bin", "u1", self.meta["tokens"])
         self._digests = self._make_digests() if old else self._read_digests()
-        for file in ("documents.bin", "hashes.bin"):  # read as a whole by whoever opens it
+        for file in ("documents.bin", "hashes.bin"):  # always read as a whole
             self._verify(file)
 
     def __reduce__(self) -> Any:
         return TokenFile, (str(self.folder),)
 
     def documents(self, split: str, heldout: float, name: str | None = None) -> Documents:
-        """The documents of "train" or "heldout"; raises DataError when there are none."""
+        """Return the documents of a split.
+
+        Args:
+          split: "train" or "heldout".
+          heldout: the fraction of documents held out.
+          name: name of the corpus; `None` is that in the file.
+
+        Raises:
+          DataError: the split does not exist, or is empty.
+        """
         name = self.meta["corpus"] if name is None else name
         chosen = np.flatnonzero(select(self.hashes, split, heldout, name))
         opened = self.learned is not None
-        starts = self.offsets[chosen] + opened  # what opens a document is no target
+        starts = self.offsets[chosen] + opened  # the token that opens a document is not a target
         return _Mapped(
             name=name,
             fingerprint=hashlib.sha256(f"{self.fingerprint} {split} {heldout}".encode()).hexdigest(),
@@ -112,7 +121,11 @@ class TokenFile:
         )
 
     def checked(self, file: str) -> Checked:
-        """One of its files, each chunk of which is checked when it is first read."""
+        """Return the array of one file, each chunk of which is checked when it is first read.
+
+        Args:
+          file: one of `FILES`.
+        """
         return Checked(
             name=str(self.folder / file),
             values=self._parts[file],
@@ -123,7 +136,11 @@ class TokenFile:
         )
 
     def verify(self) -> None:
-        """Reads everything and compares it with its digests; raises DataError when a bit has changed."""
+        """Read all files and compare them with their digests.
+
+        Raises:
+          DataError: a bit has changed.
+        """
         for file in self._parts:
             self._verify(file)
 
@@ -134,13 +151,14 @@ class TokenFile:
             raise self._damaged(str(error)) from None
 
     def _renewed(self, file: str, bad: DamagedChunk) -> Checked:
-        """What stands for a damaged file: the one that another process has prepared meanwhile, or a new one."""
+        """Return the replacement of a damaged file: a new one, or one that another process has written meanwhile."""
         if self.again is None:
             raise self._damaged(str(bad))
         new = self.again()
         if new.fingerprint != self.fingerprint:
             raise DataError(
-                f"{bad}, and its text is not what it was: what was prepared anew is other data; start the run again"
+                f"{bad}, and the text files have changed since, so the new token file has other data; start the run "
+                "again"
             )
         return dataclasses.replace(new.checked(file), renew=None)
 
@@ -150,8 +168,8 @@ class TokenFile:
         return {file: part for file, part in zip(FILES, parts, strict=True) if part is not None}
 
     def _make_digests(self) -> dict[str, np.ndarray]:
-        """Of a folder of an earlier version; kept in it where that can be written."""
-        log.warning("%s has no digests (an earlier version wrote it): reading it once to make them", self.folder)
+        """Compute the digests of a folder of an earlier version, and add them to it if it can be written."""
+        log.warning("%s has no digests (an earlier version wrote it): reading it once to compute them", self.folder)
         content = hashlib.sha256()
         for part in self._parts.values():
             content.update(np.ascontiguousarray(part).data)
@@ -162,7 +180,7 @@ class TokenFile:
         try:
             _write_meta(self.folder, self.meta, digests)
         except OSError:
-            pass  # a folder that is only read: its next reader does the same
+            pass  # the folder is read-only: the next process that opens it computes them again
         return digests
 
     def _read_digests(self) -> dict[str, np.ndarray]:
@@ -180,41 +198,45 @@ class TokenFile:
         path, kind = self.folder / file, np.dtype(dtype)
         size = path.stat().st_size if path.exists() else 0
         if size != count * kind.itemsize:
-            raise self._damaged(f"{path} is damaged: it has {size} bytes and not {count * kind.itemsize}")
+            raise self._damaged(f"{path} is damaged: it has {size} bytes instead of {count * kind.itemsize}")
         return np.memmap(path, kind, "r").view(np.ndarray)
 
-    def _damaged(self, what: str) -> DataError:
-        return DataError(f"{what}; {_remedy(self.folder)}")
+    def _damaged(self, reason: str) -> DataError:
+        return DataError(f"{reason}; {_remedy(self.folder)}")
 
 
 def read_meta(folder: Path) -> tuple[dict[str, Any], bool]:
-    """A folder's `meta.json`, and whether an earlier version wrote it, without digests.
+    """Return a folder's `meta.json`, and whether an earlier version wrote it, without digests.
 
-    Raises DataError when there is none, or it is damaged or of another format.
+    Args:
+      folder: the folder of a token file.
+
+    Raises:
+      DataError: there is none, or it is damaged or of another format.
     """
     file = folder / "meta.json"
     try:
         meta, sealed = open_json(file.read_bytes())
     except FileNotFoundError:
         raise DataError(
-            f"{folder} is no finished token file (it has no meta.json); write one with write_token_file."
+            f"{folder} is not a complete token file (it has no meta.json); write one with write_token_file."
         ) from None
     except (OSError, DamagedFile) as error:
         raise DataError(f"{file} cannot be read ({error}); {_remedy(folder)}") from error
     if meta.get("format") not in FORMATS:
         known = " and ".join(map(str, FORMATS))
-        raise DataError(f"{folder} has format {meta.get('format')}, this version reads {known}.")
+        raise DataError(f"{folder} has format {meta.get('format')}, but this version reads {known}.")
     try:
         tokenizer = meta["tokenizer"]
         texts = (meta["corpus"], meta["fingerprint"], tokenizer["name"], tokenizer["fingerprint"])
         counts = (meta["tokens"], meta["documents"], tokenizer["vocab_size"], tokenizer["eos_id"])
-        sound = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in counts)
-        sound = sound and meta["tokens"] >= meta["documents"] > 0
-        sound = sound and meta["dtype"] == _dtype_of(tokenizer["vocab_size"])
+        valid = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in counts)
+        valid = valid and meta["tokens"] >= meta["documents"] > 0
+        valid = valid and meta["dtype"] == _dtype_of(tokenizer["vocab_size"])
     except (KeyError, TypeError) as error:
         raise DataError(f"{file} cannot be read (it has no {error}); {_remedy(folder)}") from None
-    if not sound:
-        raise DataError(f"{file} cannot be read (its numbers do not fit together); {_remedy(folder)}")
+    if not valid:
+        raise DataError(f"{file} cannot be read (its numbers are inconsistent); {_remedy(folder)}")
     return meta, not sealed
 
 
@@ -223,7 +245,7 @@ def _remedy(folder: Path) -> str:
 
 
 Document = tuple[str, Integer[np.ndarray, " t"]] | tuple[str, Integer[np.ndarray, " t"], Bool[np.ndarray, " t"]]
-"""Its name, its ids, and of one that is not learned whole, which of them are."""
+"""Name and token ids of a document, and optionally a mask of the tokens to learn."""
 
 
 def write_token_file(
@@ -234,19 +256,20 @@ def write_token_file(
     corpus: str | None = None,
     masked: bool = False,
 ) -> TokenFile:
-    """Writes documents, in their order, as a token file, and opens it.
+    """Write documents, in order, as a token file, and open it. If an error is raised, no folder remains.
 
     Args:
-      folder: must not exist. If another process finishes the same folder first, its result is returned.
-      documents: names are relative and decide the split; ids come without eos, which is added here. A
-        document with no ids is left out.
-      tokenizer: gives the id type (uint16 when the vocabulary fits, else uint32), eos and a fingerprint.
-      corpus: a name for people; the folder's by default.
-      masked: documents come with a mask of the tokens that are learned. Then they are written as they are: the first
-        id opens a document and is read only, and no eos is added.
+      folder: the folder to write, which must not exist. If another process finishes it first, that one is opened.
+      documents: names and token ids. Names are relative and decide the split. Ids have no eos, which is added here; a
+        document without ids is left out.
+      tokenizer: the tokenizer that encoded them; ids are stored as uint16 if its vocabulary fits, else as uint32.
+      corpus: name of the corpus; by default that of the folder.
+      masked: whether documents have a mask of the tokens to learn. Their ids are written unchanged: the first opens the
+        document and is only an input, and no eos is added.
 
-    Raises DataError when the folder exists, an id is outside the vocabulary or there is no document;
-    OSError when the disk refuses. Whatever is raised, no folder is left behind.
+    Raises:
+      DataError: the folder exists, an id is outside of the vocabulary, or there is no document.
+      OSError: the folder cannot be written.
     """
     folder = Path(folder).expanduser()
     if folder.exists():
@@ -259,7 +282,7 @@ def write_token_file(
         _write(partial, documents, tokenizer, corpus or folder.name, masked)
         _publish(partial, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # already gone when it was published
+        shutil.rmtree(partial, ignore_errors=True)  # does not exist after it was renamed
     return TokenFile(folder)
 
 
@@ -286,8 +309,8 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, co
         _sync(out)
     if not hashes:
         raise DataError(f"corpus '{corpus}' has no document with text in it; give at least one.")
-    beside = [("documents.bin", offsets, "<i8"), ("hashes.bin", hashes, "<u8")]
-    for file, values, kind in (*beside, *([("learned.bin", learned, "u1")] if masked else [])):
+    others = [("documents.bin", offsets, "<i8"), ("hashes.bin", hashes, "<u8")]
+    for file, values, kind in (*others, *([("learned.bin", learned, "u1")] if masked else [])):
         data = np.asarray(values).astype(kind).tobytes()
         digest.update(data)
         with open(folder / file, "wb") as out:
@@ -307,7 +330,7 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, co
 
 
 def _write_meta(folder: Path, meta: dict[str, Any], digests: dict[str, np.ndarray]) -> None:
-    """Writes the digests, and then the text that seals them; each whole or not at all."""
+    """Write the digests, and then `meta.json`, which seals them; each is replaced atomically."""
     every = np.concatenate(list(digests.values())).tobytes()
     meta = meta | {"digest": NEW, "digests": hashlib.sha256(every).hexdigest()}
     for file, data in {"digests.bin": every, "meta.json": seal_json(meta, indent=2).encode()}.items():
@@ -319,7 +342,11 @@ def _write_meta(folder: Path, meta: dict[str, Any], digests: dict[str, np.ndarra
 
 
 def about(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `meta.json` says of a tokenizer."""
+    """Return the entry about a tokenizer in `meta.json`.
+
+    Args:
+      tokenizer: the tokenizer.
+    """
     return {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eos_id")}
 
 
@@ -328,13 +355,13 @@ def _dtype_of(vocab_size: int) -> str:
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Renames, or keeps what another process has finished in the meantime."""
+    """Rename the folder to its final name, unless another process has written it in the meantime."""
     try:
         os.rename(partial, folder)
     except OSError:
         if not (folder / "meta.json").exists():
             raise
-        TokenFile(folder)  # the other one must be sound
+        TokenFile(folder)  # raises if the other process's folder is damaged
         return
     if os.name == "posix":
         parent = os.open(folder.parent, os.O_RDONLY)
@@ -345,14 +372,14 @@ def _publish(partial: Path, folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes partial folders of `folder` that nobody has written to for an hour: a killed process's."""
+    """Remove partial folders of killed processes: those without a write for an hour."""
     for partial in folder.parent.glob(f".{folder.name}.*.partial"):
         try:
             newest = max(entry.stat().st_mtime for entry in (partial, *partial.iterdir()))
             if time.time() - newest > ABANDONED:
                 shutil.rmtree(partial, ignore_errors=True)
         except OSError:
-            continue  # renamed or removed while we looked
+            continue  # renamed or removed in the meantime
 
 
 def _fingerprint(content: hashlib._Hash, tokenizer: str) -> str:

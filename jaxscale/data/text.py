@@ -1,4 +1,4 @@
-"""Corpora of text files: the standard library's source, and any files by a glob."""
+"""Corpora of text files: Python's standard library, and files that match a glob."""
 
 from __future__ import annotations
 
@@ -27,16 +27,21 @@ Files = list[tuple[str, Path]]
 """(relative name, path), sorted by name. The name decides the split and is the same on every machine."""
 
 _LOOK = 1000
-"""Paths that are looked at for a glob to advise."""
+"""Paths to list when looking for a glob to suggest."""
 
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Base of the corpora whose documents are UTF-8 files; a subclass says which ones, by `files`."""
+    """Base of corpora whose documents are UTF-8 files; subclasses define `files`."""
 
     name: ClassVar[str]
 
     def files(self) -> Files:
+        """Return the files of the corpus.
+
+        Raises:
+          DataError: there is none.
+        """
         raise NotImplementedError
 
     @property
@@ -52,9 +57,10 @@ class TextCorpus:
         packing: str = "stream",
         cache: str | Path | None = None,
     ) -> Source:
-        """Tokenizes all files once (both splits, into the cache), then packs those of `split`.
+        """Return packed rows of one split; all files, of both splits, are tokenized once, into the cache.
 
-        Raises DataError without a tokenizer, for a file that is not UTF-8 text, or an empty split.
+        Raises:
+          DataError: there is no tokenizer, a file is not UTF-8 text, or the split is empty.
         """
         if tokenizer is None:
             raise DataError(f"corpus '{self.name}' is text and needs a tokenizer; pass ByteTokenizer().")
@@ -63,36 +69,44 @@ class TextCorpus:
         return pack(prepared.documents(split, self._heldout, self.name), packing, seq_len)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
-        """The tokenizer's."""
+        """Return the size of the tokenizer's vocabulary.
+
+        Args:
+          tokenizer: the tokenizer.
+        """
         return None if tokenizer is None else tokenizer.vocab_size
 
     def texts(self, split: str = "train") -> Iterator[str]:
-        """The documents of one split as text."""
+        """Return the documents of one split as text.
+
+        Args:
+          split: "train" or "heldout".
+        """
         files = self.files()
         hashes = np.array([name_hash(name) for name, _ in files], np.uint64)
-        chosen = select(hashes, split, self._heldout, self.name)
-        return (read_text(path) for (_, path), wanted in zip(files, chosen, strict=True) if wanted)
+        in_split = select(hashes, split, self._heldout, self.name)
+        return (read_text(path) for (_, path), chosen in zip(files, in_split, strict=True) if chosen)
 
 
-# Tests (odd on purpose, and absent from many distributions), installed packages, and tables: code pages in
-# `encodings`, help texts in `pydoc_data`, named characters and stroke widths elsewhere.
+# Tests (unusual code, and missing in many distributions), installed packages, and files that are tables and not code:
+# code pages in `encodings`, help texts in `pydoc_data`, character names elsewhere.
 _NOT_CODE = {
     *("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"),
     *("encodings", "pydoc_data", "msilib", "html/entities.py", "lib2to3/pgen2/token.py"),
 }
-# Written at build or install time: they would make one corpus per machine.
+# Files written when Python is built or installed, which differ between machines.
 _PER_MACHINE = re.compile(r"^(_sysconfigdata|sitecustomize|usercustomize|config-)")
 
 
 @register(name="python_stdlib")
 @dataclass(frozen=True)
 class PythonStdlib(TextCorpus):
-    """The source of the running Python's standard library: about 9 MB of real code, on every machine, no download.
+    """The source of the running Python's standard library: about 9 MB of code, on every machine, without a download.
 
-    Left out are tests, files that are tables rather than code, and files written when Python was installed.
+    Tests, files that are tables and not code, and files written when Python was installed are left out.
 
-    Fields:
-      heldout: the fraction of files held out.
+    Args:
+      heldout: fraction of files held out.
     """
 
     heldout: float = 0.05
@@ -103,6 +117,7 @@ class PythonStdlib(TextCorpus):
         return self.heldout
 
     def files(self) -> Files:
+        """Return the library's modules."""
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [(path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file()]
         files = sorted((name, path) for name, path in files if _is_code(name))
@@ -118,11 +133,12 @@ def _is_code(name: str) -> bool:
 @register(name="text_files")
 @dataclass(frozen=True)
 class TextFiles(TextCorpus):
-    """The UTF-8 files that match a glob (`~`, `*` and `**` work), each one document.
+    """UTF-8 files that match a glob; each file is a document.
 
-    Fields:
-      glob: a document's name, which decides its split, is its path below the part without wildcards.
-      heldout: the fraction of files held out; a single file cannot be split, so it has no held-out part.
+    Args:
+      glob: pattern of the files, with `~`, `*` and `**`. A document's name, which decides its split, is its path below
+        the folder above the first wildcard.
+      heldout: fraction of files held out; a single file is never divided, so it has no held-out part.
     """
 
     glob: str
@@ -134,39 +150,46 @@ class TextFiles(TextCorpus):
         return self.heldout
 
     def files(self) -> Files:
+        """Return the files that match."""
         return matching(self.glob)
 
 
-def _what_would(root: Path, suffix: str) -> str:
-    """Ends the sentence on a glob that matches no file below `root`: with one that does, if a short look finds it."""
+def _suggestion(root: Path, suffix: str) -> str:
+    """Return the end of an error about a glob that matches no file below `root`: what is there, or a glob that does."""
     if not root.is_dir():
-        beside = [str(p) for p in root.parent.glob("*") if p.is_dir()]
-        return f"(there is no folder {root}){near(str(root), beside)}"
-    looked = itertools.islice(root.rglob("*"), _LOOK)
-    seen = [p for p in looked if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-    ends = sorted({p.suffix for p in seen if p.is_file()} - {""})
-    if suffix in ends:
+        folders = [str(p) for p in root.parent.glob("*") if p.is_dir()]
+        return f"(there is no folder {root}){near(str(root), folders)}"
+    first = itertools.islice(root.rglob("*"), _LOOK)
+    visible = [p for p in first if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    suffixes = sorted({p.suffix for p in visible if p.is_file()} - {""})
+    if suffix in suffixes:
         return f"(the folder exists); give a glob such as '{root}/**/*{suffix}'"
-    what = f"its files end in {', '.join(ends[:8])}" if ends else "no file of it has an ending such as " + suffix
-    return f"(the folder {root} exists; {what})"
+    contents = (
+        f"its files end in {', '.join(suffixes[:8])}" if suffixes else f"none of its files has a suffix like {suffix}"
+    )
+    return f"(the folder {root} exists; {contents})"
 
 
 def matching(glob: str, suffix: str = ".txt") -> Files:
-    """The files that match a glob, `suffix` being that of an example.
+    """Return the files that match a glob.
 
-    Raises DataError where there is none.
+    Args:
+      glob: the pattern, with `~`, `*` and `**`.
+      suffix: suffix of a suggested glob in the error.
+
+    Raises:
+      DataError: no file matches.
     """
     pattern = str(Path(glob).expanduser())
-    paths = [Path(found) for found in globbing.glob(pattern, recursive=True)]
-    paths = [path for path in paths if path.is_file()]
+    paths = [path for match in globbing.glob(pattern, recursive=True) if (path := Path(match)).is_file()]
     root = _fixed_part(pattern)
     if not paths:
-        raise DataError(f"no file matches '{glob}' {_what_would(root, suffix)}")
+        raise DataError(f"no file matches '{glob}' {_suggestion(root, suffix)}")
     return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
 def _fixed_part(pattern: str) -> Path:
-    """The folder above the first wildcard, or above the file when there is none."""
+    """Return the folder above the first wildcard, or above the file if there is no wildcard."""
     parts = Path(pattern).parts
     wild = next((i for i, part in enumerate(parts) if globbing.has_magic(part)), len(parts) - 1)
     return Path(*parts[:wild])
@@ -183,7 +206,14 @@ def _tokenized(files: Files, tokenizer: Tokenizer) -> Iterator[tuple[str, np.nda
 
 
 def read_text(path: Path) -> str:
-    """A file's text; raises DataError when it is not UTF-8."""
+    """Return the text of a UTF-8 file.
+
+    Args:
+      path: the file.
+
+    Raises:
+      DataError: it cannot be read, or is not UTF-8.
+    """
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -195,7 +225,12 @@ def read_text(path: Path) -> str:
 
 
 def file_key(files: Files, tokenizer: Tokenizer) -> str:
-    """Changes with any file's name, size or time of change, and with the tokenizer."""
+    """Return a key that changes with any file's name, path, size or modification time, and with the tokenizer.
+
+    Args:
+      files: the files.
+      tokenizer: the tokenizer.
+    """
     digest = hashlib.sha256(tokenizer.fingerprint.encode())
     for name, path in files:
         stat = path.stat()

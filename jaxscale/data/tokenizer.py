@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes in the core, Hugging Face `tokenizers` files with the `hf` extra."""
+"""Tokenizers: bytes, and files of Hugging Face `tokenizers` with the `hf` extra."""
 
 from __future__ import annotations
 
@@ -29,31 +29,55 @@ EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 
 
 class Tokenizer(Protocol):
-    """`encode` adds no special token; whoever writes documents ends each with `eos_id`, which opens each when read."""
+    """Converts text to token ids and back.
+
+    `encode` adds no special tokens. A document in a token file ends with `eos_id`, which as an input opens the next.
+    """
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex; equal means equal ids for equal text."""
+    def name(self) -> str:
+        """Name of the tokenizer, for messages."""
         ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def fingerprint(self) -> str:
+        """Digest in hexadecimal; tokenizers with equal ones encode all text equally."""
+        ...
 
     @property
-    def eos_id(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of token ids, the largest id plus 1."""
+        ...
 
-    def encode(self, text: str) -> Int32[np.ndarray, " t"]: ...
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document."""
+        ...
 
-    def decode(self, ids: Integer[np.ndarray, " t"]) -> str: ...
+    def encode(self, text: str) -> Int32[np.ndarray, " t"]:
+        """Return the token ids of a text, without special tokens.
+
+        Args:
+          text: the text.
+
+        Raises:
+          DataError: the text cannot be encoded.
+        """
+        ...
+
+    def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
+        """Return the text of token ids.
+
+        Args:
+          ids: token ids.
+        """
+        ...
 
 
 @register
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The 256 values of UTF-8 bytes. Id 0, the NUL character, ends a document and so may not occur in one."""
+    """A token for each of the 256 bytes, of UTF-8 text. Id 0, NUL, ends a document and may not occur in one."""
 
     name: ClassVar[str] = "bytes"
     fingerprint: ClassVar[str] = hashlib.sha256(b"jaxscale ByteTokenizer 1").hexdigest()
@@ -61,12 +85,19 @@ class ByteTokenizer:
     eos_id: ClassVar[int] = 0
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
-        """Raises DataError for text that holds NUL or half a surrogate pair."""
+        """Return the bytes of a text.
+
+        Args:
+          text: the text.
+
+        Raises:
+          DataError: the text has a NUL character or a lone surrogate.
+        """
         try:
             ids = np.frombuffer(text.encode("utf-8"), np.uint8)
         except UnicodeEncodeError as error:
             raise DataError(
-                f"character {error.start} is {text[error.start]!r}, which UTF-8 cannot hold; remove it, or read the "
+                f"character {error.start} is {text[error.start]!r}, which UTF-8 cannot encode; remove it, or read the "
                 "file with errors='replace'."
             ) from error
         if "\0" in text:
@@ -77,11 +108,19 @@ class ByteTokenizer:
         return ids.astype(np.int32)
 
     def token_bytes(self, token: int) -> bytes:
-        """What an id stands for, wherever it stands."""
+        """Return the byte of a token id; 0xFF for other ids.
+
+        Args:
+          token: the id.
+        """
         return bytes([token if 0 <= token < 256 else 0xFF])
 
     def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
-        """Bytes that are not UTF-8, and ids of 256 and more (a padded vocabulary), come out as U+FFFD."""
+        """Return the text of bytes; invalid UTF-8, and ids from 256 on (a padded vocabulary), become U+FFFD.
+
+        Args:
+          ids: token ids.
+        """
         ids = np.asarray(ids)
         known = (ids >= 0) & (ids < 256)
         return np.where(known, ids, 0xFF).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
@@ -89,10 +128,15 @@ class ByteTokenizer:
     special: ClassVar[tuple[str, ...]] = ()
 
     def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
-        """Ids, and the character (from, to) that each is a byte of; there are no special tokens."""
+        """Return the bytes of a text, and the span (from, to) of the character that each is a part of.
+
+        Args:
+          text: the text.
+          aliased: not used, since there are no special tokens.
+        """
         ids = self.encode(text)
-        at = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte 10xxxxxx goes on with a character
-        return ids, np.stack([at, at + 1], axis=1)
+        character = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte 10xxxxxx continues a character
+        return ids, np.stack([character, character + 1], axis=1)
 
 
 @register
@@ -100,11 +144,11 @@ class ByteTokenizer:
 class HFTokenizer:
     """A `tokenizer.json` of Hugging Face `tokenizers` (`pip install 'jaxscale[hf]'`), loaded at first use.
 
-    Fields:
-      path: the file, or the folder that holds it.
-      eos: the token that ends a document; None takes the first of `EOS_NAMES` that the vocabulary has.
+    Special tokens written in a text are encoded as ordinary text, so that text cannot end a document.
 
-    Special tokens written out in a text are encoded as ordinary text, so a document cannot end itself.
+    Args:
+      path: the file, or its folder.
+      eos: the token that ends a document; `None` is the first of `EOS_NAMES` in the vocabulary.
     """
 
     path: str
@@ -136,67 +180,74 @@ class HFTokenizer:
         return loaded
 
     @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """Whatever the library raises inside, a panic of its Rust code included, as one sentence."""
+    def _guarded(self, problem: str) -> Iterator[None]:
+        """Turn whatever the library raises inside, panics of its Rust code included, into a `DataError`."""
         try:
             yield
-        except BaseException as error:  # the library raises bare Exception, and a panic is not even that
+        except BaseException as error:  # the library raises plain Exception, and a panic is only a BaseException
             if isinstance(error, DataError) or not isinstance(error, Exception) and not _is_panic(error):
                 raise
-            raise DataError(f"{self._file} {what} ({' '.join(str(error).split())[:300]}).") from error
+            raise DataError(f"{self._file} {problem} ({' '.join(str(error).split())[:300]}).") from error
 
     @cached_property
     def _marked(self) -> tokenizers.Tokenizer:
-        """The same, by which special tokens written out are special."""
+        """The tokenizer that encodes special tokens in a text as special."""
         loaded = _hf().Tokenizer.from_str(self._tokenizer.to_str())
         loaded.encode_special_tokens = False
         return loaded
 
     @cached_property
     def _aliased(self) -> tokenizers.Tokenizer:
-        """The same, whose special tokens are written as `alias(i)`, and what is spelled like one is a text as any."""
-        told = json.loads(self._marked.to_str())
+        """The tokenizer whose special token i is written `alias(i)`; its own text is encoded as ordinary text."""
+        content = json.loads(self._marked.to_str())
         names = {name: alias(i) for i, name in enumerate(self.special)}
-        told["post_processor"] = None  # which would ask for them by name
-        for token in told["added_tokens"]:
+        content["post_processor"] = None  # it refers to special tokens by their text
+        for token in content["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
-        model = told["model"]
+        model = content["model"]
         if isinstance(model.get("vocab"), dict):
             model["vocab"] = {names.get(piece, piece): id for piece, id in model["vocab"].items()}
-        elif "vocab" in model:  # of Unigram, by id
+        elif "vocab" in model:  # a Unigram model's is a list, by id
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-        loaded = _hf().Tokenizer.from_str(json.dumps(told))
+        loaded = _hf().Tokenizer.from_str(json.dumps(content))
         for name, other in names.items():
             if loaded.token_to_id(other) != self._tokenizer.token_to_id(name):
-                raise DataError(f"{self._file} does not let {name} be told from a text that spells it; leave it out.")
+                raise DataError(
+                    f"{self._file} cannot distinguish the special token {name} from a text that spells it; remove it "
+                    "from the text."
+                )
         return loaded
 
     @property
     def name(self) -> str:
+        """Name of the folder of a `tokenizer.json`, or of another file."""
         return self._file.parent.name if self._file.name == "tokenizer.json" else self._file.stem
 
     @cached_property
     def fingerprint(self) -> str:
+        """Digest of the file and the eos, in hexadecimal."""
         return hashlib.sha256(f"{self.eos_id} {self._content}".encode()).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        """The largest id plus 1; some ids below may not exist."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def eos_id(self) -> int:
+        """The id of `eos`."""
         for name in (self.eos,) if self.eos is not None else EOS_NAMES:
             with self._guarded("has no such token"):
-                found = self._tokenizer.token_to_id(name)
-            if found is not None:
-                return found
+                token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return token
         named = None if self.eos is None else reading.clipped(self.eos)
-        wanted = "end-of-text token that is known by name" if named is None else f"'{named}'"
+        missing = "end-of-text token with a known name" if named is None else f"token '{named}'"
         special = [reading.clipped(t.content) for t in self._tokenizer.get_added_tokens_decoder().values()]
         others = reading.clipped(near(named or "", special), 600)
-        raise DataError(f"{self._file} has no {wanted}; name one with eos={others}")
+        raise DataError(f"{self._file} has no {missing}; name one with eos={others}")
 
     @cached_property
     def special(self) -> tuple[str, ...]:
@@ -205,70 +256,101 @@ class HFTokenizer:
 
     @cached_property
     def _beside(self) -> dict[str, Any]:
-        """What came with the file in its folder."""
-        found: dict[str, Any] = {}
+        """Settings in the other files of the tokenizer's folder."""
+        settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             file = self._file.parent / name
             try:
-                said = reading.parse_json(reading.read_text(file)) if file.is_file() else {}
+                content = reading.parse_json(reading.read_text(file)) if file.is_file() else {}
             except (OSError, ValueError) as error:
-                raise DataError(f"cannot read {file} ({error}); bring back the file as it came.") from error
-            found |= {k: v for k, v in said.items() if v is not None} if isinstance(said, dict) else {}
-        return found
+                raise DataError(f"cannot read {file} ({error}); restore the original file.") from error
+            settings |= {k: v for k, v in content.items() if v is not None} if isinstance(content, dict) else {}
+        return settings
 
     @property
     def opens_with_nothing(self) -> bool:
-        """Whether its folder says that nothing stands before a text."""
+        """Whether `tokenizer_config.json` has `add_bos_token` false, so that no token precedes a text."""
         return self._beside.get("add_bos_token") is False
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """The ids that are put before a text, such as a model's "<s>".
+        """The ids that precede a text, such as a model's "<s>".
 
-        As `add_bos_token` of a `tokenizer_config.json` beside the file has it, else as the file's own rules do.
+        `add_bos_token` in `tokenizer_config.json` decides, or else the post-processor in the tokenizer's file.
         """
         adds, bos = (self._beside.get(name) for name in ("add_bos_token", "bos_token"))
         bos = bos.get("content") if isinstance(bos, dict) else bos
         if adds is False:
             return ()
         if adds and isinstance(bos, str):
-            found = self.token_to_id(bos)
-            return () if found is None else (found,)
+            token = self.token_to_id(bos)
+            return () if token is None else (token,)
         with self._guarded("cannot encode a text"):
             plain = self._tokenizer.encode("a", add_special_tokens=False).ids
             whole = self._tokenizer.encode("a", add_special_tokens=True).ids
-        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        return tuple(whole[:at])
+        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return tuple(whole[:start])
 
     def token_of(self, id: int) -> str | None:
-        """The text of a token, as the vocabulary has it."""
+        """Return a token as it is written in the vocabulary, or `None` if there is none with this id.
+
+        Args:
+          id: the token id.
+        """
         return self._tokenizer.id_to_token(id)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by its text, special ones included."""
+        """Return the id of a token, or `None` if there is no such token.
+
+        Args:
+          token: the token as it is written in the vocabulary; it may be special.
+
+        Raises:
+          DataError: the library fails.
+        """
         with self._guarded("has no such token"):
             return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
+        """Return the token ids of a text; special tokens in it are ordinary text.
+
+        Args:
+          text: the text.
+
+        Raises:
+          DataError: the text cannot be encoded.
+        """
         with self._guarded("cannot encode a text"):
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
-        """Ids, and the characters (from, to) that each is of; special tokens written out in the text are special.
+        """Return token ids, and the span of characters (from, to) of each; special tokens in the text are special.
 
         Args:
-          text: any.
-          aliased: special is what is written as `alias(i)`, of `special[i]`, and nothing else.
+          text: the text.
+          aliased: whether special token i is written as `alias(i)` instead of its own text.
         """
-        found = (self._aliased if aliased else self._marked).encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+        encoded = (self._aliased if aliased else self._marked).encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Integer[np.ndarray, " t"]) -> str:
+        """Return the text of token ids, special tokens included.
+
+        Args:
+          ids: token ids.
+
+        Raises:
+          DataError: the ids cannot be decoded.
+        """
         with self._guarded("cannot decode ids"):
             return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What an id stands for wherever it stands; None where its neighbours have a say (SentencePiece's spaces)."""
+        """Return the bytes of a token, or `None` if they depend on its neighbours (SentencePiece's spaces).
+
+        Args:
+          token: the token id.
+        """
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -280,7 +362,7 @@ class HFTokenizer:
 
     @cached_property
     def _decoders(self) -> tuple[str, ...]:
-        """The kinds of the steps from pieces to text."""
+        """Types of the steps that convert tokens to text."""
         decoder = json.loads(self._content).get("decoder") or {}
         return tuple(step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step)
 
@@ -290,19 +372,31 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def alias(i: int) -> str:
-    """How special token `i` is written where its own spelling is text: between noncharacters, which no text holds."""
+    """Return another spelling of special token `i`: its number between noncharacters, which occur in no text.
+
+    Args:
+      i: index of the token in the tokenizer's `special`.
+    """
     return f"\ufdd4{i}\ufdd5"
 
 
 def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:
-    """Trains a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) and writes it to `path`.
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2) and write it to a file.
 
-    Of a corpus only the train split is read. The only special token is `<|endoftext|>`, id 0.
+    The only special token is `<|endoftext|>`, id 0.
 
-    Raises DataError when vocab_size is under 257 (the bytes and the end), or `tokenizers` is not installed.
+    Args:
+      corpus: a corpus of text files, of which the train split is read; or texts.
+      vocab_size: number of tokens, at least 257 (the bytes and the end of text).
+      path: the file to write.
+
+    Raises:
+      DataError: `vocab_size` is below 257, `tokenizers` is not installed, or the file cannot be written.
     """
     if vocab_size < 257:
-        raise DataError(f"vocab_size={vocab_size} cannot hold the 256 bytes and an end-of-text token; use 257 or more.")
+        raise DataError(
+            f"vocab_size={vocab_size} is less than the 256 bytes and an end-of-text token; use 257 or more."
+        )
     library = _hf()
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -325,9 +419,9 @@ def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | P
 
 
 def _alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes (Radford et al. 2019, GPT-2).
+    """Return the byte of each character of byte-level vocabularies (Radford et al. 2019, GPT-2).
 
-    Printable ones stand for themselves, the others for the characters from 256 on, in their order.
+    Printable bytes are written as themselves, the others as the characters from 256 on, in order.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]

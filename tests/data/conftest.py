@@ -1,4 +1,4 @@
-"""Small corpora on disk, and a cache of its own for every test session."""
+"""Small corpora on disk, and a new cache for every test session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """40 text files of 1 to 400 characters; document i is the letters of its number, so that mixing shows."""
+    """40 text files of 1 to 400 characters; document i repeats the letters of its number, so that mixing is visible."""
     root = tmp_path_factory.mktemp("text")
     random = np.random.default_rng(0)
     for i in range(40):

@@ -1,4 +1,4 @@
-"""Files to rows: splitting, the cache, and what is said when a corpus cannot be used."""
+"""Files to rows: splits, the cache, and errors about corpora that cannot be used."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_importing_data_imports_nothing_heavy():
 
 
 def make(root):
-    """A folder of what goes wrong."""
+    """Write a folder of unusable files."""
     (root / "one.txt").write_text("alone")
     (root / "latin.bin").write_bytes(b"caf\xe9 au lait")
     (root / "nul.raw").write_text("a\0b")
@@ -158,7 +158,10 @@ def make(root):
             lambda r: data.text_files(f"{r}/*.txt").source(BYTES, seq_len=4, split="train", cache=r / "blocked"),
             "set JAXSCALE_CACHE",
         ),
-        (lambda r: data.token_file(f"{r}/nothing").source(BYTES, seq_len=4, split="train"), "no finished token file"),
+        (
+            lambda r: data.token_file(f"{r}/nothing").source(BYTES, seq_len=4, split="train"),
+            "not a complete token file",
+        ),
     ],
 )
 def test_an_unusable_corpus_is_refused_in_one_sentence(tmp_path, call, words):
@@ -172,14 +175,14 @@ def test_a_glob_without_files_is_answered_with_what_would_match(tmp_path):
     (tmp_path / "texts" / "a.md").write_text("one")
     (tmp_path / "texts" / ".hidden.txt").write_text("a glob passes over it")
 
-    def said(glob):
+    def error_of(glob):
         with pytest.raises(DataError) as e:
             data.text_files(str(tmp_path / glob)).files()
         return str(e.value)
 
-    assert f"did you mean '{tmp_path}/texts'?" in said("text/*.txt") and "give a glob" not in said("text/*.txt")
-    assert "its files end in .md)" in said("texts/**/*.txt") and "give a glob" not in said("texts/**/*.txt")
+    assert f"did you mean '{tmp_path}/texts'?" in error_of("text/*.txt") and "give a glob" not in error_of("text/*.txt")
+    assert "its files end in .md)" in error_of("texts/**/*.txt") and "give a glob" not in error_of("texts/**/*.txt")
     (tmp_path / "texts" / "deep").mkdir()
     (tmp_path / "texts" / "deep" / "b.txt").write_text("two")
-    advised = said("texts/*.txt").split("such as '")[1].rstrip("'")
+    advised = error_of("texts/*.txt").split("such as '")[1].rstrip("'")
     assert [name for name, _ in data.text_files(advised).files()] == ["deep/b.txt"]

@@ -1,4 +1,4 @@
-"""Damaged token files: what a run reads is what was written, a cache is prepared again, and the rest is refused."""
+"""Damaged token files: damaged data is never used, a cache is written again, and other files raise an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flip(path, bit):
 
 
 def rows(file):
-    """Everything that training would read of it."""
+    """Return everything in a token file that training reads."""
     source = data.token_file(str(file)).source(BYTES, seq_len=16, split="train", packing="fit")
     return source.rows(np.arange(len(source)))
 
@@ -40,7 +40,7 @@ def same(a, b):
 
 
 def old(folder):
-    """The folder as an earlier version left it."""
+    """Change a folder to the format of an earlier version."""
     meta, _ = open_json((folder / "meta.json").read_bytes())
     meta.pop("digest"), meta.pop("digests")
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
@@ -76,7 +76,7 @@ def test_damage_is_seen_when_its_chunk_is_read_and_not_before(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["tokens.bin", "documents.bin", "hashes.bin", "digests.bin", "meta.json"])
-def test_a_damaged_cache_is_prepared_again_and_that_is_said(tmp_path, caplog, file):
+def test_a_damaged_cache_is_written_again_with_a_warning(tmp_path, caplog, file):
     made = []
 
     def documents():
@@ -91,8 +91,8 @@ def test_a_damaged_cache_is_prepared_again_and_that_is_said(tmp_path, caplog, fi
     for _ in range(2):
         source = read()
         assert same(source.rows(np.arange(len(source))), want)
-    (said,) = [record.message for record in caplog.records]
-    assert said.startswith("the token cache ") and file in said and "\n" not in said
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith("the token cache ") and file in message and "\n" not in message
     assert len(made) == 2 and [p.name for p in (tmp_path / "tokens").iterdir()] == ["c-k"]
 
 
@@ -111,7 +111,7 @@ def test_a_cache_whose_text_has_changed_does_not_become_other_data_under_way(tmp
     texts = [LONG, [*LONG, ("more", np.arange(1, 9))]]
     source = data.packing.pack(cached("c", "k", lambda: texts.pop(0), BYTES, tmp_path).documents("train", 0), "fit", 9)
     flip(tmp_path / "tokens/c-k/tokens.bin", 3)
-    with pytest.raises(DataError, match="chunk 0.*text is not what it was.*start the run again"):
+    with pytest.raises(DataError, match="chunk 0.*text files have changed.*start the run again"):
         source.rows(np.arange(len(source)))
 
 

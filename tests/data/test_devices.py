@@ -46,7 +46,7 @@ def test_each_range_of_rows_is_read_once(mesh):
             return {key: np.zeros((len(ids), 4), np.float32 if key == "weights" else np.int32) for key in data.KEYS}
 
     data.to_devices(data.Loader(Counting(), 8), 0, NamedSharding(mesh, PartitionSpec("data", "context")))
-    assert read == [2, 2, 2, 2, 2]  # the first is of the shapes
+    assert read == [2, 2, 2, 2, 2]  # the first read is for the shapes
 
 
 def test_a_function_of_the_step_is_placed_like_a_loader(source, mesh):

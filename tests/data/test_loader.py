@@ -1,4 +1,4 @@
-"""Batches are a function of (seed, step, corpus): readers, resuming and mixing change nothing."""
+"""Batches are a pure function of (seed, step, corpus), for any number of processes, when resuming, and in mixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows against the documents they were made of, checked with plain loops."""
+"""Packed rows against their documents, checked with plain loops."""
 
 from __future__ import annotations
 
@@ -132,15 +132,15 @@ def test_fit_wastes_little():
 @pytest.mark.parametrize("seed", range(20))
 def test_best_fit_matches_one_piece_at_a_time(seed):
     lengths = np.random.default_rng(seed).integers(1, 21, 70)
-    room: list[int] = []
+    free: list[int] = []
     for length in np.sort(lengths)[::-1]:
-        fitting = [r for r in room if r >= length]
+        fitting = [r for r in free if r >= length]
         if fitting:
-            room.remove(min(fitting))
-        room.append((min(fitting) if fitting else 20) - length)
+            free.remove(min(fitting))
+        free.append((min(fitting) if fitting else 20) - length)
     row, order = best_fit(lengths, 20)
     used = np.bincount(row, weights=lengths)
-    assert sorted(20 - used) == sorted(room)
+    assert sorted(20 - used) == sorted(free)
     assert np.all(np.diff(row[order]) >= 0) and sorted(order) == list(range(70))
 
 

@@ -1,4 +1,4 @@
-"""Token files: what is written is read, and nothing half-written or damaged is ever taken for whole."""
+"""Token files: what is written is read, and incomplete or damaged files raise errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ data.write_token_file({str(tmp_path / "t-k")!r}, killed(), tokenizer=data.ByteTo
     done = subprocess.run([sys.executable, "-c", code])
     (left,) = tmp_path.iterdir()
     assert done.returncode == -signal.SIGKILL and left.suffix == ".partial"
-    with pytest.raises(DataError, match="no finished token file"):
+    with pytest.raises(DataError, match="not a complete token file"):
         data.TokenFile(tmp_path / "t-k")
     for entry in (*left.iterdir(), left):
         os.utime(entry, (time.time() - 7200,) * 2)

@@ -1,4 +1,4 @@
-"""Text survives a round trip through every tokenizer."""
+"""A round trip through every tokenizer returns the text."""
 
 from __future__ import annotations
 

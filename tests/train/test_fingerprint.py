@@ -64,10 +64,10 @@ def laid_out():
 )
 def test_one_flipped_bit_is_found_and_named(name, where, odd):
     state, compare = laid_out()
-    (found,) = compare(flipped(state, name, 5, **where))
-    assert found.tensor == name
-    assert list(found.odd) == (odd or [1, 5]), "of two copies nobody knows which is right"
-    assert found.processes == (0,)
+    (difference,) = compare(flipped(state, name, 5, **where))
+    assert difference.tensor == name
+    assert list(difference.odd) == (odd or [1, 5]), "of two copies nobody knows which is right"
+    assert difference.processes == (0,)
 
 
 def test_eight_bit_codes_are_compared_too():

@@ -58,7 +58,7 @@ def stepper(optimizer="adamw", guards=FINITE, layout=LAYOUT):
         return blueprint, jit_step(make_step(loss_and_grads, blueprint.tx, schedule, guards), blueprint, None)
 
 
-def taken(batch, optimizer="adamw", change=lambda state: state):
+def stepped(batch, optimizer="adamw", change=lambda state: state):
     """The state before a step, on the host, the one after it, and its metrics."""
     blueprint, step = stepper(optimizer)
     with in_force(LAYOUT):
@@ -117,7 +117,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_is_not_finite_leaves_the_state_bit_for_bit(fault):
     batch, change = FAULTS[fault]()
-    before, after, metrics = taken(batch, change=change)
+    before, after, metrics = stepped(batch, change=change)
     assert_unchanged(before, after)
     assert metrics["refused_by_finite"] == after["guards/finite/in_a_row"] == 1
 
@@ -134,18 +134,18 @@ def test_one_bad_copy_of_a_number_stops_the_step_on_every_device():
         leaves[at] = jax.make_array_from_single_device_arrays(leaves[at].shape, leaves[at].sharding, placed)
         return dataclasses.replace(state, opt_state=jax.tree.unflatten(tree, leaves))
 
-    before, after, _ = taken(BATCH, change=change)
+    before, after, _ = stepped(BATCH, change=change)
     assert_unchanged(before, after)
 
 
 @pytest.mark.parametrize("optimizer", ["8bit", "host", "sgd"])
 def test_whatever_the_optimizer_a_refused_step_leaves_its_state(optimizer):
-    assert_unchanged(*taken(weighing(np.nan), optimizer)[:2])
+    assert_unchanged(*stepped(weighing(np.nan), optimizer)[:2])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_finite_step_is_taken(optimizer):
-    before, after, metrics = taken(BATCH, optimizer)
+    before, after, metrics = stepped(BATCH, optimizer)
     changed = {k.split("/")[0] for k in before if before[k].tobytes() != after[k].tobytes()}
     assert changed == {"step", "params", "opt_state"}
     assert metrics["refused_by_finite"] == 0
@@ -171,25 +171,25 @@ def robust_z(value, window):
 def test_a_spike_is_refused_from_its_robust_z_score_on(factor):
     """The score is NumPy's."""
     guard = SpikeGuard(z=5.0, window=16)
-    kept = memory_of([guard])[guard.name]
+    memory = memory_of([guard])[guard.name]
     window = np.random.default_rng(0).normal(3.0, 0.1, 16).astype(np.float32)
     for x in window:
         metrics = {"loss": jnp.asarray(x), "grad_norm": jnp.asarray(1.0)}
-        assert not guard.refuses(kept, None, metrics), "not before the window is full"
-        kept = {**kept, **guard.remember(kept, metrics, jnp.asarray(True))}
+        assert not guard.refuses(memory, None, metrics), "not before the window is full"
+        memory = {**memory, **guard.remember(memory, metrics, jnp.asarray(True))}
     deviation = 1.4826 * np.median(np.abs(window - np.median(window)))
     value = np.median(window) + 5.0 * factor * deviation
     assert (robust_z(value, window) > 5.0) == (factor > 1)
-    assert bool(guard.refuses(kept, None, {"loss": jnp.asarray(value, jnp.float32)})) == (factor > 1)
-    again = guard.remember(kept, {"loss": jnp.asarray(value)}, jnp.asarray(factor < 1))
+    assert bool(guard.refuses(memory, None, {"loss": jnp.asarray(value, jnp.float32)})) == (factor > 1)
+    again = guard.remember(memory, {"loss": jnp.asarray(value)}, jnp.asarray(factor < 1))
     assert (np.sort(again["last"]).tobytes() == np.sort(window).tobytes()) == (factor > 1), "statistics stay clean"
 
 
 def test_equal_numbers_make_no_spike_of_a_rounding():
     guard = SpikeGuard(z=3.0, window=4)
-    kept = {"last": jnp.full(4, 2.0), "taken": jnp.asarray(4), "in_a_row": jnp.asarray(0)}
-    assert not guard.refuses(kept, None, {"loss": jnp.asarray(2.0001)})
-    assert guard.refuses(kept, None, {"loss": jnp.asarray(2.1)})
+    memory = {"last": jnp.full(4, 2.0), "taken": jnp.asarray(4), "in_a_row": jnp.asarray(0)}
+    assert not guard.refuses(memory, None, {"loss": jnp.asarray(2.0001)})
+    assert guard.refuses(memory, None, {"loss": jnp.asarray(2.1)})
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

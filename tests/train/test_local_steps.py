@@ -90,27 +90,27 @@ def simulated():
 @pytest.mark.parametrize("name", MESHES)
 def test_replicas_are_a_plain_loop_on_every_mesh(name, simulated):
     seen, state = trained(MESHES[name])
-    for i, ((found, loss), (want, want_loss)) in enumerate(zip(seen, simulated, strict=True)):
-        assert_leaves_agree(found, want, gradient_norm=0.0)
+    for i, ((params, loss), (want, want_loss)) in enumerate(zip(seen, simulated, strict=True)):
+        assert_leaves_agree(params, want, gradient_norm=0.0)
         assert loss == pytest.approx(want_loss, rel=1e-5)
-        apart = [not np.array_equal(*x) for x in jax.tree.leaves(found)]
+        apart = [not np.array_equal(*x) for x in jax.tree.leaves(params)]
         assert not any(apart) if i == 2 else any(apart)
     mean = jax.tree.map(lambda x: x.mean(0), seen[-1][0])
     assert_leaves_agree(host(LOCAL.weights(state)), mean, gradient_norm=0.0)
 
 
 def test_a_sequence_that_attention_reorders_is_the_same_within_each_replica():
-    found = []
+    results = []
     for layout in (None, Layout("replica=2,context=2,tensor=2"), Layout("replica=2,data=2,context=2")):
         attention = dot_product_attention if layout is None else RingAttention()
         model = TransformerConfig(depth=1, width=16, heads=2, vocab=32, hidden=16, attention=attention)
         prepared = prepare(one := config(layout=layout, model=model))
         with in_force(layout):
             state, metrics = prepared.step_of(one)(prepared.blueprint.init(0), prepared.place(prepared.loader, 0))
-            found.append((host(state.params), float(metrics["loss"])))
-    for params, loss in found[1:]:
-        assert loss == pytest.approx(found[0][1], rel=1e-5)
-        assert_leaves_agree(params, found[0][0], gradient_norm=0.0)
+            results.append((host(state.params), float(metrics["loss"])))
+    for params, loss in results[1:]:
+        assert loss == pytest.approx(results[0][1], rel=1e-5)
+        assert_leaves_agree(params, results[0][0], gradient_norm=0.0)
 
 
 @pytest.mark.parametrize("name", ["8-bit states", "adapters"])
@@ -132,9 +132,9 @@ def test_quantised_states_and_adapters_are_two_runs_whose_parameters_are_average
         for i in range(3):
             state, _ = step(state, both.place(both.loader, i))
     assert_leaves_agree(host(state.params), want, gradient_norm=0.0)
-    found, *copies = (jax.tree.leaves(host(s.opt_state)) for s in (state, *states))
-    assert any(x.dtype == np.uint8 for x in found) or name == "adapters"
-    for x, *each in zip(found, *copies, strict=True):
+    results, *copies = (jax.tree.leaves(host(s.opt_state)) for s in (state, *states))
+    assert any(x.dtype == np.uint8 for x in results) or name == "adapters"
+    for x, *each in zip(results, *copies, strict=True):
         if x.dtype != np.uint8:  # codes may round up on one side and down on the other
             np.testing.assert_allclose(x, np.stack(each), rtol=1e-4, atol=1e-7)
 
@@ -204,9 +204,9 @@ def test_a_gather_that_aborts_the_compiler_is_warned_of_with_its_line(caplog):
             for algorithm in (LOCAL, WeightEMA(inner=LOCAL)):
                 caplog.clear()
                 check(config(layout=Layout(mesh), objective=objective, algorithm=algorithm))
-                said = [m for m in caplog.messages if "gathers" in m]
-                assert len(said) == lines * isinstance(objective, Gathering)
-                assert all("test_local_steps.py:" in m and "jax.nn.one_hot" in m for m in said)
+                warnings = [m for m in caplog.messages if "gathers" in m]
+                assert len(warnings) == lines * isinstance(objective, Gathering)
+                assert all("test_local_steps.py:" in m and "jax.nn.one_hot" in m for m in warnings)
 
 
 def test_an_average_goes_around_it_and_what_does_not_fit_is_refused():

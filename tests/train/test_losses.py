@@ -24,9 +24,9 @@ MODEL = TransformerConfig(depth=1, vocab=VOCAB, width=32, heads=2, hidden=64, ti
 BATCH = random_batch(VOCAB, rows=16, seq=SEQ, lengths=(7, 2, 4))
 
 
-def cut(blueprint, *, objective, **how):
+def cut(blueprint, *, objective, **options):
     """The laid-out training holds no logits; the truth holds them."""
-    return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=CutLoss()), **how)
+    return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=CutLoss()), **options)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,16 @@ def test_a_large_vocabulary_is_cut_by_itself():
 
 def test_a_run_without_logits_takes_the_same_steps_and_says_which_loss_ran(tmp_path):
     forget()
-    kept = js.fit(**bigram(objective=NextToken(MaterialisedLoss()), eval_batches=1), run=tmp_path / "kept", quiet=True)
+    config = bigram(objective=NextToken(MaterialisedLoss()), eval_batches=1)
+    stored = js.fit(**config, run=tmp_path / "stored", quiet=True)
     assert not chosen("linear_cross_entropy")
     cut = NextToken(AutoLoss(cut_from=32))
     made = js.fit(**bigram(objective=cut, eval_batches=1), run=tmp_path / "made", quiet=True)
     assert {c.implementation for c in chosen("linear_cross_entropy")} == {"xla"}
-    np.testing.assert_allclose(losses(made), losses(kept), rtol=1e-6)
-    assert made.metrics()[-1]["eval_loss"] == pytest.approx(kept.metrics()[-1]["eval_loss"], rel=1e-6)
+    np.testing.assert_allclose(losses(made), losses(stored), rtol=1e-6)
+    assert made.metrics()[-1]["eval_loss"] == pytest.approx(stored.metrics()[-1]["eval_loss"], rel=1e-6)
     assert made.info["loss"] == "cut cross-entropy, no logits held (a vocabulary of 32 is not below 32)"
-    assert kept.info["loss"] == "cross-entropy of materialised logits"
+    assert stored.info["loss"] == "cross-entropy of materialised logits"
     assert read_config(tmp_path / "made").objective.loss == AutoLoss(cut_from=32)
 
 

@@ -24,11 +24,11 @@ BATCH = random_batch(32, lengths=(9, 5))
 def test_attention_sees_the_whole_document_and_nothing_else():
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 1, 4)).astype(np.float32)
     segments = jnp.asarray([[1, 1, 1, 1, 2, 2]])
-    found = Bidirectional()(q, k, v, causal=True, segment_ids=segments)
+    results = Bidirectional()(q, k, v, causal=True, segment_ids=segments)
     for at in (slice(0, 4), slice(4, 6)):
         scores = np.einsum("shd,thd->hst", q[0, at], k[0, at]) / 2
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-        np.testing.assert_allclose(found[0, at], np.einsum("hst,thd->shd", weights, v[0, at]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(results[0, at], np.einsum("hst,thd->shd", weights, v[0, at]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_an_evaluation_masks_the_same_tokens_whatever_the_batches():
     objective, (graphdef, infos) = MaskedToken(rate=0.5), describe_model(MODEL)
     model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, random_params(infos)))
     terms = jax.jit(lambda batch: objective.terms(model, batch)["nats"])
-    found = [
+    results = [
         sum(terms({**{k: x[at] for k, x in BATCH.items()}, "rows": np.arange(len(at))}) for at in parts)
         for parts in ([np.arange(8)], [np.array([5, 2]), np.array([7, 0, 1, 3, 4, 6])])
     ]
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
 def test_what_does_not_fit_is_said():

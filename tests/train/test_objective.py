@@ -82,8 +82,8 @@ class Pairs(Objective):
 
 
 def config_of(objective=None, **settings):
-    given = dict(model=Line(), data=Points(), layout=None, batch_size=8, steps=2, eval_batches=2)
-    return js.TrainConfig(objective=objective or Pairs(), **{**given, **settings})
+    defaults = dict(model=Line(), data=Points(), layout=None, batch_size=8, steps=2, eval_batches=2)
+    return js.TrainConfig(objective=objective or Pairs(), **{**defaults, **settings})
 
 
 def test_a_vmapped_run_reads_the_rows_that_it_reads_alone():
@@ -173,8 +173,8 @@ def source(**parts):
 BAD_DATA = {
     "fingerprint": (source(fingerprint=None), ["Source gives rows", "no text 'fingerprint'"]),
     "len": (source(__len__=None), ["no method '__len__'"]),
-    "a list": (source(rows=lambda self, ids: [1]), ["gives a list; give a dict"]),
-    "lists": (source(rows=lambda self, ids: {"y": [1.0, 2.0]}), ["gives a list for 'y'; give a NumPy array"]),
+    "a list": (source(rows=lambda self, ids: [1]), ["returns a list; return a dict"]),
+    "lists": (source(rows=lambda self, ids: {"y": [1.0, 2.0]}), ["returns a list for 'y'; return a NumPy array"]),
     "one row": (source(rows=lambda self, ids: {"y": np.ones(1)}), ["'y' of shape (1,) for 2 row numbers"]),
 }
 
@@ -196,8 +196,8 @@ class Counted(Pairs):
     """Terms that are no scalars: squared errors by the number of the row."""
 
     def terms(self, model, batch, *, key=None):
-        found = super().terms(model, batch)
-        return {**found, "by_row": jnp.zeros(8).at[batch["rows"]].add(batch["weights"])}
+        totals = super().terms(model, batch)
+        return {**totals, "by_row": jnp.zeros(8).at[batch["rows"]].add(batch["weights"])}
 
     def metrics(self, totals):
         return {"loss": self.value(totals), "most": jnp.max(totals["by_row"])}
@@ -211,8 +211,8 @@ def test_parts_of_uneven_and_of_no_weight_add_up_to_the_batch():
     params, key = blueprint.make(0).params, jax.random.key(0)
     steps = [make_loss_and_grads(blueprint, objective=config.objective, accumulate=n) for n in (1, 2, 4)]
     whole, *parted = jax.jit(lambda: [step(params, batch, key) for step in steps])()
-    for found in parted:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, whole)
+    for totals in parted:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), totals, whole)
     assert float(whole[0]["most"]) == 3
 
 
@@ -237,9 +237,9 @@ def registered():
 def test_what_a_run_prints_fits_a_run_without_texts(own_folder, capsys, registered):
     (own_folder / "own.gin").write_text(RUN)
     assert main(["train", "own.gin", "--run", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "6 parameters" in said and "loss/far" in said and " sample " not in said
-    advice = next(line.split() for line in said.splitlines() if line.startswith("  ") and " report " in line)
+    output = capsys.readouterr().out
+    assert "6 parameters" in output and "loss/far" in output and " sample " not in output
+    advice = next(line.split() for line in output.splitlines() if line.startswith("  ") and " report " in line)
     assert main(advice[advice.index("report") :]) == 0
     imported = ["--import", "tests.train.test_objective"]
     for command in (["serve", "run"], ["eval", "run"], ["sample", "run"]):
@@ -253,8 +253,8 @@ def test_a_dry_run_counts_rows(own_folder, capsys, registered):
     assert "8 rows in 2 micro-batches" in str(dry_run(config_of(accumulate=2)))
     (own_folder / "own.gin").write_text(RUN + 'sweep.axes = {"train.lr": [0.1, 0.2]}')
     assert main(["sweep", "own.gin", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "rows" in said and "tokens" not in said and "nan" not in said
+    output = capsys.readouterr().out
+    assert "rows" in output and "tokens" not in output and "nan" not in output
 
 
 def test_a_sweep_minimises_what_an_evaluation_reports():

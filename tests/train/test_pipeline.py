@@ -123,17 +123,17 @@ def test_the_loss_is_chosen_by_the_whole_vocabulary_and_not_by_a_stages_part():
 
 def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
     batch = random_batch(64, rows=8, seq=8, lengths=(3, 4))
-    found = []
+    results = []
     for layout in (None, Layout("pipeline=2", pipeline="interleaved:4")):
         setup = build(MODEL, layout, remembering_sgd())
         if layout is None:
-            found.append(make_eval(setup.blueprint, None)(setup.state.params, batch))
+            results.append(make_eval(setup.blueprint, None)(setup.state.params, batch))
             continue
         with layout:
             compiled = make_eval(setup.blueprint, None).lower(setup.state.params, batch).compile()
-            found.append(compiled(setup.state.params, batch))
-    assert [totals.pop("parts") for totals in found] == [1, 4]
-    assert_leaves_agree(found[1], found[0])
+            results.append(compiled(setup.state.params, batch))
+    assert [totals.pop("parts") for totals in results] == [1, 4]
+    assert_leaves_agree(results[1], results[0])
     smallest = min(i.size for i in jax.tree.leaves(setup.blueprint.infos["runs"]) if len(i.shape) > 2)
     shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", compiled.as_text())
     assert shapes and all(math.prod(map(int, s.split(","))) < smallest for s in shapes)  # of the log-sum-exp only

@@ -69,11 +69,11 @@ def test_accumulation_equals_one_large_batch():
 
 def test_accumulation_drops_what_one_large_batch_drops():
     blueprint = _blueprint(model=dataclasses.replace(MODEL, dropout=0.3))
-    found = []
+    results = []
     for accumulate in (1, 4):
         step = jax.jit(make_loss_and_grads(blueprint, accumulate=accumulate))
-        found.append(step(random_params(blueprint.infos), PACKED, jax.random.key(1)))
-    assert_leaves_agree(found[1], found[0])
+        results.append(step(random_params(blueprint.infos), PACKED, jax.random.key(1)))
+    assert_leaves_agree(results[1], results[0])
 
 
 def test_accumulated_gradients_have_the_parameters_type():
@@ -186,8 +186,8 @@ def test_the_step_compiles_once(layout):
 @pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS], ids=str)
 def test_the_state_stays_where_it_was_laid(layout):
     blueprint, state = _trained(layout).blueprint, _trained(layout).state
-    wanted = blueprint.shardings()
-    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+    expected = blueprint.shardings()
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), (x.shape, x.sharding, sharding)
     assert int(state.step) == STEPS
     assert jax.tree.structure(state) == jax.tree.structure(blueprint.abstract_state())

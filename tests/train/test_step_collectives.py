@@ -74,9 +74,9 @@ def _sent(layout):
     [pytest.param(x, marks=() if x in ELSEWHERE_TOO else pytest.mark.once, id=str(x)) for x in CASES],
 )
 def test_a_step_sends_what_it_must_and_nothing_else(layout):
-    found = _sent(layout)
+    sent = _sent(layout)
     gathered, summed = Counter(), Counter()
-    for c in found:
+    for c in sent:
         assert c.kind in ("all-gather", "reduce-scatter", "all-reduce"), c
         assert c.certain, c
         (gathered if c.kind == "all-gather" else summed)[c.axes] += c.payload * c.times
@@ -105,10 +105,10 @@ def test_a_pipeline_sends_streams_to_its_neighbours_and_sums_at_its_ends():
     # numbers for each token from each.
     layout, model = Layout("pipeline=4", pipeline="gpipe:4"), dataclasses.replace(MODEL, depth=4)
     config = TrainConfig(model=model, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
-    found = [c for c in collectives(compile_step(config, "v5p:2x2x1"), layout.sizes) if c.payload > SCALARS]
+    sent = [c for c in collectives(compile_step(config, "v5p:2x2x1"), layout.sizes) if c.payload > SCALARS]
     ticks, stream, tokens = 14, STREAM // 4, 4 * 128
-    assert {c.times for c in found} == {ticks} and {c.axes for c in found} == {("pipeline",)}
-    payloads = Counter((c.kind, c.payload) for c in found)
+    assert {c.times for c in sent} == {ticks} and {c.axes for c in sent} == {("pipeline",)}
+    payloads = Counter((c.kind, c.payload) for c in sent)
     assert payloads == {
         ("collective-permute", stream): 2,
         ("all-reduce", 2 * stream): 3,
@@ -116,7 +116,7 @@ def test_a_pipeline_sends_streams_to_its_neighbours_and_sums_at_its_ends():
         ("all-gather", 4 * 2 * 4 * tokens): 1,
     }
     # what goes to a neighbour stands outside of any branch
-    assert all(c.certain for c in found if c.kind == "collective-permute")
+    assert all(c.certain for c in sent if c.kind == "collective-permute")
 
 
 # One of two layers' matrices and norms, a stage's half of the tables, and the last norm; `tensor` halves what is wide.
@@ -132,11 +132,11 @@ def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(layout):
     topology, want = OF_STAGES[layout]
     assert want == 4 * ((MATRICES + TABLES) // 2 // layout.sizes["tensor"] + 3 * 256)
     config = TrainConfig(model=MODEL, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
-    found = [c for c in collectives(compile_step(config, topology), layout.sizes) if "data" in c.axes]
+    sent = [c for c in collectives(compile_step(config, topology), layout.sizes) if "data" in c.axes]
     # not in the loop over ticks, in which a micro-batch's would be
-    assert all(c.times == 1 and c.certain for c in found), found
-    assert 0 <= sum(c.payload for c in found if c.kind != "all-gather") - want <= SCALARS
-    scattered = sum(c.payload for c in found if c.kind == "reduce-scatter")
+    assert all(c.times == 1 and c.certain for c in sent), sent
+    assert 0 <= sum(c.payload for c in sent if c.kind != "all-gather") - want <= SCALARS
+    scattered = sum(c.payload for c in sent if c.kind == "reduce-scatter")
     if layout.rules != "zero2":
         assert scattered == 0
         return
@@ -160,6 +160,6 @@ def test_overlapped_products_run_while_pieces_travel():
             overlapped.append(travelling.pop(done[1]))
     # a layer's rings of three: x forward, y, and again, dy twice, x again twice, dx twice; nothing blocks for a stream
     assert len(overlapped) >= 24 and sum(overlapped) / len(overlapped) > 2 / 3
-    found = collectives(compiled, layout.sizes)
-    blocking = [c for c in found if c.kind in ("all-gather", "reduce-scatter") and c.times > 1]
+    sent = collectives(compiled, layout.sizes)
+    blocking = [c for c in sent if c.kind in ("all-gather", "reduce-scatter") and c.times > 1]
     assert not blocking, blocking

@@ -97,8 +97,8 @@ def test_it_is_planned_counted_and_said(base):
         covered(config, adapters=True)
     whole = model_flops(config_of(base, adapters=None))
     assert 2 / 3 * whole < model_flops(config) < whole
-    said = blueprint_of(config)[0].adaptation.describe()
-    assert "parameters are trained: attn_norm/scale, head/weight, mlp_norm/scale, norm/scale" in said
+    sentence = blueprint_of(config)[0].adaptation.describe()
+    assert "parameters are trained: attn_norm/scale, head/weight, mlp_norm/scale, norm/scale" in sentence
     with raises_saying(ConfigError, "Unfreeze.targets has 'nrm'", "norm"):
         blueprint_of(config_of(base, adapters=Unfreeze(("nrm",))))
     with raises_saying(ConfigError, "Unfreeze.targets = 'norm'", "must be a tuple"):

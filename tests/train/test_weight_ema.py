@@ -51,18 +51,18 @@ def unsharded():
 
 
 def test_the_average_is_the_recursion_of_the_recorded_weights(unsharded):
-    seen, found, weights, _ = unsharded
+    seen, average, weights, _ = unsharded
     want = seen[0]
     for params in seen[1:]:
         want = jax.tree.map(lambda a, p: np.float64(0.75) * a + 0.25 * np.float64(p), want, params)
-    assert_leaves_agree(found, want, gradient_norm=0.0)
+    assert_leaves_agree(average, want, gradient_norm=0.0)
     assert_leaves_agree(weights, want, gradient_norm=0.0)
-    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (found, seen[-1])), strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (average, seen[-1])), strict=True))
 
 
 def test_a_sharded_average_is_the_unsharded_one_and_lies_as_optimizer_state_does(unsharded):
-    _, found, _, state = averaged(CUT)
-    assert_leaves_agree(found, unsharded[1], gradient_norm=0.0)
+    _, sharded, _, state = averaged(CUT)
+    assert_leaves_agree(sharded, unsharded[1], gradient_norm=0.0)
     average, params = state.extra["average"]["embed"]["weight"], state.params["embed"]["weight"]
     assert average.addressable_shards[0].data.size * 4 == params.addressable_shards[0].data.size
     infos = EMA.infos(blueprint := blueprint_of(config(layout=CUT))[0])
@@ -83,11 +83,11 @@ def test_a_run_is_evaluated_resumed_and_loaded_at_its_average(tmp_path):
     prepared = prepare(whole.config)
     with CUT:
         evaluate = make_eval(prepared.blueprint, prepared.batch_shardings())
-        found = [[], []]
-        for sums, params in zip(found, (whole.params(), whole.state.params), strict=True):
+        totals = [[], []]
+        for sums, params in zip(totals, (whole.params(), whole.state.params), strict=True):
             for i in range(len(prepared.heldout[""])):
                 sums.append(jax.device_get(evaluate(params, prepared.place(prepared.heldout[""].__getitem__, i))))
-    means = [sum(t["nats"] for t in s) / sum(t["tokens"] for t in s) for s in found]
+    means = [sum(t["nats"] for t in s) / sum(t["tokens"] for t in s) for s in totals]
     seen = whole.metrics()[-1]["eval_loss"]
     assert seen == pytest.approx(means[0], rel=1e-6) and seen != pytest.approx(means[1], rel=1e-6)
 
@@ -107,7 +107,7 @@ def test_export_and_sampling_see_the_average(tmp_path, monkeypatch):
 def test_what_does_not_go_together_is_refused():
     with raises_saying(ConfigError, "WeightEMA.decay = 1.0"):
         WeightEMA(decay=1.0)
-    with raises_saying(ConfigError, "an average of its own", "@Backprop()"):
+    with raises_saying(ConfigError, "its own average", "@Backprop()"):
         check(config(optimizer=ScheduleFreeSGD()))
     with raises_saying(ConfigError, "train.algorithm must be an algorithm such as Backprop()"):
         TrainConfig(**bigram(algorithm=AdamW()))

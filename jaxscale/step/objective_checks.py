@@ -87,9 +87,9 @@ def _check_groups(config: TrainConfig, name: str) -> None:
     group, parts = config.objective.group, config.accumulate
     if config.batch_size % group or config.batch_size % parts == 0 and config.batch_size // parts % group:
         unit = group * parts
-        of = f" in each of {parts} parts (train.accumulate)" if parts > 1 else ""
+        of = f" in each of {parts} micro-batches (train.accumulate)" if parts > 1 else ""
         raise ConfigError(
-            f"{name} takes {group} rows together{of}, which does not divide train.batch_size = {config.batch_size}; "
+            f"{name} needs groups of {group} rows{of}, which do not divide train.batch_size = {config.batch_size}; "
             f"the nearest that does is {max(1, round(config.batch_size / unit)) * unit}"
         )
 

@@ -103,7 +103,7 @@ class AllAtOnce(Classify):
     [
         (ConfigError, dict(objective=NextToken()), ["NextToken trains language models", "ViT has no 'vocab'"]),
         (DataError, dict(model=TransformerConfig(depth=1), objective=NextToken()), ["'tokens'", "'digits' has none"]),
-        (ConfigError, dict(layout=js.Layout("pipeline=2")), ["Classify", "last pipeline stage alone"]),
+        (ConfigError, dict(layout=js.Layout("pipeline=2")), ["Classify", "last pipeline stage cannot compute"]),
         (ConfigError, dict(objective=AllAtOnce(), accumulate=2), ["AllAtOnce", "all rows of a batch at once"]),
         (ConfigError, dict(objective=Classify), ["train.objective must be an objective", "the class Classify"]),
         (ConfigError, dict(loss=None), ["fit has no setting 'loss'", "objective=NextToken(loss=...)"]),
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_said_before_anything_is_compiled(kind, settings, w
 
 
 def test_a_model_that_is_none_of_texts_has_none(sharded):
-    with raises_saying(ConfigError, "ViT is no language model", "Run.model()"):
+    with raises_saying(ConfigError, "ViT is not a language model", "Run.model()"):
         sharded.sample("def ")
 
 

@@ -136,7 +136,7 @@ LAYOUTS = {
     ),
     "rows of micro-batches": (
         dict(mesh="data=4", run=dict(batch_size=18, accumulate=3)),
-        ("3 parts", "12 or 24"),
+        ("3 micro-batches", "12 or 24"),
         [dict(run=dict(batch_size=12, accumulate=3)), dict(run=dict(batch_size=24, accumulate=3))],
     ),
     "query heads": (

@@ -242,7 +242,7 @@ ADAPTERS = {
     ),
     "rounded over stages": (
         adapted(LoRA(base_dtype="bfloat16"), "pipeline=2"),
-        ("leave it out, or use a mesh without pipeline",),
+        ("remove it, or use a mesh without pipeline",),
         [adapted(LoRA(), "pipeline=2"), adapted(LoRA(base_dtype="bfloat16"), "data=2")],
     ),
     "nothing to adapt": (

@@ -340,7 +340,7 @@ def test_a_resumed_run_may_have_other_guards():
         (lambda: SpikeGuard(z=0.0), ("SpikeGuard.z = 0.0", "above 0")),
         (lambda: SpikeGuard(metric="los"), ("'los'", "did you mean 'loss'")),
         (lambda: js.TrainConfig(guards=FiniteGuard()), ("train.guards must be a tuple",)),
-        (lambda: js.TrainConfig(guards=(FiniteGuard(), FiniteGuard(4))), ("two called 'finite'",)),
+        (lambda: js.TrainConfig(guards=(FiniteGuard(), FiniteGuard(4))), ("two guards named 'finite'",)),
     ],
     ids=["patience", "window", "z", "metric", "no-tuple", "twice"],
 )

@@ -75,12 +75,12 @@ def test_an_evaluation_masks_the_same_tokens_whatever_the_batches():
 def test_what_does_not_fit_is_said():
     with raises_saying(ConfigError, "tokens attend to later tokens", "@Bidirectional()"):
         TrainConfig(model=dataclasses.replace(MODEL, attention=dot_product_attention), objective=MaskedToken())
-    with raises_saying(ConfigError, "MaskedToken.mask = 32", "32 ids"):
+    with raises_saying(ConfigError, "MaskedToken.mask = 32", "32 token ids"):
         TrainConfig(model=MODEL, objective=MaskedToken(mask=32))
     with raises_saying(ConfigError, "MaskedToken.rate = 1.5"):
         MaskedToken(rate=1.5)
     config = TrainConfig(model=MODEL, objective=MaskedToken(), layout=js.Layout("pipeline=2").abstract(), batch_size=8)
-    with raises_saying(ConfigError, "MaskedToken", "last pipeline stage alone", "mesh without pipeline"):
+    with raises_saying(ConfigError, "MaskedToken", "last pipeline stage cannot compute", "mesh without pipeline"):
         js.step.check(config)
 
 
@@ -97,5 +97,5 @@ def test_an_encoder_is_not_exported_as_a_model_that_reads_from_left_to_right(tmp
 
 
 def test_the_next_token_is_not_asked_of_a_model_that_sees_it():
-    with raises_saying(ConfigError, "NextToken", "read the answers", "train.objective = @MaskedToken()"):
+    with raises_saying(ConfigError, "NextToken", "see the tokens to predict", "train.objective = @MaskedToken()"):
         TrainConfig(model=MODEL, layout=None)

@@ -111,25 +111,25 @@ WRONG = {
     "rows": (with_input(rows=Input((), "int32", ())), {}, ["'rows' are the numbers of its rows"]),
     "axes": (with_input(y=Input((), "float32", (None,))), {}, ["Own.inputs['y']", "1 axes", "as ()"]),
     "dtype": (with_input(y=Input((), "float31", ())), {}, ["'float31', which NumPy does not know"]),
-    "64 bits": (with_input(y=Input((), "float64", ())), {}, ["JAX holds as float32; take float32"]),
+    "64 bits": (with_input(y=Input((), "float64", ())), {}, ["JAX stores as float32; use float32"]),
     "no tuple": (with_input(y=Input(5, "float32", (None,))), {}, ["give tuples, as Input((5,)"]),
     "no axes": (with_input(y=Input((), "float32", None)), {}, ["give tuples, as Input((5,)"]),
     "no size": (with_input(y=Input((-1,), "float32", (None,))), {}, ["the shape (-1,); give whole numbers"]),
     "words": (with_input(y=Input((), "U4", ())), {}, ["dtype <U4, which is not numeric; use 'float32'"]),
     "no dtype": (with_input(y=Input((), None, ())), {}, ["Own.inputs['y'] has no dtype; give one"]),
-    "no arrays": (changed(inputs=lambda self, config: {}), {}, ["Own.inputs gives {}"]),
+    "no arrays": (changed(inputs=lambda self, config: {}), {}, ["Own.inputs returns {}"]),
     "group": (changed(group=0), {}, ["Own.group = 0: must be a whole number of at least 1"]),
     "a real group": (changed(group=2.0), {}, ["Own.group = 2.0: must be a whole number"]),
     "evaluated": (changed(evaluated="loss"), {}, ["Own.evaluated = 'loss': give a tuple, as ('loss',)"]),
-    "no inputs": (changed(inputs=Objective.inputs), {}, ["Own has no method 'inputs'; write it"]),
+    "no inputs": (changed(inputs=Objective.inputs), {}, ["Own has no method 'inputs'; define it"]),
     "a word": (changed(terms=lambda self, model, batch, *, key=None: {"each": "5"}), {}, ["the sum 'each' is '5'"]),
     "complex": (with_metric(each=jnp.complex64(1)), {}, ["the metric 'each' is of complex64; give a real number"]),
     "a key": (with_metric(each=jax.random.key(0)), {}, ["the metric 'each' is of key<fry>; give a real number"]),
-    "groups of parts": (Pairs(), dict(batch_size=12, accumulate=4), ["each of 4 parts", "nearest that does is 16"]),
+    "groups of parts": (Pairs(), dict(batch_size=12, accumulate=4), ["4 micro-batches", "nearest that does is 16"]),
     "shared": (
         changed(weights=lambda self, batch, parts: {"count": 1.0, "squares": 1.0}), {}, ["both have 'squares'"],
     ),
-    "no terms": (changed(terms=lambda self, model, batch, *, key=None: None), {}, ["Own.terms gives None"]),
+    "no terms": (changed(terms=lambda self, model, batch, *, key=None: None), {}, ["Own.terms returns None"]),
     "bfloat16": (
         changed(value=lambda self, totals: Pairs.value(self, totals).astype("bfloat16")), {},
         ["its value is bfloat16; give float32"],
@@ -171,7 +171,7 @@ def source(**parts):
 
 
 BAD_DATA = {
-    "fingerprint": (source(fingerprint=None), ["Source gives rows", "no text 'fingerprint'"]),
+    "fingerprint": (source(fingerprint=None), ["Source, a source of training rows", "no text 'fingerprint'"]),
     "len": (source(__len__=None), ["no method '__len__'"]),
     "a list": (source(rows=lambda self, ids: [1]), ["returns a list; return a dict"]),
     "lists": (source(rows=lambda self, ids: {"y": [1.0, 2.0]}), ["returns a list for 'y'; return a NumPy array"]),
@@ -244,7 +244,7 @@ def test_what_a_run_prints_fits_a_run_without_texts(own_folder, capsys, register
     imported = ["--import", "tests.train.test_objective"]
     for command in (["serve", "run"], ["eval", "run"], ["sample", "run"]):
         assert main([*command, *imported]) == 2
-        assert "Line is no language model, so it has no texts" in capsys.readouterr().err
+        assert "Line is not a language model, so it cannot continue text" in capsys.readouterr().err
     assert main(["replay", "run", "--step", "1", *imported]) == 0
     assert "no effect" not in capsys.readouterr().err
 

@@ -206,7 +206,7 @@ class Whole(MaterialisedLoss):
         (
             LayoutError,
             dict(layout=Layout("pipeline=2", pipeline="interleaved"), model=dataclasses.replace(MODEL, mlp=UNEVEN)),
-            ["runs/0/blocks/0/mlp/load_bias", "(4, 3)", "divides by 2 stages", "schedule of 1 chunk"],
+            ["mlp/load_bias", "(4, 3)", "2 stages divide none of its dimensions", "schedule of 1 chunk"],
         ),
     ],
     ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary", "width"],
@@ -223,4 +223,4 @@ def test_padding_and_what_the_schedule_costs_are_reported():
     layer = 4 * (16 * 24 + 16 * 16 + 3 * 16 * 32 + 2 * 16)
     assert any("1 groups of padding" in n and f"{layer:,} bytes" in n for n in notes)
     assert any("schedule lockstep, 2 stages, 4 micro-batches of 2 rows" in n and "idles 20%" in n for n in notes)
-    assert any("kept cut along their width" in n for n in notes)
+    assert any("stored sharded along their width" in n for n in notes)

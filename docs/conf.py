@@ -34,6 +34,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
@@ -43,11 +44,13 @@ napoleon_custom_sections = [("Fields", "params_style")]
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxscale"
+html_show_sphinx = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
+    "navbar_persistent": [],
     "show_navbar_depth": 1,
     "show_toc_level": 2,
 }

@@ -85,6 +85,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", c) for c in line) + " |" for line in lines)
 
 
+def sentence(text: str) -> str:
+    """Text that begins with a capital, unless it begins with code or a name that has no capital first."""
+    first = text.partition(" ")[0]
+    return text[:1].upper() + text[1:] if re.fullmatch(r"[a-z]+[,;:.]?", first) else text
+
+
 def label(name: str) -> str:
     """What other pages link a registered name by: `[AdamW](#setting-adamw)`."""
     return f"setting-{name.lower()}"
@@ -126,8 +132,7 @@ def _item(item: Described, names: set[str]) -> str:
     parts += [prose(item.description)] * bool(item.description)
     parts += [_setting(item, setting, names) for setting in item.settings]
     parts += [f"Raises {code(error)}: {plain(when)}" for error, when in item.raises.items() if error]
-    home = ".".join(item.path.split(".")[:2])
-    parts.append(f"In Python: {{py:mod}}`{home}`, `{item.path}`.")
+    parts.append(f"In Python: {{py:obj}}`{item.path}`.")
     return "\n\n".join(parts)
 
 
@@ -141,7 +146,7 @@ def _setting(item: Described, setting: Setting, names: set[str]) -> str:
         default = code(setting.default)
         term += f" = [{default}](#{label(named[1])})" if named and named[1] in names else f" = {default}"
     kind = f"*{plain(setting.type)}*" if setting.type else ""
-    meaning = ". ".join(filter(None, (kind, plain(setting.meaning))))
+    meaning = ". ".join(filter(None, (kind, plain(sentence(setting.meaning)))))
     return f"{term}\n: {meaning or 'Anything.'}"
 
 
@@ -214,7 +219,7 @@ def _runs(lines: list[str]) -> Iterator[tuple[bool, list[str]]]:
 def _exit_codes() -> Iterator[tuple[str, str]]:
     documented = {name: text for name, text in constants(errors).items() if isinstance(getattr(errors, name), int)}
     for name, text in sorted(documented.items(), key=lambda pair: getattr(errors, pair[0])):
-        yield str(getattr(errors, name)), plain(text)
+        yield str(getattr(errors, name)), plain(re.sub(r"^Exit code of (\w)", lambda m: m[1].upper(), text))
 
 
 @functools.cache
@@ -266,7 +271,7 @@ def public(name: str, module: types.ModuleType) -> list[str]:
 
 def _package(name: str, module: types.ModuleType, modules: Mapping[str, types.ModuleType]) -> str:
     """Summary table, then each name. What belongs to another package of the list is documented there."""
-    names = public(name, module)
+    names = sorted(public(name, module), key=str.lower)
     homes = {
         n: other
         for other, m in modules.items()

@@ -34,12 +34,15 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+add_module_names = False
+suppress_warnings = ["ref.python"]  # annotations name a class without its module; jaxscale and jaxscale.nn have a Run
 toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 napoleon_use_param = False  # one entry may be of several parameters
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 napoleon_custom_sections = [("Fields", "params_style")]
 
 html_theme = "sphinx_book_theme"

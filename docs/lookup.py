@@ -254,7 +254,7 @@ def rst(text: str) -> str:
     parts = re.split(r"(`+[^`]*`+)", text)
     for i, part in enumerate(parts):
         if i % 2 == 0:
-            parts[i] = re.sub(r"([*_|\\])", r"\\\1", part)
+            parts[i] = re.sub(r"([*|\\]|(?<=\w)_(?!\w))", r"\\\1", part)
         else:  # a letter beside code has to be kept apart: `Array`s
             before, after = re.search(r"\w$", parts[i - 1]), re.match(r"\w", parts[i + 1])
             parts[i] = "\\ " * bool(before) + part + "\\ " * bool(after)
@@ -276,7 +276,8 @@ def _package(name: str, module: types.ModuleType, modules: Mapping[str, types.Mo
         n: other
         for other, m in modules.items()
         for n in public(other, m)
-        if n in names and other not in ("jaxscale", name) and _below(getattr(m, n), other)
+        if n in names and other not in ("jaxscale", name)
+        and getattr(m, n) is getattr(module, n) and _below(getattr(m, n), other)
     }
     entries, rows = [], []
     for each in names:
@@ -334,7 +335,9 @@ def literal_blocks(doc: str) -> str:
         if starts and any(out):
             out += ["::", ""]
             inside = True
-        out.append(line if inside else rst(line))
+        entry = re.match(r"\s+\*{0,2}\w+(, \*{0,2}\w+)*( \([^)]*\))?:", line)
+        names = entry[0] if entry and section else ""  # napoleon escapes these
+        out.append(line if inside else names + rst(line[len(names) :]))
     return "\n".join(out)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `jaxscale COMMAND`, a file each in `jaxscale/commands`."""
+"""The command line `jaxscale COMMAND`; each command is a module of `jaxscale/commands`."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ COMMANDS = (
     checkpoint, replay,
     schedule, microbench, settings,
 )  # fmt: skip
-"""In the order in which the help lists them."""
+"""Modules of the commands, in the order of `--help`."""
 
 OWN_MODULES = ("train", "sweep")
-"""Commands whose gin file may import a module of the current folder. Others look at folders that may be anybody's."""
+"""Commands whose gin file may import modules of the current folder. Others may read untrusted folders."""
 
 _DESCRIPTION = """\
 Train, sample, explain and plan sharded models.
@@ -82,9 +82,10 @@ A configuration is a gin file; any binding in it can be changed from here:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes are errors of ours: one sentence, exit code 2."""
+    """An argument parser that raises `ConfigError`, printed as one sentence with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise the message of argparse."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _help_of(argv: list[str]) -> str:
-    """What a command's `--help` prints."""
+    """The output of a command's `--help`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         _parser().parse_args([argv[0], "--help"])
@@ -106,7 +107,14 @@ def _help_of(argv: list[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code, 2 for a mistake of the user's."""
+    """Run a command.
+
+    Args:
+        argv: arguments; by default those of the process.
+
+    Returns:
+        The exit code: 0, 2 for an error of the user, 130 after Ctrl-C, or the command's own.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if argv is None:
         drop_current_folder()
@@ -132,9 +140,9 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(f"there is no command '{rest[0]}' (see jaxscale --help){near(rest[0], names)}")
     args, more = parser.parse_known_args(rest)
     if more:
-        named = [a for a in more if a.startswith("--") or "=" in a][:1]
+        options = [a for a in more if a.startswith("--") or "=" in a][:1]
         known = re.findall(r"--[a-z][a-z-]*", parser.format_help() if args.command is None else _help_of(rest))
-        hint = _option(named[0], sorted(set(known))) if named else ""
+        hint = _hint(options[0], sorted(set(known))) if options else ""
         program = "jaxscale" if args.command is None else f"jaxscale {rest[0]}"
         raise ConfigError(f"unrecognized arguments: {' '.join(more)}; see {program} --help{hint}")
     if args.command is None:
@@ -156,8 +164,8 @@ def _run(argv: list[str]) -> int:
     return args.run_command(args, bindings)
 
 
-def _option(word: str, known: list[str]) -> str:
-    """What an option that is none, or `name=value`, was meant to be: an option, a binding, or an axis of the mesh."""
+def _hint(word: str, known: list[str]) -> str:
+    """What an unknown option, or `name=value`, may stand for: an option, a binding, or an axis of the mesh."""
     name, _, value = word.partition("=")
     bare, value = name.lstrip("-"), value or "..."
     close = same(bare, [option.removeprefix("--") for option in known])
@@ -177,7 +185,8 @@ def _option(word: str, known: list[str]) -> str:
     if fields:
         return f"; did you mean '--gin.{fields[0] if '.' in fields[0] else f'train.{fields[0]}'}={value}'?"
     if bare in ("config", "config-file", "config_file", "cfg"):
-        return "; the gin file stands by itself, as jaxscale train experiments/demo.gin"
+        return "; name the gin file without an option, as in jaxscale train experiments/demo.gin"
+
     return near(name, known)
 
 

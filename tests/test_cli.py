@@ -271,7 +271,7 @@ def test_sample_chooses_as_the_checkpoint_came_and_says_so(run, finished_run, mo
     words = ("sample", finished_run.path, "--prompt", "def ", "--tokens", "8")
     _, out, errors = run(*words)
     assert out[4:-1] == finished_run.generate("def ", max_tokens=8, temperature=0, repetition_penalty=1.5).text
-    assert "jaxscale: temperature 0, repetition penalty 1.5, of its generation_config.json" in errors
+    assert "jaxscale: using temperature 0, repetition penalty 1.5 from generation_config.json" in errors
     _, out, errors = run(*words, "--temperature", "2", "--repetition-penalty", "1", "--top-k", "0")
     assert out[4:-1] == finished_run.generate("def ", max_tokens=8, temperature=2).text
     assert "generation_config" not in errors

@@ -75,7 +75,7 @@ def test_eval_asks_questions(run, folder):
         (["RUN", "--choices", "book.txt"], ["book.txt, line 1", "no JSON"]),
         (["RUN", "book.txt", "--choices", "quiz.jsonl"], ["leave out book.txt"]),
         (["RUN", "--choices", "quiz.jsonl", "--stride", "3"], ["--stride"]),
-        (["RUN", "book.txt", "--out", "book.txt"], ["book.txt is there already"]),
+        (["RUN", "book.txt", "--out", "book.txt"], ["book.txt exists already"]),
         (["RUN", "book.txt", "--step", "3"], ["3"]),
         (["RUN", "book.txt", "--mesh", "tensor=16"], ["needs 16 devices"]),
         (["RUN", "--gin.train.seed=3"], ["as it is", "--gin.train.seed"]),
@@ -130,7 +130,7 @@ def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
     argv = ["sample", finished_run.path, "--prompt", "def ", "--tokens", 6, "--temperature", 0]
     _, plain, _ = run(*argv)
     code, out, err = run(*argv, "--draft", finished_run.path)
-    assert (code, out) == (0, plain) and "100% of the draft's proposals were accepted" in err
+    assert (code, out) == (0, plain) and "100% of the drafted tokens were accepted" in err
     assert run(*argv, "--mesh", "tensor=2")[:2] == (0, plain)
 
 
@@ -143,7 +143,7 @@ def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
         (["--rows", "0"], ["--rows 0"]),
         (["--logprobs", "3"], ["--json"]),
         (["--prompt", "a", "--prompts", "book.txt"], ["leave out"]),
-        (["--prompts", "gone.txt"], ["gone.txt", "a prompt a line"]),
+        (["--prompts", "gone.txt"], ["gone.txt", "one prompt per line"]),
         (["--prompts", "empty.txt"], ["empty.txt has no prompt"]),
         (["--prompts", "quiz.jsonl"], ["quiz.jsonl, line 1", '"prompt"']),
         (["--draft", "nowhere"], ["nowhere is not a run folder"]),

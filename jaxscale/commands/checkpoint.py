@@ -1,4 +1,4 @@
-"""`jaxscale checkpoint`: looks at a run's checkpoints, checks them, and brings old ones up to date."""
+"""`jaxscale checkpoint`: lists, verifies, converts and exports a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "checkpoint",
         help="list, show, verify, convert or export a run's checkpoints",
-        description="Looks at the checkpoints of a run: no model is built and no device is used.",
+        description="Reads the checkpoints of a run. No model is built and no device is used.",
         formatter_class=TEXT,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, (action, text) in _ACTIONS.items():
         one = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        one.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
+        one.add_argument("run", metavar="RUN", help="a run folder, such as runs/demo-1")
         accept_argument(one)
         one.add_argument(
             "--step",
@@ -34,33 +34,33 @@ def add(commands: Any) -> None:
             help=f"one checkpoint (default: {'the newest' if name in ('show', 'export') else 'all'})",
         )
         if action is _export:
-            one.add_argument("--out", metavar="DIR", help="the folder to write, which is not there yet")
+            one.add_argument("--out", metavar="DIR", help="folder to write; it must not exist")
         one.set_defaults(run_command=run, action_command=action)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Run the action; returns the exit code, 1 if `verify` finds damage."""
     no_bindings(args, bindings)
     from jaxscale.train import checkpoints_in
 
     if args.action_command is _verify:
         return _verify(args)
-    found = checkpoints_in(Path(args.run))
-    steps = found.steps()
+    checkpoints = checkpoints_in(Path(args.run))
+    steps = checkpoints.steps()
     if not steps:
-        there = "has no finished checkpoint" if Path(args.run).is_dir() else "is not there"
-        raise CheckpointError(f"{args.run} {there}; name a run folder, as runs/demo-1")
+        why = "has no finished checkpoint" if Path(args.run).is_dir() else "does not exist"
+        raise CheckpointError(f"{args.run} {why}; name a run folder, such as runs/demo-1")
     if args.step is not None:
-        found.manifest(args.step)  # says which there are
+        checkpoints.manifest(args.step)  # raises, with the existing steps
         steps = [args.step]
-    return args.action_command(found, steps, args)
+    return args.action_command(checkpoints, steps, args)
 
 
-def _list(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
+def _list(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [("step", "schema", "arrays", "bytes", "digest", "saved", "layout")]
     for step in steps:
         try:
-            about = found.manifest(step)
+            about = checkpoints.manifest(step)
         except JaxscaleError as e:
             print(e)
             continue
@@ -70,14 +70,15 @@ def _list(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    others = sorted(p.name for p in found.folder.iterdir() if p.is_dir() and p.name[0].isdecimal() and "." in p.name)
+    folders = [p for p in checkpoints.folder.iterdir() if p.is_dir()]
+    others = sorted(p.name for p in folders if p.name[0].isdecimal() and "." in p.name)
     if others:
         print(f"not finished, or set aside: {', '.join(others)}")
     return 0
 
 
-def _show(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
-    about = found.manifest(steps[-1])
+def _show(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
+    about = checkpoints.manifest(steps[-1])
     for key, value in about.items():
         if key != "leaves":
             print(f"{key}: {value}")
@@ -89,7 +90,7 @@ def _show(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Exit code 1 when anything is not what was written."""
+    """Compare all files with their digests; returns 1 if one does not match."""
     from jaxscale.train.checkpoints import Checkpoints
     from jaxscale.train.files import CONFIG, INFO, states
 
@@ -99,18 +100,18 @@ def _verify(args: argparse.Namespace) -> int:
     runs = [place.parent for place in places if place.is_dir()]
     own = {path: Checkpoints(path / "checkpoints", run=_id(path)) for path in runs}
     if args.step is not None and runs:
-        own[runs[0]].manifest(args.step)  # says which there are
-    steps = {path: [args.step] if args.step is not None else found.steps() for path, found in own.items()}
+        own[runs[0]].manifest(args.step)  # raises, with the existing steps
+    steps = {path: [args.step] if args.step is not None else each.steps() for path, each in own.items()}
     if not files and not any(steps.values()):
-        there = "has no finished checkpoint" if folder.is_dir() else "is not there"
-        raise CheckpointError(f"{folder} {there}; name a run folder, as runs/demo-1")
+        why = "has no finished checkpoint" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"{folder} {why}; name a run folder, such as runs/demo-1")
     for file in files:
         if file.fault is not None:
             print(file.fault)
     altered = sum(file.fault is not None for file in files)
-    whole = sum(file.sealed and file.fault is None for file in files)
-    if whole:
-        print(f"{whole} small {'file agrees with its' if whole == 1 else 'files agree with their'} digests")
+    intact = sum(file.sealed and file.fault is None for file in files)
+    if intact:
+        print(f"{intact} small {'file agrees with its' if intact == 1 else 'files agree with their'} digests")
     old = [str(file.path.relative_to(folder)) for file in files if not file.sealed]
     if old:
         print(f"not sealed, since an earlier version wrote them: {', '.join(old[:8])}{' ...' if old[8:] else ''}")
@@ -118,16 +119,16 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{altered} of {len(files)} small files are not what was written")
     lost = [path / CONFIG for path in runs if (path / INFO).is_file() and not os.path.lexists(path / CONFIG)]
     for config in lost:
-        print(f"{config} is not there, and nothing else says how to rebuild the run; restore it from a copy")
+        print(f"{config} is missing, and the run cannot be rebuilt without it; restore it from a copy")
     replaced = [place for place in places if os.path.lexists(place) and not place.is_dir()]
     for place in replaced:
-        print(f"{place} is no folder, so that there is no checkpoint in it; restore it from a copy")
-    bad = sum(_verify_checkpoints(found, steps[path]) for path, found in own.items())
+        print(f"{place} is not a folder, so that it has no checkpoints; restore it from a copy")
+    bad = sum(_verify_checkpoints(each, steps[path]) for path, each in own.items())
     return 1 if bad or altered or lost or replaced else 0
 
 
 def _id(run: Path) -> str | None:
-    """That `run.json` says, where it can be trusted."""
+    """The id in `run.json`; None if that file is missing or damaged."""
     from jaxscale.train.files import INFO, read_json
 
     try:
@@ -136,13 +137,13 @@ def _id(run: Path) -> str | None:
         return None
 
 
-def _verify_checkpoints(found: Checkpoints, steps: list[int]) -> int:
-    """How many are damaged."""
+def _verify_checkpoints(checkpoints: Checkpoints, steps: list[int]) -> int:
+    """Print the state of some checkpoints; returns the number of damaged ones."""
     bad = 0
     for step in steps:
         try:
-            about = found.manifest(step)
-            faults = list(found.arrays(step).faults())
+            about = checkpoints.manifest(step)
+            faults = list(checkpoints.arrays(step).faults())
         except CheckpointError as e:
             about, faults = {}, [str(e)]
         for fault in faults:
@@ -150,10 +151,10 @@ def _verify_checkpoints(found: Checkpoints, steps: list[int]) -> int:
         if not faults:
             files = sum(len(leaf.get("files", ())) for leaf in about["leaves"].values())
             digest = about["digest"]
-            how = f"{files} files agree with their {digest}" if digest else (
+            state = f"{files} files agree with their {digest}" if digest else (
                 f"its arrays can be read, and their values cannot be checked: schema {about['written']} has no digests "
                 "(jaxscale checkpoint convert adds them)")  # fmt: skip
-            print(f"checkpoint {step}: {len(about['leaves'])} arrays, {how}")
+            print(f"checkpoint {step}: {len(about['leaves'])} arrays, {state}")
         bad += bool(faults)
     if bad:
         rest = (
@@ -165,30 +166,31 @@ def _verify_checkpoints(found: Checkpoints, steps: list[int]) -> int:
     return bad
 
 
-def _convert(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
+def _convert(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     from jaxscale.train.checkpoints.convert import convert
     from jaxscale.train.checkpoints.migrate import SCHEMA
     from jaxscale.train.folders import lock
 
-    with lock(found.folder.parent):
+    folder = checkpoints.folder
+    with lock(folder.parent):
         for step in steps:
             try:
-                done = convert(found.folder / str(step))
+                done = convert(folder / str(step))
             except OSError as e:
                 raise CheckpointError(
-                    f"checkpoint {step} in {found.folder} could not be converted: {e.strerror or e}; it is as it was"
+                    f"checkpoint {step} in {folder} could not be converted and is unchanged: {e.strerror or e}"
                 ) from e
-            print(f"checkpoint {step} {'is converted to' if done else 'is already of'} schema {SCHEMA}")
+            print(f"checkpoint {step} {'is converted to' if done else 'already has'} schema {SCHEMA}")
     return 0
 
 
-def _export(found: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
+def _export(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     from jaxscale.train.checkpoints.export import to_orbax
 
     if args.out is None:
-        raise CheckpointError("name the folder to write, as --out demo-orbax")
-    count = to_orbax(found.folder / str(steps[-1]), Path(args.out))
-    print(f"checkpoint {steps[-1]}: {count} arrays are in {args.out}, as Orbax's StandardCheckpointer restores them")
+        raise CheckpointError("name the folder to write, such as --out demo-orbax")
+    count = to_orbax(checkpoints.folder / str(steps[-1]), Path(args.out))
+    print(f"checkpoint {steps[-1]}: wrote {count} arrays to {args.out}, for Orbax's StandardCheckpointer")
     return 0
 
 
@@ -199,9 +201,9 @@ def _bytes(leaf: dict[str, Any]) -> int:
 
 
 _ACTIONS = {
-    "list": (_list, "a line per checkpoint"),
-    "show": (_show, "what is in a checkpoint"),
-    "verify": (_verify, "reads every file of a run's or a sweep's folder and compares it with its digest"),
-    "convert": (_convert, "rewrites checkpoints of an older schema, with digests"),
-    "export": (_export, "writes a checkpoint as Orbax does, for other programs"),
+    "list": (_list, "print a line per checkpoint"),
+    "show": (_show, "print the arrays of a checkpoint"),
+    "verify": (_verify, "compare every file of a run's or a sweep's folder with its digest"),
+    "convert": (_convert, "rewrite checkpoints of an older schema, with digests"),
+    "export": (_export, "write a checkpoint in Orbax's format, for other programs"),
 }

@@ -1,4 +1,4 @@
-"""`jaxscale coordcheck`: whether a config's activations stay the same size as its model widens."""
+"""`jaxscale coordcheck`: checks that activations keep their size as the model gets wider (µP)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from jaxscale.commands.shared import TEXT, config_arguments, load
 from jaxscale.errors import ConfigError
 
 NOT_FLAT = 1
-"""The exit code, where something is not flat."""
+"""Exit code if the size of an activation or of its change depends on the width."""
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "coordcheck",
-        help="check that activations stay the same size as the model widens (µP)",
-        description="Trains a config's model for a few steps at several widths, on one device, and shows for every "
-        "module how large its\noutput is at the start and how far training moves it. Exits with 1 where a slope in the "
-        "width is not flat:\nthen no learning rate fits two widths. Logits and attention scores may shrink.\n\n"
+        help="check that activations keep their size as the model gets wider (µP)",
+        description="Trains a config's model for a few steps at several widths, on one device, and prints for every "
+        "module the size of\nits output at the start and of the change by training. Exits with 1 if one of these "
+        "depends on the width\n(its slope is not flat): then no learning rate suits two widths. Logits and attention "
+        "scores may shrink.\n\n"
         "  jaxscale coordcheck experiments/mup_transfer/mup.gin\n"
         "  jaxscale coordcheck my.gin --widths 64,128,256,512 --gin.train.lr=1e-3 --out checks",
         formatter_class=TEXT,
@@ -32,14 +33,14 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of training (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each width (default %(default)s)")
-    parser.add_argument("--tolerance", type=float, metavar="SLOPE", help="a slope up to this is flat (default 0.15)")
-    parser.add_argument("--out", metavar="DIR", help="also leave coordcheck.png and coordcheck.json in this folder")
+    parser.add_argument("--tolerance", type=float, metavar="SLOPE", help="largest slope that is flat (default 0.15)")
+    parser.add_argument("--out", metavar="DIR", help="also write coordcheck.png and coordcheck.json to this folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Run the check; returns 0, or `NOT_FLAT`."""
     from jaxscale.commands.plan import progress, show
     from jaxscale.plan.coordcheck import TOLERANCE, coordcheck
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"--out {out} is a file; name a folder")
     config = load(None, args, bindings)
     with progress() as tell:
-        found = coordcheck(
+        result = coordcheck(
             config,
             widths,
             steps=args.steps,
@@ -59,10 +60,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        found.draw(out / "coordcheck.png")
-        (out / "coordcheck.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
-    show(found, args.json)
-    return 0 if found.flat else NOT_FLAT
+        result.draw(out / "coordcheck.png")
+        (out / "coordcheck.json").write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    show(result, args.json)
+    return 0 if result.flat else NOT_FLAT
 
 
 def _widths(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`jaxscale explain`: where every tensor lives, and why."""
+"""`jaxscale explain`: the sharding of every tensor and its reason; what a step computes, stores and communicates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, lo
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "explain",
-        help="show where every tensor lives, and why; what a step computes, holds and sends",
+        help="print the sharding of every tensor and its reason; what a step computes, stores and communicates",
         description="Prints the tensor table of a gin file or a run: shape, logical axes, spec, bytes per device and "
-        "the rules that fired; which loss and which kernels run; FLOPs by module. Nothing is compiled and no device is "
-        "needed.\nWith --topology or --compile the step is compiled, and its memory is told by tensor and its "
-        "collectives by source line.\n\n"
+        "the rules that applied; the loss and the kernels that run; FLOPs by module. Nothing is compiled and no device "
+        "is needed.\nWith --topology or --compile the step is compiled, and the output has its memory by tensor and "
+        "its collectives by\nsource line.\n\n"
         '  jaxscale explain experiments/demo.gin --mesh "fsdp=8"\n'
         "  jaxscale explain experiments/demo.gin --devices 8 --compile\n"
         '  jaxscale explain experiments/demo.gin --mesh "fsdp=4" --topology v5e:2x2 --json',
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     config_arguments(parser)
     accept_argument(parser)
     parser.add_argument(
-        "--topology", metavar="NAME", help="compile for hardware that need not be here, as v5p:8x8x8 or h200:8"
+        "--topology", metavar="NAME", help="compile for hardware that need not be present: v5p:8x8x8, h200:8"
     )
     parser.add_argument("--compile", action="store_true", help="compile for the devices of this machine")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -34,14 +34,15 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Print the explanation; returns the exit code 0."""
     from jaxscale.commands.plan import show
     from jaxscale.plan import explain
 
     if args.topology is not None:
         import jax
 
-        # what is not here is compiled for without asking for what is
+        # Compiling for absent hardware must not initialise or wait for the devices of this machine.
+
         jax.config.update("jax_platforms", "cpu")
 
     path = Path(args.config) if args.config else None

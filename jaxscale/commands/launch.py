@@ -23,7 +23,7 @@ GRACE = 15.0
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "launch",
         help="run several processes on this machine; restart them when one is lost",

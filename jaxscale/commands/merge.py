@@ -1,4 +1,4 @@
-"""`jaxscale merge`: adapters into the weights."""
+"""`jaxscale merge`: adds adapters to the weights."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from jaxscale.commands.shared import TEXT, accept_argument, continuing, import_a
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "merge",
-        help="add a run's adapters to its weights: an ordinary run folder",
-        description="Writes the parameters that a run is used with as a run folder of its own. Adapters are added to "
-        "the weights they are on,\nand what came with an imported checkpoint comes along.\n\n"
+        help="add a run's adapters to its weights, in a new run folder",
+        description="Writes a run's parameters to a new run folder, with adapters added to the weights. The other "
+        "files of an imported\ncheckpoint are copied.\n\n"
         "  jaxscale merge runs/lora-1 runs/merged\n"
         "  jaxscale merge runs/lora-1 runs/merged --layout tensor=4 --devices 4",
         formatter_class=TEXT,
     )
-    parser.add_argument("run", metavar="RUN", help="a run with adapters (another one's parameters are written too)")
+    parser.add_argument("run", metavar="RUN", help="a run with adapters (for a run without, parameters are copied)")
     accept_argument(parser)
-    parser.add_argument("out", metavar="OUT", help="the run folder to make")
+    parser.add_argument("out", metavar="OUT", help="the run folder to write")
     import_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (default: the newest)")
-    parser.add_argument("--layout", metavar="SIZES", help='where they are put together, as "tensor=4"')
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--layout", metavar="SIZES", help='mesh to compute on, such as "tensor=4"')
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Merge and print the result; returns the exit code 0."""
     no_bindings(args, bindings)
     from jaxscale.convert.merge import merge
     from jaxscale.layout import Layout
     from jaxscale.run import Run
     from jaxscale.step.rates import parameter_count
 
-    whole = Run(Path(args.run))
-    _ = whole.info
-    if whole.config.adapters is None:
-        print(f"jaxscale: {whole.path} has no adapters; its parameters are written as they are", file=sys.stderr)
+    source = Run(Path(args.run))
+    _ = source.info  # raises for a folder that is no run
+    if source.config.adapters is None:
+        print(f"jaxscale: {source.path} has no adapters; copying its parameters", file=sys.stderr)
     layout = None if args.layout is None else Layout(args.layout)
-    made = merge(whole, args.out, step=args.step, layout=layout)
-    print(f"{made.path}: {parameter_count(made.config):,} parameters; {continuing(made)}")
+    merged = merge(source, args.out, step=args.step, layout=layout)
+    print(f"{merged.path}: {parameter_count(merged.config):,} parameters; {continuing(merged)}")
+
     return 0

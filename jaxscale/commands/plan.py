@@ -37,7 +37,7 @@ EVERY = 10.0
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
         help="estimate a step on hardware that is not present, or search for its best layout",

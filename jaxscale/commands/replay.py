@@ -1,4 +1,4 @@
-"""`jaxscale replay`: takes a step of a run again, and says where its numbers went wrong."""
+"""`jaxscale replay`: repeats a step of a run, and finds the module where its numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "replay",
-        help="take a step of a run again, and say where its numbers went wrong",
-        description="Goes from the checkpoint before a step to that step, on the run's own layout, compares its "
-        "numbers with the recorded ones to the bit, and where they are not finite names the first module, forward or "
-        "backward, that makes one of finite numbers.\nWhich steps were skipped is in the run's skipped.jsonl. Nothing "
-        "in the run is changed.",
+        help="repeat a step of a run, and find the module where its numbers stop being finite",
+        description="Trains from the checkpoint before a step up to that step, on the run's layout, and compares loss "
+        "and gradients bit by bit\nwith the recorded ones. If they are not finite, it names the first module, forward "
+        "or backward, whose inputs are finite\nand whose output is not. Skipped steps are listed in the run's "
+        "skipped.jsonl. The run is not changed.",
         formatter_class=TEXT,
     )
-    parser.add_argument("config", metavar="RUN", help="a run folder, as runs/demo-1")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="which, from 1")
+    parser.add_argument("config", metavar="RUN", help="a run folder, such as runs/demo-1")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
     import_argument(parser)
     accept_argument(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
@@ -28,7 +28,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Replay the step and print the result; returns the exit code 0."""
+
     no_bindings(args, bindings)
     from jaxscale import load
     from jaxscale.train.replay import replay

@@ -1,4 +1,4 @@
-"""`jaxscale sample`: continues texts with a trained model."""
+"""`jaxscale sample`: generates text with a trained model."""
 
 from __future__ import annotations
 
@@ -26,61 +26,60 @@ _MOST = 400
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "sample",
-        help="continue texts with a trained model",
-        description="Continues a text with the newest checkpoint of a run, and prints it as it comes.\nSeveral, "
-        'of --prompts FILE (a line each; of a .jsonl, its field "prompt") or -n, are computed side by side and '
-        "printed one after the other; with --json a line of JSON each.\nA text may become longer than those that the "
-        "model was trained on: rotary positions go on, learned ones end, and the text with them; either is said.\n"
-        "Temperature, cuts and penalty are by default those of an imported checkpoint's generation_config.json.\n\n"
+        help="generate text with a trained model",
+        description="Continues a prompt with the newest checkpoint of a run, and prints tokens as they are generated."
+        '\nSeveral prompts (--prompts FILE, one per line, or the field "prompt" of each line of a .jsonl) or several '
+        "completions (-n)\nare generated as a batch and printed one after the other; with --json one JSON line each.\n"
+        "A sequence may get longer than those in training: rotary positions extrapolate; with learned positions it "
+        "ends at\nthe last one. Both print a note. Temperature, top-k, top-p and penalty default to the "
+        "generation_config.json of an\nimported checkpoint.\n\n"
         '  jaxscale sample runs/demo-1 --prompt "def " --temperature 0.6 --top-p 0.9 --stop "\\n\\n"\n'
         '  jaxscale sample runs/demo-1 --prompts prompts.txt --json --mesh "tensor=4" --devices 8\n'
         "  jaxscale sample runs/large --draft runs/small --draft-tokens 6",
         formatter_class=TEXT,
     )
-    parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
+    parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/demo-1")
     import_argument(parser)
     accept_argument(parser)
     parser.add_argument("--prompt", help="text to continue (default: start a new document)")
-    parser.add_argument("--prompts", metavar="FILE", help="prompts, one a line; - reads standard input")
-    parser.add_argument("--chat", action="store_true", help="a prompt is what a user says; the chat template writes it")
-    parser.add_argument("-n", "--n", type=int, default=1, help="texts of each prompt, with seeds from --seed on")
+    parser.add_argument("--prompts", metavar="FILE", help="prompts, one per line; - reads standard input")
+    parser.add_argument("--chat", action="store_true", help="prompts are user messages, formatted by the chat template")
+    parser.add_argument("-n", "--n", type=int, default=1, help="completions per prompt, with seeds from --seed on")
     parser.add_argument(
         "--tokens",
         "--max-tokens",
         type=int,
         metavar="N",
-        help="how many to add (default: 400, or up to the length that the model was trained on)",
+        help="most tokens to generate (default: 400, or up to the sequence length in training)",
     )
-    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, help="sample among this many likeliest tokens; 0 is all")
-    parser.add_argument("--top-p", type=float, help="among the likeliest that reach this probability")
-    parser.add_argument("--min-p", type=float, help="among those of this share of the likeliest one's")
+    parser.add_argument("--temperature", type=float, help="0 takes the most likely token (default 0.8)")
+    parser.add_argument("--top-k", type=int, help="sample from this many most likely tokens; 0 means all")
+    parser.add_argument("--top-p", type=float, help="sample from the most likely tokens with this total probability")
+    parser.add_argument("--min-p", type=float, help="sample from tokens with this share of the highest probability")
     parser.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="above 1, tokens of the text become rarer"
+        "--repetition-penalty", type=float, metavar="X", help="above 1, makes tokens of the sequence less likely"
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help='end before this text; "\\n" is a new line'
     )
-    parser.add_argument("--ignore-end", action="store_true", help="go on after the end of a text")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
+    parser.add_argument("--ignore-end", action="store_true", help="continue after the end-of-text token")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument(
-        "--logprobs", type=int, default=0, metavar="N", help="the N likeliest tokens of each, in --json"
+        "--logprobs", type=int, default=0, metavar="N", help="add the N most likely tokens at each place (--json)"
     )
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each text")
-    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (default: the newest)")
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="texts under way at once (default 8)")
-    parser.add_argument(
-        "--draft", metavar="RUN", help="a run whose smaller model proposes tokens (speculative decoding)"
-    )
-    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="proposals of a round (default 4)")
+    parser.add_argument("--json", action="store_true", help="print a JSON line for each completion")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="sequences generated at once (default 8)")
+    parser.add_argument("--draft", metavar="RUN", help="a run whose smaller model drafts tokens (speculative decoding)")
+    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens per draft (default 4)")
     parser.add_argument(
         "--stream-layers",
         choices=("host", "disk"),
         metavar="FROM",
-        help="for a model larger than the device's memory: its layers come one by one from the host's, or from disk",
+        help="for models larger than device memory: load layers one at a time from host memory or from disk",
     )
     weights_argument(parser)
     layout_arguments(parser)
@@ -88,7 +87,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Generate and print; returns the exit code 0."""
     weights = weights_of(args, bindings)
     from jaxscale import load
     from jaxscale.data import ChatTemplate
@@ -103,62 +102,68 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if args.chat and args.prompt is None and args.prompts is None:
         raise ConfigError("--chat answers a message; give one with --prompt, or several with --prompts")
     if args.n < 1:
-        raise ConfigError(f"-n {args.n}: ask for at least 1 text")
+        raise ConfigError(f"-n {args.n}: must be at least 1")
     if args.rows < 1:
         raise ConfigError(f"--rows {args.rows}: must be at least 1")
     if args.logprobs and not args.json:
-        raise ConfigError("--logprobs shows in JSON alone; add --json")
-    choice = {name: getattr(args, name) for name in CHOICE if getattr(args, name) is not None}
-    if choice.get("top_k") == 0:
-        choice["top_k"] = None
+        raise ConfigError("--logprobs is printed with --json only; add --json")
+    sampling = {name: getattr(args, name) for name in CHOICE if getattr(args, name) is not None}
+    if sampling.get("top_k") == 0:
+        sampling["top_k"] = None
     settings = Sampling(
         max_tokens=_MOST if args.tokens is None else args.tokens,
         stop=tuple(_unescaped(s) for s in args.stop),
         seed=args.seed,
         ignore_end=args.ignore_end,
         logprobs=args.logprobs,
-        **choice,
+        **sampling,
     )
     trained = load(args.run)
-    settings = dataclasses.replace(settings, **_choice(trained, choice))
+    settings = dataclasses.replace(settings, **_sampling(trained, sampling))
     each = [dataclasses.replace(settings, seed=(args.seed + i) % 2**32) for i in range(args.n)]
     prompts = [args.prompt or ""] if args.prompts is None else _read(args.prompts)
     template = ChatTemplate.read(trained.path / "hf") if args.chat else None
     tokenizer: Any = trained.tokenizer if args.chat else None
-    ids_of = lambda p: (  # noqa: E731
-        trained.prompt_ids(p) if template is None else template.ids([{"role": "user", "content": p}], tokenizer)
-    )
     longest = trained_length(trained)
-    room = lambda p: longest - len(ids_of(p))  # noqa: E731
-    fits = lambda p, s: dataclasses.replace(s, max_tokens=max(1, min(_MOST, room(p)))) if args.tokens is None else s  # noqa: E731
-    asked = [(p, fits(p, s)) for p in prompts for s in each]
-    given = [p if template is None else ids_of(p).tolist() for p, _ in asked]
+
+    def ids_of(prompt: str) -> Any:
+        if template is None:
+            return trained.prompt_ids(prompt)
+        return template.ids([{"role": "user", "content": prompt}], tokenizer)
+
+    def with_length(prompt: str, sampling: Sampling) -> Sampling:
+        if args.tokens is not None:
+            return sampling
+        return dataclasses.replace(sampling, max_tokens=max(1, min(_MOST, longest - len(ids_of(prompt)))))
+
+    requests = [(p, with_length(p, s)) for p in prompts for s in each]
+    inputs = [p if template is None else ids_of(p).tolist() for p, _ in requests]
     layout = layout_of(args)
     options: dict[str, Any] = dict(layout=layout, step=args.step, rows=args.rows, draft_tokens=args.draft_tokens)
     options |= dict(stream_layers=args.stream_layers, weights=weights)
     draft = None if args.draft is None else load(args.draft)
-    printer = _Printer([p if template is None or args.json else "" for p, _ in asked], args.json)
-    for piece in pieces(trained, given, [s for _, s in asked], draft=draft, **options):
+    printer = _Printer([p if template is None or args.json else "" for p, _ in requests], args.json)
+    for piece in pieces(trained, inputs, [s for _, s in requests], draft=draft, **options):
         printer.take(piece.prompt, piece.text, piece.completion)
     if draft is not None and not args.json:
         share = printer.last.acceptance or 0.0
-        print(f"jaxscale: {share:.0%} of the draft's proposals were accepted", file=sys.stderr)
+        print(f"jaxscale: {share:.0%} of the drafted tokens were accepted", file=sys.stderr)
     return 0
 
 
-def _choice(trained: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """How tokens are chosen: as asked, else as the checkpoint came with it, which is said."""
-    own = trained.choice(but=asked)
-    if asked.get("temperature", own.get("temperature")) == 0:  # nothing is cut off from the likeliest
+def _sampling(trained: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Sampling settings: the options, else those of generation_config.json, which are printed."""
+    own = trained.choice(but=options)
+    if options.get("temperature", own.get("temperature")) == 0:  # greedy: top-k, top-p and min-p have no effect
         own = {name: value for name, value in own.items() if name in ("temperature", "repetition_penalty")}
     if own:
-        told = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in own.items())
-        print(f"jaxscale: {told}, of its generation_config.json", file=sys.stderr)
-    return {"temperature": 0.8, **own, **asked}
+        listed = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in own.items())
+        print(f"jaxscale: using {listed} from generation_config.json", file=sys.stderr)
+    return {"temperature": 0.8, **own, **options}
 
 
 class _Printer:
-    """Prints texts in their order: the first that is not complete as it comes, the others when it is their turn."""
+    """Prints completions in order: the first incomplete one token by token, later ones once it is complete."""
 
     def __init__(self, prompts: list[str], as_json: bool):
         self._prompts, self._json = prompts, as_json
@@ -168,8 +173,8 @@ class _Printer:
         self.last: Any = None
 
     def take(self, i: int, text: str, completion: Completion | None) -> None:
-        """New text of one of them."""
-        if self._at < 0:  # not before there is something to say
+        """Take new text of prompt `i`, and its completion if that is complete."""
+        if self._at < 0:  # print no prompt before the first token
             self._next()
         self._done[i] = completion
         if self._json:
@@ -193,51 +198,50 @@ class _Printer:
             sys.stdout.flush()
 
 
-def _as_json(prompt: str, found: Completion) -> str:
+def _as_json(prompt: str, completion: Completion) -> str:
     row = {
         "prompt": prompt,
-        "text": found.text,
-        "finished": found.finished,
-        "tokens": len(found.ids),
-        "ids": found.ids,
-        "logprobs": found.logprobs,
-        "seconds": round(found.seconds, 4),
-        "first_token": round(found.first_token, 4),
+        "text": completion.text,
+        "finished": completion.finished,
+        "tokens": len(completion.ids),
+        "ids": completion.ids,
+        "logprobs": completion.logprobs,
+        "seconds": round(completion.seconds, 4),
+        "first_token": round(completion.first_token, 4),
     }
-    if any(found.top):
-        row["top"] = found.top
-    if found.acceptance is not None:
-        row["acceptance"] = found.acceptance
+    if any(completion.top):
+        row["top"] = completion.top
+    if completion.acceptance is not None:
+        row["acceptance"] = completion.acceptance
     return json.dumps(row, ensure_ascii=False)
 
 
 def _unescaped(text: str) -> str:
-    """A shell has no easy way to write a new line."""
+    r"""Replace `\n` and `\t` in an option by the characters, which are hard to type in a shell."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _read(file: str) -> list[str]:
-    """Prompts of a file.
+    """Read the prompts of a file.
 
     Raises:
-      DataError: it cannot be read, or has none.
+      DataError: it cannot be read, or has no prompt.
     """
     from jaxscale.errors import DataError
 
     try:
         content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"cannot read the prompts {file} ({e}); give a UTF-8 file with a prompt a line") from None
-    # not where Unicode sees the end of a line
+        raise DataError(f"cannot read the prompts {file} ({e}); give a UTF-8 file with one prompt per line") from None
+    # split("\n"): splitlines also splits at other Unicode line separators
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(content.split("\n"), 1) if line.strip("\r")]
-    field = _field if file.endswith(".jsonl") else lambda line, where: line
-    found = [field(line, f"{file}, line {n}") for n, line in lines]
-    if not found:
-        raise DataError(f"{file} has no prompt; write one a line")
-    return found
+    prompts = [_field(line, f"{file}, line {n}") if file.endswith(".jsonl") else line for n, line in lines]
+    if not prompts:
+        raise DataError(f"{file} has no prompt; write one per line")
+    return prompts
 
 
-def _field(line: str, where: str) -> str:
+def _field(line: str, place: str) -> str:
     from jaxscale.errors import DataError
 
     try:
@@ -245,5 +249,6 @@ def _field(line: str, where: str) -> str:
     except ValueError:
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise DataError(f'{where} is no JSON object with a text in its field "prompt"')
+        raise DataError(f'{place} is not a JSON object with a string in its field "prompt"')
+
     return row["prompt"]

@@ -1,4 +1,4 @@
-"""`jaxscale serve`: answers OpenAI's clients with a run's model."""
+"""`jaxscale serve`: serves a run's model over OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -22,65 +22,65 @@ Serves a run's model over HTTP: /v1/completions, /v1/chat/completions (both stre
   jaxscale serve runs/demo-1
   curl --json '{"prompt": "def ", "max_tokens": 32}' http://127.0.0.1:8000/v1/completions
 
-On another host than 127.0.0.1 an API key is needed, from --api-key-file or the variable JAXSCALE_API_KEY. There is no
-TLS: put a proxy in front where the network is not trusted. SIGTERM and Ctrl-C end what runs, for --drain seconds.
-Everything is compiled before the first answer, and kept for the next start in ~/.cache/jaxscale (JAXSCALE_CACHE) or the
-folder that JAX_COMPILATION_CACHE_DIR names.
+Addresses other than 127.0.0.1 need an API key, from --api-key-file or the environment variable JAXSCALE_API_KEY. There
+is no TLS: use a proxy in front if the network is not trusted. On SIGTERM and Ctrl-C running requests have --drain
+seconds to complete. All programs are compiled before the first answer, and cached for the next start in
+~/.cache/jaxscale (JAXSCALE_CACHE), or in the folder of JAX_COMPILATION_CACHE_DIR.
 """
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
-        "serve", help="answer OpenAI's clients with a run's model", description=_DESCRIPTION, formatter_class=TEXT
+        "serve", help="serve a run's model over OpenAI's HTTP API", description=_DESCRIPTION, formatter_class=TEXT
     )
-    parser.add_argument("run", metavar="RUN", help="a run folder, as runs/demo-1")
+    parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/demo-1")
     import_argument(parser)
     accept_argument(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="0 chooses a free port (default 8000)")
     key = parser.add_mutually_exclusive_group()
     key.add_argument(
-        "--api-key", metavar="KEY", help="that clients must send; other users of this machine can see it here"
+        "--api-key", metavar="KEY", help="key that clients must send; visible to other users of this machine"
     )
-    key.add_argument("--api-key-file", metavar="FILE", help="a file that holds it")
-    parser.add_argument("--name", help="what clients call the model (default: the folder's name)")
-    parser.add_argument("--mesh", metavar="SIZES", help='where the model lives, as "tensor=4"')
+    key.add_argument("--api-key-file", metavar="FILE", help="a file with that key")
+    parser.add_argument("--name", help="name of the model for clients (default: the folder's name)")
+    parser.add_argument("--mesh", metavar="SIZES", help='mesh of the model, such as "tensor=4" (default: one device)')
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.add_argument(
-        "--rows", type=int, default=8, help="texts under way at once, for each part of the batch (default 8)"
+        "--rows", type=int, default=8, help="sequences decoded at once, for each data-parallel shard (default 8)"
     )
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a text, prompt included (default: as trained)")
-    parser.add_argument("--budget", type=int, metavar="TOKENS", help="of a step (default 256, or twice --rows)")
-    parser.add_argument("--pages", type=int, help="of the cache (default: enough for rows of full length)")
-    parser.add_argument("--page", type=int, default=16, metavar="TOKENS", help="of a page (default 16)")
     parser.add_argument(
-        "--draft", metavar="RUN", help="a run whose smaller model proposes tokens (speculative decoding)"
+        "--length", type=int, metavar="TOKENS", help="longest sequence, prompt included (default: as in training)"
     )
-    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="proposals of a round (default 4)")
+    parser.add_argument("--budget", type=int, metavar="TOKENS", help="tokens per step (default 256, or twice --rows)")
+    parser.add_argument("--pages", type=int, help="pages of the KV cache (default: enough for --rows full sequences)")
+    parser.add_argument("--page", type=int, default=16, metavar="TOKENS", help="tokens per page (default 16)")
+    parser.add_argument("--draft", metavar="RUN", help="a run whose smaller model drafts tokens (speculative decoding)")
+    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens per draft (default 4)")
     parser.add_argument(
         "--stream-layers",
         choices=("host", "disk"),
-        help="layers come to the device one by one, for models larger than its memory",
+        help="for models larger than device memory: load layers one at a time from host memory or from disk",
     )
     weights_argument(parser)
-    parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default 1 MiB)")
-    parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="(default: what --length leaves)")
-    parser.add_argument("--max-requests", type=int, metavar="TEXTS", help="that wait or run at once (default 512)")
-    parser.add_argument("--max-share", type=int, metavar="TEXTS", help="of them, of one client (default: half)")
-    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="for an answer (default 600)")
-    parser.add_argument("--drain", type=float, metavar="SECONDS", help="for what runs, at the end (default 30)")
+    parser.add_argument("--max-body", type=int, metavar="BYTES", help="largest HTTP request (default 1 MiB)")
+    parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="longest prompt (default: up to --length)")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="sequences that wait or run (default 512)")
+    parser.add_argument("--max-share", type=int, metavar="N", help="of these, sequences of one client (default: half)")
+    parser.add_argument("--max-time", type=float, metavar="SECONDS", help="longest time of an answer (default 600)")
+    parser.add_argument("--drain", type=float, metavar="SECONDS", help="time to complete requests at exit (default 30)")
     parser.add_argument(
         "--neutral",
         action="store_true",
-        help="a request that says nothing is sampled at temperature 1, uncut, whatever generation_config.json has",
+        help="ignore generation_config.json: requests default to temperature 1, without top-k, top-p and penalty",
     )
-    parser.add_argument("--quiet", action="store_true", help="no line for each request")
+    parser.add_argument("--quiet", action="store_true", help="do not log requests")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Does it."""
+    """Serve until a signal; returns the exit code 0."""
     weights = weights_of(args, bindings)
     from jaxscale import Layout, load
     from jaxscale.infer.serve import Limits, Server, engine_of, served_by
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     keep_programs()
     logging.getLogger("jaxscale.serve").setLevel(logging.WARNING if args.quiet else logging.INFO)
-    given = {
+    options = {
         "body": args.max_body,
         "prompt": args.max_prompt,
         "requests": args.max_requests,
@@ -96,28 +96,28 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         "time": args.max_time,
         "drain": args.drain,
     }
-    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    limits = Limits(**{name: value for name, value in options.items() if value is not None})
     trained = load(args.run)
-    # before anybody listens, so that what is wrong with the folder is said first
+    # Before listening, so that errors of the folder come first.
     served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)
     draft = None if args.draft is None else load(args.draft)
     if served.choice:
-        told = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
-        print(f"jaxscale: a request's defaults, of generation_config.json: {told} (--neutral: none)", file=sys.stderr)
+        listed = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
+        print(f"jaxscale: request defaults from generation_config.json: {listed} (--neutral: none)", file=sys.stderr)
     with Server(host=args.host, port=args.port, key=_key(args), limits=limits) as server:
         print(f"jaxscale: listening at {server.url}; loading the model", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
-        ways = {"draft": draft, "draft_tokens": args.draft_tokens, "stream_layers": args.stream_layers}
-        ways["weights"] = weights
-        server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes, **ways))
+        more = {"draft": draft, "draft_tokens": args.draft_tokens, "stream_layers": args.stream_layers}
+        more["weights"] = weights
+        server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes, **more))
         stop = _Signals()
         print(f"serving '{served.name}' at {server.url}/v1", flush=True)
         while not stop.wait(0.5):
             if server.state == "failed":
-                raise RunError("the engine failed; the log above says how")
+                raise RunError("the engine failed; see the log above")
         if not server.drain(look=lambda: stop.times > 1):
-            print("jaxscale: some answers were cut off", file=sys.stderr)
+            print("jaxscale: some answers were not completed", file=sys.stderr)
     return 0
 
 
@@ -133,29 +133,30 @@ def _key(args: argparse.Namespace) -> str | None:
 
 
 class _Progress:
-    """Tells people of every step that is compiled."""
+    """Prints a line before each program that is compiled."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
 
     def __call__(self, done: int, of: int) -> None:
         seconds = time.monotonic() - self.since
-        text = f"jaxscale: compiling step {done + 1} of {of}, after {seconds:.0f} s"
+        text = f"jaxscale: compiling program {done + 1} of {of}, after {seconds:.0f} s"
         print(text, file=sys.stderr, flush=True)
 
 
 class _Signals:
-    """Counts SIGTERM and SIGINT from now on; the first asks for an orderly end, the second for an end."""
+    """Counts SIGTERM and SIGINT: the first starts draining, the second stops at once."""
 
     def __init__(self) -> None:
         self.times, self._event = 0, threading.Event()
         for number in handled_signals():
-            signal.signal(number, self._came)
+            signal.signal(number, self._count)
 
-    def _came(self, *_: Any) -> None:
+    def _count(self, *_: Any) -> None:
         self.times += 1
         self._event.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether one has come."""
+        """Wait for a signal; returns whether one was received."""
+
         return self._event.wait(seconds)

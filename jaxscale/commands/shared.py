@@ -1,4 +1,4 @@
-"""What commands that take a gin file have in common."""
+"""Options and steps that several commands share."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ TEXT = argparse.RawDescriptionHelpFormatter
 
 
 def import_argument(parser: argparse.ArgumentParser) -> None:
-    """`--import MODULE`."""
+    """Add the option `--import MODULE`."""
     parser.add_argument(
         "--import",
         dest="modules",
         action="append",
         metavar="MODULE",
-        help="import a module of yours first, whose layers, corpora or optimizers the config names",
+        help="first import your own module with layers, corpora or optimizers that the config uses",
     )
 
 
 def accept_argument(parser: argparse.ArgumentParser) -> None:
-    """`--accept-edits`, which `accept` carries out."""
+    """Add the option `--accept-edits`; `accept` acts on it."""
     parser.add_argument(
         "--accept-edits",
         action="store_true",
-        help="take the small files of the run (config.gin, run.json, a sweep's) as they are now, though they are not "
-        "what was written",
+        help="accept edits of the run's small files (config.gin, run.json, a sweep's), whose digests no longer match",
     )
 
 
 def accept(args: argparse.Namespace) -> None:
-    """Seals anew what was edited in the folders that a command names, and says what that was.
+    """Write new digests of the edited files in the folders that a command names, and print their names.
 
     Raises:
-      ConfigError: it names none, or several processes would do it at once.
-      AlteredFile: a file cannot be read at all.
+      ConfigError: no folder is named, or several processes would do it at once.
+      AlteredFile: a file cannot be read.
     """
     from jaxscale.train.files import accept_edits
 
@@ -56,28 +55,30 @@ def accept(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--accept-edits is for one process; first run jaxscale checkpoint verify RUN --accept-edits alone"
         )
-    named = [getattr(args, name, None) for name in ("run", "resume", "start", "config", "table")]
-    named += getattr(args, "runs", None) or []
-    folders = [Path(p) for name in named if name for p in [name, *sorted(glob.glob(name))] if Path(p).is_dir()]
+    names = [getattr(args, name, None) for name in ("run", "resume", "start", "config", "table")]
+    names += getattr(args, "runs", None) or []
+    folders = [Path(p) for name in names if name for p in [name, *sorted(glob.glob(name))] if Path(p).is_dir()]
     if not folders:
-        raise ConfigError("--accept-edits takes the files of a run's or a sweep's folder as they are; name one")
+        raise ConfigError("--accept-edits needs the folder of a run or a sweep; name one")
     for folder in dict.fromkeys(folders):
         for path in accept_edits(folder):
-            print(f"jaxscale: {path} is taken as it is now", file=sys.stderr)
+            print(f"jaxscale: accepted the edit of {path}", file=sys.stderr)
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
-    """A gin file, and what changes it or says what it runs on."""
+    """Add the argument for a gin file and the options that change its settings, mesh and devices."""
     import_argument(parser)
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a gin file (explain takes a run, too)")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a gin file (explain also takes a run)")
     parser.add_argument(
-        "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, as --gin.train.lr=3e-4"
+        "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, such as --gin.train.lr=3e-4"
     )
-    parser.add_argument("--mesh", metavar="SIZES", help='the mesh, as "data=2,fsdp=2,tensor=2"; one size may be -1')
+    parser.add_argument(
+        "--mesh", metavar="SIZES", help='the mesh, such as "data=2,fsdp=2,tensor=2"; one size may be -1 (the rest)'
+    )
     parser.add_argument(
         "--pipeline",
         metavar="SCHEDULE",
-        help='the schedule of a pipeline axis, as "1f1b" or with micro-batches "1f1b:8"',
+        help='the pipeline schedule, such as "1f1b", or with micro-batches "1f1b:8"',
     )
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
     parser.add_argument(
@@ -85,19 +86,19 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="auto",
         metavar="HOST:PORT,N,I",
-        help="join the other hosts: alone on SLURM, Cloud TPU and GKE; elsewhere with the address of process 0, the "
-        "number of processes, and this one's",
+        help="join the other hosts: without a value on SLURM, Cloud TPU and GKE; elsewhere with the address of process "
+        "0, the number of processes, and the index of this one",
     )
 
 
 def layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where a trained model runs."""
-    parser.add_argument("--mesh", metavar="SIZES", help='lay the model out on a mesh, as "tensor=4"; else one device')
+    """Add the options for the mesh of a trained model."""
+    parser.add_argument("--mesh", metavar="SIZES", help='shard the model over a mesh, such as "tensor=4"')
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
 
 
 def layout_of(args: argparse.Namespace) -> Layout | None:
-    """As `layout_arguments` were given.
+    """The layout of the options of `layout_arguments`; `None` without `--mesh`.
 
     Raises:
       LayoutError: the mesh does not fit the devices.
@@ -106,17 +107,17 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
 
     layout = None if args.mesh is None else Layout(args.mesh)
     if layout is not None:
-        _ = layout.device_mesh  # too few devices: say so first
+        _ = layout.device_mesh  # raises if there are too few devices
     return layout
 
 
 def weights_argument(parser: argparse.ArgumentParser) -> None:
-    """`--weights FORMAT`, which `weights_of` makes."""
+    """Add the option `--weights FORMAT`; `weights_of` reads it."""
     parser.add_argument(
         "--weights",
         metavar="FORMAT",
-        help="keep matrices in this form, a registered WeightFormat of a module of yours (--import); its fields are "
-        "set with --gin.FORMAT.FIELD=VALUE",
+        help="store matrices in this format, a WeightFormat that your module registers (--import); set its fields with "
+        "--gin.FORMAT.FIELD=VALUE",
     )
 
 
@@ -124,7 +125,7 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
     """The weight format of `--weights`, its fields set by the bindings; `None` without the option.
 
     Raises:
-      ConfigError: no weight format has this name, or a binding is none of its fields.
+      ConfigError: no weight format has this name, or a binding does not belong to it.
     """
     if args.weights is None:
         no_bindings(args, bindings)
@@ -148,7 +149,17 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
 
 
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
-    """The settings in a gin file, or a run's own `config.gin`, with what the command line changes."""
+    """The settings of a gin file, or of a run's `config.gin`, with the changes of the command line.
+
+    Args:
+      own: a run's `config.gin`, or `None` for the file in `args.config`.
+      args: the parsed options.
+      bindings: the `--gin.` options.
+
+    Raises:
+      ConfigError: no file is named, or it is invalid.
+      LayoutError: `--pipeline` without a pipeline axis in the mesh.
+    """
     from jaxscale import config as gin_config
     from jaxscale.layout import Layout, parse_mesh
     from jaxscale.step import settled
@@ -167,42 +178,42 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
             raise ConfigError(f"{args.config} describes a sweep: jaxscale sweep {args.config}") from None
         settings = settled(cast("TrainConfig", gin_config.call("train")))
         for name in gin_config.unused():
-            print(f"jaxscale: warning: nothing reads the binding {name}{_to_be_read(name)}", file=sys.stderr)
+            print(f"jaxscale: warning: the binding {name} has no effect{_hint_for_unused(name)}", file=sys.stderr)
     else:
-        raise ConfigError("name a gin file, as experiments/demo.gin, or a run (explain RUN, train --resume RUN)")
-    given = {name: getattr(args, name) for name in ("mesh", "pipeline") if getattr(args, name) is not None}
-    if given:
+        raise ConfigError("name a gin file, such as experiments/demo.gin, or a run (explain RUN, train --resume RUN)")
+    changes = {name: getattr(args, name) for name in ("mesh", "pipeline") if getattr(args, name) is not None}
+    if changes:
         layout = settings.layout if settings.layout is not None else Layout()
-        layout = dataclasses.replace(layout, **given)
-        if "pipeline" in given and parse_mesh(layout.mesh).get("pipeline", 1) == 1:
+        layout = dataclasses.replace(layout, **changes)
+        if "pipeline" in changes and parse_mesh(layout.mesh).get("pipeline", 1) == 1:
             raise LayoutError(
-                f"--pipeline {given['pipeline']} has no effect on the mesh '{layout.mesh}', which has no such axis; "
-                "give it one, as --mesh pipeline=2, or leave out --pipeline"
+                f"--pipeline {changes['pipeline']} has no effect on the mesh '{layout.mesh}', which has no pipeline "
+                "axis; add one, such as --mesh pipeline=2, or leave out --pipeline"
             )
         settings = dataclasses.replace(settings, layout=layout)
     return settings
 
 
-def _to_be_read(name: str) -> str:
-    """What has a binding that nothing reads be read: a setting's full name, or a part that the config leaves out."""
+def _hint_for_unused(name: str) -> str:
+    """How an unused binding takes effect: by the setting's full name, or by using the object that it configures."""
     from jaxscale.config import registered
     from jaxscale.step import TrainConfig
 
     fields = dataclasses.fields(TrainConfig)
     if "." not in name:
-        found = same(name, [f.name for f in fields], bindings=True)
-        return f"; did you mean {' or '.join(f if '.' in f else f'train.{f}' for f in found)}?" if found else ""
+        settings = same(name, [f.name for f in fields], bindings=True)
+        return f"; did you mean {' or '.join(f if '.' in f else f'train.{f}' for f in settings)}?" if settings else ""
     part = name.rpartition(".")[0].rpartition("/")[2]
-    made = registered().get(part)
-    found = [f.name for f in fields if isinstance(made, type) and type(f.default) is made]
-    return f"; it is read where train.{found[0]} = @{part}()" if found and "/" not in name else ""
+    kind = registered().get(part)
+    settings = [f.name for f in fields if isinstance(kind, type) and type(f.default) is kind]
+    return f"; add train.{settings[0]} = @{part}() to use it" if settings and "/" not in name else ""
 
 
 def import_module(module: str) -> None:
-    """Imports what `--import` names.
+    """Import the module of `--import`.
 
     Raises:
-      ConfigError: that fails.
+      ConfigError: the import fails.
     """
     try:
         importlib.import_module(module)
@@ -211,10 +222,13 @@ def import_module(module: str) -> None:
 
 
 def join(spec: str) -> None:
-    """Joins the other hosts, as `--distributed` says.
+    """Join the other hosts of a run.
+
+    Args:
+      spec: the value of `--distributed`: "auto", or "host:port,processes,process".
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: the value cannot be parsed.
     """
     from jaxscale.layout import init_distributed
 
@@ -230,25 +244,25 @@ def join(spec: str) -> None:
 
 
 def no_bindings(args: argparse.Namespace, bindings: list[str]) -> None:
-    """For commands that read no gin file.
+    """Refuse `--gin.` options, for commands that read no gin file.
 
     Raises:
-      ConfigError: a binding was given.
+      ConfigError: there is one.
     """
     if bindings:
         name = bindings[0].partition(" =")[0]
-        raise ConfigError(f"{args.command} takes a run or a schedule as it is; leave out --gin.{name}")
+        raise ConfigError(f"{args.command} has no settings to change; leave out --gin.{name}")
 
 
 def imports_of(run: Run) -> str:
-    """What a command about a run has to import first, as ` --import my_parts`; mostly nothing."""
+    """The `--import` options that commands on a run need, such as ` --import my_parts`; usually empty."""
     return "".join(f" --import {module}" for module in run.info.get("imports", []))
 
 
-def continuing(made: Run) -> str:
-    """How to have a run just written continue a text; in ids where no tokenizer came along, which is said."""
-    own = made.path / "hf"
+def continuing(run: Run) -> str:
+    """The command that generates text with a new run; with token ids, and a warning, if it has no tokenizer."""
+    own = run.path / "hf"
     if own.is_dir() and not (own / "tokenizer.json").is_file():
-        print("jaxscale: there is no tokenizer.json: the model takes token ids, and no text", file=sys.stderr)
-        return f"in Python, js.load({str(made.path)!r}).generate([1, 2, 3]).ids"
-    return f"jaxscale sample {made.path} --prompt ...{imports_of(made)}"
+        print("jaxscale: there is no tokenizer.json: the model takes token ids and not text", file=sys.stderr)
+        return f"in Python, js.load({str(run.path)!r}).generate([1, 2, 3]).ids"
+    return f"jaxscale sample {run.path} --prompt ...{imports_of(run)}"

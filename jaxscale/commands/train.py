@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "train",
         help="train a model; leaves a run folder",
@@ -32,9 +32,7 @@ def add(commands: Any) -> None:
     config_arguments(parser)
     accept_argument(parser)
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: a new one, runs/<name of the file>-<n>)")
-    parser.add_argument(
-        "--resume", metavar="RUN", help="continue a run from its newest checkpoint with its config.gin"
-    )
+    parser.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint with its config.gin")
     parser.add_argument(
         "--continue",
         dest="go_on",

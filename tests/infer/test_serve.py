@@ -265,7 +265,7 @@ def test_the_command_serves_and_ends_what_runs_when_told_to_stop(stored, tmp_pat
     finally:
         process.kill()
         out, err = process.communicate()
-    steps = [int(of) for _, of in re.findall(r"compiling step (\d+) of (\d+)", err)]
+    steps = [int(of) for _, of in re.findall(r"compiling program (\d+) of (\d+)", err)]
     assert steps and len(steps) == steps[0]
     assert "POST" not in err or json.dumps("def ") not in err
 

@@ -144,7 +144,7 @@ def test_train_writes_a_profile(run, gin):
 def test_a_binding_that_nothing_reads_is_a_warning(run, gin):
     code, _, err = run("train", gin, "--gin.GELU.bias=True", "--quiet")
     assert code == 0
-    assert err == "jaxscale: warning: nothing reads the binding GELU.bias\n"
+    assert err == "jaxscale: warning: the binding GELU.bias has no effect\n"
 
 
 def test_a_layout_need_not_be_named_for_a_mesh(run, gin):
@@ -384,7 +384,7 @@ def test_the_version_is_shown(capfd):
         (["sample", "RUN", "--temperature", "-1"], ["temperature = -1"]),
         (["sample", "RUN", "--top-k", "-1"], ["top_k = -1"]),
         (["sample", "RUN", "--seed", "-1"], ["seed = -1"]),
-        (["sample", "RUN", "--gin.train.seed=3"], ["as it is", "--gin.train.seed"]),
+        (["sample", "RUN", "--gin.train.seed=3"], ["no settings to change", "--gin.train.seed"]),
         (["explain"], ["name a gin file"]),
         (["explain", "nowhere.gin"], ["no config file 'nowhere.gin'"]),
         (["explain", "GIN", "--mesh", "tensor=4"], ["cuts 2 into 4 pieces", "attn"]),

@@ -78,7 +78,7 @@ def test_eval_asks_questions(run, folder):
         (["RUN", "book.txt", "--out", "book.txt"], ["book.txt exists already"]),
         (["RUN", "book.txt", "--step", "3"], ["3"]),
         (["RUN", "book.txt", "--mesh", "tensor=16"], ["needs 16 devices"]),
-        (["RUN", "--gin.train.seed=3"], ["as it is", "--gin.train.seed"]),
+        (["RUN", "--gin.train.seed=3"], ["no settings to change", "--gin.train.seed"]),
     ],
     ids=lambda v: " ".join(v) if v and v[0] in ("RUN", "nowhere") else "",
 )

@@ -13,7 +13,8 @@ from typing import Any
 from jaxscale.commands.shared import TEXT, no_bindings
 from jaxscale.errors import ConfigError
 
-SUFFIXES = (".py", ".gin", ".ipynb")
+TEMPLATES = {".py": "experiment.py", ".gin": "experiment.gin.txt", ".ipynb": "experiment.ipynb"}
+"""File suffix -> file in `jaxscale/templates`; the template of the gin file is not a valid one."""
 MODULE, CLASS = "NAME", "CLASS"
 """What the templates have in place of the module's name, and of the first part of names in gin."""
 
@@ -65,13 +66,13 @@ def write(folder: Path) -> list[Path]:
     if installed is not None and installed.origin is not None:
         raise ConfigError(f"'{name}' is the name of an installed module, which it would hide; choose '{name}_study'")
     prefix = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    paths = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
+    paths = [folder / f"{name}{suffix}" for suffix in TEMPLATES]
     existing = [path for path in paths if path.exists()]
     if existing or (folder.exists() and not folder.is_dir()):
         raise ConfigError(f"{(existing or [folder])[0]} exists already; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("jaxscale") / "templates"
     for path in paths:
-        template = (templates / f"experiment{path.suffix}").read_text()
+        template = (templates / TEMPLATES[path.suffix]).read_text()
         path.write_text(template.replace(MODULE, name).replace(CLASS, prefix))
     return paths

@@ -149,7 +149,7 @@ def test_an_edit_of_a_config_is_named_and_taken_when_told_to(run, capsys):
     with pytest.raises(AlteredFile) as told:
         read_config(run)
     assert main(re.search("jaxscale (checkpoint .*--accept-edits)", str(told.value))[1].split()) == 0
-    assert f"{run / 'config.gin'} is taken as it is now" in capsys.readouterr().err
+    assert f"accepted the edit of {run / 'config.gin'}" in capsys.readouterr().err
     assert read_config(run).steps == 9
     assert (run / "config.gin").read_text().splitlines()[:-1] == before[:-1]
 
@@ -481,7 +481,7 @@ def test_verify_names_what_stands_in_the_place_of_a_file(run, capsys, name, kind
 def test_verify_names_checkpoints_that_are_no_folder(run, capsys):
     (run / "checkpoints").write_text("")
     assert main(["checkpoint", "verify", str(run)]) == 1
-    assert f"{run / 'checkpoints'} is no folder" in capsys.readouterr().out
+    assert f"{run / 'checkpoints'} is not a folder" in capsys.readouterr().out
 
 
 def test_verify_names_a_config_that_is_gone(run, capsys):
@@ -489,4 +489,4 @@ def test_verify_names_a_config_that_is_gone(run, capsys):
     assert main(["checkpoint", "verify", str(run)]) == 0
     (run / "config.gin").unlink()
     assert main(["checkpoint", "verify", str(run)]) == 1
-    assert f"{run / 'config.gin'} is not there" in capsys.readouterr().out
+    assert f"{run / 'config.gin'} is missing" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, generating, init_cache
 from jaxscale.infer.engine import Cached, Engine, Request
-from jaxscale.infer.forward import forward, one_row_a_lane
+from jaxscale.infer.forward import forward, one_per_batch_row
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.streaming import Layers, OnHost, Streamed
 from jaxscale.layout import Layout, shardings_of
@@ -40,26 +40,26 @@ def sent_over_context(devices: int, length: int) -> dict[str, Any]:
     """Of one step of one text whose keys lie on `devices`: bytes that a device sends, and the cache's (row 215)."""
     layout = generating(Layout(f"context={devices}"))
     graphdef, infos = describe_model(CONFIG)
-    model, how = nnx.merge(graphdef, infos), Contiguous()
+    model, cache = nnx.merge(graphdef, infos), Contiguous()
 
     def step(params: Any, states: Any, token: Any, start: Any) -> Any:
-        told = one_row_a_lane(start, jnp.ones_like(start), 1)
-        return forward(nnx.merge(graphdef, params), token, told, how, states)
+        packed = one_per_batch_row(start, jnp.ones_like(start), 1)
+        return forward(nnx.merge(graphdef, params), token, packed, cache, states)
 
     with layout:
-        states = jax.eval_shape(lambda: init_cache(model, how, 1, 1, length))
+        states = jax.eval_shape(lambda: init_cache(model, cache, 1, 1, length))
         shapes = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
-        given = shapes, states, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        inputs = shapes, states, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         # the cache stays where it is, so that what is sent is the step's own
         lay = lambda x: layout.sharding(Contiguous.axes, x.shape, kind="activations")  # noqa: E731
         placed = jax.tree.map(lay, states)
         compiled = (
             jax.jit(step, in_shardings=(shardings_of(infos, layout), placed, None, None), out_shardings=(None, placed))
-            .lower(*given)
+            .lower(*inputs)
             .compile()
         )
     sent = sum(c.sent for c in collectives(compiled, layout.sizes))
-    return {"devices": devices, "length": length, "sent": sent, "cache": cache_bytes(model, how, 1, 1, length)}
+    return {"devices": devices, "length": length, "sent": sent, "cache": cache_bytes(model, cache, 1, 1, length)}
 
 
 def idle(workers: int, lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def arrivals(rate: float, texts: int = 60) -> dict[str, Any]:
     params = jax.jit(make_params, static_argnums=(0, 1))(CONFIG, 0)
     engine = Engine(Cached(graphdef, params, cache=Paged(16), rows=8, length=128, budget=128))
     prompts = [tuple(random.integers(1, 256, random.integers(4, 64)).tolist()) for _ in range(texts)]
-    asked = [
+    requests = [
         Request(p, Sampling(max_tokens=int(random.integers(4, 48)), ignore_end=True), i) for i, p in enumerate(prompts)
     ]
-    waiting = list(asked)
+    waiting = list(requests)
     while waiting or engine.busy:
         for _ in range(random.poisson(rate * 8)):  # the engine may do eight steps at a look
             if waiting:
@@ -112,12 +112,12 @@ def arrivals(rate: float, texts: int = 60) -> dict[str, Any]:
         engine.step()
     stats = engine.stats
     # in batches of eight as they came, each padded to its longest prompt, until its longest answer is there
-    batches = [asked[i : i + 8] for i in range(0, texts, 8)]
+    batches = [requests[i : i + 8] for i in range(0, texts, 8)]
     longest = [(max(len(r.prompt) for r in b), max(r.sampling.max_tokens for r in b)) for b in batches]
     return {
         "texts a step": rate,
         "passes": stats.steps,
-        "one after the other": sum(r.sampling.max_tokens for r in asked),
+        "one after the other": sum(r.sampling.max_tokens for r in requests),
         "in batches": sum(new for _, new in longest),
         "tokens": stats.computed,
         "places": stats.columns,
@@ -130,14 +130,14 @@ def resident(depth: int) -> dict[str, Any]:
     config = TransformerConfig(depth=depth, vocab=256, width=256, heads=8, kv_heads=2, hidden=1024)
     graphdef, infos = describe_model(config)
     params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
-    kept = {i.path: np.array(x) for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True)}
-    layers = Layers(infos, OnHost(kept))
+    arrays = {i.path: np.array(x) for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True)}
+    layers = Layers(infos, OnHost(arrays))
     engine = Engine(Streamed(graphdef, layers, cache=Paged(16), rows=1, length=64, budget=64))
     engine.submit(Request(tuple(range(1, 20)), Sampling(max_tokens=4, ignore_end=True), 0))
     while engine.busy:
         engine.step()
-    there = engine.stepper.resident
-    return {"depth": depth, "peak": there.peak, "whole": there.whole}
+    resident = engine.stepper.resident
+    return {"depth": depth, "peak": resident.peak, "whole": resident.whole}
 
 
 def star(devices: int, latency: float, bandwidth: float, payload: int) -> dict[str, Any]:

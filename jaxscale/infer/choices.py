@@ -1,4 +1,4 @@
-"""Questions with choices, answered by the likelihood of each."""
+"""Multiple-choice questions, answered by the likelihood of each choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxscale.errors import DataError, near
-from jaxscale.infer.loaded import load_model, prompt_ids, say_length
+from jaxscale.infer.loaded import load_model, prompt_ids, warn_length
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 from jaxscale.nn import WeightFormat
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Question(NamedTuple):
-    """A question with choices.
+    """A multiple-choice question.
 
     Args:
-      context: what comes before the choice.
-      choices: texts.
-      answer: number of the right one, from 0.
+      context: the text before the choice.
+      choices: the choices' texts.
+      answer: the index of the right one.
     """
 
     context: str
@@ -36,58 +36,62 @@ class Question(NamedTuple):
 
 
 def read_questions(file: str | Path) -> list[Question]:
-    """Questions from a JSONL file: `question` (or `context`), `choices`, and `answer`, its number from 0 or its text.
+    """Read questions from a JSONL file.
+
+    Args:
+      file: each line is an object with `question` (or `context`), `choices`, and `answer`, its index or its text.
 
     Raises:
-      DataError: naming the line.
+      DataError: the file cannot be read, or a line is not a question; the message names the line.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")  # not where Unicode sees the end of a line
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # `splitlines` would also split at Unicode line ends
     except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"cannot read {file} ({e}); give a JSONL file with a question a line") from None
-    found = [_question(line, f"{file}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+        raise DataError(f"cannot read {file} ({e}); name a JSONL file with a question in each line") from None
+    questions = [_question(line, f"{file}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
         raise DataError(f"{file} has no question")
-    return found
+    return questions
 
 
 def _question(line: str, where: str) -> Question:
     try:
         row = json.loads(line)
     except ValueError as e:
-        raise DataError(f"{where} is no JSON ({e})") from None
+        raise DataError(f"{where} is not JSON ({e})") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} is no JSON object with the fields question, choices and answer")
-    asked = next((row[n] for n in ("question", "context") if n in row), None)
-    there = {"question": asked is not None, "choices": "choices" in row, "answer": "answer" in row}
-    for name in (n for n in there if not there[n]):
+        raise DataError(f"{where} is not a JSON object with the fields question, choices and answer")
+    context = next((row[n] for n in ("question", "context") if n in row), None)
+    present = {"question": context is not None, "choices": "choices" in row, "answer": "answer" in row}
+    for name in (n for n in present if not present[n]):
         raise DataError(f"{where} has no field '{name}'{near(name, row)}")
     choices, answer = row["choices"], row["answer"]
     if (
-        not isinstance(asked, str)
+        not isinstance(context, str)
         or not isinstance(choices, list)
         or not all(isinstance(c, str) and c for c in choices)
     ):
-        raise DataError(f"{where}: the question must be a text, and choices a list of texts that are not empty")
+        raise DataError(f"{where}: question must be a string, and choices a list of strings that are not empty")
     if len(choices) < 2:
-        raise DataError(f"{where} has {len(choices)} choice(s); give at least two")
+        raise DataError(f"{where} has {len(choices)} choice(s); a question needs at least two")
     if isinstance(answer, str) and choices.count(answer) == 1:
         answer = choices.index(answer)
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-        raise DataError(f"{where}: answer {answer!r} is neither one of the choices nor its number from 0")
-    return Question(asked, tuple(choices), answer)
+        most = len(choices) - 1
+        raise DataError(f"{where}: answer {answer!r} is neither one of the choices nor an index from 0 to {most}")
+    return Question(context, tuple(choices), answer)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """How often a model gives the right choice the highest log-likelihood.
+    """A model's answers to multiple-choice questions.
 
     Args:
-      right, right_normalised: of each question, whether so; by the sum, and by the sum over the choice's length in
-        characters.
-      nats: minus the log-likelihood of each choice.
-      cut: choices whose question was too long and lost its beginning.
-      length: tokens that the model sees.
+      right: whether the right choice of each question has the highest log-likelihood.
+      right_normalised: whether it has the highest log-likelihood divided by the choice's length in characters.
+      nats: minus the log-likelihood of each choice of each question.
+      cut: how many choices were too long, so that the question lost its beginning.
+      length: tokens that the model sees at once.
       step: of the checkpoint.
     """
 
@@ -100,16 +104,16 @@ class Choices:
 
     @property
     def accuracy(self) -> tuple[float, float]:
-        """The share of right ones, and its standard error (of one question, `nan`)."""
+        """The share of right answers, and its standard error (`nan` for one question)."""
         return _share(self.right)
 
     @property
     def accuracy_normalised(self) -> tuple[float, float]:
-        """By likelihoods over lengths; and its standard error."""
+        """The same for log-likelihoods divided by length."""
         return _share(self.right_normalised)
 
     def results(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return fields and accuracies, for JSON."""
         out: dict[str, Any] = {"questions": len(self.right), "cut": self.cut, "length": self.length, "step": self.step}
         for name in ("accuracy", "accuracy_normalised"):
             out[name], error = getattr(self, name)
@@ -133,47 +137,54 @@ def multiple_choice(
     rows: int = 8,
     weights: WeightFormat | None = None,
 ) -> Choices:
-    """Which choice a run's model finds likeliest behind each question.
+    """Answer each question by the choice that the run's model finds likeliest after it.
 
-    A choice's log-likelihood is the sum over its tokens in `context + separator + choice`: those from the first on that
-    the context alone does not have. The first of equals is taken.
+    A choice's log-likelihood is the sum over the tokens of `context + separator + choice` from the first one that
+    differs from the tokens of the context alone. Of equal choices the first is the answer.
 
     Args:
       run: the run.
       questions: at least one.
-      separator: stands before each choice.
-      length: how many tokens the model sees; what is longer loses its beginning.
-      layout, step, rows, weights: as in `jaxscale.infer.evaluate.perplexity`.
+      separator: the text before each choice.
+      length: how many tokens the model sees; longer texts lose their beginning.
+      layout: as in `jaxscale.infer.evaluate.perplexity`, like all that follow.
+      step: likewise.
+      rows: likewise.
+      weights: likewise.
 
     Raises:
-      DataError, ConfigError, CheckpointError, RunError: as `jaxscale.infer.evaluate.perplexity`.
+      DataError: a text cannot be encoded.
+      ConfigError: as in `jaxscale.infer.evaluate.perplexity`.
+      CheckpointError: there is no such checkpoint.
+      RunError: the run has no checkpoint.
     """
     length = run.config.seq_len if length is None else length
-    say_length(run, length)
-    texts, first = [], []
+    warn_length(run, length)
+    sequences, first = [], []
     for q in questions:
-        alone = prompt_ids(run, q.context)
+        context = prompt_ids(run, q.context)
         for choice in q.choices:
-            whole = prompt_ids(run, q.context + separator + choice)
-            if whole[0] != alone[0]:  # nothing opens a text, and there is no context
-                whole = np.concatenate([run.end_ids[:1], whole]).astype(np.int32)
-                alone = whole[:1]
-            n = min(len(alone), len(whole) - 1)
-            differs = np.flatnonzero(alone[:n] != whole[:n])
-            texts.append(whole)
+            ids = prompt_ids(run, q.context + separator + choice)
+            if ids[0] != context[0]:  # no opening token, and an empty context
+                ids = np.concatenate([run.end_ids[:1], ids]).astype(np.int32)
+                context = ids[:1]
+            n = min(len(context), len(ids) - 1)
+            differs = np.flatnonzero(context[:n] != ids[:n])
+            sequences.append(ids)
             first.append(int(differs[0] if len(differs) else n) - 1)
     loaded = load_model(run, layout, step, weights=weights)
-    found = log_probabilities(
-        loaded, texts, first=first, length=length, rows=rows, loss=run.config.token_loss, apart=run.config.segments
+    logprobs = log_probabilities(
+        loaded, sequences, first=first, length=length, rows=rows, loss=run.config.token_loss, apart=run.config.segments
     )
-    sums = iter([math.fsum(x.tolist()) for x in found])
+    sums = iter([math.fsum(x.tolist()) for x in logprobs])
     by_question = [[next(sums) for _ in q.choices] for q in questions]
-    chosen = lambda values, q: int(np.argmax(values)) == q.answer  # noqa: E731
-    right = tuple(chosen(x, q) for x, q in zip(by_question, questions, strict=True))
-    over = [
+    by_length = [
         [v / len(c) for v, c in zip(x, q.choices, strict=True)] for x, q in zip(by_question, questions, strict=True)
     ]
-    normalised = tuple(chosen(x, q) for x, q in zip(over, questions, strict=True))
-    cut = sum(len(t) - 1 > length for t in texts)
+    right, normalised = (
+        tuple(int(np.argmax(x)) == q.answer for x, q in zip(values, questions, strict=True))
+        for values in (by_question, by_length)
+    )
+    cut = sum(len(ids) - 1 > length for ids in sequences)
     nats = tuple(tuple(-v for v in x) for x in by_question)
     return Choices(right, normalised, nats, cut, length, loaded.step)

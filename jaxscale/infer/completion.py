@@ -1,4 +1,4 @@
-"""What comes of a prompt, and how it is put together from tokens."""
+"""Completions, and putting one together from an engine's events."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jaxscale.infer.text import TextStream
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What a model made of a prompt.
+    """The completion of a prompt.
 
     Args:
-      text: the continuation, without its prompt, the end or a stop string; empty where there is no tokenizer.
-      ids: tokens that were chosen, the end's and a stop string's too.
-      logprobs: of each, its log-probability by the model itself.
-      top: of each, the likeliest tokens and their log-probabilities, as many as `Sampling.logprobs`.
-      finished: "stop" at the end of the text or a stop string, "length" after `max_tokens` or at the last position.
-      prompt_tokens: how many there were, with what opens a text.
+      text: the generated text, without the prompt and without a stop string; empty if there is no tokenizer.
+      ids: the generated tokens, an end-of-text token and those of a stop string included.
+      logprobs: log-probability of each by the model itself.
+      top: for each, the likeliest ids and their log-probabilities, as many as `Sampling.logprobs`.
+      finished: "stop" at an end-of-text token or a stop string, "length" after `max_tokens` or at the last position.
+      prompt_tokens: tokens of the prompt, an opening token included.
       seconds: from the request to the end.
-      first_token: seconds to the first token.
-      acceptance: the share of a draft's proposals that were accepted, over all texts of the call.
+      first_token: seconds from the request to the first token.
+      acceptance: the share of a draft's proposals that were accepted, over all sequences of the engine.
     """
 
     text: str
@@ -45,14 +45,14 @@ class Completion:
         return self.text
 
 
-class Arriving:
-    """A completion on its way.
+class PendingCompletion:
+    """A completion that is being generated.
 
     Args:
-      prompt: ids.
-      sampling: how.
-      stream: makes text of tokens; `None` where there is no tokenizer.
-      ends: ids that end a text.
+      prompt: token ids, int32 (n,).
+      sampling: its settings.
+      stream: decodes tokens to text; `None` if there is no tokenizer.
+      ends: end-of-text token ids.
     """
 
     def __init__(
@@ -60,32 +60,36 @@ class Arriving:
     ):
         self.prompt, self.sampling, self._stream = prompt, sampling, stream
         self._ends = () if sampling.ignore_end else tuple(ends)
-        self._shown: list[str] = []
+        self._text: list[str] = []
         self._events: list[Event] = []
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         self._first = 0.0
         self.completion: Completion | None = None
 
-    def take(self, event: Event) -> str:
-        """The new text of a token; afterwards, if it was the last, there is a completion."""
+    def add(self, event: Event) -> str:
+        """Add a token, and return its text; after the last one, `completion` is set.
+
+        Args:
+          event: the token.
+        """
         if not self._events:
-            self._first = time.perf_counter() - self._begun
+            self._first = time.perf_counter() - self._start
         self._events.append(event)
         end = event.finished == "stop" and event.token in self._ends
         new = "" if end or self._stream is None else self._stream.push(event.token)
         if event.finished is not None and self._stream is not None:
             new += self._stream.finish()
-        self._shown.append(new)
+        self._text.append(new)
         stopped = self._stream is not None and self._stream.stopped
         if event.finished is not None or stopped:
             self.completion = Completion(
-                "".join(self._shown),
+                "".join(self._text),
                 tuple(e.token for e in self._events),
                 tuple(e.logprob for e in self._events),
                 tuple(e.top for e in self._events),
                 "length" if event.finished == "length" and not stopped else "stop",
                 len(self.prompt),
-                time.perf_counter() - self._begun,
+                time.perf_counter() - self._start,
                 self._first,
             )
         return new

@@ -1,4 +1,4 @@
-"""Perplexity: how well a model foresees texts."""
+"""Perplexity of a model on documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 
 from jaxscale.data.packing import Documents
 from jaxscale.errors import DataError
-from jaxscale.infer.loaded import load_model, say_length, scored_ids
+from jaxscale.infer.loaded import load_model, scored_ids, warn_length
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 from jaxscale.models.base import vocab_of
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class Document(NamedTuple):
-    """A text to be scored.
+    """A document to score.
 
     Args:
-      ids: what opens it, and its tokens.
-      bytes, words: of the text that counts, in UTF-8 and between white space; `None` of what is no text.
-      counts: which tokens count, of those that are not all learned; from the second on.
+      ids: an opening token, and the document's tokens; int32 (t,).
+      bytes: UTF-8 bytes of the text that is scored; `None` if the tokens are not text.
+      words: its words, separated by white space; `None` if the tokens are not text.
+      counts: which tokens are scored, from the second on, bool (t - 1,); `None` is all.
     """
 
     ids: Int[np.ndarray, " t"]
@@ -41,19 +42,22 @@ class Document(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many count."""
+        """The number of tokens that are scored."""
         return len(self.ids) - 1 if self.counts is None else int(self.counts.sum())
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """How well a model foresees texts.
+    """The perplexity of a model on documents.
 
     Args:
-      documents, tokens: how many; the end of a document is not counted, and of conversations the answers alone are.
-      bytes, words: of the texts, or `None` where they are no text.
-      nats: minus the log-probability of all tokens together.
-      length, stride: of the windows, in tokens.
+      documents: the number of documents.
+      tokens: scored tokens; ends of documents are not scored, and of conversations only the answers are.
+      bytes: UTF-8 bytes of the scored text; `None` if the tokens are not text.
+      words: words of the scored text; `None` if the tokens are not text.
+      nats: minus the log-probability of all scored tokens together.
+      length: tokens of a window.
+      stride: between the beginnings of windows, in tokens.
       step: of the checkpoint.
     """
 
@@ -68,26 +72,26 @@ class Perplexity:
 
     @property
     def per_token(self) -> float:
-        """exp of the mean over tokens."""
+        """Perplexity per token: exp of the mean nats."""
         return math.exp(self.nats / self.tokens)
 
     @property
     def per_word(self) -> float | None:
-        """exp of the mean over words."""
+        """Perplexity per word; `None` without words. Nats per word are cut at 700, near the largest float."""
         return None if not self.words else math.exp(min(self.nats / self.words, 700.0))
 
     @property
     def per_byte(self) -> float | None:
-        """exp of the mean over bytes."""
+        """Perplexity per byte; `None` without bytes."""
         return None if not self.bytes else math.exp(self.nats / self.bytes)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The mean over bytes, in bits."""
+        """Bits per byte; `None` without bytes."""
         return None if not self.bytes else self.nats / self.bytes / math.log(2)
 
     def results(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return the fields and the derived values, for JSON."""
         derived = ("per_token", "per_word", "per_byte", "bits_per_byte")
         return dataclasses.asdict(self) | {
             f"perplexity_{n}" if n[:3] == "per" else n: getattr(self, n) for n in derived
@@ -105,33 +109,36 @@ def perplexity(
     rows: int = 8,
     weights: WeightFormat | None = None,
 ) -> Perplexity:
-    """Perplexity of a run's model on its held-out documents, or on text files, each a document.
+    """Return the perplexity of a run's model on its held-out documents, or on text files.
 
     Args:
       run: the run.
-      files: UTF-8 text files; by default the held-out documents of the run's corpus.
+      files: UTF-8 text files, each a document, or JSONL files with a "text" in each line; by default the held-out
+        documents of the run's corpus.
       length: how many tokens the model sees at once; the run's `seq_len` by default.
-      stride: of the windows in which longer documents are taken (see `jaxscale.infer.score.windows`); `length` by
-        default, which makes segments.
-      layout, step: as in `jaxscale.infer.loaded.load_model`.
-      rows: of a batch.
-      weights: a form in which the matrices that it covers are kept; by default as they were trained.
+      stride: between windows of longer documents (see `jaxscale.infer.score.windows`); `length` by default, so that
+        windows do not overlap.
+      layout: as in `jaxscale.infer.loaded.load_model`.
+      step: the checkpoint's step, as in `jaxscale.infer.loaded.load_model`.
+      rows: batch rows.
+      weights: a weight format for the matrices that it supports; by default as they were trained.
 
     Raises:
-      DataError: the texts cannot be read, or hold no token.
-      ConfigError: a setting out of range, or a model that is none of texts.
-      CheckpointError, RunError: the run has no checkpoint.
+      DataError: a file cannot be read, or there is no token to score.
+      ConfigError: a setting out of range, or a model that is not a language model.
+      CheckpointError: there is no such checkpoint.
+      RunError: the run has no checkpoint.
     """
     check_texts(run.config)
     length = run.config.seq_len if length is None else length
     stride = length if stride is None else stride
-    say_length(run, length)
-    documents = list(_heldout(run) if files is None else _texts(run, files))
+    warn_length(run, length)
+    documents = list(_heldout(run) if files is None else _documents(run, files))
     tokens = sum(d.tokens for d in documents)
     if not tokens:
-        raise DataError("there is no text to evaluate on; give files that are not empty")
+        raise DataError("there is no text to evaluate on; name files that are not empty")
     loaded = load_model(run, layout, step, weights=weights)
-    found = log_probabilities(
+    logprobs = log_probabilities(
         loaded,
         [d.ids for d in documents],
         length=length,
@@ -140,14 +147,18 @@ def perplexity(
         loss=run.config.token_loss,
         apart=run.config.segments,
     )
-    counted = (x if d.counts is None else x[d.counts] for x, d in zip(found, documents, strict=True))
+    counted = (x if d.counts is None else x[d.counts] for x, d in zip(logprobs, documents, strict=True))
     nats = -math.fsum(math.fsum(x.tolist()) for x in counted)
-    whole = lambda sizes: None if None in sizes else sum(sizes)  # noqa: E731
-    sizes = whole([d.bytes for d in documents]), whole([d.words for d in documents])
+    sizes = _total([d.bytes for d in documents]), _total([d.words for d in documents])
     return Perplexity(len(documents), tokens, *sizes, nats, length, stride, loaded.step)
 
 
-def _texts(run: Run, files: Sequence[str | Path]) -> Iterable[Document]:
+def _total(sizes: Sequence[int | None]) -> int | None:
+    """The sum; `None` if one of them is."""
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _documents(run: Run, files: Sequence[str | Path]) -> Iterable[Document]:
     for file in files:
         try:
             whole = Path(file).read_bytes().decode("utf-8")
@@ -160,37 +171,35 @@ def _texts(run: Run, files: Sequence[str | Path]) -> Iterable[Document]:
 
 
 def _lines(file: str | Path, lines: str) -> Iterable[str]:
-    """The texts of a file of JSON lines, each a document."""
+    """The texts of a JSONL file."""
     for n, line in enumerate(lines.split("\n"), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except ValueError as e:
-            raise DataError(f'{file}, line {n}, is no JSON ({e}); each line is an object with a "text"') from None
+            raise DataError(f'{file}, line {n}, is not JSON ({e}); each line must be an object with a "text"') from None
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            raise DataError(
-                f'{file}, line {n}, has no "text" to score ({keys}); give each line one, name questions with --choices'
-            )
+            raise DataError(f'{file}, line {n}, has no "text" to score ({keys}); for a file of questions use --choices')
         yield text
 
 
 def _heldout(run: Run) -> Iterable[Document]:
     config = run.config
     if run.info.get("status") == "imported":
-        raise DataError(f"{run.path} was imported, and has no held-out documents of its own; name text files")
+        raise DataError(f"{run.path} is imported and has no held-out documents; name text files")
     source = config.data.source(config.tokenizer, seq_len=config.seq_len, split="heldout", packing=config.packing)
     documents = getattr(source, "documents", None)
     if not isinstance(documents, Documents):
-        raise DataError(f"the corpus '{source.name}' gives rows and no documents; name text files to evaluate on")
+        raise DataError(f"the corpus '{source.name}' has rows and no documents; name text files to evaluate on")
     tokenizer = run.tokenizer
     text = documents.vocab_size == tokenizer.vocab_size and documents.eos_id == tokenizer.eos_id
     opening = scored_ids(run, "") if text else np.asarray([documents.eos_id], np.int32)
     for start, n in zip(documents.starts, documents.lengths, strict=True):
         counts = None if documents.learned is None else documents.learned[start : start + n] != 0
-        if documents.opened:  # they begin and end as they are
+        if documents.opened:  # each document begins with its own opening token
             opening, ids = documents.tokens[start - 1 : start], np.asarray(documents.tokens[start : start + n])
         else:
             ids = np.asarray(documents.tokens[start : start + n - 1])  # without the end

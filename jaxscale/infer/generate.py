@@ -1,4 +1,4 @@
-"""Texts from a run's model: all at once, or piece by piece as they come."""
+"""Generation from a run's model: completions of prompts, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxscale.data import Tokenizer
 from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.infer.cache import Paged
-from jaxscale.infer.completion import Arriving, Completion
+from jaxscale.infer.completion import Completion, PendingCompletion
 from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.loaded import load_model, prompt_ids
 from jaxscale.infer.sampling import Sampling
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("jaxscale")
 
 Prompt = str | Sequence[int]
-_ROOM = 256
-"""A cache has this many places, or twice, four times as many: few shapes."""
+_LENGTH = 256
+"""Caches are made for this many tokens times a power of two, so that few programs are compiled."""
 
 
 class Piece(NamedTuple):
     """New text of one of several prompts.
 
     Args:
-      prompt: its number.
-      text: to be added; may be empty.
-      completion: with the last piece, all of it.
+      prompt: the prompt's index.
+      text: to be appended; may be empty.
+      completion: the whole completion, with the last piece.
     """
 
     prompt: int
@@ -63,72 +63,89 @@ def generate(
     weights: WeightFormat | None = None,
     **fields: Any,
 ) -> Any:
-    """Continues prompts with a run's model; also `Run.generate`.
+    """Complete prompts with a run's model; also `Run.generate`.
 
-    A text may become longer than those that the model was trained on (`train.seq_len`), which is said: rotary positions
-    go on, learned ones end, and the text with them.
+    A sequence may become longer than those that the model was trained on (`train.seq_len`), with a warning: rotary
+    positions are extrapolated, and at the end of learned positions the sequence ends.
 
     Args:
       run: the run.
-      prompts: a text, or token ids as they are; or several, which are computed side by side.
-      sampling: how, for all or for each; or its fields by name, as `temperature=0.7, stop="\\n\\n"`.
-      layout: where; `None` is the run's own while its state is in memory, else one device.
-      step: of which checkpoint, by default the newest.
-      rows: texts under way at once, of each of the devices that cut the batch.
-      cache: how keys and values are kept, `Paged()` by default.
-      draft: a run whose smaller model proposes tokens, for texts that are distributed alike and the same where greedy;
-        its tokenizer must be the same.
-      draft_tokens: proposals of a round.
-      stream_layers: for models larger than the device's memory: layers wait in the "host"'s, or on "disk", and each
-        comes while the one before computes. How many bytes were on the device at most is said.
-      weights: a form in which the matrices that it covers are kept, such as a quantised one; those of a draft stay.
+      prompts: a text or token ids; or a list of them, which are generated together.
+      sampling: settings for all prompts, or a list with one for each.
+      layout: where to compute; `None` is the run's own layout while its state is in memory, else one device.
+      step: the checkpoint's step; the newest by default.
+      rows: decode slots: sequences that may run at once on each of the devices that shard the batch.
+      cache: the kind of KV cache; `Paged()` by default.
+      draft: the run of a smaller model with the same tokenizer that proposes tokens (speculative decoding); the output
+        is distributed alike, and identical for greedy decoding.
+      draft_tokens: how many tokens the draft proposes in a round.
+      stream_layers: for models larger than the device's memory: layers wait in memory of the "host" or on "disk", and
+        each is loaded while the one before computes. A warning tells the most bytes that were on the device.
+      weights: a weight format for the matrices that it supports, such as a quantised one; not for those of a draft.
+      **fields: fields of `Sampling`, as `temperature=0.7, stop="END"`; they replace those of `sampling`.
 
     Returns:
-      a `Completion`, or a list of them for several prompts.
+      a `Completion`, or a list of them for a list of prompts.
 
     Raises:
-      ConfigError: settings out of range, or a prompt that the model cannot take.
-      DataError: a text cannot be encoded, or the run has no tokenizer (ids it takes all the same).
-      CheckpointError, RunError: there is no checkpoint.
-      LayoutError: the model cannot be laid out.
+      ConfigError: a setting out of range, or a prompt that the model cannot continue.
+      DataError: a text cannot be encoded, or the run has no tokenizer for a text or stop strings.
+      CheckpointError: there is no such checkpoint.
+      RunError: the run has no checkpoint.
+      LayoutError: the model does not fit the layout.
     """
     if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-        raise ConfigError(f"prompts = {prompts!r}: give a text, token ids, or a list of them")
+        raise ConfigError(f"prompts = {prompts!r}: must be a text, token ids, or a list of them")
     one = _is_one(prompts)
     several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item, assignment]
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     options: dict[str, Any] = dict(layout=layout, step=step, rows=rows, cache=cache, draft=draft)
     options |= dict(stream_layers=stream_layers, weights=weights)
     for piece in pieces(run, several, _settings(sampling, fields, len(several)), draft_tokens=draft_tokens, **options):
         if piece.completion is not None:
-            found[piece.prompt] = piece.completion
-    return found[0] if one else [found[i] for i in range(len(several))]
+            completions[piece.prompt] = piece.completion
+    return completions[0] if one else [completions[i] for i in range(len(several))]
 
 
 def stream(run: Run, prompt: Prompt, **options: Any) -> Iterator[str]:
-    """Continues a prompt piece by piece, as the text comes; also `Run.stream`. Arguments as `generate`'s.
+    """Yield the completion of a prompt piece by piece, as it is generated; also `Run.stream`.
 
         for piece in run.stream("def "):
             print(piece, end="", flush=True)
 
-    Leaving the loop ends the text.
+    Leaving the loop ends generation.
+
+    Args:
+      run: the run.
+      prompt: a text or token ids.
+      **options: as for `generate`.
+
+    Yields:
+      new text.
+
+    Raises:
+      ConfigError: several prompts, and as for `generate`.
     """
     names = {f.name for f in dataclasses.fields(Sampling)}
     fields = {n: options.pop(n) for n in list(options) if n in names}
     settings = _settings(options.pop("sampling", None), fields, 1)
     if not _is_one(prompt):
-        raise ConfigError("a stream is of one prompt; use generate for several")
+        raise ConfigError("stream takes one prompt; use generate for several")
     for piece in pieces(run, [prompt], settings, **options):
         if piece.text:
             yield piece.text
 
 
 def chat(run: Run, messages: Sequence[Any], **options: Any) -> Any:
-    """What the assistant says next in a conversation; also `Run.chat`. Arguments as `generate`'s.
+    """Complete a conversation with the assistant's next message; also `Run.chat`.
 
     Args:
-      run: one whose folder has a chat template (`hf/`, of an imported or fine-tuned checkpoint).
-      messages: as `[{"role": "user", "content": "Hello"}]`.
+      run: a run whose folder has a chat template (`hf/`, of an imported or fine-tuned checkpoint).
+      messages: the conversation, as `[{"role": "user", "content": "Hello"}]`.
+      **options: as for `generate`.
+
+    Returns:
+      a `Completion`.
 
     Raises:
       DataError: there is no chat template, or it refuses these messages.
@@ -136,7 +153,7 @@ def chat(run: Run, messages: Sequence[Any], **options: Any) -> Any:
     from jaxscale.data.chat import ChatTemplate
 
     if not len(messages):
-        raise DataError('there is no message; give at least [{"role": "user", "content": "Hello"}]')
+        raise DataError('messages is empty; pass at least [{"role": "user", "content": "Hello"}]')
     template = ChatTemplate.read(run.path / "hf")
     return generate(run, template.ids(messages, run.tokenizer).tolist(), **options)  # type: ignore[arg-type]
 
@@ -144,7 +161,16 @@ def chat(run: Run, messages: Sequence[Any], **options: Any) -> Any:
 def sample_text(
     run: Run, prompt: str, tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
 ) -> str:
-    """A prompt and its continuation; arguments as those of `Sampling`."""
+    """Return a prompt and its completion, as one text; also `Run.sample`.
+
+    Args:
+      run: the run.
+      prompt: a text.
+      tokens: the most new tokens.
+      temperature: as in `Sampling`.
+      top_k: as in `Sampling`.
+      seed: as in `Sampling`.
+    """
     s = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     return prompt + generate(run, prompt, sampling=s).text
 
@@ -163,9 +189,23 @@ def pieces(
     stream_layers: str | None = None,
     weights: WeightFormat | None = None,
 ) -> Iterator[Piece]:
-    """New text of each prompt as it comes, and each one's completion at its end. Arguments as `generate`'s."""
+    """Yield new text of each prompt as it is generated, and each one's completion at its end.
+
+    Args:
+      run: the run.
+      prompts: texts or token ids.
+      settings: sampling settings of each.
+      layout: as for `generate`, like all that follow.
+      step: likewise.
+      rows: likewise.
+      cache: likewise.
+      draft: likewise.
+      draft_tokens: likewise.
+      stream_layers: likewise.
+      weights: likewise.
+    """
     if not prompts:
-        raise ConfigError("there is no prompt; give at least one, such as ''")
+        raise ConfigError("there is no prompt; pass at least one, such as ''")
     if not isinstance(rows, int) or rows < 1:
         raise ConfigError(f"rows = {rows!r}: must be a whole number of at least 1")
     ids = [prompt_ids(run, p) for p in prompts]
@@ -173,65 +213,67 @@ def pieces(
     for prompt in ids:
         if positions is not None and len(prompt) >= positions:
             raise ConfigError(
-                f"the prompt has {len(prompt)} tokens and the model {positions} learned positions, so that nothing can "
-                f"follow; give at most {positions - 1}"
+                f"the prompt has {len(prompt)} tokens and the model {positions} learned positions, which leaves none "
+                f"for a new token; use at most {positions - 1} tokens"
             )
-    asked = [
+    limited = [
         s if positions is None else dataclasses.replace(s, max_tokens=min(s.max_tokens, positions - len(i)))
         for s, i in zip(settings, ids, strict=True)
     ]
-    need = max((len(i) + s.max_tokens for i, s in zip(ids, asked, strict=True)), default=1)
-    rows = 1 if len(ids) == 1 else rows  # few shapes, so that little is compiled
-    length = _room([r.config.model for r in (run, draft) if r is not None], need, positions)
-    engine, found = None, None
+    need = max((len(i) + s.max_tokens for i, s in zip(ids, limited, strict=True)), default=1)
+    rows = 1 if len(ids) == 1 else rows  # few different sizes, so that few programs are compiled
+    length = _cache_length([r.config.model for r in (run, draft) if r is not None], need, positions)
+    engine, loaded = None, None
     if stream_layers is None:
-        found = load_model(run, layout, step, generation=True, length=length, weights=weights)
+        loaded = load_model(run, layout, step, generation=True, length=length, weights=weights)
         if draft is None:
-            engine = run.session.take_engine(found, functools.partial(_suits, cache=cache, rows=rows, need=need))
+            engine = run.session.take_engine(loaded, functools.partial(_suits, cache=cache, rows=rows, need=need))
     if engine is None:
         more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
         more |= dict(step=step, weights=weights)
-        engine = Engine(stepper_of(run, found, length=length, rows=rows, cache=cache, **more))
+        engine = Engine(stepper_of(run, loaded, length=length, rows=rows, cache=cache, **more))
     tokenizer = _tokenizer(run, prompts, settings)
-    show = lambda prompt, s: None if tokenizer is None else TextStream(tokenizer, s.stop, prompt.tolist())  # noqa: E731
-    texts = [Arriving(prompt, s, show(prompt, s), run.end_ids) for prompt, s in zip(ids, asked, strict=True)]
-    names = [object() for _ in texts]  # an engine is kept, and may have been left with others' requests
+    pending = []
+    for prompt, s in zip(ids, limited, strict=True):
+        text = None if tokenizer is None else TextStream(tokenizer, s.stop, prompt.tolist())
+        pending.append(PendingCompletion(prompt, s, text, run.end_ids))
+    names = [object() for _ in pending]  # unique: a reused engine may have requests of an abandoned stream
     number = {name: i for i, name in enumerate(names)}
-    sound = False
+    intact = False
     try:
-        for i, text in enumerate(texts):
-            engine.submit(Request(tuple(text.prompt.tolist()), text.sampling, names[i]))
-        while any(t.completion is None for t in texts):
+        for i, one in enumerate(pending):
+            engine.submit(Request(tuple(one.prompt.tolist()), one.sampling, names[i]))
+        while any(p.completion is None for p in pending):
             for event in engine.step():
                 i = number.get(event.id, -1)
-                if i < 0 or texts[i].completion is not None:
+                if i < 0 or pending[i].completion is not None:
                     continue
-                new = texts[i].take(event)
-                done = texts[i].completion
+                new = pending[i].add(event)
+                done = pending[i].completion
                 if done is not None:
                     if event.finished is None:
                         engine.cancel(event.id)
-                    _say_length(run, done, asked[i], settings[i], positions)
-                    share = None if draft is None else engine.stats.acceptance
-                    done = dataclasses.replace(done, acceptance=share)
+                    _warn_length(run, done, limited[i], settings[i], positions)
+                    acceptance = None if draft is None else engine.stats.acceptance
+                    done = dataclasses.replace(done, acceptance=acceptance)
                 yield Piece(i, new, done)
-        sound = True
-    except GeneratorExit:  # left between two steps
-        sound = True
+        intact = True
+    except GeneratorExit:  # abandoned between two steps
+        intact = True
         raise
     finally:
-        if sound:
-            for i, text in enumerate(texts):
-                if text.completion is None:
+        if intact:
+            for i, one in enumerate(pending):
+                if one.completion is None:
                     engine.cancel(names[i])
-            if found is not None and draft is None and run.state is None:  # training would change the state
-                run.session.keep_engine(found, engine)
+            if loaded is not None and draft is None and run.state is None:  # training would change the state
+                run.session.keep_engine(loaded, engine)
         if isinstance(engine.stepper, Streamed):
-            _say_resident(engine.stepper)
+            _warn_resident(engine.stepper)
 
 
 def _is_one(prompts: Any) -> bool:
-    """A text or ids, and not several."""
+    """Whether it is a single prompt, a text or ids."""
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
 
 
@@ -239,18 +281,18 @@ def _settings(sampling: Any, fields: dict[str, Any], n: int) -> list[Sampling]:
     known = [f.name for f in dataclasses.fields(Sampling)]
     for name in fields:
         if name not in known:
-            raise ConfigError(f"there is no setting '{name}' of generation{near(name, known)}")
+            raise ConfigError(f"generation has no setting '{name}'{near(name, known)}")
     if sampling is None:
         return [Sampling(**fields)] * n
     if isinstance(sampling, Sampling):
         return [dataclasses.replace(sampling, **fields)] * n
     if len(sampling) != n:
-        raise ConfigError(f"there are {len(sampling)} samplings for {n} prompts; give one, or one for each")
+        raise ConfigError(f"there are {len(sampling)} samplings for {n} prompts; pass one, or one for each")
     return [dataclasses.replace(s, **fields) for s in sampling]
 
 
 def _tokenizer(run: Run, prompts: Sequence[Prompt], settings: Sequence[Sampling]) -> Tokenizer | None:
-    """What makes text of tokens; ids go on without."""
+    """The run's tokenizer; `None` if it has none and only ids are needed."""
     try:
         return run.session.tokenizer
     except DataError:
@@ -260,58 +302,58 @@ def _tokenizer(run: Run, prompts: Sequence[Prompt], settings: Sequence[Sampling]
 
 
 def _positions(run: Run, draft: Run | None) -> int | None:
-    """The learned positions of the models, if they have any."""
+    """The number of learned positions of the models, if they have any."""
     models = [r.config.model for r in (run, draft) if r is not None]
     limits = [m.max_length for m in models if isinstance(m, LimitsLength)]
     return min((n for n in limits if n is not None), default=None)
 
 
-def _say_length(run: Run, done: Completion, room: Sampling, asked: Sampling, positions: int | None) -> None:
-    """What became of a text that is longer than those that the model knows."""
+def _warn_length(run: Run, done: Completion, limited: Sampling, settings: Sampling, positions: int | None) -> None:
+    """Warn about a sequence that is longer than those that the model was trained on, or that its positions end."""
     n, trained = done.prompt_tokens + len(done.ids), run.config.seq_len
-    if done.finished == "length" and room.max_tokens < asked.max_tokens:
+    if done.finished == "length" and limited.max_tokens < settings.max_tokens:
         log.warning(
-            "the text ends after %d of %d new tokens: the model has %d learned positions",
-            len(done.ids), asked.max_tokens, positions,
+            "the sequence ends after %d of %d new tokens: the model has %d learned positions",
+            len(done.ids), settings.max_tokens, positions,
         )  # fmt: skip
     if n > trained:
         log.warning(
-            "the text has %d tokens, and the model was trained on texts of %d (train.seq_len): the rest is untried",
+            "the sequence has %d tokens, and the model was trained on sequences of %d (train.seq_len); quality beyond "
+            "that is unknown",
             n, trained,
         )  # fmt: skip
 
 
-def _room(models: Sequence[Any], need: int, positions: int | None) -> int:
-    """Places for a text of `need` tokens: more, so that many lengths are one, but not other positions."""
-    room = _ROOM * 2 ** max(0, math.ceil(math.log2(need / _ROOM)))
-    room = room if positions is None else min(room, positions)
-    return min((_alike(m, need, room) for m in models), default=room)
+def _cache_length(models: Sequence[Any], need: int, positions: int | None) -> int:
+    """A length of the cache: at least `need`, rounded up as far as positions of `need` tokens stay the same."""
+    length = _LENGTH * 2 ** max(0, math.ceil(math.log2(need / _LENGTH)))
+    length = length if positions is None else min(length, positions)
+    return min((_same_positions(m, need, length) for m in models), default=length)
 
 
-def _alike(model: Any, need: int, room: int) -> int:
-    """At most `room`, where texts of that many tokens have the positions of those of `need`."""
+def _same_positions(model: Any, need: int, length: int) -> int:
+    """The largest length up to `length` with the position encoding of `need` tokens."""
     if not isinstance(model, ExtendsContext) or model.for_texts_of(need) != model:
-        return room
-    return need + bisect.bisect_left(range(need + 1, room + 1), True, key=lambda n: model.for_texts_of(n) != model)
+        return length
+    return need + bisect.bisect_left(range(need + 1, length + 1), True, key=lambda n: model.for_texts_of(n) != model)
 
 
-def _say_resident(stepper: Streamed) -> None:
-    """How much of the model was on the device, which has it no more."""
-    there = stepper.resident
+def _warn_resident(stepper: Streamed) -> None:
+    """Delete the layers on the device, and report how many bytes were there."""
+    resident = stepper.resident
     stepper.layers.close()
     log.warning(
         "layers were streamed: at most %.1f of %.1f MiB of parameters were on the device at once",
-        there.peak / 2**20, there.whole / 2**20,
+        resident.peak / 2**20, resident.whole / 2**20,
     )  # fmt: skip
 
 
 def _suits(engine: Engine, cache: Cache | None, rows: int, need: int) -> bool:
-    """Whether an engine of an earlier call has room for these texts; one without a cache has nothing to keep."""
+    """Whether an earlier call's engine can serve this call; only engines with a cache are reused."""
     stepper = engine.stepper
-    wanted = Paged() if cache is None else cache
     return (
         isinstance(stepper, Cached)
-        and stepper.cache == wanted
-        and stepper.pages.rows >= rows
+        and stepper.cache == (Paged() if cache is None else cache)
+        and stepper.pages.slots >= rows
         and stepper.length >= need
     )

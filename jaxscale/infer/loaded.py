@@ -1,4 +1,4 @@
-"""A run's model, ready to be asked, and the ids of what it is asked."""
+"""A run's model loaded for inference, and the token ids of prompts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ log = logging.getLogger("jaxscale")
 
 
 class Loaded(NamedTuple):
-    """A model where it shall run.
+    """A model on the devices where it runs.
 
     Args:
-      graphdef, params: the model.
-      layout: where the parameters are; `None` is one device.
+      graphdef: the model's graph definition.
+      params: its parameters.
+      layout: how they are sharded; `None` is one device.
       step: of the checkpoint, or of the state in memory.
     """
 
@@ -40,8 +41,8 @@ class Loaded(NamedTuple):
     layout: Layout | None
     step: int
 
-    def in_force(self) -> Any:
-        """A context in which its layout is in force."""
+    def in_force(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which its layout is in force."""
         return self.layout if self.layout is not None else contextlib.nullcontext()
 
 
@@ -54,99 +55,131 @@ def load_model(
     length: int | None = None,
     weights: WeightFormat | None = None,
 ) -> Loaded:
-    """A run's model on a layout; what was read from disk last is kept (`Run.session`).
+    """Load a run's model onto a layout; the parameters that were read last are reused (`Run.session`).
 
     Args:
       run: the run.
-      layout: where; `None` is the run's own layout while its state is in memory, else one device.
-      step: of which checkpoint; by default the live parameters, or those of the newest.
-      generation: ready for steps of few tokens: layers on their pipeline stages, and experts that drop no token, since
-        a text would depend on what else is in a step.
-      length: how long texts may become, for positions that go by it.
-      weights: a form in which the matrices that it covers are kept; by default as they were trained.
+      layout: where to put it; `None` is the run's own layout while its state is in memory, else one device.
+      step: the checkpoint's step; by default the parameters in memory, else the newest checkpoint.
+      generation: prepare for steps of few tokens: layers on their pipeline stages, and experts that drop no token,
+        since a sequence would depend on others in the step.
+      length: the most tokens of a sequence, for position encodings that depend on it.
+      weights: a weight format for the matrices that it supports; by default as they were trained.
 
     Raises:
-      CheckpointError, RunError: there is none.
-      LayoutError: it cannot be laid out.
+      CheckpointError: there is no such checkpoint.
+      RunError: the run has no checkpoint.
+      LayoutError: the model does not fit the layout.
     """
     check_texts(run.config)
     live = run.state is not None and step is None
     if live and layout is None:
         layout = run.config.layout
     model = dropless(run.config.model) if generation else run.config.model
-    graphdef, infos = describe_model(for_texts_of(model, length))
+    graphdef, infos = describe_model(for_length(model, length))
 
-    def ready(params: Any) -> Any:
-        arrays = infos
+    def prepare(params: Any) -> Any:
+        stored = infos
         if weights is not None:
-            params, arrays = weights.encoded(params, infos, layout), weights.infos(infos)
-        return on_stages(graphdef, params, arrays, generating(layout)) if generation else params
+            params, stored = weights.encoded(params, infos, layout), weights.infos(infos)
+        return on_stages(graphdef, params, stored, generating(layout)) if generation else params
 
     if live:
         assert run.state is not None
-        return Loaded(graphdef, ready(run.params(layout=layout)), layout, int(run.state.step))
+        return Loaded(graphdef, prepare(run.params(layout=layout)), layout, int(run.state.step))
     number = run.last_step() if step is None else step
-    params = run.session.params(number, layout, generation, weights, lambda: ready(run.params(step, layout=layout)))
+    params = run.session.params(number, layout, generation, weights, lambda: prepare(run.params(step, layout=layout)))
     return Loaded(graphdef, params, layout, number)
 
 
-def for_texts_of(model: Any, length: int | None) -> Any:
-    """A model for texts that may reach `length`, whose positions may be others than for short ones; this is said."""
+def for_length(model: Any, length: int | None) -> Any:
+    """Return a model config for sequences of up to `length` tokens; warn if it changes the position encoding.
+
+    Args:
+      model: a model config.
+      length: the most tokens of a sequence; `None` leaves the model as it is.
+    """
     if length is None or not isinstance(model, ExtendsContext):
         return model
-    told = model.for_texts_of(length)
-    if told != model:
-        log.warning(
-            "texts may reach %d tokens here: positions are turned as the model's long texts are, in all", length
-        )
-    return told
+    extended = model.for_texts_of(length)
+    if extended != model:
+        log.warning("sequences may reach %d tokens: using LongRoPE's long factors for every position", length)
+    return extended
 
 
-def say_length(run: Run, length: int) -> None:
-    """That texts may be longer than those which the model was trained on."""
+def warn_length(run: Run, length: int) -> None:
+    """Warn if sequences may be longer than those that the model was trained on.
+
+    Args:
+      run: the model's run.
+      length: the most tokens of a sequence.
+    """
     if length > trained_length(run):
         log.warning(
-            "texts may have %d tokens, and the model was trained on texts of %d (train.seq_len): the rest is untried",
+            "sequences may have %d tokens, and the model was trained on sequences of %d (train.seq_len); quality "
+            "beyond that is unknown",
             length, trained_length(run),
         )  # fmt: skip
 
 
 def trained_length(run: Run) -> int:
-    """Tokens of the longest texts that a model was trained on: its own, or those of the run that its adapters adapt."""
+    """Return the longest sequence length of the run's training, or of the training that its adapters start from.
+
+    Args:
+      run: the run.
+    """
     longest = run.config.seq_len
     if run.config.adapters is not None and run.config.start is not None:
         try:
             longest = max(longest, trained_length(run.config.start.run))
-        except RunError:  # its folder is gone; the adapters alone say less
+        except RunError:  # that run was deleted
             return longest
     return longest
 
 
 def dropless(model: Any) -> Any:
-    """A model whose experts have room for all tokens, where their router can do without a capacity; this is said."""
-    if not isinstance(model, DropsTokens) or (free := model.dropless()) == model:
+    """Return a model config whose experts drop no tokens, with a warning if that changes it.
+
+    Args:
+      model: a model config; returned as it is where routers cannot work without a capacity.
+    """
+    if not isinstance(model, DropsTokens) or (changed := model.dropless()) == model:
         return model
     log.warning("experts drop no tokens in generation; in training they may have (MixtureOfExperts.capacity)")
-    return free
+    return changed
 
 
 def prompt_ids(run: Run, prompt: str | Sequence[int]) -> Int[np.ndarray, " n"]:
-    """The ids that a prompt starts from: what opens a text, and its own; ids are taken as they are.
+    """Return a prompt's token ids.
+
+    Args:
+      run: the run.
+      prompt: a text, which gets the tokenizer's opening token if there is one; or ids, which are used as they are.
+
+    Returns:
+      int32 (n,).
 
     Raises:
-      ConfigError: the model does not know one of them, or there is none.
+      ConfigError: an id is outside the model's vocabulary, or the prompt is neither a text nor ids.
       DataError: the text cannot be encoded.
     """
     if isinstance(prompt, str):
         return np.asarray(run.prompt_ids(prompt), np.int32)
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ConfigError(f"a prompt is a text or a list of token ids, not {prompt!r}")
+        raise ConfigError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
     return checked(ids.astype(np.int32), vocab_of(run.config.model))
 
 
 def scored_ids(run: Run, text: str) -> Int[np.ndarray, " n"]:
-    """A prompt's ids behind something: where nothing opens a text, the id that ends one does, so that each counts."""
+    """Return a text's token ids after an opening one, so that each token of the text has a prediction.
+
+    The opening token is the tokenizer's, else the end-of-text token.
+
+    Args:
+      run: the run.
+      text: the text.
+    """
     ids = prompt_ids(run, text)
     opened = len(ids) > len(run.tokenizer.encode(text))
     return ids if opened else np.concatenate([[run.end_ids[0]], ids]).astype(np.int32)

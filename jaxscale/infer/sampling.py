@@ -1,4 +1,4 @@
-"""How the next token is chosen: settings of one text, and the choice for many texts at once."""
+"""Sampling: the settings of one sequence, and choosing the next token of many sequences at once."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from jaxscale.errors import ConfigError
 @register
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a text is continued. Steps apply in this order: penalty, temperature, top-k, top-p, min-p.
+    """How a sequence is continued. Steps apply in this order: penalty, temperature, top-k, top-p, min-p.
 
     Args:
-      max_tokens: at most so many new ones.
+      max_tokens: the most new tokens.
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: among this many likeliest tokens only; `None` is all.
-      top_p: among the likeliest that together reach this probability (nucleus, Holtzman et al. 2020).
-      min_p: among those at least this share of the likeliest one's probability (Nguyen et al. 2024).
-      repetition_penalty: divides positive and multiplies negative logits of tokens that are in the text already (CTRL,
-        Keskar et al. 2019).
-      stop: texts that end the continuation, and are not part of it.
-      seed: of the choices; the same seed, text and model give the same continuation in whatever company.
-      logprobs: how many of the likeliest tokens to give with their log-probabilities, besides the chosen one's.
-      ignore_end: go on after the end of the text.
+      top_k: sample from this many likeliest tokens; `None` is all.
+      top_p: sample from the fewest likeliest tokens that together reach this probability (nucleus, Holtzman et al.
+        2020).
+      min_p: sample from tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+      repetition_penalty: divides positive and multiplies negative logits of tokens that are already in the sequence
+        (CTRL, Keskar et al. 2019).
+      stop: strings that end the text; the text ends before the string.
+      seed: the same seed, prompt and model give the same tokens, whatever else is in the batch.
+      logprobs: how many of the likeliest tokens to return with their log-probabilities, besides the chosen one's.
+      ignore_end: continue after an end-of-text token.
 
     Raises:
       ConfigError: a setting out of its range.
@@ -64,24 +65,27 @@ class Sampling:
             "seed": (_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
             "logprobs": (_whole(self.logprobs) and 0 <= self.logprobs <= 20, "a whole number from 0 to 20"),
         }
-        for name, (right, wanted) in checks.items():
-            if not right:
-                raise ConfigError(f"Sampling.{name} = {getattr(self, name)!r}: must be {wanted}")
+        for name, (valid, expected) in checks.items():
+            if not valid:
+                raise ConfigError(f"Sampling.{name} = {getattr(self, name)!r}: must be {expected}")
         if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ConfigError(f"Sampling.stop = {self.stop!r}: must be texts that are not empty")
+            raise ConfigError(f"Sampling.stop = {self.stop!r}: must be strings that are not empty")
 
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class Choices(NamedTuple):
-    """`Sampling` of n texts, as arrays.
+class SamplingArrays(NamedTuple):
+    """The `Sampling` of n sequences, as arrays.
 
     Args:
-      temperature, top_p, min_p, penalty: float32.
-      top_k: int32, the vocabulary's size for all.
-      seed: uint32.
+      temperature: float32 (n,).
+      top_k: int32 (n,); the vocabulary's size for all tokens.
+      top_p: float32 (n,).
+      min_p: float32 (n,).
+      penalty: repetition penalty, float32 (n,).
+      seed: uint32 (n,).
     """
 
     temperature: Float[Array, " n"]
@@ -92,33 +96,53 @@ class Choices(NamedTuple):
     seed: Int[Array, " n"]
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], vocab: int) -> Choices:
-        """As NumPy arrays, so that a step's are one transfer."""
-        f = lambda name: np.asarray([getattr(s, name) for s in settings], np.float32)  # noqa: E731
+    def of(cls, settings: Sequence[Sampling], vocab: int) -> SamplingArrays:
+        """Return NumPy arrays, so that those of a step are transferred together.
+
+        Args:
+          settings: of each sequence.
+          vocab: the vocabulary's size.
+        """
+
+        def floats(name: str) -> np.ndarray:
+            return np.asarray([getattr(s, name) for s in settings], np.float32)
+
         top_k = np.asarray([min(s.top_k or vocab, vocab) for s in settings], np.int32)
         seed = np.asarray([s.seed for s in settings], np.uint32)
-        return cls(f("temperature"), top_k, f("top_p"), f("min_p"), f("repetition_penalty"), seed)  # type: ignore[arg-type]
+        penalty = floats("repetition_penalty")
+        return cls(floats("temperature"), top_k, floats("top_p"), floats("min_p"), penalty, seed)  # type: ignore[arg-type]
 
 
-def seen_bits(tokens: Sequence[int], how: Sampling, vocab: int) -> UInt8[np.ndarray, "w"]:
-    """A bit for each id, big end first: whether a text has it already; 0 for all where nothing is penalised."""
+def seen_bits(tokens: Sequence[int], sampling: Sampling, vocab: int) -> UInt8[np.ndarray, "w"]:
+    """Return which token ids a sequence contains, a bit for each, big-endian; all 0 without a repetition penalty.
+
+    Args:
+      tokens: the sequence's ids.
+      sampling: its settings.
+      vocab: the vocabulary's size.
+    """
     own = np.zeros(vocab, bool)
-    if how.repetition_penalty != 1:
+    if sampling.repetition_penalty != 1:
         own[list(tokens)] = True
     return np.packbits(own)
 
 
 def seen_of(bits: UInt8[Array, "n w"], vocab: int) -> Bool[Array, "n v"]:
-    """`seen_bits` of n texts, as `processed` takes them."""
+    """Unpack `seen_bits` of n sequences.
+
+    Args:
+      bits: uint8 (n, bytes).
+      vocab: the vocabulary's size.
+    """
     return jnp.unpackbits(bits, axis=-1, count=vocab).astype(bool)
 
 
 class Chosen(NamedTuple):
-    """The next token of n texts.
+    """The next token of n sequences.
 
     Args:
-      token: its id, int32.
-      logprob: its log-probability by the model itself, before penalty, temperature and cuts; float32.
+      token: its id, int32 (n,).
+      logprob: its log-probability by the model itself, before penalty, temperature and cuts; float32 (n,).
     """
 
     token: Int[Array, " n"]
@@ -126,57 +150,72 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    logits: Float[Array, "n v"], how: Choices, at: Int[Array, " n"], seen: Bool[Array, "n v"] | None = None
+    logits: Float[Array, "n v"],
+    sampling: SamplingArrays,
+    positions: Int[Array, " n"],
+    seen: Bool[Array, "n v"] | None = None,
 ) -> Chosen:
-    """The next token of every text.
+    """Choose the next token of every sequence.
 
     Args:
-      logits: the model's, float32.
-      how: settings.
-      at: place of the token to be chosen in its text; the randomness is a function of it and the seed alone.
-      seen: which tokens are in the text already; `None` when nothing is penalised.
+      logits: the model's, float32 (n, vocab).
+      sampling: settings of each sequence.
+      positions: position of the new token in its sequence, int32 (n,); the random number depends on it and the seed
+        alone.
+      seen: which tokens each sequence contains, bool (n, vocab); `None` when nothing is penalised.
     """
-    shaped = processed(logits, how, seen)
+    shaped = processed(logits, sampling, seen)
     likeliest = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
 
-    def drawn() -> Int[Array, " n"]:
-        keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(how.seed, at)
+    def draw() -> Int[Array, " n"]:
+        keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(sampling.seed, positions)
         return jax.vmap(jax.random.categorical)(keys, shaped).astype(jnp.int32)
 
-    # A random number for every token of the vocabulary is not to be had for nothing.
-    draws = jax.lax.cond(jnp.all(how.temperature == 0), lambda: likeliest, drawn)
-    token = jnp.where(how.temperature == 0, likeliest, draws)
+    # Drawing takes a random number for every token of the vocabulary: skip it where all sequences are greedy.
+    draws = jax.lax.cond(jnp.all(sampling.temperature == 0), lambda: likeliest, draw)
+    token = jnp.where(sampling.temperature == 0, likeliest, draws)
     logprob = jax.nn.log_softmax(logits, axis=-1)
     return Chosen(token, jnp.take_along_axis(logprob, token[:, None], axis=-1)[:, 0])
 
 
-def processed(logits: Float[Array, "n v"], how: Choices, seen: Bool[Array, "n v"] | None = None) -> Float[Array, "n v"]:
-    """Logits of the distribution that is drawn from: -inf where it has no mass. Arguments as `choose`'s.
+def processed(
+    logits: Float[Array, "n v"], sampling: SamplingArrays, seen: Bool[Array, "n v"] | None = None
+) -> Float[Array, "n v"]:
+    """Return logits of the distribution to sample from; -inf for tokens that are cut.
 
-    At temperature 0 they are penalised only, their largest being the choice.
+    At temperature 0 only the penalty applies, and the largest is the choice.
+
+    Args:
+      logits: the model's, float32 (n, vocab).
+      sampling: settings of each sequence.
+      seen: which tokens each sequence contains, bool (n, vocab); `None` when nothing is penalised.
     """
     if seen is not None:
-        factor = how.penalty[:, None]
+        factor = sampling.penalty[:, None]
         logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
-    greedy = how.temperature == 0
-    logits = logits / jnp.where(greedy, 1, how.temperature)[:, None]
-    plain = greedy | ((how.top_k >= logits.shape[-1]) & (how.top_p >= 1))
-    # Sorting a vocabulary is most of the work here, and often nobody asks for it.
-    cut = jax.lax.cond(jnp.all(plain), lambda: logits, lambda: jnp.where(plain[:, None], logits, _largest(logits, how)))
-    top = jnp.max(cut, axis=-1, keepdims=True)
-    floor = jnp.where(greedy, -jnp.inf, jnp.log(how.min_p))[:, None]
-    return jnp.where(cut - top < floor, -jnp.inf, cut)
+    greedy = sampling.temperature == 0
+    logits = logits / jnp.where(greedy, 1, sampling.temperature)[:, None]
+    uncut = greedy | ((sampling.top_k >= logits.shape[-1]) & (sampling.top_p >= 1))
+
+    def cut() -> Float[Array, "n v"]:
+        return jnp.where(uncut[:, None], logits, _largest(logits, sampling))
+
+    # Sorting the vocabulary takes most of the time here: skip it where no sequence needs it.
+    logits = jax.lax.cond(jnp.all(uncut), lambda: logits, cut)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    floor = jnp.where(greedy, -jnp.inf, jnp.log(sampling.min_p))[:, None]
+    return jnp.where(logits - top < floor, -jnp.inf, logits)
 
 
-def _largest(logits: Float[Array, "n v"], how: Choices) -> Float[Array, "n v"]:
-    """The `top_k` largest, and of those the fewest that reach `top_p`; ties with the last are kept."""
+def _largest(logits: Float[Array, "n v"], sampling: SamplingArrays) -> Float[Array, "n v"]:
+    """Logits of the `top_k` largest, and of those the fewest that reach `top_p`; ties with the last one stay."""
     order = jnp.sort(logits, axis=-1, descending=True)
-    kth = jnp.take_along_axis(order, how.top_k[:, None] - 1, axis=-1)
-    kept = jnp.where(order < kth, -jnp.inf, order)
-    probability = jax.nn.softmax(kept, axis=-1)
+    kth = jnp.take_along_axis(order, sampling.top_k[:, None] - 1, axis=-1)
+    largest = jnp.where(order < kth, -jnp.inf, order)
+    probability = jax.nn.softmax(largest, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    top_p = how.top_p[:, None]
-    reaching = (before < top_p) | (top_p >= 1)  # all, where sums of float32 come to 1 too early
-    last = jnp.sum(reaching, axis=-1, keepdims=True) - 1  # the one that reaches it counts
-    nucleus = jnp.take_along_axis(kept, jnp.maximum(last, 0), axis=-1)
+    top_p = sampling.top_p[:, None]
+    reaching = (before < top_p) | (top_p >= 1)  # all for top_p = 1: a float32 sum may reach 1 too early
+    last = jnp.sum(reaching, axis=-1, keepdims=True) - 1  # the token that reaches top_p is included
+    nucleus = jnp.take_along_axis(largest, jnp.maximum(last, 0), axis=-1)
     return jnp.where(logits < jnp.maximum(kth, nucleus), -jnp.inf, logits)

@@ -1,4 +1,4 @@
-"""A run's model on its devices and a batching engine with its KV cache, reused by the next call of `generate`."""
+"""A run's model on its devices and an engine with its KV cache, reused by the next call of `generate`."""
 
 from __future__ import annotations
 
@@ -50,33 +50,42 @@ class Session:
         weights: WeightFormat | None,
         read: Callable[[], Tree],
     ) -> Tree:
-        """A checkpoint's parameters on a layout; reuses those of the last call where the arguments are the same.
+        """Return a checkpoint's parameters on a layout; those of the last call if the arguments are the same.
 
         Args:
-          step: the checkpoint's.
+          step: the checkpoint's step.
           layout: the devices; `None` is one device.
-          generation: whether they are laid out for decoding.
-          weights: the form in which they are kept.
+          generation: whether they are sharded for decoding.
+          weights: the weight format; `None` is as they are stored.
           read: reads them.
         """
-        wanted = (step, layout, generation, weights)
-        if self._model is None or self._model[0] != wanted:
-            self._model = None  # not both at once
-            self._model = wanted, read()
+        key = (step, layout, generation, weights)
+        if self._model is None or self._model[0] != key:
+            self._model = None  # free the old parameters before the new ones are read
+            self._model = key, read()
         return self._model[1]
 
-    def take_engine(self, found: Loaded, suits: Callable[[Engine], bool]) -> Engine | None:
-        """Hands out the stored engine if it has this model and `suits` accepts it, else `None`.
+    def take_engine(self, loaded: Loaded, suits: Callable[[Engine], bool]) -> Engine | None:
+        """Take the stored engine out of the session, if it has this model and `suits` accepts it, else `None`.
 
-        The session forgets it until `keep_engine`: two generators may be open at once, and each needs its own.
+        It is not in the session until `keep_engine`: two generators may be open at once, and each needs its own engine.
+
+        Args:
+          loaded: the model.
+          suits: whether an engine can serve the call.
         """
-        kept, self._engine = self._engine, None
-        if kept is None:
+        stored, self._engine = self._engine, None
+        if stored is None:
             return None
-        model, engine = kept
-        same = model.params is found.params and (model.graphdef, model.layout) == (found.graphdef, found.layout)
+        model, engine = stored
+        same = model.params is loaded.params and (model.graphdef, model.layout) == (loaded.graphdef, loaded.layout)
         return engine if same and suits(engine) else None
 
-    def keep_engine(self, found: Loaded, engine: Engine) -> None:
-        """Stores an engine for the next call."""
-        self._engine = found, engine
+    def keep_engine(self, loaded: Loaded, engine: Engine) -> None:
+        """Store an engine for the next call.
+
+        Args:
+          loaded: its model.
+          engine: the engine.
+        """
+        self._engine = loaded, engine

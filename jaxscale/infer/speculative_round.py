@@ -1,4 +1,4 @@
-"""A round of speculative decoding on the device: a draft's proposals, and the large model's judgement of them."""
+"""A round of speculative decoding on the device: the draft's proposals, and their verification by the large model."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxscale.infer.cache import Contiguous, ModelCache
-from jaxscale.infer.forward import everywhere, forward, logits_at, one_row_a_lane
-from jaxscale.infer.sampling import Choices, processed, seen_of
+from jaxscale.infer.forward import forward, logits_at, one_per_batch_row, replicated
+from jaxscale.infer.sampling import SamplingArrays, processed, seen_of
 from jaxscale.layout import constrain
 
 CACHE = Contiguous()
 TOP = 20
-_DRAWN, _ACCEPTED, _CORRECTED = 1, 2, 3  # three random numbers of each place in a text
+_PROPOSE, _ACCEPT, _CORRECT = 1, 2, 3  # the three random numbers of a position in a sequence
 
 
-class Told(NamedTuple):
-    """A round, as the device is told of it.
+class RoundInputs(NamedTuple):
+    """The inputs of a round, for b sequences.
 
     Args:
-      pending: the last tokens that the draft has not kept, one or two.
-      kept: how many tokens the draft has.
-      behind: how many of `pending` there are; 0 where a lane has no text.
-      proposals: how many tokens it shall propose.
-      how: settings.
-      seen: a bit for each id, see `seen_bits`: whether it is in the text; 0 where nothing is penalised.
-      top: whether somebody wants the likeliest tokens.
+      pending: the last tokens, which the draft has not cached: one or two, int32 (b, 2).
+      cached: how many tokens the draft has cached, int32 (b,).
+      uncached: how many of `pending` there are, int32 (b,); 0 in a batch row without a sequence.
+      proposals: how many tokens the draft shall propose, int32 (b,).
+      sampling: settings of each sequence.
+      seen: which token ids each sequence contains (`seen_bits`), uint8 (b, bytes).
+      with_top: whether any sequence wants the likeliest tokens, bool scalar.
     """
 
     pending: Int[Array, "b 2"]
-    kept: Int[Array, " b"]
-    behind: Int[Array, " b"]
+    cached: Int[Array, " b"]
+    uncached: Int[Array, " b"]
     proposals: Int[Array, " b"]
-    how: Choices
+    sampling: SamplingArrays
     seen: UInt8[Array, "b w"]
-    top: Bool[Array, ""]
+    with_top: Bool[Array, ""]
 
 
-class Judged(NamedTuple):
-    """What a round brought.
+class RoundResult(NamedTuple):
+    """The result of a round, for b sequences.
 
     Args:
-      tokens: of each text, `accepted` proposals and one of the large model's own; then anything.
-      accepted: how many.
-      logprob: of each token by the large model itself.
-      top, top_logprob: the likeliest ones in each place.
+      tokens: `accepted` proposals and one token of the large model, int32 (b, n); undefined after those.
+      accepted: how many proposals were accepted, int32 (b,).
+      logprob: log-probability of each token by the large model, float32 (b, n).
+      top: the likeliest ids in each place, int32 (b, n, t).
+      top_logprob: their log-probabilities, float32 (b, n, t).
     """
 
     tokens: Int[Array, "b n"]
@@ -61,51 +62,59 @@ class Judged(NamedTuple):
     top_logprob: Float[Array, "b n t"]
 
 
-Read = Callable[..., list[ModelCache]]
-Round = Callable[..., tuple[Judged, list[ModelCache]]]
+Prefill = Callable[..., list[ModelCache]]
+DraftAndVerify = Callable[..., tuple[RoundResult, list[ModelCache]]]
 
 
 @functools.lru_cache(16)
-def rounds_of(target: nnx.GraphDef[Any], draft: nnx.GraphDef[Any], most: int) -> tuple[Read, Round]:
-    """Two models' compiled steps: `read(params, states, tokens, starts, counts)` and `judge(params, states, told)`.
+def rounds_of(target: nnx.GraphDef[Any], draft: nnx.GraphDef[Any], most: int) -> tuple[Prefill, DraftAndVerify]:
+    """Return two models' compiled steps.
 
     Args:
-      target, draft: the models.
+      target: the large model.
+      draft: the small model.
       most: proposals of a round.
+
+    Returns:
+      `prefill(params, states, tokens, starts, counts)`, which returns the new states of both models, and
+      `draft_and_verify(params, states, inputs)`, which returns a `RoundResult` and the new states.
     """
     graphdefs = (target, draft)
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def read(params: Any, states: Any, tokens: Array, starts: Array, counts: Array) -> Any:
-        step = one_row_a_lane(starts, counts, tokens.shape[1])
+    def prefill(params: Any, states: Any, tokens: Array, starts: Array, counts: Array) -> Any:
+        step = one_per_batch_row(starts, counts, tokens.shape[1])
         models = [nnx.merge(g, p) for g, p in zip(graphdefs, params, strict=True)]
         return [forward(m, _ids(m, tokens), step, CACHE, s)[1] for m, s in zip(models, states, strict=True)]
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def judge(params: Any, states: Any, told: Told) -> Any:
+    def draft_and_verify(params: Any, states: Any, inputs: RoundInputs) -> Any:
         large, small = (nnx.merge(g, p) for g, p in zip(graphdefs, params, strict=True))
-        place, there = told.kept + told.behind, told.behind > 0  # of the first new token, and whether there is a text
+        position, used = inputs.cached + inputs.uncached, inputs.uncached > 0  # position of the first new token
         vocab = large.head_weight().shape[0]
 
-        proposed, q, seen, kept = _propose(small, states[1], told, most, vocab)
-        last = jnp.take_along_axis(told.pending, jnp.maximum(told.behind - 1, 0)[:, None], axis=1)
-        step = one_row_a_lane(place - 1, jnp.where(there, told.proposals + 1, 0), most + 1)
-        hidden, read = forward(large, jnp.concatenate([last, proposed], axis=1), step, CACHE, states[0])
-        logits = _whole(large, hidden, jnp.broadcast_to(jnp.arange(most + 1), (len(place), most + 1)))
-        flat = lambda x: x.reshape(-1, vocab)  # noqa: E731
-        how = Choices(*(jnp.repeat(x, most + 1) for x in told.how))
-        p = distribution(flat(logits), how, flat(seen)).reshape(logits.shape)
-        accepted, token = verify(p, q, proposed, told.proposals, told.how.seed, place)
+        proposed, q, seen, draft_states = _propose(small, states[1], inputs, most, vocab)
+        last = jnp.take_along_axis(inputs.pending, jnp.maximum(inputs.uncached - 1, 0)[:, None], axis=1)
+        step = one_per_batch_row(position - 1, jnp.where(used, inputs.proposals + 1, 0), most + 1)
+        hidden, target_states = forward(large, jnp.concatenate([last, proposed], axis=1), step, CACHE, states[0])
+        logits = _logits(large, hidden, jnp.broadcast_to(jnp.arange(most + 1), (len(position), most + 1)))
+        sampling = SamplingArrays(*(jnp.repeat(x, most + 1) for x in inputs.sampling))
+        p = distribution(logits.reshape(-1, vocab), sampling, seen.reshape(-1, vocab)).reshape(logits.shape)
+        accepted, token = verify(p, q, proposed, inputs.proposals, inputs.sampling.seed, position)
         tokens = jnp.pad(proposed, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(most + 1) == accepted[:, None], token[:, None], tokens)
-        own = jax.nn.log_softmax(logits, axis=-1)
-        logprob = jnp.take_along_axis(own, tokens[..., None], axis=-1)[..., 0]
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        logprob = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
         k = min(TOP, vocab)
-        nothing = lambda: [jnp.zeros((*tokens.shape, k), jnp.float32), jnp.zeros((*tokens.shape, k), jnp.int32)]  # noqa: E731
-        top_logprob, top = lax.cond(told.top, lambda: lax.top_k(own, k), nothing)
-        return everywhere(Judged(tokens, accepted, logprob, top, top_logprob)), [read, kept]
 
-    return read, judge
+        def nothing() -> list[Array]:
+            return [jnp.zeros((*tokens.shape, k), jnp.float32), jnp.zeros((*tokens.shape, k), jnp.int32)]
+
+        top_logprob, top = lax.cond(inputs.with_top, lambda: lax.top_k(logprobs, k), nothing)
+        result = replicated(RoundResult(tokens, accepted, logprob, top, top_logprob))
+        return result, [target_states, draft_states]
+
+    return prefill, draft_and_verify
 
 
 def verify(
@@ -114,82 +123,104 @@ def verify(
     proposed: Int[Array, "b m"],
     proposals: Int[Array, " b"],
     seed: Int[Array, " b"],
-    place: Int[Array, " b"],
+    position: Int[Array, " b"],
 ) -> tuple[Int[Array, " b"], Int[Array, " b"]]:
-    """How many proposals stand, and the token after them; whatever `q` is, tokens come out distributed as `p`.
+    """Accept or reject proposals so that tokens are distributed as `p`, whatever `q` is.
 
-    A proposal x stands with probability min(1, p(x) / q(x)). The first that does not is replaced by a draw from what p
-    has more than q; behind the last one, if all stand, comes a draw from p (Leviathan et al. 2023, algorithm 1).
+    A proposal x is accepted with probability min(1, p(x) / q(x)). The first rejected one is replaced by a draw from
+    max(p - q, 0), normalised; if all are accepted, a draw from p follows (Leviathan et al. 2023, algorithm 1).
 
     Args:
-      p: the large model's distributions in the m + 1 places.
-      q: the draft's, in m.
-      proposed: drawn from them.
-      proposals: how many of them count.
-      seed, place: of each text, and of its first proposal in it: of them the randomness is a function.
+      p: the large model's distributions in the m + 1 places, float32 (b, m + 1, vocab).
+      q: the draft's, float32 (b, m, vocab).
+      proposed: ids drawn from `q`, int32 (b, m).
+      proposals: how many of them count, int32 (b,).
+      seed: of each sequence, uint32 (b,); random numbers depend on it and the position alone.
+      position: of the first proposal in its sequence, int32 (b,).
+
+    Returns:
+      the number of accepted proposals, and the token after them, int32 (b,) each.
     """
     most = proposed.shape[1]
-    of = lambda x: jnp.take_along_axis(x, proposed[..., None], axis=-1)[..., 0]  # noqa: E731
-    draw = jax.vmap(lambda s, at: jax.random.uniform(_key(s, at, _ACCEPTED)), in_axes=(None, 0))
-    u = jax.vmap(draw)(seed, place[:, None] + jnp.arange(most))
-    stands = (u * of(q) < of(p[:, :most])) & (jnp.arange(most) < proposals[:, None])
-    accepted = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1)
-    at = lambda x: jnp.take_along_axis(x, accepted[:, None, None], axis=1)[:, 0]  # noqa: E731
-    there = at(p)
-    less = jnp.where((accepted < proposals)[:, None], at(jnp.pad(q, ((0, 0), (0, 1), (0, 0)))), 0)
-    more = jnp.maximum(there - less, 0)
-    more = jnp.where(jnp.sum(more, axis=-1, keepdims=True) > 0, more, there)  # equal but for rounding
-    keys = jax.vmap(functools.partial(_key, role=_CORRECTED))(seed, place + accepted)
-    token = jax.vmap(jax.random.categorical)(keys, jnp.log(more))
+
+    def of_proposed(x: Float[Array, "b m v"]) -> Float[Array, "b m"]:
+        return jnp.take_along_axis(x, proposed[..., None], axis=-1)[..., 0]
+
+    draw = jax.vmap(lambda s, at: jax.random.uniform(_key(s, at, _ACCEPT)), in_axes=(None, 0))
+    u = jax.vmap(draw)(seed, position[:, None] + jnp.arange(most))
+    accept = (u * of_proposed(q) < of_proposed(p[:, :most])) & (jnp.arange(most) < proposals[:, None])
+    accepted = jnp.sum(jnp.cumprod(accept.astype(jnp.int32), axis=1), axis=1)
+
+    def after_accepted(x: Float[Array, "b n v"]) -> Float[Array, "b v"]:
+        return jnp.take_along_axis(x, accepted[:, None, None], axis=1)[:, 0]
+
+    p_next = after_accepted(p)
+    q_next = jnp.where((accepted < proposals)[:, None], after_accepted(jnp.pad(q, ((0, 0), (0, 1), (0, 0)))), 0)
+    excess = jnp.maximum(p_next - q_next, 0)
+    excess = jnp.where(jnp.sum(excess, axis=-1, keepdims=True) > 0, excess, p_next)  # equal except for rounding
+    keys = jax.vmap(functools.partial(_key, role=_CORRECT))(seed, position + accepted)
+    token = jax.vmap(jax.random.categorical)(keys, jnp.log(excess))
     return accepted, token.astype(jnp.int32)
 
 
-def distribution(logits: Float[Array, "n v"], how: Choices, seen: Bool[Array, "n v"] | None) -> Float[Array, "n v"]:
-    """What the next token is drawn from; at temperature 0 all of it is on the likeliest one."""
-    shaped = processed(logits, how, seen)
+def distribution(
+    logits: Float[Array, "n v"], sampling: SamplingArrays, seen: Bool[Array, "n v"] | None
+) -> Float[Array, "n v"]:
+    """Return the distribution of the next token; at temperature 0 the likeliest token has probability 1.
+
+    Args:
+      logits: the model's, float32 (n, vocab).
+      sampling: settings of each sequence.
+      seen: which tokens each sequence contains, bool (n, vocab); `None` when nothing is penalised.
+    """
+    shaped = processed(logits, sampling, seen)
     likeliest = jax.nn.one_hot(jnp.argmax(shaped, axis=-1), shaped.shape[-1], dtype=shaped.dtype)
-    return jnp.where((how.temperature == 0)[:, None], likeliest, jax.nn.softmax(shaped, axis=-1))
+    return jnp.where((sampling.temperature == 0)[:, None], likeliest, jax.nn.softmax(shaped, axis=-1))
 
 
 def _propose(
-    draft: Any, states: ModelCache, told: Told, most: int, vocab: int
+    draft: Any, states: ModelCache, inputs: RoundInputs, most: int, vocab: int
 ) -> tuple[Int[Array, "b m"], Float[Array, "b m v"], Bool[Array, "b n v"], ModelCache]:
-    """Proposals, what they were drawn from, and for each place (and one more) what was in the text before it."""
-    place = told.kept + told.behind
-    step = one_row_a_lane(told.kept, told.behind, 2)
-    hidden, states = forward(draft, _ids(draft, told.pending), step, CACHE, states)
-    logits = _known(_whole(draft, hidden, jnp.maximum(told.behind - 1, 0)[:, None])[:, 0], vocab)
-    tokens, of, seen = [], [], [seen_of(told.seen, vocab)]
-    # Every proposal but the last is read, for the next one; there are a few, and each is a step of one token.
+    """Proposals, their distributions, which ids precede each place (and the one after the last), and the new states."""
+    position = inputs.cached + inputs.uncached
+    step = one_per_batch_row(inputs.cached, inputs.uncached, 2)
+    hidden, states = forward(draft, _ids(draft, inputs.pending), step, CACHE, states)
+    logits = _resized(_logits(draft, hidden, jnp.maximum(inputs.uncached - 1, 0)[:, None])[:, 0], vocab)
+    tokens, distributions, seen = [], [], [seen_of(inputs.seen, vocab)]
+    # Each proposal but the last is the draft's next input. There are few, so the loop is unrolled.
     for i in range(most):
-        q = distribution(logits, told.how, seen[-1])
-        keys = jax.vmap(functools.partial(_key, role=_DRAWN))(told.how.seed, place + i)
+        q = distribution(logits, inputs.sampling, seen[-1])
+        keys = jax.vmap(functools.partial(_key, role=_PROPOSE))(inputs.sampling.seed, position + i)
         token = jax.vmap(jax.random.categorical)(keys, jnp.log(q)).astype(jnp.int32)
         tokens.append(token)
-        of.append(q)
+        distributions.append(q)
         seen.append(seen[-1].at[jnp.arange(len(token)), token].set(True))
         if i + 1 < most:
-            step = one_row_a_lane(place + i, (i + 1 < told.proposals).astype(jnp.int32), 1)
+            step = one_per_batch_row(position + i, (i + 1 < inputs.proposals).astype(jnp.int32), 1)
             hidden, states = forward(draft, _ids(draft, token[:, None]), step, CACHE, states)
-            logits = _known(_whole(draft, hidden, jnp.zeros_like(token)[:, None])[:, 0], vocab)
-    return jnp.stack(tokens, axis=1), jnp.stack(of, axis=1), jnp.stack(seen, axis=1), states
+            logits = _resized(_logits(draft, hidden, jnp.zeros_like(token)[:, None])[:, 0], vocab)
+    return jnp.stack(tokens, axis=1), jnp.stack(distributions, axis=1), jnp.stack(seen, axis=1), states
 
 
-def _whole(model: Any, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:
+def _logits(model: Any, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:
     return constrain(logits_at(model, hidden, columns), "batch", None, None)
 
 
 def _ids(model: Any, tokens: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Tokens that a model has; of the large one's others any will do for a draft, whose proposals are judged."""
+    """Clip ids to the model's vocabulary: what a draft makes of an id that it does not have is verified anyway."""
     return jnp.minimum(tokens, model.head_weight().shape[0] - 1)
 
 
-def _known(logits: Float[Array, "b v"], vocab: int) -> Float[Array, "b w"]:
-    """Logits of the large model's ids: of those that the draft has not, no chance."""
+def _resized(logits: Float[Array, "b v"], vocab: int) -> Float[Array, "b w"]:
+    """The draft's logits for the large model's vocabulary: -inf for ids that the draft does not have."""
     more = max(vocab - logits.shape[-1], 0)
     return jnp.pad(logits, ((0, 0), (0, more)), constant_values=-jnp.inf)[:, :vocab]
 
 
-def _key(seed: Array, place: Array, role: int) -> Array:
-    """The randomness of a place in a text; a place that is proposed again has shown nothing of it."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), place), role)
+def _key(seed: Array, position: Array, role: int) -> Array:
+    """The random key of a position and role.
+
+    Positions after a rejected proposal are proposed again with the same keys; that is sound, since their first draws
+    influenced no token of the output.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), role)

@@ -1,8 +1,8 @@
-"""Steps of generation over pipeline stages: each holds its layers and their cache, and lanes go through in turns.
+"""Generation over pipeline stages: each holds its layers and their cache, and batch rows pass in micro-batches.
 
-A stage does what all do at once, on micro-batches of lanes one behind the other: nothing here depends on where a token
-comes from, so that the layers may hold collectives of their own (see `jaxscale.parallel.pipeline`). A stage with no
-micro-batch yet, or none any more, works at padding, of which a cache keeps nothing.
+All stages run the same program at every tick, on successive micro-batches of batch rows, so that the layers may contain
+collectives of their own (see `jaxscale.parallel.pipeline`). A stage that has no micro-batch at a tick computes padding,
+which is not written to the cache.
 """
 
 from __future__ import annotations
@@ -29,52 +29,59 @@ AXIS = "pipeline"
 
 
 def is_staged(layout: Layout | None) -> bool:
-    """Whether layers lie on stages."""
+    """Return whether layers are on pipeline stages.
+
+    Args:
+      layout: the layout, or `None` for one device.
+    """
     return layout is not None and layout.stages > 1
 
 
-def turns(lanes: int, layout: Layout) -> int:
-    """How many micro-batches a step's lanes go through the stages in: at most one for each stage.
+def micro_batches(batch: int, layout: Layout) -> int:
+    """Return the number of micro-batches in which a step's batch rows pass the stages: at most the number of stages.
 
     Args:
-      lanes: of a step; `split("batch")` times the number of stages keeps every stage at work.
+      batch: batch rows of a step; `layout.split("batch")` times the number of stages keeps every stage busy.
+      layout: a layout with pipeline stages.
 
     Raises:
-      LayoutError: the lanes do not divide over the batch's devices.
+      LayoutError: the batch rows do not divide over the devices that shard the batch.
     """
     over = layout.split("batch")
-    if lanes % over:
+    if batch % over:
         raise LayoutError(
-            f"{lanes} lanes do not divide over the {over} devices that cut a batch; use "
-            f"{max(1, round(lanes / over)) * over}"
+            f"{batch} batch rows do not divide over the {over} devices that shard the batch; use "
+            f"{max(1, round(batch / over)) * over}"
         )
-    each = lanes // over
+    each = batch // over
     return max(m for m in range(1, min(layout.stages, each) + 1) if each % m == 0)
 
 
 def stages_of(runs: Any, layout: Layout) -> Stages:
-    """Which stage holds which copies of each run's group.
+    """Return which stage holds which repeats of each run of blocks.
 
     Args:
-      runs: a model's.
+      runs: the model's runs of blocks.
+      layout: a layout with pipeline stages.
 
     Raises:
-      LayoutError: more stages than copies.
+      LayoutError: there are more stages than repeats.
     """
     repeats, blocks = zip(*((run.repeats, len(run.blocks)) for run in runs), strict=True)
     return assign(repeats, blocks, layout.stages, 1)
 
 
 def on_stages(graphdef: nnx.GraphDef[Any], params: Tree, infos: Tree, layout: Layout | None) -> Tree:
-    """Parameters with the layers of each run on their stages, once and for all steps.
+    """Move the layers of each run of blocks to their stages, once for all steps.
 
-    Stages that hold fewer copies of a run than others are filled up with copies that are passed over. Without stages,
-    or where nothing is to be filled up, the parameters are as they were.
+    Stages that hold fewer repeats of a run than others are padded with repeats that are skipped. Without stages, or
+    where no padding is needed, the parameters are returned as they are.
 
     Args:
-      graphdef, params: the model; arrays laid out by `layout`.
+      graphdef: the model's graph definition.
+      params: its parameters, sharded by `layout`.
       infos: a `TensorInfo` for each parameter.
-      layout: `generating(...)`'s.
+      layout: from `jaxscale.infer.cache.generating`, or `None` for one device.
     """
     if layout is None or layout.stages == 1:
         return params
@@ -98,55 +105,66 @@ def _flat(x: Float[Array, "s c n ..."]) -> Float[Array, "l ..."]:
     return x.reshape(-1, *x.shape[3:])
 
 
-def kept_layers(run: int, stages: Stages, turns: int) -> int:
-    """The leading size of a run's states: of every stage's copies, padding too, one for each micro-batch."""
-    return math.prod(stages.index[run].shape) * turns
+def state_count(run: int, stages: Stages, micro: int) -> int:
+    """Return the first dimension of a run's states: all stages' repeats, with padding, times the micro-batches.
+
+    Args:
+      run: the index of the run of blocks.
+      stages: which stage holds which repeats.
+      micro: the number of micro-batches.
+    """
+    return math.prod(stages.index[run].shape) * micro
 
 
 @dataclasses.dataclass
-class _Turn(RunCache):
-    """A run's cache while one micro-batch passes: of each layer's states, one after the other, its own."""
+class _MicroBatchCache(RunCache):
+    """A run's cache for one micro-batch; a layer's states for all micro-batches are next to each other."""
 
-    turn: Array
-    turns: int
+    index: Array
+    micro: int
 
     def layer(self, states: tuple[Any, ...], block: int, layer: Array) -> LayerCache:
-        return LayerCache(self.how, self.step, states[block], layer * self.turns + self.turn)
+        return LayerCache(self.cache, self.step, states[block], layer * self.micro + self.index)
 
 
 def staged_layers(
-    model: Any, tokens: Array, x: Any, step: Packed, how: Cache, states: Tree
+    model: Any, tokens: Array, x: Any, step: Packed, cache: Cache, states: Tree
 ) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
-    """What the last layer returns for a step's lanes, and the cache with them.
+    """Run a step's batch rows through the layers on all stages.
 
     Args:
-      model: with parameters as `on_stages` gives.
-      tokens: ids (B, S).
-      x: what the first layer is given, (B, ...) arrays.
-      step, how, states: as for `jaxscale.infer.forward.forward`.
+      model: with parameters from `on_stages`.
+      tokens: ids, int32 (batch, columns).
+      x: the input of the first layer, arrays (batch, ...).
+      step: slot and position of each token.
+      cache: the kind of KV cache.
+      states: the states of the model's layers.
+
+    Returns:
+      what the last layer returns, and the new states.
 
     Raises:
-      LayoutError: parameters that are not on stages.
+      LayoutError: the parameters are not on their stages.
     """
     layout = current()
     assert layout is not None
     count, stages = layout.stages, stages_of(model.runs, layout)
-    m = turns(tokens.shape[0], layout)
+    m = micro_batches(tokens.shape[0], layout)
     graphdef, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
     for n, (name, run) in enumerate(params["runs"].items()):
         have, want = jax.tree.leaves(run)[0].shape[0], math.prod(stages.index[n].shape)
         if have != want:
             raise LayoutError(
-                f"run {name} holds {have} copies of its layers, and {count} stages take {want} with padding; put them "
-                "there once with jaxscale.infer.on_stages"
+                f"run {name} has {have} repeats of its blocks, and {count} stages need {want} with padding; move the "
+                "parameters to their stages once with jaxscale.infer.on_stages"
             )
     nothing = {n: jax.tree.map(lambda a: jnp.zeros((0,), a.dtype), p) for n, p in params.items() if n != "runs"}
-    micro = jax.tree.map(lambda a: _in_turns(a, m), (tokens, x, step))
+    micro = jax.tree.map(lambda a: _split_batch(a, m), (tokens, x, step))
     real = [None if r.all() else jnp.asarray(r.reshape(count, -1)) for r in stages.real]
 
     def local(runs: Tree, states: Tree, micro: Tree, real: list[Array | None]) -> tuple[Any, Tree]:
-        here, me = nnx.merge(graphdef, {**nothing, "runs": runs}), lax.axis_index(AXIS)
+        own, stage = nnx.merge(graphdef, {**nothing, "runs": runs}), lax.axis_index(AXIS)
         tokens, x, step = micro
         parts = [
             Part(jnp.arange(jax.tree.leaves(run)[0].shape[0]), None if r is None else r[0])
@@ -155,16 +173,16 @@ def staged_layers(
 
         def tick(carry: Tree, t: Array) -> tuple[Tree, None]:
             inbox, states, out = carry
-            turn = jnp.clip(t - me, 0, m - 1)
-            busy = (t >= me) & (t - me < m)
-            now: Packed = jax.tree.map(lambda a: a[turn], step)
-            now = now._replace(rows=jnp.where(busy, now.rows, -1), positions=jnp.where(busy, now.positions, -1))
-            given = jax.tree.map(lambda a, b: jnp.where(me == 0, a[turn], b), x, inbox)
-            caches = [_Turn(how, now, run, turn, m) for run in states]
-            context = here.context(tokens.shape[-1], positions=now.positions, segment_ids=now.rows + 1)
-            y, _ = here.layers(given, context, parts, cache=caches)
-            last = busy & (me == count - 1)
-            out = jax.tree.map(lambda o, a: o.at[turn].set(jnp.where(last, a, o[turn])), out, y)
+            index = jnp.clip(t - stage, 0, m - 1)
+            busy = (t >= stage) & (t - stage < m)
+            now: Packed = jax.tree.map(lambda a: a[index], step)
+            now = now._replace(slots=jnp.where(busy, now.slots, -1), positions=jnp.where(busy, now.positions, -1))
+            inputs = jax.tree.map(lambda a, b: jnp.where(stage == 0, a[index], b), x, inbox)
+            caches = [_MicroBatchCache(cache, now, run, index, m) for run in states]
+            context = own.context(tokens.shape[-1], positions=now.positions, segment_ids=now.slots + 1)
+            y, _ = own.layers(inputs, context, parts, cache=caches)
+            last = busy & (stage == count - 1)
+            out = jax.tree.map(lambda o, a: o.at[index].set(jnp.where(last, a, o[index])), out, y)
             inbox = jax.tree.map(lambda a: lax.ppermute(a, AXIS, [(i, i + 1) for i in range(count - 1)]), y)
             return (inbox, tuple(c.states for c in caches), out), None
 
@@ -172,23 +190,24 @@ def staged_layers(
         (_, states, out), _ = lax.scan(tick, start, jnp.arange(m + count - 1))
         return psum_float32(out, (AXIS,)), states
 
-    mine, whole = PartitionSpec(AXIS), PartitionSpec()
+    by_stage, replicated = PartitionSpec(AXIS), PartitionSpec()
     out, states = jax.shard_map(
         local,
-        in_specs=(mine, mine, whole, mine),
-        out_specs=(whole, mine),
+        in_specs=(by_stage, by_stage, replicated, by_stage),
+        out_specs=(replicated, by_stage),
         axis_names={AXIS},
-        check_vma=False,  # a kernel says nothing about how its outputs vary
+        check_vma=False,  # kernels do not declare over which mesh axes their outputs vary
     )(params["runs"], states, micro, real)
-    return jax.tree.map(lambda a: _in_order(a, tokens.shape[0]), out), states
+    return jax.tree.map(lambda a: _join_batch(a, tokens.shape[0]), out), states
 
 
-def _in_turns(x: Array, turns: int) -> Array:
-    """(B, ...) -> (turns, B / turns, ...), each part spread over all devices, so that no lane moves."""
-    x = jnp.swapaxes(x.reshape(-1, turns, *x.shape[1:]), 0, 1)
+def _split_batch(x: Array, micro: int) -> Array:
+    """(batch, ...) -> (micro, batch / micro, ...), each micro-batch over all devices, so that no batch row moves."""
+    x = jnp.swapaxes(x.reshape(-1, micro, *x.shape[1:]), 0, 1)
     return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
 
-def _in_order(x: Array, lanes: int) -> Array:
-    x = jnp.swapaxes(x, 0, 1).reshape(lanes, *x.shape[2:])
+def _join_batch(x: Array, batch: int) -> Array:
+    """The inverse of `_split_batch`."""
+    x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[2:])
     return constrain(x, "batch", *(None,) * (x.ndim - 1))

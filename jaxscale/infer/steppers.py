@@ -1,4 +1,4 @@
-"""What takes an engine's steps for a run: with a cache, with a draft, over streamed layers, or whole texts."""
+"""Choosing an engine's stepper for a run: with a cache, with a draft, with streamed layers, or without a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxscale.infer.engine import Cached, Stepper
 from jaxscale.infer.loaded import Loaded, load_model
 from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.streaming import Streamed, stream_model
-from jaxscale.infer.whole import WholeTexts, keeps_nothing
+from jaxscale.infer.whole import WholeSequences, why_no_cache
 from jaxscale.layout import Layout
 from jaxscale.nn import Cache, WeightFormat
 
@@ -23,7 +23,7 @@ log = logging.getLogger("jaxscale")
 
 def stepper_of(
     run: Run,
-    found: Loaded | None,
+    loaded: Loaded | None,
     *,
     length: int,
     rows: int = 8,
@@ -36,46 +36,52 @@ def stepper_of(
     step: int | None = None,
     weights: WeightFormat | None = None,
 ) -> Stepper:
-    """What takes the steps of an engine for a run's model.
+    """Return what computes the steps of an engine for a run's model.
 
     Args:
       run: the run.
-      found: its model where it runs (`load_model`); `None` with `stream_layers`.
-      length: the most tokens of a text, prompt and continuation.
-      rows, budget: see `Cached`.
-      cache: how keys and values are kept; by default `Paged()`.
-      draft: a smaller model that proposes tokens, and `draft_tokens` how many in a round (see `WithDraft`).
-      stream_layers: "host" or "disk", from where layers come to the device one by one; `layout`, `step` and `weights`
-        are then where to, of which checkpoint and in which form (see `stream_model`).
+      loaded: its model from `load_model`; `None` with `stream_layers`.
+      length: the most tokens of a sequence, prompt included.
+      rows: decode slots, as in `Cached`.
+      budget: as in `Cached`.
+      cache: the kind of KV cache; `Paged()` by default.
+      draft: the run of a smaller model that proposes tokens (see `WithDraft`).
+      draft_tokens: how many tokens the draft proposes in a round.
+      stream_layers: "host" or "disk": where layers wait, to be brought to the device one by one (see `stream_model`).
+      layout: with `stream_layers`: where layers are computed.
+      step: with `stream_layers`: the checkpoint's step.
+      weights: with `stream_layers`: the format of the weights.
 
     Raises:
-      ConfigError, LayoutError: what does not go together, or does not fit.
-      CheckpointError, RunError: there are no parameters.
+      ConfigError: options that exclude each other, or sizes that do not fit together.
+      LayoutError: arrays that do not divide over their mesh axes.
+      CheckpointError: there is no such checkpoint.
+      RunError: the run has no checkpoint.
     """
     common: dict[str, Any] = dict(rows=rows, length=length, end_ids=run.end_ids)
     cached = dict(common, cache=Paged() if cache is None else cache, budget=budget)
     if stream_layers is not None:
         if draft is not None:
-            raise ConfigError("a draft and stream_layers do not go together; leave out one of them")
+            raise ConfigError("draft and stream_layers cannot be combined; leave out one of them")
         graphdef, layers = stream_model(run, stream_layers, layout, step, length, weights)
         return Streamed(graphdef, layers, layout=layout, **cached)
-    assert found is not None
+    assert loaded is not None
     if draft is not None:
-        _check_same_ids(run, draft)
-        small = load_model(draft, found.layout, generation=True, length=length)
-        if small.layout != found.layout:
+        _check_same_tokenizer(run, draft)
+        small = load_model(draft, loaded.layout, generation=True, length=length)
+        if small.layout != loaded.layout:
             raise ConfigError(
-                f"the draft is in memory on {small.layout}, and {run.path} is on one device; give a layout"
+                f"the draft is in memory on {small.layout}, and {run.path} is on one device; pass a layout"
             )
-        return WithDraft(found, small, draft_tokens=draft_tokens, **common)
-    why = keeps_nothing(found)
+        return WithDraft(loaded, small, draft_tokens=draft_tokens, **common)
+    why = why_no_cache(loaded)
     if why is not None:
-        log.warning("%s: every token takes the whole text again", why)
-        return WholeTexts(found.graphdef, found.params, layout=found.layout, **common)
-    return Cached(found.graphdef, found.params, layout=found.layout, **cached)
+        log.warning("%s: computing the whole sequence again for every token", why)
+        return WholeSequences(loaded.graphdef, loaded.params, layout=loaded.layout, **common)
+    return Cached(loaded.graphdef, loaded.params, layout=loaded.layout, **cached)
 
 
-def _check_same_ids(run: Run, draft: Run) -> None:
+def _check_same_tokenizer(run: Run, draft: Run) -> None:
     own, other = run.tokenizer, draft.tokenizer
     if own.fingerprint != other.fingerprint:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and nothing that may become a stop string."""
+"""Streaming detokenization: whole characters only, and nothing that may become a stop string."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _HALF = "\ufffd"
 
 
 class TextStream:
-    """Decodes a continuation token by token; what `push` returns, joined, is the whole text up to a stop string.
+    """Decodes a completion token by token; the returned pieces, joined, are the text up to a stop string.
 
-    A character that several tokens make is shown when it is whole. Where the bytes can be no text, U+FFFD stands. The
-    first stop string to be completed ends the text where it begins, also when it came in several tokens.
+    A character that consists of several tokens is returned when it is complete; bytes that are not UTF-8 become U+FFFD.
+    The stop string that is completed first ends the text before it, also when it spans several tokens. Special tokens
+    (`tokenizer.special`) are left out, except those that occur in a stop string.
 
     Args:
-      tokenizer: its `token_bytes`, where it has one, says which bytes a token is; else `decode` alone is asked.
-      stop: texts that end it.
-      before: ids of the prompt, of which the last few are looked at: a tokenizer may drop a text's first space.
-
-    Special tokens (`tokenizer.special`) are not shown, except to stop strings that are written with them.
+      tokenizer: its `token_bytes` gives the bytes of a token; without this method only `decode` is used.
+      stop: strings that end the text.
+      before: ids of the prompt; the last few are the context of the first token, since tokenizers may drop the first
+        space of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
@@ -38,63 +38,68 @@ class TextStream:
         self._hidden = {tokenizer.token_to_id(s) for s in hidden}  # type: ignore[attr-defined]
 
     def push(self, token: int) -> str:
-        """Takes a token; the text that is safe to show now, often none."""
+        """Add a token, and return the text that is final now, often none.
+
+        Args:
+          token: its id.
+        """
         if self.stopped:
             return ""
-        if int(token) in self._hidden:  # what came before it is whole
+        if int(token) in self._hidden:  # no character spans a special token
             text = self._utf8.decode(b"", final=True) + self._new(self._pending)
-            self._seen(self._pending)
-            return self._show(text)
-        return self._show(self._decoded(int(token)))
+            self._add_context(self._pending)
+            return self._up_to_stop(text)
+        return self._up_to_stop(self._decoded(int(token)))
 
     def finish(self) -> str:
-        """The rest, when no token comes any more."""
+        """Return the rest of the text, after the last token."""
         if self.stopped:
             return ""
-        shown = self._show(self._utf8.decode(b"", final=True) + self._new(self._pending))
+        text = self._up_to_stop(self._utf8.decode(b"", final=True) + self._new(self._pending))
         rest, self._held, self._pending = self._held, "", []
-        return shown if self.stopped else shown + rest
+        return text if self.stopped else text + rest
 
     def _decoded(self, token: int) -> str:
-        """New text; characters that are not whole are kept back."""
-        known = self._bytes(token)
-        if known is not None:
-            # only of tokens that are no bytes does a neighbour matter
-            text = self._new(self._pending) + self._utf8.decode(known)
-            self._seen([*self._pending, token])
+        """New text; incomplete characters are held back."""
+        data = self._bytes(token)
+        if data is not None:
+            # the text of a token with known bytes does not depend on its neighbours
+            text = self._new(self._pending) + self._utf8.decode(data)
+            self._add_context([*self._pending, token])
             return text
         text = self._utf8.decode(b"", final=True)
         self._pending.append(token)
         new = self._new(self._pending)
-        if new.endswith(_HALF):  # may be the beginning of a character: so it is with tokenizers that tell no bytes
+        if new.endswith(_HALF):  # may be an incomplete character, of a tokenizer without `token_bytes`
             return text
-        self._seen(self._pending)
+        self._add_context(self._pending)
         return text + new
 
     def _new(self, ids: list[int]) -> str:
-        """The text of ids behind those before."""
+        """The text that these ids add to the context."""
         if not ids:
             return ""
         before = self._decode(self._context)
         return self._decode([*self._context, *ids])[len(before) :]
 
-    def _seen(self, ids: list[int]) -> None:
+    def _add_context(self, ids: list[int]) -> None:
         self._context, self._pending = [*self._context, *ids][-_CONTEXT:], []
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(np.asarray(ids, np.int64)) if ids else ""
 
-    def _show(self, new: str) -> str:
+    def _up_to_stop(self, new: str) -> str:
+        """The final text: up to a stop string, or what cannot be the beginning of one."""
         text = self._held + new
-        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
-        if found:
+        stops = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        if stops:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
-        begun = max((_overlap(text, s) for s in self._stop), default=0)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
+            return text[: min(stops)[1]]
+        overlap = max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of a text is a beginning of the stop string."""
+    """The length of the longest end of a text that is a proper beginning of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Generation by models that keep nothing between tokens: each takes the whole text again."""
+"""Generation by models without a cache: each token is computed from the whole sequence again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import describe_cache, generating
-from jaxscale.infer.engine import Give, Text, check_independent
-from jaxscale.infer.forward import everywhere
+from jaxscale.infer.engine import Emit, SequenceState, check_independent
+from jaxscale.infer.forward import replicated
 from jaxscale.infer.loaded import Loaded
-from jaxscale.infer.sampling import Choices, Chosen, Sampling, choose, seen_bits, seen_of
+from jaxscale.infer.sampling import Chosen, Sampling, SamplingArrays, choose, seen_bits, seen_of
 from jaxscale.layout import Layout, constrain
 from jaxscale.nn import head_logits
 
 TOP = 20
 
 
-def keeps_nothing(loaded: Loaded) -> str | None:
-    """Why a model cannot go on from kept keys, in a sentence; `None` when it can."""
+def why_no_cache(loaded: Loaded) -> str | None:
+    """Return why a model cannot decode with a cache, in a sentence; `None` when it can.
+
+    Args:
+      loaded: the model.
+    """
     try:
         describe_cache(nnx.merge(loaded.graphdef, loaded.params))
     except ConfigError as e:
@@ -35,18 +39,19 @@ def keeps_nothing(loaded: Loaded) -> str | None:
     return None
 
 
-class WholeTexts:
-    """Steps (see `jaxscale.infer.engine.Stepper`) of any model of a run: each token takes the whole text again.
+class WholeSequences:
+    """A `jaxscale.infer.engine.Stepper` for any model: each token is computed from the whole sequence again.
 
     Args:
-      graphdef, params: the model, laid out by `layout`.
-      layout: where it lives.
-      rows: texts under way at once, rounded up to what the layout divides.
-      length: the most tokens of a text, prompt and continuation.
-      end_ids: ids that end a text.
+      graphdef: the model's graph definition.
+      params: its parameters, sharded by `layout`.
+      layout: where the model lives; `None` is one device.
+      rows: sequences that may run at once, rounded up to what the layout divides.
+      length: the most tokens of a sequence, prompt included.
+      end_ids: end-of-text token ids.
 
     Raises:
-      ConfigError: a text would depend on the padding behind it and on the texts beside it.
+      ConfigError: a sequence would depend on its padding or on other sequences of the batch.
     """
 
     scores = False
@@ -62,55 +67,54 @@ class WholeTexts:
         end_ids: Iterable[int] = (),
     ):
         split = 1 if layout is None else layout.split("batch")
-        self.places = -(-rows // split) * split
-        cut = 1 if layout is None else layout.split("seq")
-        self.length, self._width = length, length if cut == 1 else -(-length // (2 * cut)) * 2 * cut
+        self.slots = -(-rows // split) * split
+        split = 1 if layout is None else layout.split("seq")
+        self.length, self._width = length, length if split == 1 else -(-length // (2 * split)) * 2 * split
         self._graphdef, self._params, self._layout = graphdef, params, layout
         model = nnx.merge(graphdef, params)
         check_independent(model)
         self.vocab = model.head_weight().shape[0]
         self.end_ids = frozenset(end_ids)
-        self._rows: list[Text | None] = [None] * self.places
+        self._sequences: list[SequenceState | None] = [None] * self.slots
         self._steps = 0
 
     def counts(self) -> dict[str, int]:
         """See `Stepper`."""
         return {"steps": self._steps, "calls": self._steps}
 
-    def admit(self, queue: Sequence[Text], running: Sequence[Text], clock: float) -> None:
+    def admit(self, queue: Sequence[SequenceState], running: Sequence[SequenceState], clock: float) -> None:
         """See `Stepper`; in order of arrival."""
         waiting = list(queue)
-        for row, there in enumerate(self._rows):
-            if there is None and waiting:
-                self._rows[row] = waiting.pop(0)
-                self._rows[row].row = row  # type: ignore[union-attr]
+        for slot, occupant in enumerate(self._sequences):
+            if occupant is None and waiting:
+                sequence = self._sequences[slot] = waiting.pop(0)
+                sequence.slot = slot
 
-    def run(self, plan: None, give: Give) -> None:
-        """See `Stepper`: the next token of every running text."""
-        rows = self.places
-        tokens, counts = np.zeros((rows, self._width), np.int32), np.ones(rows, np.int32)
-        settings, seen = [Sampling()] * rows, np.zeros((rows, -(-self.vocab // 8)), np.uint8)
-        texts = [(row, t) for row, t in enumerate(self._rows) if t is not None]
-        for row, t in texts:
-            tokens[row, : len(t.tokens)], counts[row], settings[row] = t.tokens, len(t.tokens), t.request.sampling
-            seen[row] = seen_bits(t.tokens, settings[row], self.vocab)
+    def run(self, plan: None, emit: Emit) -> None:
+        """See `Stepper`; the next token of every running sequence."""
+        tokens, counts = np.zeros((self.slots, self._width), np.int32), np.ones(self.slots, np.int32)
+        settings, seen = [Sampling()] * self.slots, np.zeros((self.slots, -(-self.vocab // 8)), np.uint8)
+        running = [(slot, s) for slot, s in enumerate(self._sequences) if s is not None]
+        for slot, s in running:
+            tokens[slot, : len(s.tokens)], counts[slot], settings[slot] = s.tokens, len(s.tokens), s.request.sampling
+            seen[slot] = seen_bits(s.tokens, settings[slot], self.vocab)
         with self._layout or contextlib.nullcontext():
             last = _last(self._graphdef, self._params, tokens, counts)
-        with generating(self._layout) or contextlib.nullcontext():  # one column is not cut along the sequence
-            how = Choices.of(settings, self.vocab)
-            chosen, top = jax.device_get(_next(self._graphdef, self._params, last, counts, how, seen))
+        with generating(self._layout) or contextlib.nullcontext():  # one column cannot be sharded along the sequence
+            sampling = SamplingArrays.of(settings, self.vocab)
+            chosen, top = jax.device_get(_next(self._graphdef, self._params, last, counts, sampling, seen))
         self._steps += 1
-        for row, t in texts:
-            values, ids = (x[row, : settings[row].logprobs].tolist() for x in top)
-            give(t, int(chosen.token[row]), float(chosen.logprob[row]), tuple(zip(ids, values, strict=True)))
+        for slot, s in running:
+            values, ids = (x[slot, : settings[slot].logprobs].tolist() for x in top)
+            emit(s, int(chosen.token[slot]), float(chosen.logprob[slot]), tuple(zip(ids, values, strict=True)))
 
-    def release(self, text: Text) -> None:
+    def release(self, sequence: SequenceState) -> None:
         """See `Stepper`."""
-        self._rows[text.row] = None
-        text.row = -1
+        self._sequences[sequence.slot] = None
+        sequence.slot = -1
 
     def compile(self, note: Callable[[int, int], None]) -> None:
-        """See `Stepper`: with no text."""
+        """See `Stepper`; runs a step without a sequence."""
         note(0, 1)
         self.run(None, lambda *_: None)
         self._steps = 0
@@ -118,7 +122,7 @@ class WholeTexts:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _last(graphdef: nnx.GraphDef[Any], params: Any, tokens: Int[Array, "b s"], counts: Int[Array, " b"]) -> Array:
-    """The final hidden state of each text's last token, (b, 1, e)."""
+    """The final hidden state of each sequence's last token, (b, 1, e)."""
     hidden = nnx.merge(graphdef, params).hidden(tokens)
     return constrain(jnp.take_along_axis(hidden, counts[:, None, None] - 1, axis=1), "batch", None, None)
 
@@ -129,11 +133,12 @@ def _next(
     params: Any,
     last: Float[Array, "b 1 e"],
     counts: Int[Array, " b"],
-    how: Choices,
+    sampling: SamplingArrays,
     seen: UInt8[Array, "b w"],
-) -> tuple[Chosen, Any]:
+) -> tuple[Chosen, tuple[Float[Array, "b t"], Int[Array, "b t"]]]:
+    """Each sequence's next token, and the likeliest tokens with their log-probabilities."""
     model = nnx.merge(graphdef, params)
     logits = constrain(head_logits(last, model.head_weight(), softcap=model.logit_softcap), "batch", None, None)[:, 0]
-    own = jax.nn.log_softmax(logits, axis=-1)
-    chosen = choose(logits, how, counts, seen_of(seen, logits.shape[-1]))
-    return everywhere((chosen, lax.top_k(own, min(TOP, logits.shape[-1]))))
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = choose(logits, sampling, counts, seen_of(seen, logits.shape[-1]))
+    return replicated((chosen, lax.top_k(logprobs, min(TOP, logits.shape[-1]))))

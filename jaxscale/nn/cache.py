@@ -1,8 +1,8 @@
-"""What layers keep of past tokens, and which of a step's tokens are whose.
+"""Caches for generation: what layers keep of past tokens, and which sequence each of a step's tokens belongs to.
 
-A step's tokens stand in *lanes* (the batch dimension, cut over devices); a lane holds the tokens of one or many texts,
-each of which has a *row* of the lane's cache. Decoding, chunks of prompts and mixtures of both are such steps, and none
-has padding but what fills a lane up.
+A step's tokens are arrays (batch, columns), and the batch dimension is sharded over devices. A batch row holds tokens
+of one or several sequences, and each sequence has a *slot* of the cache, numbered within its batch row. Decoding,
+chunks of prompts and mixtures of both are such steps; the only padding is what fills up a batch row.
 """
 
 from __future__ import annotations
@@ -20,57 +20,78 @@ State = Any
 
 
 class Group(NamedTuple):
-    """Rows of a lane that attend side by side, with at most q tokens each.
+    """Sequences of a batch row that attend in one call of the kernel, with at most q tokens each.
 
     Args:
-      columns: where in its lane each token stands, int32; past the lane's end where there is none.
-      rows: the cache row of each, int32; `None` is every row in order.
+      columns: the column of each token, int32 (batch, sequences, q); at or past the number of columns for padding.
+      slots: the cache slot of each sequence, int32 (batch, sequences); `None` is every slot in order.
     """
 
     columns: Int[Array, "b r q"]
-    rows: Int[Array, "b r"] | None = None
+    slots: Int[Array, "b r"] | None = None
 
 
 class Packed(NamedTuple):
-    """Whose the tokens of a step are.
+    """The sequence and the position of each token of a step.
 
     Args:
-      rows: of the cache, within the lane, int32; -1 where a token is padding.
-      positions: place of each token in its text, int32, -1 of padding. A row's earlier ones have been appended before.
-      groups: every token that is no padding is in one of them.
-      tables: the pages of each row, int32, for caches that have pages.
+      slots: the cache slot of each token, within its batch row, int32 (batch, columns); -1 for padding.
+      positions: the position of each token in its sequence, int32 (batch, columns); -1 for padding. Earlier positions
+        of a slot must have been appended to the cache by earlier steps or by this one.
+      groups: how tokens are grouped for attention; every token that is not padding is in exactly one group.
+      tables: the pages of each slot, int32 (batch, slots, pages), for caches with pages; else `None`.
     """
 
-    rows: Int[Array, "b s"]
+    slots: Int[Array, "b s"]
     positions: Int[Array, "b s"]
     groups: tuple[Group, ...]
-    tables: Int[Array, "b rows p"] | None = None
+    tables: Int[Array, "b slots p"] | None = None
 
 
 class DecodeState(Protocol):
-    """What a layer keeps of a text between tokens; a mixer's attribute `decode_state`. Hashable."""
+    """What a layer keeps of a sequence between tokens; a mixer's attribute `decode_state`. Hashable."""
 
     def reusable(self, cache: Cache) -> bool:
-        """Whether a text that begins like another may go on from what is kept of that one, at the end of a page."""
-        ...
-
-    def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
-        """An empty state of a stack of like layers, arrays by name whose first dimensions are `layers` and `lanes`.
+        """Return whether sequences that begin alike can share this state, up to the end of a page.
 
         Args:
-          cache: how keys and values are kept.
-          layers, lanes, rows: how many, the rows of each lane.
-          length: the most tokens of a row.
-          back: a row may go on from as many tokens before its last one (speculation).
+          cache: the kind of KV cache.
+        """
+        ...
+
+    def init(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> State:
+        """Return the empty state of a stack of like layers: arrays by name, of shape (layers, batch, ...).
+
+        Args:
+          cache: the kind of KV cache.
+          layers: the number of layers.
+          batch: the number of batch rows.
+          slots: sequences of each batch row.
+          length: the most tokens of a sequence.
+          back: how many tokens a sequence may be rolled back (speculative decoding).
         """
         ...
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
-        """The logical axes of one of its arrays; `None` where it does not say."""
+        """Return the logical axes of one of the arrays; `None` leaves its sharding to the partitioner.
+
+        Args:
+          cache: the kind of KV cache.
+          name: the array's key in the state.
+        """
         ...
 
-    def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
-        """What `init` of the same arguments takes, over all devices."""
+    def bytes(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> int:
+        """Return the bytes of `init` with the same arguments, over all devices.
+
+        Args:
+          cache: the kind of KV cache.
+          layers: the number of layers.
+          batch: the number of batch rows.
+          slots: sequences of each batch row.
+          length: the most tokens of a sequence.
+          back: how many tokens a sequence may be rolled back.
+        """
         ...
 
 
@@ -78,10 +99,11 @@ class KeyValues(NamedTuple):
     """Keys and values of every token, for attention.
 
     Args:
-      kv_heads: key heads.
-      key_dim, value_dim: widths of a key and a value.
+      kv_heads: key-value heads.
+      key_dim: width of a key.
+      value_dim: width of a value.
       dtype: of both.
-      shared: values are the first widths of keys, and kept once.
+      shared: values are the first `value_dim` widths of keys, and stored once (multi-head latent attention).
     """
 
     kv_heads: int
@@ -94,27 +116,27 @@ class KeyValues(NamedTuple):
         """See `DecodeState`."""
         return True
 
-    def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
-        """See `DecodeState`; whatever lies behind a row's last token is not looked at."""
-        return cache.init(self, layers, lanes, rows, length)
+    def init(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> State:
+        """See `DecodeState`; `back` needs no memory, since positions past the last token are masked."""
+        return cache.init(self, layers, batch, slots, length)
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
-        """See `DecodeState`; a single key head is whole everywhere."""
+        """See `DecodeState`; a single key-value head is replicated."""
         return tuple(None if a == "kv_heads" and self.kv_heads == 1 else a for a in cache.axes)
 
-    def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
+    def bytes(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> int:
         """See `DecodeState`."""
-        return cache.bytes(self, layers, lanes, rows, length)
+        return cache.bytes(self, layers, batch, slots, length)
 
 
 class StateArray(NamedTuple):
-    """One array of a recurrent state, of one text and layer.
+    """One array of a recurrent state, for one sequence and layer.
 
     Args:
       name: by which the layer reads and writes it.
-      shape: its sizes.
-      axes: a logical axis for each dimension, or `None`.
-      dtype: of it.
+      shape: without layers, batch and slots.
+      axes: the logical axis of each dimension of `shape`, or `None`.
+      dtype: of the array.
     """
 
     name: str
@@ -124,78 +146,100 @@ class StateArray(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """A state of fixed size after a text's last token, for recurrences.
+    """A state of fixed size after a sequence's last token, for recurrences.
 
-    It is kept for the last `back + 1` tokens, by their positions, so that a row may go on from any of them.
+    The states of the last `back + 1` tokens are stored, by position modulo `back + 1`, so that a sequence can be rolled
+    back to any of them.
 
     Args:
-      arrays: what it is made of, such as `(StateArray("h", (width,), ("mlp",)),)`.
-      per_page: with a paged cache, keep one at the end of every page, so that texts that begin alike share it: as many
-        times the memory as a row has pages. Else such texts are computed from their first token on.
+      arrays: its arrays, such as `(StateArray("h", (width,), ("mlp",)),)`.
+      per_page: with a paged cache, store a state at the end of every page, so that sequences that begin alike share
+        them; this takes as many times the memory as a sequence has pages. Without it, sequences that begin alike are
+        each computed from the first token.
     """
 
     arrays: tuple[StateArray, ...]
     per_page: bool = False
 
     def array(self, name: str) -> StateArray:
-        """One of them."""
+        """Return the description of one array.
+
+        Args:
+          name: the array's name.
+        """
         return next(a for a in self.arrays if a.name == name)
 
     def reusable(self, cache: Cache) -> bool:
         """See `DecodeState`."""
         return self.per_page and cache.page is not None
 
-    def init(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> State:
-        """See `DecodeState`: arrays (layers, lanes, rows or pages, back + 1, ...)."""
-        leading = layers, lanes, self._places(cache, rows, length), back + 1
+    def init(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> State:
+        """See `DecodeState`: arrays (layers, batch, slots or pages, back + 1, ...)."""
+        leading = layers, batch, self._count(cache, slots, length), back + 1
         return {a.name: jnp.zeros((*leading, *a.shape), a.dtype) for a in self.arrays}
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
         """See `DecodeState`."""
         return (None, "batch", "pages" if self.reusable(cache) else "cache_rows", None, *self.array(name).axes)
 
-    def bytes(self, cache: Cache, layers: int, lanes: int, rows: int, length: int, back: int) -> int:
+    def bytes(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> int:
         """See `DecodeState`."""
         one = sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in self.arrays)
-        return layers * lanes * self._places(cache, rows, length) * (back + 1) * one
+        return layers * batch * self._count(cache, slots, length) * (back + 1) * one
 
-    def _places(self, cache: Cache, rows: int, length: int) -> int:
-        """How many states a lane keeps."""
-        return cache.count(rows, length) if self.reusable(cache) else rows
+    def _count(self, cache: Cache, slots: int, length: int) -> int:
+        """States of a batch row: one for each page or each slot."""
+        return cache.count(slots, length) if self.reusable(cache) else slots
 
-    def place(self, cache: Cache, step: Packed, positions: Int[Array, "b s"]) -> Int[Array, "b s"]:
-        """Where the states after these positions of each token's row are kept, of `_places`; -1 where nowhere."""
+    def index_of(self, cache: Cache, step: Packed, positions: Int[Array, "b s"]) -> Int[Array, "b s"]:
+        """Return the page or slot that stores the state after a position of each token's sequence.
+
+        Args:
+          cache: the kind of KV cache.
+          step: the slot of each token.
+          positions: a position for each token, int32 (batch, columns).
+
+        Returns:
+          int32 (batch, columns), below the number of pages or slots; -1 where nothing is stored.
+        """
         if not self.reusable(cache):
-            return jnp.where(positions < 0, -1, step.rows)
+            return jnp.where(positions < 0, -1, step.slots)
         assert step.tables is not None and cache.page is not None
-        row = jnp.where(step.rows < 0, step.tables.shape[1], step.rows)
-        which = jax.vmap(lambda table, row, entry: table.at[row, entry].get(mode="fill", fill_value=-1))
-        return jnp.where(positions < 0, -1, which(step.tables, row, positions // cache.page))
+        slot = jnp.where(step.slots < 0, step.tables.shape[1], step.slots)
+        page_at = jax.vmap(lambda table, slot, entry: table.at[slot, entry].get(mode="fill", fill_value=-1))
+        return jnp.where(positions < 0, -1, page_at(step.tables, slot, positions // cache.page))
 
 
 class Cache(Protocol):
-    """How keys and values are kept. A state is of a stack of like layers: arrays whose first dimension is `layers`.
-
-    page: positions in a page; `None` where rows have no pages.
-    axes: logical axes of each array of a state.
-    """
+    """A kind of KV cache. A state holds the keys and values of a stack of like layers, arrays (layers, batch, ...)."""
 
     @property
-    def axes(self) -> tuple[str | None, ...]: ...
+    def axes(self) -> tuple[str | None, ...]:
+        """The logical axes of each array of a state."""
+        ...
 
     @property
-    def page(self) -> int | None: ...
+    def page(self) -> int | None:
+        """Positions in a page; `None` for a cache without pages."""
+        ...
 
-    def count(self, rows: int, length: int) -> int:
-        """Pages of a lane, or its rows where they have no pages; arguments as those of `init`."""
-
-    def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
-        """An empty one.
+    def count(self, slots: int, length: int) -> int:
+        """Return the pages of a batch row, or its slots for a cache without pages.
 
         Args:
-          kept: of one token and layer.
-          layers, lanes, rows: how many, the rows of each lane.
-          length: the most tokens of a row.
+          slots: sequences of each batch row.
+          length: the most tokens of a sequence.
+        """
+
+    def init(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> State:
+        """Return an empty state.
+
+        Args:
+          key_values: what is stored of one token by one layer.
+          layers: the number of layers.
+          batch: the number of batch rows.
+          slots: sequences of each batch row.
+          length: the most tokens of a sequence.
         """
 
     def append(
@@ -206,7 +250,15 @@ class Cache(Protocol):
         v: Float[Array, "b s kv dv"],
         step: Packed,
     ) -> State:
-        """With a step's keys and values."""
+        """Return the state with a step's keys and values written.
+
+        Args:
+          state: the state.
+          layer: the layer's index in it, int32 scalar.
+          k: keys (batch, columns, kv_heads, key_dim).
+          v: values (batch, columns, kv_heads, value_dim).
+          step: slot and position of each token.
+        """
 
     def attend(
         self,
@@ -220,73 +272,116 @@ class Cache(Protocol):
         softcap: float | None = None,
         scale: float | None = None,
     ) -> tuple[Float[Array, "b s h dv"], Float[Array, "b s h"]]:
-        """Causal attention of each token to its row, itself included: output in `q`'s dtype, log-sum-exp in float32.
+        """Causal attention of each token to the cached positions of its sequence, its own position included.
 
         Args:
+          state: the state, with the step's own keys and values appended.
+          layer: the layer's index in it, int32 scalar.
+          q: queries (batch, columns, heads, key_dim).
+          step: slot and position of each token.
           value_dim: width of a value.
-          window, softcap, scale: as in `jaxscale.nn.dot_product_attention`.
+          window: as in `jaxscale.nn.dot_product_attention`, like the next two.
+          softcap: likewise.
+          scale: likewise.
+
+        Returns:
+          outputs (batch, columns, heads, value_dim) in `q`'s dtype, and log-sum-exps (batch, columns, heads), float32.
         """
 
-    def bytes(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> int:
-        """What `init` of the same arguments takes, over all devices."""
+    def bytes(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> int:
+        """Return the bytes of `init` with the same arguments, over all devices.
+
+        Args:
+          key_values: what is stored of one token by one layer.
+          layers: the number of layers.
+          batch: the number of batch rows.
+          slots: sequences of each batch row.
+          length: the most tokens of a sequence.
+        """
 
 
 @dataclasses.dataclass
 class LayerCache:
-    """A layer's cache while the layer is called, which leaves the new state behind.
+    """One layer's cache during a call of the layer, which replaces `state` by the new state.
 
-    Attention calls `mix`; a recurrence asks for the state `before` its tokens, and hands in those `after` them.
+    Attention calls `mix`; a recurrence reads the state `before` its tokens and writes those `after` them.
+
+    Args:
+      cache: the kind of KV cache.
+      step: slot and position of each token.
+      state: the state of a stack of layers.
+      layer: this layer's index in it, int32 scalar.
     """
 
-    how: Cache
+    cache: Cache
     step: Packed
     state: State
     layer: Int[Array, ""]
 
     def mix(self, q: Array, k: Array, v: Array, **mask: Any) -> Float[Array, "b s h dv"]:
-        """Appends keys and values, and attends."""
-        self.state = self.how.append(self.state, self.layer, k, v, self.step)
-        return self.how.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)[0]
-
-    def before(self, kept: RecurrentState, name: str) -> Float[Array, "b s ..."]:
-        """The state of each token's text after the token before it: zero where it is the text's first, or padding.
+        """Append keys and values to the cache, and attend to it.
 
         Args:
-          kept: the layer's `decode_state`.
+          q: queries (batch, columns, heads, key_dim).
+          k: keys (batch, columns, kv_heads, key_dim).
+          v: values (batch, columns, kv_heads, value_dim).
+          **mask: `window`, `softcap` and `scale` of `Cache.attend`.
+        """
+        self.state = self.cache.append(self.state, self.layer, k, v, self.step)
+        return self.cache.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)[0]
+
+    def before(self, recurrent: RecurrentState, name: str) -> Float[Array, "b s ..."]:
+        """Return the state before each token: zero for the first of a sequence, and for padding.
+
+        Args:
+          recurrent: the layer's `decode_state`.
           name: of one of its arrays.
         """
-        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (lanes, places, back + 1, ...)
+        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (batch, count, back + 1, ...)
         positions = self.step.positions - 1
-        place = kept.place(self.how, self.step, positions)
-        found = jax.vmap(lambda x, at, slot: x[at, slot])(mine, jnp.maximum(place, 0), positions % mine.shape[2])
-        return jnp.where((place >= 0).reshape(*place.shape, *(1,) * (found.ndim - 2)), found, 0)
+        index = recurrent.index_of(self.cache, self.step, positions)
+        states = jax.vmap(lambda x, at, i: x[at, i])(mine, jnp.maximum(index, 0), positions % mine.shape[2])
+        return jnp.where((index >= 0).reshape(*index.shape, *(1,) * (states.ndim - 2)), states, 0)
 
-    def after(self, kept: RecurrentState, name: str, values: Float[Array, "b s ..."]) -> None:
-        """Keeps the states after the last tokens of each row, or of each of its pages.
+    def after(self, recurrent: RecurrentState, name: str, values: Float[Array, "b s ..."]) -> None:
+        """Store the states after the last tokens of each sequence, or of each of its pages.
 
         Args:
-          kept, name: as for `before`.
-          values: the state after each of a step's tokens; of padding, anything.
+          recurrent: the layer's `decode_state`.
+          name: of one of its arrays.
+          values: the state after each of a step's tokens; ignored for padding.
         """
         mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)
-        positions, slots = self.step.positions, mine.shape[2]
-        place = kept.place(self.how, self.step, positions)
-        # a row's tokens stand side by side, so that the one that takes this one's slot is `slots` columns behind
-        later = jnp.pad(place[:, slots:], ((0, 0), (0, min(slots, place.shape[1]))), constant_values=-1)
-        place = jnp.where((place >= 0) & (place != later), place, mine.shape[1])  # out of it, so that it is dropped
-        put = jax.vmap(lambda x, at, slot, new: x.at[at, slot].set(new.astype(x.dtype), mode="drop"))
-        mine = put(mine, place, positions % slots, values)
+        positions, ring = self.step.positions, mine.shape[2]
+        index = recurrent.index_of(self.cache, self.step, positions)
+        # A sequence's tokens are in neighbouring columns: the one that overwrites this state is `ring` columns later.
+        later = jnp.pad(index[:, ring:], ((0, 0), (0, min(ring, index.shape[1]))), constant_values=-1)
+        index = jnp.where((index >= 0) & (index != later), index, mine.shape[1])  # out of range: dropped
+        put = jax.vmap(lambda x, at, i, new: x.at[at, i].set(new.astype(x.dtype), mode="drop"))
+        mine = put(mine, index, positions % ring, values)
         self.state = {**self.state, name: lax.dynamic_update_index_in_dim(self.state[name], mine, self.layer, 0)}
 
 
 @dataclasses.dataclass
 class RunCache:
-    """That of a run's layers: a state for each block of its group."""
+    """The cache of a run of blocks: a state for each block of its repeating group.
 
-    how: Cache
+    Args:
+      cache: the kind of KV cache.
+      step: slot and position of each token.
+      states: a state for each block of the group, over all repeats.
+    """
+
+    cache: Cache
     step: Packed
     states: tuple[State, ...]
 
     def layer(self, states: tuple[State, ...], block: int, layer: Int[Array, ""]) -> LayerCache:
-        """One layer's, of states on their way."""
-        return LayerCache(self.how, self.step, states[block], layer)
+        """Return one layer's cache.
+
+        Args:
+          states: the current states, as the scan over layers carries them.
+          block: the block's index in the group.
+          layer: the index of the repeat, int32 scalar.
+        """
+        return LayerCache(self.cache, self.step, states[block], layer)

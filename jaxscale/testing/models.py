@@ -162,10 +162,10 @@ STEPS = (
 
 
 def _check_decoding(model: Any, texts: np.ndarray, whole: np.ndarray, same: Same) -> None:
-    """Steps of two rows of one lane, padding behind them."""
-    how = Contiguous()
-    states = init_cache(model, how, 1, 2, SEQ, back=BACK)
-    run = jax.jit(lambda tokens, step, states: forward(model, tokens, step, how, states))
+    """Steps of two slots of one batch row, with padding behind the tokens."""
+    cache = Contiguous()
+    states = init_cache(model, cache, 1, 2, SEQ, back=BACK)
+    run = jax.jit(lambda tokens, step, states: forward(model, tokens, step, cache, states))
     for parts in STEPS:
         hidden, states = run(*_packed(parts, texts), states)
         column = 0

@@ -1,4 +1,4 @@
-"""What texts score, held to float64 sums over the model's own logits, one window at a time."""
+"""Scores of texts against float64 sums over the model's own logits, one window at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def stored(finished_run):
-    """The finished run as another process finds it."""
+    """The finished run, loaded as by another process."""
     return js.load(finished_run.path)
 
 
@@ -71,38 +71,39 @@ def test_perplexity_is_the_sum_over_windows_of_the_models_own_logits(stored, sur
             nats += surprise(window)[done - begin :].sum()
             done, begin = begin + len(window) - 1, begin + stride
         tokens, size, words = tokens + len(ids) - 1, size + len(text.encode()), words + len(text.split())
-    found = perplexity(stored, files, stride=stride, rows=3)
-    assert (found.documents, found.tokens, found.bytes, found.words) == (4, tokens, size, words)
-    np.testing.assert_allclose(found.nats, nats, rtol=1e-6)
-    np.testing.assert_allclose(found.per_token, np.exp(nats / tokens), rtol=1e-5)
-    np.testing.assert_allclose(found.bits_per_byte, nats / size / np.log(2), rtol=1e-6)
-    np.testing.assert_allclose(np.log(found.per_word), nats / words, rtol=1e-6)
+    result = perplexity(stored, files, stride=stride, rows=3)
+    assert (result.documents, result.tokens, result.bytes, result.words) == (4, tokens, size, words)
+    np.testing.assert_allclose(result.nats, nats, rtol=1e-6)
+    np.testing.assert_allclose(result.per_token, np.exp(nats / tokens), rtol=1e-5)
+    np.testing.assert_allclose(result.bits_per_byte, nats / size / np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(np.log(result.per_word), nats / words, rtol=1e-6)
 
 
 def test_held_out_documents_are_the_files_they_came_from(stored):
     source = stored.config.data.source(stored.config.tokenizer, seq_len=LENGTH, split="heldout")
     texts = list(stored.config.data.texts("heldout"))
-    found = perplexity(stored)
-    assert (found.documents, found.bytes) == (len(texts), sum(map(len, texts)))
-    assert found.tokens == source.documents.lengths.sum() - len(texts)  # all but their ends
+    result = perplexity(stored)
+    assert (result.documents, result.bytes) == (len(texts), sum(map(len, texts)))
+    assert result.tokens == source.documents.lengths.sum() - len(texts)  # all but their ends
     folder = next(iter(stored.config.data.files()))[1].parent
     same = [p for p in sorted(folder.glob("*.txt")) if p.read_text() in texts]
-    np.testing.assert_allclose(found.nats, perplexity(stored, same).nats, rtol=1e-6)
+    np.testing.assert_allclose(result.nats, perplexity(stored, same).nats, rtol=1e-6)
 
 
 def test_of_prompts_and_completions_the_answers_count(stored, surprise, tmp_path):
-    said = [("ab" * n, letter * n) for n in range(1, 5) for letter in "cdefg"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in said))
+    pairs = [("ab" * n, letter * n) for n in range(1, 5) for letter in "cdefg"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))
     corpus = js.data.chat_files(str(tmp_path / "*.jsonl"), heldout=0.5)
-    asked = js.Run(stored.path, dataclasses.replace(stored.config, data=corpus))
-    held = corpus.source(stored.config.tokenizer, seq_len=LENGTH, split="heldout").documents
-    texts = [bytes(held.tokens[i : i + n - 1].tolist()) for i, n in zip(held.starts, held.lengths, strict=True)]
-    there = [(p, c) for p, c in said if f"{p}{c}".encode() in texts]
-    assert 0 < len(there) == len(texts) < len(said)
-    found = perplexity(asked)
-    assert (found.tokens, found.bytes) == (sum(len(c) + 1 for _, c in there), sum(len(c) + 1 for _, c in there))
-    nats = sum(surprise((0, *f"{p}{c}".encode(), 0))[len(p) :].sum() for p, c in there)
-    np.testing.assert_allclose(found.nats, nats, rtol=1e-6)
+    run = js.Run(stored.path, dataclasses.replace(stored.config, data=corpus))
+    heldout = corpus.source(stored.config.tokenizer, seq_len=LENGTH, split="heldout").documents
+    spans = zip(heldout.starts, heldout.lengths, strict=True)
+    texts = [bytes(heldout.tokens[i : i + n - 1].tolist()) for i, n in spans]
+    expected = [(p, c) for p, c in pairs if f"{p}{c}".encode() in texts]
+    assert 0 < len(expected) == len(texts) < len(pairs)
+    result = perplexity(run)
+    assert result.tokens == result.bytes == sum(len(c) + 1 for _, c in expected)
+    nats = sum(surprise((0, *f"{p}{c}".encode(), 0))[len(p) :].sum() for p, c in expected)
+    np.testing.assert_allclose(result.nats, nats, rtol=1e-6)
 
 
 def test_rows_of_one_window_score_as_rows_of_many(stored, files):
@@ -112,8 +113,8 @@ def test_rows_of_one_window_score_as_rows_of_many(stored, files):
 
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2,context=2", "fsdp=8"])
 def test_a_layout_changes_no_score(stored, files, mesh):
-    found = perplexity(stored, files, layout=js.Layout(mesh), stride=8, rows=2)
-    np.testing.assert_allclose(found.nats, perplexity(stored, files, stride=8).nats, rtol=1e-6)
+    result = perplexity(stored, files, layout=js.Layout(mesh), stride=8, rows=2)
+    np.testing.assert_allclose(result.nats, perplexity(stored, files, stride=8).nats, rtol=1e-6)
 
 
 def test_every_target_counts_in_one_window():
@@ -121,11 +122,11 @@ def test_every_target_counts_in_one_window():
     for _ in range(200):
         n, length = random.integers(1, 50), random.integers(1, 20)
         first, stride = random.integers(0, n), random.integers(1, length + 1)
-        found = windows([n], [first], length, stride)
-        assert [t for w in found for t in range(w.counted, w.end)] == list(range(first, n))
-        assert all(w.begin <= w.counted and w.end - w.begin <= length for w in found)
+        result = windows([n], [first], length, stride)
+        assert [t for w in result for t in range(w.counted, w.end)] == list(range(first, n))
+        assert all(w.begin <= w.counted and w.end - w.begin <= length for w in result)
         if first == 0:
-            assert all(w.counted - w.begin >= length - stride for w in found[1:])
+            assert all(w.counted - w.begin >= length - stride for w in result[1:])
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
@@ -139,18 +140,20 @@ QUESTIONS = [
 
 
 def test_choices_score_as_the_models_own_logits_say(stored, surprise):
-    found = multiple_choice(stored, QUESTIONS, rows=3)
-    for q, nats in zip(QUESTIONS, found.nats, strict=True):
+    result = multiple_choice(stored, QUESTIONS, rows=3)
+    for q, nats in zip(QUESTIONS, result.nats, strict=True):
         for choice, value in zip(q.choices, nats, strict=True):
             n = len(f" {choice}".encode())
             want = surprise(_ids(f"{q.context} {choice}")[-LENGTH - 1 :])[-n:].sum()
             np.testing.assert_allclose(value, want, rtol=1e-5)
     long = sum(len(f"{q.context} {c}".encode()) > LENGTH for q in QUESTIONS for c in q.choices)
-    right = [int(np.argmin(n)) == q.answer for q, n in zip(QUESTIONS, found.nats, strict=True)]
-    over = [[v / len(c) for v, c in zip(n, q.choices, strict=True)] for q, n in zip(QUESTIONS, found.nats, strict=True)]
+    right = [int(np.argmin(n)) == q.answer for q, n in zip(QUESTIONS, result.nats, strict=True)]
+    over = [
+        [v / len(c) for v, c in zip(n, q.choices, strict=True)] for q, n in zip(QUESTIONS, result.nats, strict=True)
+    ]
     normalised = [int(np.argmin(n)) == q.answer for q, n in zip(QUESTIONS, over, strict=True)]
-    assert (list(found.right), list(found.right_normalised), found.cut) == (right, normalised, long)
-    share, error = found.accuracy
+    assert (list(result.right), list(result.right_normalised), result.cut) == (right, normalised, long)
+    share, error = result.accuracy
     np.testing.assert_allclose([share, error], [np.mean(right), np.std(right, ddof=1) / math.sqrt(4)])
 
 
@@ -170,9 +173,9 @@ def test_a_choice_is_what_the_context_alone_does_not_have(stored, surprise):
             raise AssertionError("nobody asks")
 
     run = js.Run(stored.path, dataclasses.replace(stored.config, tokenizer=Pairs()))
-    found = multiple_choice(run, [Question("abc", ("d", "x"), 0)], separator="")
+    result = multiple_choice(run, [Question("abc", ("d", "x"), 0)], separator="")
     ids = (0, *Pairs().encode("abcd").tolist())
-    np.testing.assert_allclose(found.nats[0][0], surprise(ids)[1:].sum(), rtol=1e-5)
+    np.testing.assert_allclose(result.nats[0][0], surprise(ids)[1:].sum(), rtol=1e-5)
 
 
 def test_questions_are_read_from_lines(tmp_path):
@@ -188,8 +191,8 @@ def test_questions_are_read_from_lines(tmp_path):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("no json", ["line 1", "no JSON"]),
-        ("[]", ["line 1", "no JSON object"]),
+        ("no json", ["line 1", "not JSON"]),
+        ("[]", ["line 1", "not a JSON object"]),
         ('{"qestion": "a", "choices": ["b", "c"], "answer": 0}', ["no field 'question'", "did you mean 'qestion'"]),
         ('{"question": "a", "choices": ["b"], "answer": 0}', ["1 choice(s)", "at least two"]),
         ('{"question": "a", "choices": ["b", ""], "answer": 0}', ["not empty"]),
@@ -198,7 +201,7 @@ def test_questions_are_read_from_lines(tmp_path):
         ("", ["no question"]),
     ],
 )
-def test_a_question_that_cannot_be_asked_is_told_by_its_line(tmp_path, line, words):
+def test_a_wrong_question_is_named_by_its_line(tmp_path, line, words):
     (tmp_path / "quiz.jsonl").write_text(line)
     with raises_saying(DataError, "quiz.jsonl", *words):
         read_questions(tmp_path / "quiz.jsonl")
@@ -208,12 +211,12 @@ def test_a_question_that_cannot_be_asked_is_told_by_its_line(tmp_path, line, wor
     "options, words",
     [({"length": 0}, ["length = 0"]), ({"stride": 17}, ["stride = 17", "at most 16"]), ({"rows": 0}, ["rows = 0"])],
 )
-def test_a_window_that_is_none_is_said(stored, files, options, words):
+def test_a_wrong_window_is_an_error(stored, files, options, words):
     with raises_saying(ConfigError, *words):
         perplexity(stored, files, **options)
 
 
-def test_texts_that_are_none_are_said(stored, tmp_path):
+def test_texts_that_cannot_be_scored_are_an_error(stored, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with raises_saying(DataError, "no text to evaluate"):
         perplexity(stored, [tmp_path / "empty.txt"])
@@ -225,8 +228,9 @@ def test_a_line_of_json_is_scored_by_its_text(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "scored_ids", lambda run, text: text)
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "one two", "id": 7}\n\n{"text": "three"}\n')
-    assert [(d.ids, d.bytes, d.words) for d in evaluate._texts(None, [file])] == [("one two", 7, 2), ("three", 5, 1)]
-    for line, words in (('{"question": "?"}', "(question)"), ("[1]", "(list)"), ("{", "is no JSON")):
+    documents = [(d.ids, d.bytes, d.words) for d in evaluate._documents(None, [file])]
+    assert documents == [("one two", 7, 2), ("three", 5, 1)]
+    for line, words in (('{"question": "?"}', "(question)"), ("[1]", "(list)"), ("{", "is not JSON")):
         file.write_text('{"text": "a"}\n' + line)
         with raises_saying(DataError, "some.jsonl, line 2", words):
-            list(evaluate._texts(None, [file]))
+            list(evaluate._documents(None, [file]))

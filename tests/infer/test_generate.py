@@ -1,4 +1,4 @@
-"""Texts from a run: what the whole model says token by token, whatever the company, the layout or the way they come."""
+"""Generated texts are the model's own, whatever the batch, the layout and the way they are requested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 64
 
 
 def _of(finished_run, path=None, model=CONFIG, **changes):
-    """A run whose model has likings of its own, without being trained."""
+    """A run whose random model clearly prefers some tokens."""
     _, infos = describe_model(model)
     params = jax.tree.map(jax.numpy.asarray, random_params(infos))
     state = dataclasses.replace(finished_run.state, params=params)
@@ -62,13 +62,13 @@ def likeliest(run):
 
 @pytest.fixture(scope="module")
 def stored(finished_run):
-    """The finished run as another process finds it."""
+    """The finished run, loaded as by another process."""
     return js.load(finished_run.path)
 
 
 def test_greedy_texts_are_the_whole_models_likeliest_tokens(run, likeliest):
-    found = run.generate(PROMPTS, temperature=0, max_tokens=20, ignore_end=True, logprobs=2)
-    for prompt, text in zip(PROMPTS, found, strict=True):
+    results = run.generate(PROMPTS, temperature=0, max_tokens=20, ignore_end=True, logprobs=2)
+    for prompt, text in zip(PROMPTS, results, strict=True):
         tokens, logprobs = likeliest(prompt, 20)
         assert list(text.ids) == tokens and text.text == run.tokenizer.decode(np.asarray(tokens)) == str(text)
         np.testing.assert_allclose(text.logprobs, logprobs, atol=1e-4)
@@ -154,7 +154,7 @@ def test_an_interrupt_within_a_step_leaves_a_run_that_goes_on(stored, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("jaxscale.infer.engine.engine.Engine._given", interrupted)
+        patch.setattr("jaxscale.infer.engine.engine.Engine._add_token", interrupted)
         stored.generate("def ", max_tokens=8)
     assert stored.generate("def ", max_tokens=8).ids == wanted
 
@@ -162,7 +162,7 @@ def test_an_interrupt_within_a_step_leaves_a_run_that_goes_on(stored, monkeypatc
 # --- longer than the model knows
 
 
-def test_learned_positions_end_a_text_and_that_is_said(finished_run, caplog):
+def test_learned_positions_end_a_text_with_a_warning(finished_run, caplog):
     model = dataclasses.replace(CONFIG, positions=Learned(length=16))
     run = _of(finished_run, model=model)
     with caplog.at_level(logging.WARNING, "jaxscale"):
@@ -173,24 +173,24 @@ def test_learned_positions_end_a_text_and_that_is_said(finished_run, caplog):
         run.generate("0123456789abcdef")
 
 
-def test_rotary_positions_go_on_and_that_is_said(finished_run, likeliest, caplog):
+def test_rotary_positions_continue_with_a_warning(finished_run, likeliest, caplog):
     short = _of(finished_run, seq_len=16)
     with caplog.at_level(logging.WARNING, "jaxscale"):
         text = short.generate("def ", temperature=0, max_tokens=20, ignore_end=True)
     assert list(text.ids) == likeliest("def ", 20)[0]
-    assert "25 tokens" in caplog.text and "texts of 16 (train.seq_len)" in caplog.text
+    assert "25 tokens" in caplog.text and "sequences of 16 (train.seq_len)" in caplog.text
 
 
 # --- other models
 
 
-def test_a_model_that_keeps_nothing_is_asked_anew_for_every_token(finished_run, caplog):
+def test_a_model_without_a_cache_computes_the_whole_sequence_for_every_token(finished_run, caplog):
     run = _of(finished_run, model=Bigram(vocab=256))
     with caplog.at_level(logging.WARNING, "jaxscale"):
-        found = run.generate(["a", "b"], temperature=0, max_tokens=6, ignore_end=True, logprobs=1)
-    assert "takes the whole text again" in caplog.text
+        results = run.generate(["a", "b"], temperature=0, max_tokens=6, ignore_end=True, logprobs=1)
+    assert "computing the whole sequence again" in caplog.text
     embed, head = (np.asarray(run.state.params[n]["weight"], np.float64) for n in ("embed", "head"))
-    for text, last in zip(found, b"ab", strict=True):
+    for text, last in zip(results, b"ab", strict=True):
         for token, logprob, top in zip(text.ids, text.logprobs, text.top, strict=True):
             x = head @ embed[last]
             assert token == top[0][0] == np.argmax(x)
@@ -210,11 +210,11 @@ def test_experts_drop_no_token_while_generating(finished_run, caplog):
     assert nnx.merge(load_model(run).graphdef, run.state.params).config.mlp.capacity == 1.0
 
 
-def test_a_draft_changes_no_greedy_text_and_its_share_is_told(finished_run, run, likeliest):
+def test_a_draft_changes_no_greedy_text_and_its_acceptance_is_reported(finished_run, run, likeliest):
     draft = _of(finished_run, model=dataclasses.replace(CONFIG, width=16), seq_len=256)
-    found = run.generate(PROMPTS, temperature=0, max_tokens=10, ignore_end=True, draft=draft, draft_tokens=2)
-    assert [list(f.ids) for f in found] == [likeliest(p, 10)[0] for p in PROMPTS]
-    assert 0 <= found[0].acceptance < 1 and run.generate("a", max_tokens=1).acceptance is None
+    results = run.generate(PROMPTS, temperature=0, max_tokens=10, ignore_end=True, draft=draft, draft_tokens=2)
+    assert [list(f.ids) for f in results] == [likeliest(p, 10)[0] for p in PROMPTS]
+    assert 0 <= results[0].acceptance < 1 and run.generate("a", max_tokens=1).acceptance is None
 
 
 def test_a_draft_with_another_tokenizer_is_refused(finished_run, run, tmp_path):
@@ -235,9 +235,9 @@ def test_a_chat_is_the_templates_tokens_continued(finished_run, tmp_path):
     config = {"chat_template": template, "eos_token": "<|endoftext|>"}
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     run = _of(finished_run, tmp_path, dataclasses.replace(CONFIG, vocab=320), seq_len=256)
-    found = run.chat([{"role": "user", "content": "the cat"}], temperature=0, max_tokens=6)
+    results = run.chat([{"role": "user", "content": "the cat"}], temperature=0, max_tokens=6)
     ids = run.tokenizer.encode("user: the cat\n>")
-    assert found.ids == run.generate(ids, temperature=0, max_tokens=6).ids and found.prompt_tokens == len(ids)
+    assert results.ids == run.generate(ids, temperature=0, max_tokens=6).ids and results.prompt_tokens == len(ids)
 
 
 # --- mistakes
@@ -256,7 +256,7 @@ def test_a_chat_is_the_templates_tokens_continued(finished_run, tmp_path):
         ("a", {"rows": 0}, ["rows = 0"]),
     ],
 )
-def test_what_cannot_be_generated_is_said(run, prompt, options, words):
+def test_what_cannot_be_generated_is_an_error(run, prompt, options, words):
     with raises_saying(ConfigError, *words):
         run.generate(prompt, **options)
 
@@ -317,6 +317,6 @@ def test_a_text_of_a_reversible_model_never_depends_on_its_padding(finished_run)
 
 def test_a_reversible_model_generates_where_the_sequence_is_cut(finished_run):
     run = _of(finished_run, model=dataclasses.replace(REVERSIBLE, attention=js.nn.RingAttention()))
-    asked = dict(temperature=0, max_tokens=3, ignore_end=True)
-    cut = run.generate("def ", layout=js.Layout("context=2"), **asked)
-    assert cut.ids == run.generate("def ", **asked).ids
+    options = dict(temperature=0, max_tokens=3, ignore_end=True)
+    cut = run.generate("def ", layout=js.Layout("context=2"), **options)
+    assert cut.ids == run.generate("def ", **options).ids

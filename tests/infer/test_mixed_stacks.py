@@ -94,19 +94,19 @@ def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, 
     linear = BlockConfig(mixer=GatedRecurrence(per_page=per_page))
     config = dataclasses.replace(MIXED, blocks=(linear, FULL) if staged else (linear, linear, linear, FULL))
     requests = list(_requests(14))
-    there = Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
-    assert _served(there, requests) == _greedy(requests, config)
-    assert (there.stats.shared > 0) == per_page  # else there is no state of a beginning that texts have in common
-    assert mesh is not None or there.stats.preemptions > 0
+    engine = Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
+    assert _served(engine, requests) == _greedy(requests, config)
+    assert (engine.stats.shared > 0) == per_page  # else there is no state of a beginning that texts have in common
+    assert mesh is not None or engine.stats.preemptions > 0
 
 
 def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands():
     requests = list(_requests(6))
     small = dataclasses.replace(MIXED, depth=1, blocks=(LINEAR,))
     models = [Loaded(*_model(None, config), None, 0) for config in (MIXED, small)]
-    there = Engine(WithDraft(*models, draft_tokens=3, rows=4, length=LENGTH))
-    assert _served(there, requests) == _greedy(requests)
-    assert 0 < there.stats.accepted < there.stats.proposed
+    engine = Engine(WithDraft(*models, draft_tokens=3, rows=4, length=LENGTH))
+    assert _served(engine, requests) == _greedy(requests)
+    assert 0 < engine.stats.accepted < engine.stats.proposed
 
 
 def test_the_server_answers_with_a_mixed_stack_as_the_run_generates(tmp_path):
@@ -119,9 +119,9 @@ def test_the_server_answers_with_a_mixed_stack_as_the_run_generates(tmp_path):
     served = served_by(run)
     with Server(port=0) as server:
         server.open(served, engine_of(run, served, rows=2, budget=4, page=4))
-        asked = [dict(prompt=p, max_tokens=8, temperature=0, stream=s) for p in prompts for s in (False, True)]
-        with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
-            answers = list(pool.map(lambda body: call(server, body=body, timeout=60), asked))
+        bodies = [dict(prompt=p, max_tokens=8, temperature=0, stream=s) for p in prompts for s in (False, True)]
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(lambda body: call(server, body=body, timeout=60), bodies))
     texts = [a[2]["choices"][0]["text"] for a in answers[::2]]
     lines = [a[2].replace("data: [DONE]", "").split("data: ")[1:] for a in answers[1::2]]
     streamed = ["".join(c["text"] for part in parts for c in json.loads(part)["choices"]) for parts in lines]

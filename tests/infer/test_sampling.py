@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.sampling import Choices, Sampling, choose, processed
+from jaxscale.infer.sampling import Sampling, SamplingArrays, choose, processed
 
 RANDOM = np.random.default_rng(0)
 LOGITS = RANDOM.normal(size=(6, 40)) * 3
@@ -47,34 +47,35 @@ def _distribution(x, s, seen):
     return _softmax(x)
 
 
-def _found():
-    how = Choices.of(SETTINGS, LOGITS.shape[1])
-    shaped = processed(jnp.asarray(LOGITS, jnp.float32), how, jnp.asarray(SEEN))
+def _sampled():
+    sampling = SamplingArrays.of(SETTINGS, LOGITS.shape[1])
+    shaped = processed(jnp.asarray(LOGITS, jnp.float32), sampling, jnp.asarray(SEEN))
     return np.asarray(jax.nn.softmax(shaped, axis=-1))
 
 
 def test_top_k_alone_keeps_as_many_however_unlikely():
     logits = np.random.default_rng(0).normal(size=(1, 32000)) * 5
-    how = Choices.of([Sampling(top_k=31999)], logits.shape[1])
-    assert np.isfinite(processed(jnp.asarray(logits, jnp.float32), how)).sum() == 31999
+    sampling = SamplingArrays.of([Sampling(top_k=31999)], logits.shape[1])
+    assert np.isfinite(processed(jnp.asarray(logits, jnp.float32), sampling)).sum() == 31999
 
 
 @pytest.mark.parametrize("i", range(5), ids=["temperature", "top_k", "top_p", "min_p", "all"])
 def test_settings_give_the_distribution_they_promise(i):
-    np.testing.assert_allclose(_found()[i], _distribution(LOGITS[i], SETTINGS[i], SEEN[i]), atol=1e-6)
+    np.testing.assert_allclose(_sampled()[i], _distribution(LOGITS[i], SETTINGS[i], SEEN[i]), atol=1e-6)
 
 
 def test_temperature_0_takes_the_likeliest_after_the_penalty():
-    tokens = choose(jnp.asarray(LOGITS, jnp.float32), Choices.of(SETTINGS, 40), jnp.arange(6), jnp.asarray(SEEN)).token
+    sampling = SamplingArrays.of(SETTINGS, 40)
+    tokens = choose(jnp.asarray(LOGITS, jnp.float32), sampling, jnp.arange(6), jnp.asarray(SEEN)).token
     assert tokens[5] == np.argmax(_distribution(LOGITS[5], SETTINGS[5], SEEN[5]))
 
 
 def test_draws_follow_the_distribution():
     n = 20_000
     logits = jnp.broadcast_to(jnp.asarray(LOGITS[4], jnp.float32), (n, 40))
-    how = jax.tree.map(lambda x: np.broadcast_to(x[4], n), Choices.of(SETTINGS, 40))
+    sampling = jax.tree.map(lambda x: np.broadcast_to(x[4], n), SamplingArrays.of(SETTINGS, 40))
     seen = jnp.broadcast_to(jnp.asarray(SEEN[4]), logits.shape)
-    counts = np.bincount(np.asarray(choose(logits, how, jnp.arange(n), seen).token), minlength=40)
+    counts = np.bincount(np.asarray(choose(logits, sampling, jnp.arange(n), seen).token), minlength=40)
     expected = _distribution(LOGITS[4], SETTINGS[4], SEEN[4])
     assert np.all(counts[expected == 0] == 0)
     deviation = np.abs(counts / n - expected) / np.sqrt(expected * (1 - expected) / n + 1e-12)
@@ -82,18 +83,18 @@ def test_draws_follow_the_distribution():
 
 
 def test_a_choice_does_not_depend_on_its_company():
-    logits, how, at = jnp.asarray(LOGITS, jnp.float32), Choices.of(SETTINGS, 40), jnp.arange(6) + 9
-    together = choose(logits, how, at)
+    logits, sampling, positions = jnp.asarray(LOGITS, jnp.float32), SamplingArrays.of(SETTINGS, 40), jnp.arange(6) + 9
+    together = choose(logits, sampling, positions)
     for i in range(6):
-        alone = choose(logits[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], how), at[i : i + 1])
+        alone = choose(logits[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], sampling), positions[i : i + 1])
         assert alone.token[0] == together.token[i]
         assert alone.logprob[0] == pytest.approx(float(together.logprob[i]), abs=1e-6)
 
 
 def test_log_probabilities_are_the_models_own():
-    found = choose(jnp.asarray(LOGITS, jnp.float32), Choices.of(SETTINGS, 40), jnp.arange(6), jnp.asarray(SEEN))
-    for i, token in enumerate(found.token):
-        assert found.logprob[i] == pytest.approx(np.log(_softmax(LOGITS[i])[token]), abs=1e-5)
+    chosen = choose(jnp.asarray(LOGITS, jnp.float32), SamplingArrays.of(SETTINGS, 40), jnp.arange(6), jnp.asarray(SEEN))
+    for i, token in enumerate(chosen.token):
+        assert chosen.logprob[i] == pytest.approx(np.log(_softmax(LOGITS[i])[token]), abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,9 @@ def test_log_probabilities_are_those_of_a_forward_pass(client, stored, served):
     logprobs = complete(client, logprobs=3).choices[0].logprobs
     text = "".join(logprobs.tokens)
     ids = np.asarray(served.encode("def " + text), np.int32)
-    wanted = forward(stored, ids)[4:-1]
-    np.testing.assert_allclose(logprobs.token_logprobs, wanted[np.arange(8), ids[5:]], atol=1e-4)
-    for likely, row in zip(logprobs.top_logprobs, wanted, strict=True):
+    expected = forward(stored, ids)[4:-1]
+    np.testing.assert_allclose(logprobs.token_logprobs, expected[np.arange(8), ids[5:]], atol=1e-4)
+    for likely, row in zip(logprobs.top_logprobs, expected, strict=True):
         np.testing.assert_allclose(sorted(likely.values(), reverse=True), np.sort(row)[::-1][:3], atol=1e-4)
     assert logprobs.text_offset == [0, *np.cumsum([len(t) for t in logprobs.tokens])[:-1]]
 
@@ -150,15 +150,15 @@ def test_log_probabilities_are_those_of_a_forward_pass(client, stored, served):
 def test_an_echos_log_probabilities_are_those_of_a_forward_pass(client, stored, served, most, stream):
     text = "def f(x):\n"
     answer = complete(client, text, max_tokens=most, echo=True, logprobs=2, stream=stream)
-    told = [part.choices[0].logprobs for part in answer] if stream else [answer.choices[0].logprobs]
+    logprobs_of_parts = [part.choices[0].logprobs for part in answer] if stream else [answer.choices[0].logprobs]
     fields = ("tokens", "token_logprobs", "top_logprobs")
-    tokens, logprobs, top = ([x for part in told for x in getattr(part, name)] for name in fields)
+    tokens, logprobs, top = ([x for part in logprobs_of_parts for x in getattr(part, name)] for name in fields)
     opening, *ids = served.encode(text)
     assert tokens[0] == served.tokenizer.decode(np.asarray([opening])) and (logprobs[0], top[0]) == (None, None)
     assert "".join(tokens[1 : 1 + len(ids)]) == text and len(tokens) == 1 + len(ids) + most
-    wanted = forward(stored, [opening, *ids])
-    np.testing.assert_allclose(logprobs[1 : 1 + len(ids)], wanted[np.arange(len(ids)), ids], atol=1e-4)
-    for likely, row in zip(top[1 : 1 + len(ids)], wanted, strict=False):
+    expected = forward(stored, [opening, *ids])
+    np.testing.assert_allclose(logprobs[1 : 1 + len(ids)], expected[np.arange(len(ids)), ids], atol=1e-4)
+    for likely, row in zip(top[1 : 1 + len(ids)], expected, strict=False):
         np.testing.assert_allclose(max(likely.values()), row.max(), atol=1e-4)  # two may have one text
     if not stream:
         assert answer.usage.completion_tokens == most and (most > 0 or answer.choices[0].text == text)
@@ -166,14 +166,14 @@ def test_an_echos_log_probabilities_are_those_of_a_forward_pass(client, stored, 
 
 def test_a_chats_log_probabilities_are_the_completions(client, served):
     ids = served.tokenizer.encode("s: Be\nu: hi\na: ").tolist()
-    wanted = complete(client, ids, max_tokens=4, logprobs=2).choices[0].logprobs
+    expected = complete(client, ids, max_tokens=4, logprobs=2).choices[0].logprobs
     ask = {"model": "tiny", "messages": ASKED, "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**ask).choices[0].logprobs.content
     parts = [p.choices[0].logprobs for p in client.chat.completions.create(**ask, stream=True)]
     for got in (whole, [token for p in parts if p is not None for token in p.content]):
-        assert [t.logprob for t in got] == wanted.token_logprobs
-        assert [{top.token: top.logprob for top in t.top_logprobs} for t in got] == wanted.top_logprobs
-        assert [bytes(t.bytes).decode() for t in got] == wanted.tokens
+        assert [t.logprob for t in got] == expected.token_logprobs
+        assert [{top.token: top.logprob for top in t.top_logprobs} for t in got] == expected.top_logprobs
+        assert [bytes(t.bytes).decode() for t in got] == expected.tokens
 
 
 def test_a_seed_reproduces_and_another_does_not(client):

@@ -1,4 +1,4 @@
-"""A server among strangers: broken requests, wrong fields, and keys; the engine is a stand-in of letters."""
+"""A server and wrong requests: broken HTTP, wrong fields, and keys. The engine is a fake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.serve import Limits, Server
-from jaxscale.infer.serve.asked import read_completion
+from jaxscale.infer.serve.requests import read_completion
 from tests.truth.errors import raises_saying
 from tests.truth.serving import JSON, SERVED, call, post, raw, serving
 
@@ -53,8 +53,8 @@ def test_a_body_that_is_no_json_object_is_refused(server, body, status, words):
         ("repetition_penalty", 0, ["repetition_penalty"]),
         ("max_tokens", 0, ["max_tokens = 0", "at least 1"]),
         ("n", 0, ["n = 0"]),
-        ("n", 10_000, ["10000 continuations", "256"]),
-        ("prompt", ["a"] * 600, ["prompt has 600 texts", "takes 256 texts of a client"]),
+        ("n", 10_000, ["10000 completions", "256"]),
+        ("prompt", ["a"] * 600, ["prompt has 600 prompts", "allows a client 256 sequences at once"]),
         ("stop", [""], ["stop"]),
         ("stop", ["x"] * 17, ["16"]),
         ("stream", "yes", ["stream"]),
@@ -127,7 +127,7 @@ def test_a_prompt_beyond_the_limit_says_its_length(server):
     )
 
 
-def test_more_tokens_than_there_is_room_for_are_refused(server):
+def test_more_tokens_than_the_model_length_are_refused(server):
     status, _, answer = call(server, body={"prompt": "x", "max_tokens": 999})
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
@@ -145,10 +145,10 @@ def test_what_the_engine_refuses_is_an_error_of_the_request():
         ("GET", "/", 404, ["no such path", "/v1/completions"]),
         ("GET", "/../../etc/passwd", 404, ["no such path"]),
         ("GET", "/v1/models/words", 404, ["does not exist"]),
-        ("GET", "/v1/completions", 405, ["takes POST"]),
-        ("POST", "/health", 405, ["takes GET"]),
-        ("DELETE", "/v1/models/letters", 405, ["takes GET"]),
-        ("OPTIONS", "/v1/completions", 405, ["takes POST"]),
+        ("GET", "/v1/completions", 405, ["accepts POST only"]),
+        ("POST", "/health", 405, ["accepts GET only"]),
+        ("DELETE", "/v1/models/letters", 405, ["accepts GET only"]),
+        ("OPTIONS", "/v1/completions", 405, ["accepts POST only"]),
     ],
 )
 def test_paths_and_methods_that_are_not_there(server, method, path, status, words):
@@ -166,7 +166,7 @@ def test_the_models_are_listed(server):
     assert [m["id"] for m in listed] == ["letters"] and call(server, "GET", "/v1/models/letters")[2] == listed[0]
 
 
-def test_texts_without_a_seed_are_each_their_own(server):
+def test_prompts_without_a_seed_get_different_seeds(server):
     """The fake engine begins at the letter that the seed says."""
     body = {"prompt": ["x"] * 4, "max_tokens": 1}
     firsts = [c["text"] for c in call(server, "POST", "/v1/completions", body)[2]["choices"]]
@@ -227,14 +227,14 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         (HEALTH + b"X: a\x00b\r\n", b"header line"),
         (HEALTH + b"X: a\x0bb\r\n", b"header line"),
         (HEALTH + b"X: a\n", b"header line"),
-        (HEALTH + b"Host: 127.0.0.1\r\n", b"Host may stand in a request once"),
-        (HEALTH + b"hOST: localhost\r\n", b"Host may stand in a request once"),
+        (HEALTH + b"Host: 127.0.0.1\r\n", b"Host may occur only once in a request"),
+        (HEALTH + b"hOST: localhost\r\n", b"Host may occur only once in a request"),
         (HEALTH + b"X: a\r\n folded: 5\r\n", b"second line"),
         (HEALTH + b"\tX: a\r\n", b"second line"),
         (HEALTH + b"Content-Length : 5\r\n", b"header line"),
         (HEALTH + b": 5\r\n", b"header line"),
         (HEALTH + b"X\xc3\xa9: 5\r\n", b"header line"),
-        (HEALTH + b"Content-Length: 1\r\nContent-Length: 1\r\n", b"Content-Length may stand in a request once"),
+        (HEALTH + b"Content-Length: 1\r\nContent-Length: 1\r\n", b"Content-Length may occur only once in a request"),
         (b"GET /health\rX HTTP/1.1\r\n", b"request line"),
         (b"GET /health\x00 HTTP/1.1\r\n", b"request line"),
         (b"GET  /health HTTP/1.1\r\n", b"request line"),
@@ -244,8 +244,8 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         (b"\r\n" + HEALTH, b"request line"),
     ],
 )
-def test_a_head_that_two_programs_could_read_differently_ends_the_connection(server, head, words):
-    """What comes after it is not taken for a request."""
+def test_a_head_that_two_programs_could_parse_differently_ends_the_connection(server, head, words):
+    """What follows it is not read as a request."""
     answer = raw(server, head + b"\r\n" + HEALTH + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and words in answer and b"Connection: close" in answer, answer
     assert answer.count(b"Server: jaxscale") == 1, answer
@@ -254,7 +254,7 @@ def test_a_head_that_two_programs_could_read_differently_ends_the_connection(ser
 def test_a_request_of_http_1_1_names_its_host(server):
     answer = raw(server, b"GET /health HTTP/1.1\r\n\r\n" + HEALTH + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and b"needs the header Host" in answer, answer
-    assert answer.count(b"Server: jaxscale") == 1, "what comes after it is no request"
+    assert answer.count(b"Server: jaxscale") == 1, "what follows it is not read as a request"
     assert raw(server, b"GET /health HTTP/1.0\r\n\r\n")[9:12] == b"200"
 
 
@@ -327,7 +327,7 @@ def test_a_key_that_no_header_can_hold_is_refused(key):
         Server(port=0, key=key)
 
 
-def test_a_port_that_is_taken_is_said_at_once(server):
+def test_a_port_in_use_is_an_error_at_once(server):
     with raises_saying(ConfigError, str(server.server_address[1]), "--port"):
         Server(port=server.server_address[1])
 

@@ -1,4 +1,4 @@
-"""With a draft, text is the large model's own: the same where it is greedy, distributed alike where it is drawn."""
+"""With a draft, text is the large model's own: identical for greedy decoding, distributed alike for sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.infer.engine import Engine, Request
 from jaxscale.infer.loaded import Loaded
-from jaxscale.infer.sampling import Choices, Sampling
+from jaxscale.infer.sampling import Sampling, SamplingArrays
 from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.speculative_round import distribution, verify
 from jaxscale.layout import shardings_of
@@ -27,15 +27,15 @@ from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
 
 LARGE = js.models.Transformer.Config(depth=2, vocab=64, width=32, heads=4, kv_heads=4, hidden=64)
-# it knows fewer ids than are in the texts
+# fewer ids than the texts contain
 SMALL = js.models.Transformer.Config(depth=1, vocab=60, width=16, heads=4, kv_heads=4, hidden=32)
 LENGTH = 96
 
 
 def _loaded(config, layout=None, seed=0):
     graphdef, infos = describe_model(config)
-    params, there = random_params(infos, seed=seed), shardings_of(infos, layout)
-    return Loaded(graphdef, params if there is None else jax.device_put(params, there), layout, 0)
+    params, shardings = random_params(infos, seed=seed), shardings_of(infos, layout)
+    return Loaded(graphdef, params if shardings is None else jax.device_put(params, shardings), layout, 0)
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +87,13 @@ def test_greedy_text_is_that_of_the_large_model_alone(large, small):
     lengths, penalties = [20, 1, 13, 7, 2, 16], [1.0, 1.3, 1.2, 1.0, 1.5, 1.4]
     each = list(zip(lengths, penalties, strict=True))
     settings = [Sampling(max_tokens=n, temperature=0, repetition_penalty=x) for n, x in each]
-    found, engine = _generate(large, small, PROMPTS, settings)
-    for prompt, (n, x), events in zip(PROMPTS, each, found, strict=True):
+    results, engine = _generate(large, small, PROMPTS, settings)
+    for prompt, (n, x), events in zip(PROMPTS, each, results, strict=True):
         tokens, logprobs = _plain(large, prompt, n, x)
         assert [e.token for e in events] == tokens
         np.testing.assert_allclose([e.logprob for e in events], logprobs, atol=1e-4)
         assert [e.finished for e in events] == [None] * (n - 1) + ["length"]
-    assert 0 < engine.stats.accepted < engine.stats.proposed  # neither of the two ways goes untested
+    assert 0 < engine.stats.accepted < engine.stats.proposed  # so that both acceptance and rejection are tested
 
 
 def test_a_model_accepts_all_of_its_own_proposals(large):
@@ -105,9 +105,9 @@ def test_a_model_accepts_all_of_its_own_proposals(large):
 def test_a_layout_changes_no_greedy_text(large, small):
     layout = js.Layout("data=2,tensor=2,context=2")
     settings = [Sampling(max_tokens=9, temperature=0)] * 3
-    wanted, _ = _generate(large, small, PROMPTS[:3], settings)
-    found, _ = _generate(_loaded(LARGE, layout), _loaded(SMALL, layout, seed=1), PROMPTS[:3], settings)
-    assert [[e.token for e in x] for x in found] == [[e.token for e in x] for x in wanted]
+    expected, _ = _generate(large, small, PROMPTS[:3], settings)
+    results, _ = _generate(_loaded(LARGE, layout), _loaded(SMALL, layout, seed=1), PROMPTS[:3], settings)
+    assert [[e.token for e in x] for x in results] == [[e.token for e in x] for x in expected]
 
 
 def test_an_end_ends_a_text_within_a_round(large, small):
@@ -121,7 +121,7 @@ def test_an_end_ends_a_text_within_a_round(large, small):
     assert all(e.top[0] == (e.token, pytest.approx(e.logprob)) and len(e.top) == 3 for e in events)
 
 
-def test_a_cancelled_text_leaves_its_lane_to_the_next(large, small):
+def test_a_cancelled_sequence_frees_its_slot(large, small):
     engine = Engine(WithDraft(large, small, length=LENGTH, rows=6))
     for i in range(8):
         engine.submit(Request((1 + i,), Sampling(max_tokens=30 if i in (0, 6) else 3, temperature=0), i))
@@ -137,7 +137,7 @@ def test_a_cancelled_text_leaves_its_lane_to_the_next(large, small):
 
 
 def test_no_request_compiles_anything_after_the_first():
-    """Each way to ask for a text, alone and all together."""
+    """Every kind of request, alone and all together."""
     models = [_loaded(dataclasses.replace(c, hidden=40)) for c in (LARGE, SMALL)]  # that no other test has compiled
     engine = Engine(WithDraft(*models, length=LENGTH, rows=4, draft_tokens=2))
     ways: list[dict] = [
@@ -165,7 +165,7 @@ def test_no_request_compiles_anything_after_the_first():
 
 
 def _draws(p, q, n=200_000):
-    """Tokens of the first two places: how often each pair comes out, of proposals from q judged by p."""
+    """The token after verifying one proposal from q against p, and whether the proposal was accepted, n times."""
     seeds = jnp.arange(n, dtype=jnp.uint32)
     key = lambda s: jax.random.fold_in(jax.random.key(7), s)  # noqa: E731
     proposed = jax.vmap(lambda s: jax.random.categorical(key(s), jnp.log(q)))(seeds)[:, None].astype(jnp.int32)
@@ -175,7 +175,7 @@ def _draws(p, q, n=200_000):
     return np.asarray(jnp.where(accepted > 0, proposed[:, 0], token)), np.asarray(accepted)
 
 
-def test_a_judged_token_is_distributed_as_the_large_models_and_accepted_as_often_as_the_two_agree():
+def test_a_verified_token_is_distributed_as_the_large_models_and_accepted_as_often_as_the_two_agree():
     p, q = np.array([0.5, 0.0, 0.2, 0.3], np.float32), np.array([0.1, 0.4, 0.2, 0.3], np.float32)
     tokens, accepted = _draws(jnp.asarray(p), jnp.asarray(q))
     counts = np.bincount(tokens, minlength=4)
@@ -190,10 +190,10 @@ def _joint(target, prompt, n, s):
     texts = list(itertools.product(range(vocab), repeat=n))
     ids = np.asarray([[*prompt, *t] for t in texts], np.int32)
     logits = _logits(target.graphdef)(target.params, ids)
-    how = Choices.of([s] * len(ids), vocab)
+    sampling = SamplingArrays.of([s] * len(ids), vocab)
     total = np.ones(len(ids))
     for i in range(n):
-        p = np.asarray(distribution(logits[:, len(prompt) - 1 + i], how, None), np.float64)
+        p = np.asarray(distribution(logits[:, len(prompt) - 1 + i], sampling, None), np.float64)
         total *= p[np.arange(len(ids)), ids[:, len(prompt) + i]]
     return dict(zip(texts, total, strict=True))
 
@@ -204,18 +204,18 @@ def test_texts_are_distributed_as_the_large_models():
     target, draft = (_loaded(js.models.Transformer.Config(**few), seed=seed) for seed in (3, 4))
     n, options = 6000, {"temperature": 3.0, "top_k": 4}
     s = Sampling(max_tokens=3, **options)
-    wanted = _joint(target, [1, 2], 3, s)
+    expected = _joint(target, [1, 2], 3, s)
     settings = [Sampling(max_tokens=3, seed=i, **options) for i in range(n)]
-    found, engine = _generate(target, draft, [[1, 2]] * n, settings, rows=n, length=8, draft_tokens=2)
-    counts = collections.Counter(tuple(e.token for e in events) for events in found)
-    likely = [t for t, p in wanted.items() if p * n >= 5]
+    results, engine = _generate(target, draft, [[1, 2]] * n, settings, rows=n, length=8, draft_tokens=2)
+    counts = collections.Counter(tuple(e.token for e in events) for events in results)
+    likely = [t for t, p in expected.items() if p * n >= 5]
     other = n - sum(counts[t] for t in likely)
-    expected = np.array([*(wanted[t] * n for t in likely), n - sum(wanted[t] * n for t in likely) + 1e-9])
+    expected = np.array([*(expected[t] * n for t in likely), n - sum(expected[t] * n for t in likely) + 1e-9])
     observed = np.array([*(counts[t] for t in likely), other])
     chi = np.sum((observed - expected)[expected > 1] ** 2 / expected[expected > 1])
     freedom = np.sum(expected > 1) - 1
     assert chi < freedom + 5 * np.sqrt(2 * freedom)
-    assert all(wanted[t] > 0 for t in counts)
+    assert all(expected[t] > 0 for t in counts)
     assert 0.2 < engine.stats.acceptance < 0.98
 
 
@@ -229,7 +229,7 @@ def test_a_text_depends_on_its_seed_and_not_on_its_company(large, small):
     assert [e.token for e in other[0]] != [e.token for e in together[0]]
 
 
-def test_what_cannot_be_asked_is_said(large, small):
+def test_wrong_requests_and_sizes_are_errors(large, small):
     engine = Engine(WithDraft(large, small, length=8, rows=1))
     engine.submit(Request((1,), Sampling(max_tokens=2)))
     for request, words in [

@@ -1,4 +1,4 @@
-"""Layers that come and go: the same tokens as with all of them there, and never more bytes than two layers."""
+"""Streamed layers: the same tokens as with the whole model on the device, and never more bytes than two layers."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ SIZES = dict(rows=2, length=40, budget=16)
 def model():
     graphdef, infos = describe_model(CONFIG)
     params = jax.jit(make_params, static_argnums=(0, 1))(CONFIG, 0)
-    params["head"]["weight"] = params["head"]["weight"] * 10  # a model with likings of its own
+    params["head"]["weight"] = params["head"]["weight"] * 10  # a model that clearly prefers some tokens
     return graphdef, infos, params
 
 
 @pytest.fixture(scope="module")
-def kept(model):
+def arrays(model):
     _, infos, params = model
     return {i.path: np.array(x) for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True)}
 
 
 def tokens(engine, **sampling):
-    """What an engine makes of the prompts, side by side."""
+    """The tokens that an engine generates for the prompts."""
     settings = Sampling(**{"max_tokens": 12, "temperature": 0.0} | sampling)
     for i, prompt in enumerate(PROMPTS):
         engine.submit(Request(prompt, settings, i))
-    found = [[] for _ in PROMPTS]
+    results = [[] for _ in PROMPTS]
     while engine.busy:
         for event in engine.step():
-            found[event.id].append(event.token)
-    return found
+            results[event.id].append(event.token)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +65,24 @@ class Watched(OnHost):
 
 
 @pytest.fixture(scope="module")
-def streamed(model, kept, resident):
-    """An engine, what it made of the prompts, and its source."""
+def streamed(model, arrays, resident):
+    """An engine, the tokens it generated, and its source."""
     graphdef, infos, _ = model
-    source = Watched(kept)
+    source = Watched(arrays)
     engine = Engine(Streamed(graphdef, Layers(infos, source), cache=Paged(8), **SIZES))
     del source.seen[:]
     return engine, tokens(engine), source
 
 
 def test_the_likeliest_tokens_are_those_of_the_resident_model(streamed, resident):
-    engine, found, _ = streamed
+    engine, results, _ = streamed
     assert len({run for run, _ in engine.stepper.layers.order}) == 2  # layers of two kinds, and some more of one
-    assert found == resident
+    assert results == resident
 
 
-def test_scored_prompts_are_those_of_the_resident_model(model, kept):
+def test_scored_prompts_are_those_of_the_resident_model(model, arrays):
     graphdef, infos, params = model
-    streaming = Engine(Streamed(graphdef, Layers(infos, OnHost(kept)), cache=Paged(8), **SIZES))
+    streaming = Engine(Streamed(graphdef, Layers(infos, OnHost(arrays)), cache=Paged(8), **SIZES))
     scores = []
     for engine in (Engine(Cached(graphdef, params, cache=Paged(8), **SIZES)), streaming):
         engine.submit(Request(PROMPTS[0], Sampling(max_tokens=1, logprobs=2), 0, scored=True))
@@ -94,36 +94,36 @@ def test_scored_prompts_are_those_of_the_resident_model(model, kept):
     np.testing.assert_allclose(*([s.logprob for s in one] for one in scores), atol=1e-5)
 
 
-def test_no_more_than_two_layers_are_ever_there(streamed, kept):
+def test_no_more_than_two_layers_are_ever_on_the_device(streamed, arrays):
     engine, _, source = streamed
     now, peak, bound, whole = engine.stepper.resident
-    stays = sum(x.nbytes for name, x in kept.items() if not name.startswith("runs/"))
-    group = sum(x[0].nbytes for name, x in kept.items() if name.startswith("runs/0/"))
-    assert bound == stays + 2 * group < whole == sum(x.nbytes for x in kept.values())
+    stays = sum(x.nbytes for name, x in arrays.items() if not name.startswith("runs/"))
+    group = sum(x[0].nbytes for name, x in arrays.items() if name.startswith("runs/0/"))
+    assert bound == stays + 2 * group < whole == sum(x.nbytes for x in arrays.values())
     assert stays <= now <= peak <= bound  # the first layer of the next step is there, or on its way
     # all arrays of this process, of which the cache and a step's own few are no parameters
     cache = sum(x.nbytes for x in jax.tree.leaves(engine.stepper._states))
     assert stays + group <= max(source.seen) <= bound + cache + 16 * 1024
 
 
-def test_what_is_closed_is_gone(model, kept):
-    layers = Layers(model[1], OnHost(kept))
+def test_closing_deletes_all_parameters(model, arrays):
+    layers = Layers(model[1], OnHost(arrays))
     next(iter(layers.each()))
     layers.close()
     assert layers.resident.now == 0
 
 
-def test_a_layout_streams_the_same_tokens(model, kept, resident):
+def test_a_layout_streams_the_same_tokens(model, arrays, resident):
     graphdef, infos, _ = model
     layout = js.Layout("tensor=2")
-    layers = Layers(infos, OnHost(kept), layout)
+    layers = Layers(infos, OnHost(arrays), layout)
     assert tokens(Engine(Streamed(graphdef, layers, layout=layout, cache=Paged(8), **SIZES))) == resident
 
 
-def test_stages_are_refused(model, kept):
+def test_stages_are_refused(model, arrays):
     graphdef, infos, _ = model
     with raises_saying(LayoutError, "pipeline"):
-        Streamed(graphdef, Layers(infos, OnHost(kept)), layout=js.Layout("pipeline=2"), **SIZES)
+        Streamed(graphdef, Layers(infos, OnHost(arrays)), layout=js.Layout("pipeline=2"), **SIZES)
 
 
 @pytest.mark.parametrize("source", ["host", "disk"])
@@ -134,12 +134,12 @@ def test_a_run_is_streamed_from_memory_and_from_its_checkpoint(finished_run, sou
     assert text == run.generate("def ", max_tokens=8, temperature=0).text
 
 
-def test_a_draft_and_streamed_layers_are_one_too_many(finished_run):
+def test_a_draft_and_streamed_layers_cannot_be_combined(finished_run):
     run = js.load(finished_run.path)
     with raises_saying(ConfigError, "draft", "stream_layers"):
         run.generate("def ", draft=run, stream_layers="host")
 
 
-def test_another_source_is_refused(finished_run):
+def test_an_unknown_source_is_refused(finished_run):
     with raises_saying(ConfigError, "stream_layers = 'dsk'", "'disk'"):
         stream_model(js.load(finished_run.path), "dsk")

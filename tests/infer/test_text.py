@@ -60,22 +60,22 @@ def tokenizer(request):
 
 def _streamed(tokenizer, ids, stop=(), before=()):
     stream = TextStream(tokenizer, stop, before)
-    shown = [stream.push(i) for i in ids]
-    return [*shown, stream.finish()], stream.stopped
+    pieces_of = [stream.push(i) for i in ids]
+    return [*pieces_of, stream.finish()], stream.stopped
 
 
 def test_what_is_shown_adds_up_to_the_whole_text(tokenizer):
     for text in TEXTS:
         ids = tokenizer.encode(text)
-        shown, stopped = _streamed(tokenizer, ids)
-        assert "".join(shown) == tokenizer.decode(ids) == text and not stopped
+        pieces_of, stopped = _streamed(tokenizer, ids)
+        assert "".join(pieces_of) == tokenizer.decode(ids) == text and not stopped
 
 
 def test_characters_are_shown_whole(tokenizer):
     text = TEXTS[2].replace("\ufffd", "")
-    shown, _ = _streamed(tokenizer, tokenizer.encode(text))
-    assert not any("\ufffd" in s for s in shown)
-    assert sum(bool(s) for s in shown) > 30  # and not all of it at the end
+    pieces_of, _ = _streamed(tokenizer, tokenizer.encode(text))
+    assert not any("\ufffd" in s for s in pieces_of)
+    assert sum(bool(s) for s in pieces_of) > 30  # and not all of it at the end
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe", "silent"])
@@ -89,14 +89,14 @@ def test_tokens_that_are_no_text_come_out_as_they_decode(name, request):
 
 def test_bytes_of_a_fallback_that_are_no_text_leave_what_was_shown_as_it_was(pieces):
     euro = [*"€".encode(), 0xE2]
-    shown, _ = _streamed(pieces, [1 + b for b in euro])
-    assert "".join(shown) == "€\ufffd" and shown[2] == "€"
+    pieces_of, _ = _streamed(pieces, [1 + b for b in euro])
+    assert "".join(pieces_of) == "€\ufffd" and pieces_of[2] == "€"
 
 
 def test_a_continuation_keeps_its_first_space(pieces):
     prompt, ids = pieces.encode("the"), pieces.encode("the cat")
-    shown, _ = _streamed(pieces, ids[len(prompt) :], before=prompt)
-    assert "".join(shown) == " cat"
+    pieces_of, _ = _streamed(pieces, ids[len(prompt) :], before=prompt)
+    assert "".join(pieces_of) == " cat"
     assert "".join(_streamed(pieces, ids[len(prompt) :])[0]) == "cat"  # as a text of its own
 
 
@@ -116,8 +116,8 @@ def test_stop_strings_cut_exactly_however_the_text_is_split(tokenizer):
         stops = ["".join(random.choice(list("abé漢 "), random.integers(1, 5))) for _ in range(random.integers(1, 4))]
         ids = tokenizer.encode(text)
         text = tokenizer.decode(ids)
-        shown, stopped = _streamed(tokenizer, ids, stops)
-        assert ("".join(shown), stopped) == _first_completed(text, stops)
+        pieces_of, stopped = _streamed(tokenizer, ids, stops)
+        assert ("".join(pieces_of), stopped) == _first_completed(text, stops)
 
 
 def test_the_beginning_of_a_stop_string_waits_and_comes_when_it_was_none():
@@ -143,5 +143,5 @@ def test_bytes_of_every_token_are_those_it_decodes_to(bpe):
 def test_special_tokens_are_not_shown_but_end_a_text_that_stops_at_them(bpe):
     ids = [*bpe.encode("the"), bpe.eos_id, *bpe.encode(" cat")]
     assert "".join(_streamed(bpe, ids)[0]) == "the cat"
-    shown, stopped = _streamed(bpe, ids, stop=bpe.special)
-    assert "".join(shown) == "the" and stopped
+    pieces_of, stopped = _streamed(bpe, ids, stop=bpe.special)
+    assert "".join(pieces_of) == "the" and stopped

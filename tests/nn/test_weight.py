@@ -16,7 +16,7 @@ from jaxscale.data import ByteTokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.infer.engine import Request
 from jaxscale.infer.sampling import Sampling
-from jaxscale.infer.serve.asked import Served
+from jaxscale.infer.serve.requests import Served
 from jaxscale.infer.serve.start import engine_of
 from jaxscale.infer.streaming import stream_model
 from jaxscale.layout import abstract, shardings_of

@@ -1,4 +1,4 @@
-"""An engine without a model: what it says is a function of the prompt and the seed, as slowly as wanted."""
+"""An engine without a model: its tokens depend on the seed alone, and come as slowly as a test wants."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ PAGES = 1000
 
 
 class FakeEngine:
-    """Each text goes on with the letters of the alphabet from where its seed says, one a step; a page a text."""
+    """Continues each sequence with the letters of the alphabet from the seed-th on, one a step; each has one page."""
 
-    def __init__(self, seconds: float = 0.0, fail_at: int | None = None, places: int = PAGES):
-        self.seconds, self.fail_at, self.places = seconds, fail_at, places
-        self.texts: dict[Any, tuple[Request, int]] = {}
+    def __init__(self, seconds: float = 0.0, fail_at: int | None = None, slots: int = PAGES):
+        self.seconds, self.fail_at, self.slots = seconds, fail_at, slots
+        self.sequences: dict[Any, tuple[Request, int]] = {}
         self.steps = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self.texts)
+        return bool(self.sequences)
 
     @property
     def stats(self) -> Stats:
-        running = min(self.places, len(self.texts))
-        return Stats(len(self.texts) - running, running, running, PAGES - running, 0, self.steps)
+        running = min(self.slots, len(self.sequences))
+        return Stats(len(self.sequences) - running, running, running, PAGES - running, 0, self.steps)
 
     def check(self, request: Request) -> None:
         if len(request.prompt) > 900:
             raise ConfigError(f"the prompt has {len(request.prompt)} tokens; the fake engine takes 900")
 
     def submit(self, request: Request) -> None:
-        self.texts[request.id] = (request, 0)
+        self.sequences[request.id] = (request, 0)
 
     def cancel(self, id: Any) -> None:
-        self.texts.pop(id, None)
+        self.sequences.pop(id, None)
 
     def step(self) -> list[Event]:
         time.sleep(self.seconds)
@@ -56,14 +56,14 @@ class FakeEngine:
         if self.fail_at is not None and self.steps >= self.fail_at:
             raise RuntimeError("the device is on fire")
         events = []
-        for id, (request, made) in list(self.texts.items())[: self.places]:
-            token = ord("a") + (request.sampling.seed + made) % 26
+        for id, (request, generated) in list(self.sequences.items())[: self.slots]:
+            token = ord("a") + (request.sampling.seed + generated) % 26
             top = tuple((ord("a") + i, -1.0 - i) for i in range(request.sampling.logprobs))
             finished = None
-            if made + 1 == request.sampling.max_tokens:
+            if generated + 1 == request.sampling.max_tokens:
                 finished = "length"
             events.append(Event(id, token, -0.5, top, finished))
-            self.texts[id] = (request, made + 1)
+            self.sequences[id] = (request, generated + 1)
             if finished:
-                del self.texts[id]
+                del self.sequences[id]
         return events

@@ -1,4 +1,4 @@
-"""A server over an engine of letters, and a client that may be as rude as it likes."""
+"""A server over the fake engine, and clients that send whatever a test wants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serving(engine=None, key=None, **limits):
 
 
 def call(server, method="POST", path="/v1/completions", body=None, headers=JSON, timeout=10):
-    """A request as any client would make it: status, headers, and what the body holds."""
+    """Make a request as any client would; return status, headers and body, parsed if it is JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=timeout)
     try:
         data = json.dumps(body).encode() if isinstance(body, dict | list) else body
@@ -41,15 +41,15 @@ def call(server, method="POST", path="/v1/completions", body=None, headers=JSON,
 
 
 def raw(server, data, timeout=10.0, then=None):
-    """What comes back for bytes, until the server closes."""
+    """Send bytes; return what the server answers until it closes the connection."""
     with socket.create_connection(server.server_address[:2], timeout=timeout) as connection:
         connection.sendall(data)
         if then is not None:
             then(connection)
         out = b""
         with contextlib.suppress(ConnectionError):
-            while got := connection.recv(65536):
-                out += got
+            while received := connection.recv(65536):
+                out += received
         return out
 
 
@@ -59,13 +59,13 @@ def post(body, *headers):
 
 
 def eventually(true, seconds=30.0):
-    until = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while not (result := true()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return found  # not asked once more: the connection of the last look may not be over yet
+    return result  # without calling `true` again: the connection of the last call may still be open
 
 
-def held(server):
-    """Pages that texts hold, as the metrics tell."""
+def pages_used(server):
+    """Pages that running sequences hold, from the metrics."""
     text = call(server, "GET", "/metrics")[2]
     return float(next(line.split()[1] for line in text.splitlines() if line.startswith("jaxscale_cache_pages_used")))

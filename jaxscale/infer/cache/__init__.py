@@ -1,4 +1,4 @@
-"""Caches of keys and values: how a model's past tokens are kept while it generates."""
+"""KV caches: keys and values of past tokens, contiguous or in pages, and the cache of a whole model."""
 
 from jaxscale.infer.cache.contiguous import Contiguous
 from jaxscale.infer.cache.model import (

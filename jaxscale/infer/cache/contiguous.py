@@ -1,4 +1,4 @@
-"""A cache whose rows are as long as the longest text may become."""
+"""A KV cache that reserves the longest length for each slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, bytes_of, over_cache, pages_of
+from jaxscale.infer.cache.shards import append_to, arrays, attend_packed, attend_to, bytes_of, flat_pages
 from jaxscale.nn import KeyValues, Packed
 from jaxscale.parallel.context import Part
 
@@ -19,26 +19,26 @@ State = dict[str, Array]
 @register(name="ContiguousCache")
 @dataclasses.dataclass(frozen=True)
 class Contiguous:
-    """Keys and values by row and position, (layers, lanes, rows, length, heads, width).
+    """Keys and values by slot and position: arrays (layers, batch, slots, length, heads, width).
 
-    `context` cuts the length: each device attends to its stretch of every row, and outputs are put together by their
-    log-sum-exps (row-wise softmax statistics, Dao et al. 2022; Infinite-LLM, Lin et al. 2024).
+    The mesh axis `context` shards the length: each device attends to its positions of every sequence, and outputs are
+    merged by their log-sum-exps (row-wise softmax statistics, Dao et al. 2022; Infinite-LLM, Lin et al. 2024).
     """
 
     axes = _AXES
     page = None
 
-    def count(self, rows: int, length: int) -> int:
+    def count(self, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
-        return rows
+        return slots
 
-    def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
+    def init(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""
-        return arrays(kept, layers, lanes, rows, length)
+        return arrays(key_values, layers, batch, slots, length)
 
-    def bytes(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> int:
+    def bytes(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
-        return bytes_of(kept, layers * lanes * rows * length)
+        return bytes_of(key_values, layers * batch * slots * length)
 
     def append(
         self,
@@ -50,14 +50,13 @@ class Contiguous:
     ) -> State:
         """See `jaxscale.nn.Cache`."""
 
-        def local(here: State, new: State, told: tuple[Packed, Array], device: Array) -> State:
-            step, layer = told
-            lanes, length = jnp.arange(here["k"].shape[1])[:, None], here["k"].shape[3]
+        def local(shard: State, new: State, step: Packed, layer: Array, device: Array) -> State:
+            batch_rows, length = jnp.arange(shard["k"].shape[1])[:, None], shard["k"].shape[3]
             at = step.positions - device * length
-            at = jnp.where(at < 0, length, at)  # padding, or another device's: dropped, as those past the end
-            return {n: here[n].at[layer, lanes, step.rows, at].set(new[n], mode="drop") for n in here}
+            at = jnp.where(at < 0, length, at)  # out of range for padding and other devices' positions: dropped
+            return {n: shard[n].at[layer, batch_rows, step.slots, at].set(new[n], mode="drop") for n in shard}
 
-        return append_to(local, state, _AXES, {"k": k, "v": v}, (step, layer), "cache_seq", "the cache")
+        return append_to(local, state, _AXES, {"k": k, "v": v}, step, layer, "cache_seq", "the cache")
 
     def attend(
         self,
@@ -73,13 +72,12 @@ class Contiguous:
     ) -> tuple[Float[Array, "b s h dv"], Float[Array, "b s h"]]:
         """See `jaxscale.nn.Cache`."""
 
-        def local(q: Array, here: State, told: tuple[Packed, Array], device: Array) -> Part:
-            step, layer = told
-            _, lanes, rows = here["k"].shape[:3]
-            pages = (layer * lanes + jnp.arange(lanes)[:, None]) * rows + jnp.arange(rows)  # a row is a page
+        def local(q: Array, shard: State, step: Packed, layer: Array, device: Array) -> Part:
+            _, batch, slots = shard["k"].shape[:3]
+            pages = (layer * batch + jnp.arange(batch)[:, None]) * slots + jnp.arange(slots)  # a slot is one page
             return attend_packed(
                 q,
-                pages_of(here),
+                flat_pages(shard),
                 step,
                 pages[..., None],
                 first=device,
@@ -89,4 +87,4 @@ class Contiguous:
                 scale=scale,
             )
 
-        return over_cache(local, q, state, _AXES, (step, layer), "cache_seq", "the cache")
+        return attend_to(local, q, state, _AXES, step, layer, "cache_seq", "the cache")

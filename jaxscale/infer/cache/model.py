@@ -1,4 +1,4 @@
-"""A whole model's cache: what each of its layers keeps, made, measured and handed to the model."""
+"""The cache of a whole model: the state of each of its layers, its size in bytes, and how the model is given it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.stages import kept_layers, stages_of, turns
+from jaxscale.infer.stages import micro_batches, stages_of, state_count
 from jaxscale.layout import Layout, constrain, current
 from jaxscale.models import Decodable
 from jaxscale.nn import Cache, DecodeState, Packed, RunCache
 from jaxscale.parallel.pipeline import Stages
 
 ModelCache = tuple[tuple[Any, ...], ...]
-"""A state for each block of each run."""
+"""A state for each block of each run of blocks."""
 
 
 def describe_cache(model: Any) -> tuple[tuple[tuple[DecodeState, int], ...], ...]:
-    """What the layers keep: for each run, of each block of its group, and how many copies of it there are.
+    """Return what the layers keep between tokens: for each run of blocks, for each block, its state and its repeats.
+
+    Args:
+      model: a language model.
 
     Raises:
-      ConfigError: a model or a part of it that cannot go on from kept keys.
+      ConfigError: the model, or one of its layers, cannot decode with a cache.
     """
     return tuple(tuple(run.decode_states()) for run in decodable(model).runs)
 
 
 def decodable(model: Any) -> Decodable:
-    """The model, checked to be able to decode with a cache.
+    """Return the model if it can decode with a cache.
+
+    Args:
+      model: a model.
 
     Raises:
       ConfigError: it cannot.
@@ -42,72 +48,89 @@ def decodable(model: Any) -> Decodable:
     return model
 
 
-def reuses_prefixes(model: Any, how: Cache) -> bool:
-    """Whether a text may go on from what is kept of another that begins alike."""
-    return all(state.reusable(how) for run in describe_cache(model) for state, _ in run)
+def reuses_prefixes(model: Any, cache: Cache) -> bool:
+    """Return whether sequences that begin alike can share their cached beginning.
+
+    Args:
+      model: a language model.
+      cache: the kind of KV cache.
+    """
+    return all(state.reusable(cache) for run in describe_cache(model) for state, _ in run)
 
 
 def init_cache(
-    model: Any, how: Cache, lanes: int, rows: int, length: int, longest: int | None = None, *, back: int = 0
+    model: Any, cache: Cache, batch: int, slots: int, length: int, longest: int | None = None, *, back: int = 0
 ) -> ModelCache:
-    """An empty cache, laid out by the layout in force.
+    """Return an empty cache, sharded by the layout in force.
 
     Args:
-      model: whose; its arrays are not looked at.
-      how: the cache.
-      lanes, rows: how many, the rows of each lane.
-      length: the places of a row.
-      longest: the most tokens that a row will have, by default as many.
-      back: a row may go on from as many tokens before its last one (speculation).
+      model: a language model; its arrays are not read.
+      cache: the kind of KV cache.
+      batch: the batch rows of a step.
+      slots: sequences of each batch row.
+      length: positions of each slot.
+      longest: the most tokens that a sequence will have; `length` by default.
+      back: how many tokens a sequence may be rolled back (speculative decoding).
 
     Raises:
-      ConfigError: a model that cannot go on from kept keys, or not up to such a length.
-      LayoutError: it does not divide.
+      ConfigError: the model cannot decode with a cache, or not up to this length.
+      LayoutError: an array does not divide over its mesh axes.
     """
-    kept = describe_cache(model)
+    states = describe_cache(model)
     decodable(model).refuse_length(length if longest is None else longest)
-    staged = _Staged.of(model, lanes)
+    staged = _Staged.of(model, batch)
 
     def make() -> ModelCache:
-        def of(k: DecodeState, n: int, run: int) -> Any:
-            state = k.init(how, *staged.sizes(n, lanes, run), rows, length, back)
-            axes = {name: k.axes(how, name) for name in state} if isinstance(state, dict) else {}
-            return {name: staged.lay_out(x, axes[name]) for name, x in state.items()} if axes else state
+        def of(state: DecodeState, layers: int, run: int) -> Any:
+            arrays = state.init(cache, *staged.sizes(layers, batch, run), slots, length, back)
+            axes = {name: state.axes(cache, name) for name in arrays} if isinstance(arrays, dict) else {}
+            return {name: staged.lay_out(x, axes[name]) for name, x in arrays.items()} if axes else arrays
 
-        return tuple(tuple(of(k, n, i) for k, n in run) for i, run in enumerate(kept))
+        return tuple(tuple(of(state, n, i) for state, n in run) for i, run in enumerate(states))
 
     return jax.jit(make)()
 
 
-def cache_bytes(model: Any, how: Cache, lanes: int, rows: int, length: int, *, back: int = 0) -> int:
-    """What `init_cache` of the same arguments takes, over all devices."""
-    staged = _Staged.of(model, lanes)
-    of = lambda k, n, run: k.bytes(how, *staged.sizes(n, lanes, run), rows, length, back)  # noqa: E731
-    return sum(of(k, n, i) for i, run in enumerate(describe_cache(model)) for k, n in run)
+def cache_bytes(model: Any, cache: Cache, batch: int, slots: int, length: int, *, back: int = 0) -> int:
+    """Return the bytes of `init_cache` with the same arguments, over all devices.
+
+    Args:
+      model: a language model; its arrays are not read.
+      cache: the kind of KV cache.
+      batch: the batch rows of a step.
+      slots: sequences of each batch row.
+      length: positions of each slot.
+      back: how many tokens a sequence may be rolled back.
+    """
+    staged, total = _Staged.of(model, batch), 0
+    for i, run in enumerate(describe_cache(model)):
+        for state, layers in run:
+            total += state.bytes(cache, *staged.sizes(layers, batch, i), slots, length, back)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
 class _Staged:
-    """How pipeline stages have a cache: layers on theirs, each with a part for every micro-batch of lanes."""
+    """A cache over pipeline stages: each has the states of its layers, split into the micro-batches of a step."""
 
     stages: Stages | None
-    turns: int
+    micro: int
 
     @classmethod
-    def of(cls, model: Any, lanes: int) -> _Staged:
+    def of(cls, model: Any, batch: int) -> _Staged:
         layout = current()
         if layout is None or layout.stages == 1:
             return cls(None, 1)
-        return cls(stages_of(model.runs, layout), turns(lanes, layout))
+        return cls(stages_of(model.runs, layout), micro_batches(batch, layout))
 
-    def sizes(self, layers: int, lanes: int, run: int) -> tuple[int, int]:
-        """The layers and lanes of a run's states."""
+    def sizes(self, layers: int, batch: int, run: int) -> tuple[int, int]:
+        """The first two dimensions of the states of a run of blocks."""
         if self.stages is None:
-            return layers, lanes
-        return kept_layers(run, self.stages, self.turns), lanes // self.turns
+            return layers, batch
+        return state_count(run, self.stages, self.micro), batch // self.micro
 
     def lay_out(self, x: jax.Array, names: tuple[str | None, ...] | None) -> jax.Array:
-        """A state where it lives, if that is known."""
+        """Constrain an array to the sharding of its logical axes; `None` leaves it to the partitioner."""
         layout = current()
         if names is None:
             return x
@@ -117,13 +140,23 @@ class _Staged:
         return jax.lax.with_sharding_constraint(x, PartitionSpec("pipeline", *rest[1:]))
 
 
-def run_caches(how: Cache, states: ModelCache, step: Packed) -> list[RunCache]:
-    """As `Transformer.hidden_and_stats` takes it; afterwards each has its new `states`."""
-    return [RunCache(how, step, run) for run in states]
+def run_caches(cache: Cache, states: ModelCache, step: Packed) -> list[RunCache]:
+    """Return the argument `cache` of `Transformer.hidden_and_stats`; the call leaves the new states in it.
+
+    Args:
+      cache: the kind of KV cache.
+      states: the states of the model's layers.
+      step: slot and position of each token.
+    """
+    return [RunCache(cache, step, run) for run in states]
 
 
 def generating(layout: Layout | None) -> Layout | None:
-    """The same layout for steps of few tokens: what is cut along the sequence is the cache, not the step."""
+    """Return a layout for steps of few tokens: sequence axes shard the cache instead of the step's tokens.
+
+    Args:
+      layout: a layout, or `None` for one device.
+    """
     if layout is None:
         return None
     rules = layout.resolved_rules.for_generation()

@@ -1,4 +1,4 @@
-"""A cache whose rows are lists of pages, so that texts take what they need and may share what they have in common."""
+"""A paged KV cache: sequences take pages as they grow, and share the pages of a common beginning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache.rows import append_to, arrays, attend_packed, bytes_of, over_cache, pages_of
+from jaxscale.infer.cache.shards import append_to, arrays, attend_packed, attend_to, bytes_of, flat_pages
 from jaxscale.nn import KeyValues, Packed
 from jaxscale.parallel.context import Part
 
@@ -21,15 +21,15 @@ State = dict[str, Array]
 @register(name="PagedCache")
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """Keys and values by page and place in it, (layers, lanes, pages, page, heads, width) (Kwon et al. 2023, vLLM).
+    """Keys and values by page: arrays (layers, batch, pages, page, heads, width) (Kwon et al. 2023, vLLM).
 
-    `Packed.tables` says which pages are a row's: entry i holds its positions from `i * page`. `context` cuts the pages,
-    and a row's are dealt out to its devices in turn (entry i is a page of device i modulo their number), so that every
-    device attends to a like part of every row (Infinite-LLM, Lin et al. 2024).
+    `Packed.tables` lists the pages of each slot: entry i holds its positions from `i * page`. The mesh axis `context`
+    shards the pages, and entry i is a page of device i modulo the number of devices, so that every device attends to a
+    like part of every sequence (Infinite-LLM, Lin et al. 2024).
 
     Args:
       page: positions in a page.
-      pages: of a lane; `None` is enough for rows of full length.
+      pages: pages of each batch row; `None` is enough for every slot to reach the full length.
 
     Raises:
       ConfigError: a size below 1.
@@ -46,21 +46,25 @@ class Paged:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"PagedCache.{name} = {value!r}: must be a whole number of at least 1")
 
-    def per_row(self, length: int) -> int:
-        """Pages of a row of full length."""
+    def per_slot(self, length: int) -> int:
+        """Return the pages of one sequence.
+
+        Args:
+          length: its tokens.
+        """
         return -(-length // self.page)
 
-    def count(self, rows: int, length: int) -> int:
-        """Pages of a lane."""
-        return rows * self.per_row(length) if self.pages is None else self.pages
-
-    def init(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> State:
+    def count(self, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
-        return arrays(kept, layers, lanes, self.count(rows, length), self.page)
+        return slots * self.per_slot(length) if self.pages is None else self.pages
 
-    def bytes(self, kept: KeyValues, layers: int, lanes: int, rows: int, length: int) -> int:
+    def init(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""
-        return bytes_of(kept, layers * lanes * self.count(rows, length) * self.page)
+        return arrays(key_values, layers, batch, self.count(slots, length), self.page)
+
+    def bytes(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> int:
+        """See `jaxscale.nn.Cache`."""
+        return bytes_of(key_values, layers * batch * self.count(slots, length) * self.page)
 
     def append(
         self,
@@ -72,21 +76,20 @@ class Paged:
     ) -> State:
         """See `jaxscale.nn.Cache`."""
 
-        def local(here: State, new: State, told: tuple[Packed, Array], device: Array) -> State:
-            step, layer = told
+        def local(shard: State, new: State, step: Packed, layer: Array, device: Array) -> State:
             assert step.tables is not None
-            pages = here["k"].shape[2]
+            pages = shard["k"].shape[2]
 
-            def which(table: Array, rows: Array, positions: Array) -> Array:
-                rows = jnp.where(rows < 0, len(table), rows)
-                return table.at[rows, positions // self.page].get(mode="fill", fill_value=-1)
+            def page_of(table: Array, slots: Array, positions: Array) -> Array:
+                slots = jnp.where(slots < 0, len(table), slots)
+                return table.at[slots, positions // self.page].get(mode="fill", fill_value=-1)
 
-            page = jax.vmap(which)(step.tables, step.rows, step.positions) - device * pages
-            page = jnp.where(page < 0, pages, page)  # padding, or another device's: dropped, as those past the end
-            lanes, at = jnp.arange(here["k"].shape[1])[:, None], step.positions % self.page
-            return {n: here[n].at[layer, lanes, page, at].set(new[n], mode="drop") for n in here}
+            page = jax.vmap(page_of)(step.tables, step.slots, step.positions) - device * pages
+            page = jnp.where(page < 0, pages, page)  # out of range for padding and other devices' pages: dropped
+            batch_rows, at = jnp.arange(shard["k"].shape[1])[:, None], step.positions % self.page
+            return {n: shard[n].at[layer, batch_rows, page, at].set(new[n], mode="drop") for n in shard}
 
-        return append_to(local, state, _AXES, {"k": k, "v": v}, (step, layer), "pages", "the cache")
+        return append_to(local, state, _AXES, {"k": k, "v": v}, step, layer, "pages", "the cache")
 
     def attend(
         self,
@@ -101,19 +104,18 @@ class Paged:
         scale: float | None = None,
     ) -> tuple[Float[Array, "b s h dv"], Float[Array, "b s h"]]:
         """See `jaxscale.nn.Cache`."""
-        whole = state["k"].shape[2]
+        total = state["k"].shape[2]
 
-        def local(q: Array, here: State, told: tuple[Packed, Array], device: Array) -> Part:
-            step, layer = told
-            lanes, pages = here["k"].shape[1:3]
+        def local(q: Array, shard: State, step: Packed, layer: Array, device: Array) -> Part:
+            batch, pages = shard["k"].shape[1:3]
             assert step.tables is not None
-            devices = whole // pages
-            tables = _dealt(step.tables, devices, device) - device * pages  # (lanes, rows, entries of this device)
-            of_lane = (layer * lanes + jnp.arange(lanes)[:, None, None]) * pages
-            tables = jnp.where((tables >= 0) & (tables < pages), of_lane + tables, -1)
+            devices = total // pages
+            tables = _own_entries(step.tables, devices, device) - device * pages  # (batch, slots, entries)
+            offset = (layer * batch + jnp.arange(batch)[:, None, None]) * pages
+            tables = jnp.where((tables >= 0) & (tables < pages), offset + tables, -1)
             return attend_packed(
                 q,
-                pages_of(here),
+                flat_pages(shard),
                 step,
                 tables,
                 first=device,
@@ -124,13 +126,13 @@ class Paged:
                 scale=scale,
             )
 
-        return over_cache(local, q, state, _AXES, (step, layer), "pages", "the cache")
+        return attend_to(local, q, state, _AXES, step, layer, "pages", "the cache")
 
 
-def _dealt(tables: Int[Array, "b r p"], devices: int, device: Int[Array, ""]) -> Int[Array, "b r n"]:
-    """Every `devices`-th entry of each table, from this device's first on."""
+def _own_entries(tables: Int[Array, "b r p"], devices: int, device: Int[Array, ""]) -> Int[Array, "b r n"]:
+    """The entries of each table that are on this device: every `devices`-th one."""
     if devices == 1:
         return tables
-    short = -tables.shape[-1] % devices
-    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, short)), constant_values=-1)
+    padding = -tables.shape[-1] % devices
+    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, padding)), constant_values=-1)
     return tables.reshape(*tables.shape[:2], -1, devices)[..., device]

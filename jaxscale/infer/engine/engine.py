@@ -1,4 +1,4 @@
-"""The engine: requests come and go at any time, and every step is for all that are there."""
+"""The engine: a queue of requests, continuous batching, and counts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.engine.request import Event, Finish, Request, Text
+from jaxscale.infer.engine.request import Event, Finish, Request, SequenceState
 from jaxscale.infer.engine.stepper import Stepper, Top
 
 
 class Stats(NamedTuple):
-    """What an engine is doing and has done.
+    """The state of an engine, and counts since it was made.
 
     Args:
-      waiting, running: texts.
-      pages_used, pages_free: of all lanes; a page that is only remembered is free.
-      pages_known: of the free ones, those that are remembered.
-      tokens_in: of the prompts of all requests.
-      tokens_out: that were given.
-      shared: tokens that were found in the cache, and not computed.
-      computed: tokens that went through the model.
-      columns: places that the steps had for them, so that what is more than `computed` is padding.
-      preemptions: how often a text's pages were taken from it.
+      waiting: sequences without a slot.
+      running: sequences with one.
+      pages_used: pages that running sequences hold, over all shards.
+      pages_free: pages that none holds, those of `pages_known` included.
+      pages_known: free pages whose tokens are still in the prefix cache.
+      tokens_in: tokens of the prompts of all requests.
+      tokens_out: generated tokens.
+      shared: tokens that the prefix cache had, so that they were not computed.
+      computed: tokens that passed through the model.
+      columns: places for tokens in all steps; what exceeds `computed` is padding.
+      preemptions: how often a sequence was preempted.
       steps: passes through the model.
-      calls: of the device, each of one step or several.
-      proposed, accepted: tokens of a draft.
+      calls: programs launched on the device, each of one step or several.
+      proposed: tokens that a draft proposed.
+      accepted: those of them that were accepted.
     """
 
     waiting: int = 0
@@ -50,92 +53,102 @@ class Stats(NamedTuple):
 
     @property
     def acceptance(self) -> float:
-        """The share of a draft's proposals that were accepted."""
+        """The share of a draft's proposals that were accepted; 0 without proposals."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
 class Engine:
-    """Generates for many requests at once, each of which gets what it would get alone.
+    """Generates for many requests at once; each gets what it would get alone.
 
-    Keeps the queue, checks requests, ends texts and counts; a stepper computes the tokens: `Cached` for most models,
-    `WithDraft` for speculative decoding, `Streamed` for models larger than the device, `WholeTexts` for models that
-    keep nothing between tokens. Several processes with one layout each have an engine, and call the same of it in the
-    same order (with a scheduler that does not go by the clock); all are told all tokens.
+    The engine keeps the queue, checks requests, ends sequences and counts; a stepper computes the tokens: `Cached` for
+    most models, `WithDraft` for speculative decoding, `Streamed` for models larger than the device's memory,
+    `WholeSequences` for models without a cache. Several processes with one layout each have an engine; they must make
+    the same calls in the same order (with a scheduler that does not read the clock), and each gets all events.
 
     Args:
-      stepper: what takes the steps.
-      clock: seconds, for the scheduler.
+      stepper: computes the steps.
+      clock: returns seconds, for the scheduler.
     """
 
     def __init__(self, stepper: Stepper, clock: Callable[[], float] = time.monotonic):
         self.stepper, self.clock = stepper, clock
-        self._queue: list[Text] = []
-        self._running: list[Text] = []
-        self._texts: dict[Hashable, Text] = {}
+        self._queue: list[SequenceState] = []
+        self._running: list[SequenceState] = []
+        self._sequences: dict[Hashable, SequenceState] = {}
         self._events: list[Event] = []
         self._number = self._tokens_in = self._tokens_out = self._preemptions = 0
 
     @property
-    def places(self) -> int:
-        """Texts that may be under way at once."""
-        return self.stepper.places
+    def slots(self) -> int:
+        """Sequences that may run at once."""
+        return self.stepper.slots
 
     @property
     def length(self) -> int:
-        """The most tokens of a text, prompt and continuation."""
+        """The most tokens of a sequence, prompt and generated ones."""
         return self.stepper.length
 
     def submit(self, request: Request) -> None:
-        """Puts a request into the queue.
+        """Put a request into the queue.
+
+        Args:
+          request: the request.
 
         Raises:
-          ConfigError: what it asks cannot be done here.
+          ConfigError: the engine cannot answer it (see `check`), or an unfinished request has its id.
         """
         self.check(request)
-        if request.id in self._texts:
-            raise ConfigError(f"there is a request {request.id!r} under way already; give this one another id")
-        text = Text(request, self._number, self.clock(), np.asarray(request.prompt).tolist())
+        if request.id in self._sequences:
+            raise ConfigError(f"request id {request.id!r} belongs to an unfinished request; use another id")
+        sequence = SequenceState(request, self._number, self.clock(), np.asarray(request.prompt).tolist())
         self._number += 1
-        self._tokens_in += len(text.tokens)
-        self._texts[request.id] = text
-        self._queue.append(text)
+        self._tokens_in += len(sequence.tokens)
+        self._sequences[request.id] = sequence
+        self._queue.append(sequence)
 
     def check(self, request: Request) -> None:
-        """That a request can be answered here.
+        """Check that the engine can answer a request.
+
+        Args:
+          request: the request.
 
         Raises:
           ConfigError: it cannot.
         """
         vocab, ids, s = self.stepper.vocab, np.asarray(request.prompt), request.sampling
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise ConfigError("a prompt is one or more token ids; begin with the id that ends a text, if with none")
+            raise ConfigError("a prompt must be one or more token ids; use the end-of-text id for an empty one")
         if ids.min() < 0 or ids.max() >= vocab:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
-            raise ConfigError(f"the prompt has token id {wrong}, and the model knows ids from 0 to {vocab - 1}")
+            raise ConfigError(f"the prompt has token id {wrong}; the model's ids are from 0 to {vocab - 1}")
         if ids.size + s.max_tokens > self.length:
             raise ConfigError(
-                f"a prompt of {ids.size} tokens and max_tokens = {s.max_tokens} are more than the {self.length} tokens "
-                f"that a text may have here; ask for at most {max(self.length - ids.size, 0)}"
+                f"a prompt of {ids.size} tokens and max_tokens = {s.max_tokens} exceed the engine's length of "
+                f"{self.length} tokens; max_tokens may be at most {max(self.length - ids.size, 0)}"
             )
         if request.scored and not self.stepper.scores:
             name = type(self.stepper).__name__
-            raise ConfigError(f"{name} gives no log-probabilities of a prompt; ask for those of new tokens alone")
+            raise ConfigError(f"{name} gives no log-probabilities of a prompt; request those of new tokens only")
 
     def cancel(self, id: Hashable) -> None:
-        """Ends a request, whose pages are free at once; of one that is not under way, nothing."""
-        text = self._texts.get(id)
-        if text is not None:
+        """End a request and free its pages; an unknown id does nothing.
+
+        Args:
+          id: of the request.
+        """
+        sequence = self._sequences.get(id)
+        if sequence is not None:
             self._events.append(Event(id, -1, finished="cancelled"))
-            self._end(text)
+            self._end(sequence)
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do or to tell."""
-        return bool(self._texts or self._events)
+        """Whether there are unfinished requests, or events that `step` has not returned yet."""
+        return bool(self._sequences or self._events)
 
     @property
     def stats(self) -> Stats:
-        """Counts."""
+        """The engine's state and counts."""
         return Stats(
             waiting=len(self._queue),
             running=len(self._running),
@@ -146,68 +159,64 @@ class Engine:
         )
 
     def step(self) -> list[Event]:
-        """Does what the stepper says is next; the tokens that were chosen, and the ends of texts.
+        """Take the stepper's next step; return the chosen tokens and the ends of sequences.
 
         Raises:
-          ConfigError: a scheduler that leaves everybody waiting, or gives a text what it cannot have.
+          ConfigError: a scheduler schedules nothing, or tokens that a sequence has no pages for.
         """
         events, self._events = self._events, []
-        if self._texts:
+        if self._sequences:
             plan = self.stepper.admit(tuple(self._queue), tuple(self._running), self.clock())
             self._sort()
-            self.stepper.run(plan, lambda *new: events.append(self._given(*new)))
+            self.stepper.run(plan, lambda *new: events.append(self._add_token(*new)))
         return events
 
     def compile(self, note: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Compiles every step that there can be, so that no text waits for it, whatever its `Sampling`.
+        """Compile every program that a step may need, so that no request waits for it, whatever its `Sampling`.
 
         Args:
-          note: called before each with how many are done, and of how many.
+          note: called before each with the number of programs that are compiled, and of all.
         """
         self.stepper.compile(note)
 
-    # Within
+    # Helpers
 
     def _sort(self) -> None:
-        """Who waits and who runs, after the stepper has spoken."""
-        gone = [t for t in self._running if not t.running]
-        for text in gone:
-            text.preempted += 1
+        """Move sequences between queue and running after the stepper has admitted and preempted."""
+        preempted = [s for s in self._running if not s.running]
+        for sequence in preempted:
+            sequence.preempted += 1
             self._preemptions += 1
-        came = [t for t in self._queue if t.running]
-        self._running = [t for t in self._running if t.running]
-        self._queue = [t for t in self._queue if not t.running]
-        _insert(self._running, came)
-        _insert(self._queue, gone)
+        admitted = [s for s in self._queue if s.running]
+        self._running = [s for s in self._running if s.running]
+        self._queue = [s for s in self._queue if not s.running]
+        _insert(self._running, admitted)
+        _insert(self._queue, preempted)
 
-    def _given(self, text: Text, token: int, logprob: float, top: Top) -> Event:
-        """A text's new token; ends it with its last."""
-        text.tokens.append(token)
+    def _add_token(self, sequence: SequenceState, token: int, logprob: float, top: Top) -> Event:
+        """Append a sequence's new token, and end the sequence with its last."""
+        sequence.tokens.append(token)
         self._tokens_out += 1
         finished: Finish | None = None
-        if token in self.stepper.end_ids and not text.request.sampling.ignore_end:
+        if token in self.stepper.end_ids and not sequence.request.sampling.ignore_end:
             finished = "stop"
-        elif not text.left:
+        elif not sequence.remaining:
             finished = "length"
         if finished is not None:
-            self._end(text)
-        prompt = tuple(text.scores) if text.made == 1 else ()
-        return Event(text.request.id, token, logprob, top, finished, prompt)
+            self._end(sequence)
+        prompt = tuple(sequence.scores) if sequence.generated == 1 else ()
+        return Event(sequence.request.id, token, logprob, top, finished, prompt)
 
-    def _end(self, text: Text) -> None:
-        del self._texts[text.request.id]
-        if text.running:
-            self.stepper.release(text)
-            self._running.remove(text)
+    def _end(self, sequence: SequenceState) -> None:
+        del self._sequences[sequence.request.id]
+        if sequence.running:
+            self.stepper.release(sequence)
+            self._running.remove(sequence)
         else:
-            self._queue.remove(text)
+            self._queue.remove(sequence)
 
 
-def _insert(into: list[Text], texts: Iterable[Text]) -> None:
-    """In order of arrival."""
-    for text in texts:
-        bisect.insort(into, text, key=_number)
-
-
-def _number(text: Text) -> int:
-    return text.number
+def _insert(into: list[SequenceState], sequences: Iterable[SequenceState]) -> None:
+    """Insert in order of arrival."""
+    for sequence in sequences:
+        bisect.insort(into, sequence, key=lambda s: s.number)

@@ -1,4 +1,4 @@
-"""A step's texts as arrays: tokens of many texts side by side, with no padding but up to the next compiled size."""
+"""Packing a step: tokens of many sequences side by side in arrays of a few compiled sizes."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt8
 
-from jaxscale.infer.engine.request import Text
-from jaxscale.infer.sampling import Choices, Sampling, seen_bits
+from jaxscale.infer.engine.request import SequenceState
+from jaxscale.infer.sampling import Sampling, SamplingArrays, seen_bits
 from jaxscale.nn import Group, Packed
 
 QUERIES = 32
-"""Tokens of a chunk that attend side by side."""
+"""Tokens of a prompt's chunk that attend in one block."""
 
 
-class Told(NamedTuple):
-    """What a step is told, NumPy arrays.
+class StepInputs(NamedTuple):
+    """The inputs of a step on the device, NumPy arrays. The batch dimension is that of the cache's shards.
 
     Args:
-      tokens: ids.
-      step: whose they are.
-      columns: which of a lane's tokens have a next one chosen; 0 where fewer do.
-      at: place of that one in its text.
-      left: how many tokens the text may still get, 0 where there is no text.
-      choices: how each is chosen, (lanes, n) each.
-      ends: ids that end a text, -1 where there are fewer.
-      on: texts that go on after such an id.
-      top: whether somebody wants the likeliest tokens.
-      seen: a bit for each id, see `seen_bits`: whether it is in the text already; 0 where nothing is penalised.
+      tokens: ids, int32 (shards, columns).
+      step: slot and position of each token.
+      columns: the last column of each sequence whose next token is chosen, int32 (shards, n); 0 for unused entries.
+      at: position of that next token in its sequence, int32 (shards, n).
+      remaining: tokens that the sequence may still get, int32 (shards, n); 0 for unused entries.
+      sampling: settings of each, arrays (shards, n).
+      ends: end-of-text token ids, int32; [-1] for none.
+      ignore_end: which sequences continue after such an id, bool (shards, n).
+      with_top: whether any sequence wants the likeliest tokens, bool scalar.
+      seen: which token ids each sequence contains (`seen_bits`), uint8 (shards, n, bytes).
     """
 
     tokens: Int[Array, "b s"]
     step: Packed
     columns: Int[Array, "b n"]
     at: Int[Array, "b n"]
-    left: Int[Array, "b n"]
-    choices: Choices
+    remaining: Int[Array, "b n"]
+    sampling: SamplingArrays
     ends: Int[Array, " e"]
-    on: Bool[Array, "b n"]
-    top: Bool[Array, ""]
+    ignore_end: Bool[Array, "b n"]
+    with_top: Bool[Array, ""]
     seen: UInt8[Array, "b n w"]
 
 
 class Shape(NamedTuple):
-    """What a step is compiled for.
+    """The sizes for which a step is compiled.
 
     Args:
       width: columns.
-      blocks: of `QUERIES` tokens of a chunk; 0 where every text has one token.
+      blocks: blocks of `QUERIES` tokens for chunks of prompts; 0 for a step where every sequence has one token.
     """
 
     width: int
@@ -59,47 +59,65 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes that steps are compiled for, so that they are few.
+    """The few sizes for which steps are compiled.
 
     Args:
-      lanes, rows: of the cache, the rows of each lane.
-      budget: the most tokens of a lane in a step.
-      entries: pages of a text of full length; 0 for a cache without pages.
+      shards: shards of the cache.
+      slots: slots of each shard.
+      budget: the most tokens of a shard in a step.
+      entries: pages of a sequence of full length; 0 for a cache without pages.
     """
 
-    lanes: int
-    rows: int
+    shards: int
+    slots: int
     budget: int
     entries: int
 
     def single(self, n: int) -> int:
-        """Columns for n texts of one token each."""
-        return _next(n, 1, 2, self.rows)
+        """Return the columns for sequences of one token each.
+
+        Args:
+          n: the number of sequences.
+        """
+        return _next_size(n, 1, 2, self.slots)
 
     def many(self, n: int) -> int:
-        """Columns for n tokens, of chunks among them."""
-        return _next(n, 16, 2, self.budget)
+        """Return the columns for tokens of which some are chunks of prompts.
+
+        Args:
+          n: the number of tokens.
+        """
+        return _next_size(n, 16, 2, self.budget)
 
     def blocks(self, n: int, width: int) -> int:
-        """Blocks of `QUERIES` for n of them in so many columns: those of one chunk, or of one for each row."""
-        one = -(-width // QUERIES)
-        return one if n <= one else one + self.rows
+        """Return the compiled number of blocks: enough for one chunk, or for one chunk of every slot.
 
-    def of(self, parts: Sequence[tuple[Text, int]]) -> Shape:
-        """That of a step."""
-        tokens, texts, blocks = ([0] * self.lanes for _ in range(3))
-        for text, n in parts:
-            tokens[text.lane] += n
-            texts[text.lane] += 1
-            blocks[text.lane] += -(-n // QUERIES) if n > 1 else 0
-        if all(text.behind == 1 for text, _ in parts):
-            return Shape(self.single(max(texts)), 0)
+        Args:
+          n: blocks of `QUERIES` tokens that are needed.
+          width: columns of the step.
+        """
+        one = -(-width // QUERIES)
+        return one if n <= one else one + self.slots
+
+    def of(self, parts: Sequence[tuple[SequenceState, int]]) -> Shape:
+        """Return the shape of a step.
+
+        Args:
+          parts: sequences and how many tokens of each.
+        """
+        tokens, sequences, blocks = ([0] * self.shards for _ in range(3))
+        for sequence, n in parts:
+            tokens[sequence.shard] += n
+            sequences[sequence.shard] += 1
+            blocks[sequence.shard] += -(-n // QUERIES) if n > 1 else 0
+        if all(sequence.uncached == 1 for sequence, _ in parts):
+            return Shape(self.single(max(sequences)), 0)
         width = self.many(max(tokens))
         return Shape(width, self.blocks(max(blocks), width))
 
     def all(self) -> Iterator[Shape]:
-        """Every one that a step can have."""
-        yield from (Shape(n, 0) for n in _ladder(1, 2, self.rows))
+        """Yield every shape that a step can have."""
+        yield from (Shape(n, 0) for n in _ladder(1, 2, self.slots))
         for width in _ladder(16, 2, self.budget):
             yield from (Shape(width, self.blocks(n, width)) for n in (1, width))
 
@@ -111,102 +129,117 @@ def _ladder(first: int, factor: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _next(n: int, first: int, factor: int, last: int) -> int:
+def _next_size(n: int, first: int, factor: int, last: int) -> int:
     return next(size for size in _ladder(first, factor, last) if size >= n)
 
 
 def pack(
-    parts: Sequence[tuple[Text, int]], shape: Shape, sizes: Sizes, vocab: int, ends: Any
-) -> tuple[Told, list[tuple[Text, int, int]]]:
-    """A step's arrays; and of each text whose next token is chosen its lane and its place among those of the lane.
+    parts: Sequence[tuple[SequenceState, int]], shape: Shape, sizes: Sizes, vocab: int, ends: Any
+) -> tuple[StepInputs, list[tuple[SequenceState, int, int]]]:
+    """Pack a step's sequences into arrays.
 
     Args:
-      parts: texts and how many tokens of each.
-      shape: one of `sizes`.
-      sizes: that are compiled.
-      vocab: how many ids there are.
-      ends: ids that end a text.
+      parts: sequences and how many tokens of each.
+      shape: one of the shapes of `sizes`.
+      sizes: the compiled sizes.
+      vocab: the vocabulary's size.
+      ends: end-of-text token ids, int32.
+
+    Returns:
+      the inputs; and for each sequence whose next token is chosen its shard and its index in `StepInputs.columns`.
     """
-    by_lane: list[list[tuple[Text, int]]] = [[] for _ in range(sizes.lanes)]
-    for text, n in parts:
-        by_lane[text.lane].append((text, n))
+    by_shard: list[list[tuple[SequenceState, int]]] = [[] for _ in range(sizes.shards)]
+    for sequence, n in parts:
+        by_shard[sequence.shard].append((sequence, n))
     width, blocks = shape
-    places = sizes.rows if blocks else width
-    by_row = places == sizes.rows  # each text stands at its row's number, so that the cache is read in order
+    places = sizes.slots if blocks else width
+    by_slot = places == sizes.slots  # a sequence's place is its slot, so that the cache is read in order
 
-    def filled(value: int, *shape: int) -> Any:  # which the device takes as an array
-        return np.full((sizes.lanes, *shape), value, np.int32)
+    def filled(value: int, *shape: int) -> Any:  # `Any`: NumPy arrays where the types say JAX arrays
+        return np.full((sizes.shards, *shape), value, np.int32)
 
-    tokens, row_of, positions = filled(0, width), filled(-1, width), filled(-1, width)
-    single, single_rows = filled(width, places, 1), filled(0, places)
-    block, block_rows = filled(width, blocks, QUERIES), filled(0, blocks)
-    tables = filled(-1, sizes.rows, sizes.entries)
-    columns, at, left = filled(0, places), filled(0, places), filled(0, places)
-    samplings = [[_NOBODY] * places for _ in range(sizes.lanes)]
+    tokens, slot_of, positions = filled(0, width), filled(-1, width), filled(-1, width)
+    single, single_slots = filled(width, places, 1), filled(0, places)
+    block, block_slots = filled(width, blocks, QUERIES), filled(0, blocks)
+    tables = filled(-1, sizes.slots, sizes.entries)
+    columns, at, remaining = filled(0, places), filled(0, places), filled(0, places)
+    samplings = [[_UNUSED] * places for _ in range(sizes.shards)]
     chosen = []
-    for lane, own in enumerate(by_lane):
-        column = taken = 0
-        for i, (text, n) in enumerate(own):
-            place = text.row if by_row else i
-            if by_row and not blocks:
-                column = text.row
-            tokens[lane, column : column + n] = text.tokens[text.kept : text.kept + n]
-            row_of[lane, column : column + n] = text.row
-            positions[lane, column : column + n] = range(text.kept, text.kept + n)
-            tables[lane, text.row, : len(text.pages)] = text.pages
+    for shard, own in enumerate(by_shard):
+        column = used = 0
+        for i, (sequence, n) in enumerate(own):
+            slot, cached = sequence.slot, sequence.cached
+            place = slot if by_slot else i
+            if by_slot and not blocks:
+                column = slot
+            tokens[shard, column : column + n] = sequence.tokens[cached : cached + n]
+            slot_of[shard, column : column + n] = slot
+            positions[shard, column : column + n] = range(cached, cached + n)
+            tables[shard, slot, : len(sequence.pages)] = sequence.pages
             if n == 1:
-                single[lane, place], single_rows[lane, place] = column, text.row
+                single[shard, place], single_slots[shard, place] = column, slot
             for first in range(0, n if n > 1 else 0, QUERIES):
                 some = min(QUERIES, n - first)
-                block[lane, taken, :some] = range(column + first, column + first + some)
-                block_rows[lane, taken] = text.row
-                taken += 1
-            if n == text.behind:
-                columns[lane, place], at[lane, place] = column + n - 1, len(text.tokens)
-                left[lane, place], samplings[lane][place] = text.left, text.request.sampling
-                chosen.append((text, lane, place))
+                block[shard, used, :some] = range(column + first, column + first + some)
+                block_slots[shard, used] = slot
+                used += 1
+            if n == sequence.uncached:
+                columns[shard, place], at[shard, place] = column + n - 1, len(sequence.tokens)
+                remaining[shard, place], samplings[shard][place] = sequence.remaining, sequence.request.sampling
+                chosen.append((sequence, shard, place))
             column += n
-    groups: tuple[Group, ...] = (Group(single, None if by_row else single_rows),)
+    groups: tuple[Group, ...] = (Group(single, None if by_slot else single_slots),)
     if blocks:
-        groups += (Group(block, block_rows),)
-    step = Packed(row_of, positions, groups, tables if sizes.entries else None)
-    flat = [s for lane in samplings for s in lane]
-    choices = Choices(*(x.reshape(sizes.lanes, places) for x in Choices.of(flat, vocab)))
-    on: Any = np.asarray([s.ignore_end for s in flat]).reshape(sizes.lanes, places)
-    top: Any = np.asarray(any(s.logprobs for s in flat))
-    told = Told(tokens, step, columns, at, left, choices, ends, on, top, _seen(chosen, sizes.lanes, places, vocab))
-    return told, chosen
+        groups += (Group(block, block_slots),)
+    step = Packed(slot_of, positions, groups, tables if sizes.entries else None)
+    flat = [s for own in samplings for s in own]
+    sampling = SamplingArrays(*(x.reshape(sizes.shards, places) for x in SamplingArrays.of(flat, vocab)))
+    ignore_end: Any = np.asarray([s.ignore_end for s in flat]).reshape(sizes.shards, places)
+    with_top: Any = np.asarray(any(s.logprobs for s in flat))
+    seen = _seen(chosen, sizes.shards, places, vocab)
+    return StepInputs(tokens, step, columns, at, remaining, sampling, ends, ignore_end, with_top, seen), chosen
 
 
-def how_to_pick(told: Told) -> Told:
-    """What choosing the next tokens needs to know, which has the same shapes in every step with chunks."""
-    return told._replace(tokens=None, step=None, columns=None, left=None, ends=None, on=None)  # type: ignore[arg-type]
+def sampling_inputs(inputs: StepInputs) -> StepInputs:
+    """Return only what choosing the next tokens needs, whose shapes are the same in all steps with chunks.
+
+    Args:
+      inputs: of a step.
+    """
+    return inputs._replace(tokens=None, step=None, columns=None, remaining=None, ends=None, ignore_end=None)  # type: ignore[arg-type]
 
 
 def targets_of(
-    parts: Sequence[tuple[Text, int]], shape: Shape, lanes: int
-) -> tuple[Any, list[tuple[Text, int, int, int]]]:
-    """Which token of a prompt follows each column that `pack` made of them, 0 where nobody asks.
+    parts: Sequence[tuple[SequenceState, int]], shape: Shape, shards: int
+) -> tuple[Any, list[tuple[SequenceState, int, int, int]]]:
+    """Return the next token of each column of a prompt that is scored.
+
+    Args:
+      parts: as for `pack`.
+      shape: as for `pack`.
+      shards: shards of the cache.
 
     Returns:
-      ids, int32 (lanes, width); and text, lane, first column and number of each stretch of them.
+      ids, int32 (shards, columns), 0 where nothing is scored; and sequence, shard, first column and number of columns
+      of each stretch that is.
     """
-    targets: Any = np.zeros((lanes, shape.width), np.int32)
-    used, stretches = [0] * lanes, []
-    for text, n in parts:
-        column, count = used[text.lane], min(n, text.unscored)
+    targets: Any = np.zeros((shards, shape.width), np.int32)
+    used, stretches = [0] * shards, []
+    for sequence, n in parts:
+        column, count = used[sequence.shard], min(n, sequence.unscored)
         if count:
-            targets[text.lane, column : column + count] = text.tokens[text.kept + 1 : text.kept + 1 + count]
-            stretches.append((text, text.lane, column, count))
-        used[text.lane] += n
+            following = sequence.tokens[sequence.cached + 1 : sequence.cached + 1 + count]
+            targets[sequence.shard, column : column + count] = following
+            stretches.append((sequence, sequence.shard, column, count))
+        used[sequence.shard] += n
     return targets, stretches
 
 
-def _seen(chosen: Sequence[tuple[Text, int, int]], lanes: int, places: int, vocab: int) -> Any:
-    seen = np.zeros((lanes, places, -(-vocab // 8)), np.uint8)
-    for text, lane, place in chosen:
-        seen[lane, place] = seen_bits(text.tokens, text.request.sampling, vocab)
+def _seen(chosen: Sequence[tuple[SequenceState, int, int]], shards: int, places: int, vocab: int) -> Any:
+    seen = np.zeros((shards, places, -(-vocab // 8)), np.uint8)
+    for sequence, shard, place in chosen:
+        seen[shard, place] = seen_bits(sequence.tokens, sequence.request.sampling, vocab)
     return seen
 
 
-_NOBODY = Sampling(temperature=0.0)
+_UNUSED = Sampling(temperature=0.0)

@@ -1,4 +1,4 @@
-"""Which pages of a cache are whose: bookkeeping without an array in it, which schedulers and simulators share."""
+"""Bookkeeping of a cache's slots and pages, without arrays, so that schedulers and tests can run it alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.infer.engine.request import Text
+from jaxscale.infer.engine.request import SequenceState
 
 
 class PageCounts(NamedTuple):
-    """How many pages, over all lanes.
+    """Numbers of pages over all shards.
 
     Args:
-      used: some running text's.
-      free: nobody's, those included that are still known.
-      known: of the free ones, those whose tokens are remembered until they are taken.
+      used: held by a running sequence.
+      free: held by none, the reusable ones included.
+      known: free pages whose tokens are still in the prefix cache, until another sequence takes the page.
     """
 
     used: int
@@ -27,227 +27,272 @@ class PageCounts(NamedTuple):
 
 
 class Pages:
-    """The rows and pages of every lane.
+    """The slots and pages of every shard of a cache, with a prefix cache.
 
-    A full page is known by a digest of its tokens and of all before them. A text that begins like another is given the
-    pages of that one (copied by nobody, since a full page is not written any more), also after the other has ended:
-    a page that no text holds keeps what it has until it is taken, the longest unused first (Kwon et al. 2023; Zheng et
-    al. 2024, RadixAttention, has the same with a tree).
+    A shard is what one of the devices along the batch axes holds (with pipeline stages each has several, one for each
+    micro-batch). A full page is identified by a digest of its tokens and of all before them. A sequence that begins
+    like another one is given the pages of that one (full pages are never written again, so none is copied), also after
+    the other has ended: a page that no sequence holds stays in the prefix cache until it is taken, the least recently
+    used first (Kwon et al. 2023; Zheng et al. 2024, RadixAttention, does the same with a tree).
 
     Args:
-      lanes, rows: how many, the rows of each lane.
+      shards: the number of shards.
+      slots: slots of each shard.
       page: positions in a page.
-      pages: of each lane.
-      pieces: devices over which a lane's pages are cut; entry i of a text lies on device i modulo their number.
-      budget: the most tokens of a lane in a step.
-      sharing: look for pages of the same beginning.
-      growing: texts take pages as they grow; else each has what it needs from the start.
+      pages: pages of each shard.
+      devices: over which a shard's pages are split; entry i of a sequence is on device i modulo their number.
+      budget: the most tokens of a shard in a step.
+      sharing: use the prefix cache.
+      growing: sequences take pages as they grow; else each has all it may need from the start.
     """
 
     def __init__(
         self,
-        lanes: int,
-        rows: int,
+        shards: int,
+        slots: int,
         page: int,
         pages: int,
         *,
-        pieces: int = 1,
+        devices: int = 1,
         budget: int = 256,
         sharing: bool = True,
         growing: bool = True,
     ):
-        self.lanes, self.rows, self.page, self.pages, self.pieces = lanes, rows, page, pages, pieces
+        self.shards, self.slots, self.page, self.pages, self.devices = shards, slots, page, pages, devices
         self.budget, self.sharing, self.growing = budget, sharing, growing
-        self.shared_tokens = 0  # that were found, and not computed
-        self._rows = [list(range(rows))[::-1] for _ in range(lanes)]
-        each = pages // pieces
-        self._free = [[list(range((d + 1) * each - 1, d * each - 1, -1)) for d in range(pieces)] for _ in range(lanes)]
-        self._idle: list[list[OrderedDict[int, None]]] = [[OrderedDict() for _ in range(pieces)] for _ in range(lanes)]
-        self._readers = [[0] * pages for _ in range(lanes)]
-        self._page_of: list[dict[bytes, int]] = [{} for _ in range(lanes)]
-        self._digest_of: list[dict[int, bytes]] = [{} for _ in range(lanes)]
-        self._coming: list[dict[bytes, Text]] = [{} for _ in range(lanes)]  # who is about to compute it
+        self.shared_tokens = 0  # that the prefix cache had, so that they were not computed
+        self._free_slots = [list(range(slots))[::-1] for _ in range(shards)]
+        each = pages // devices
+        own = [list(range((d + 1) * each - 1, d * each - 1, -1)) for d in range(devices)]
+        self._free = [[list(p) for p in own] for _ in range(shards)]
+        self._idle: list[list[OrderedDict[int, None]]] = [
+            [OrderedDict() for _ in range(devices)] for _ in range(shards)
+        ]  # in the prefix cache and held by no sequence, least recently used first
+        self._references = [[0] * pages for _ in range(shards)]
+        self._page_of: list[dict[bytes, int]] = [{} for _ in range(shards)]
+        self._digest_of: list[dict[int, bytes]] = [{} for _ in range(shards)]
+        self._coming: list[dict[bytes, SequenceState]] = [{} for _ in range(shards)]  # who is about to compute it
 
-    # What a scheduler asks
+    # Questions of a scheduler
 
-    def rows_left(self, lane: int) -> int:
-        """Rows of a lane that no text has."""
-        return len(self._rows[lane])
-
-    def free(self, lane: int, piece: int = 0) -> int:
-        """Pages of a lane on one of its devices that no text holds."""
-        return len(self._free[lane][piece]) + len(self._idle[lane][piece])
-
-    def count(self) -> PageCounts:
-        """How many pages are in which state."""
-        places = [(lane, d) for lane in range(self.lanes) for d in range(self.pieces)]
-        free = sum(self.free(*p) for p in places)
-        return PageCounts(self.lanes * self.pages - free, free, sum(len(self._idle[a][d]) for a, d in places))
-
-    def fits(self, upto: Iterable[tuple[Text, int]]) -> bool:
-        """Whether these running texts can all grow to so many tokens each."""
-        need: dict[tuple[int, int], int] = {}
-        for text, tokens in upto:
-            for i in range(len(text.pages), self._entries(tokens)):
-                need[text.lane, i % self.pieces] = need.get((text.lane, i % self.pieces), 0) + 1
-        return all(n <= self.free(*place) for place, n in need.items())
-
-    def soon(self, text: Text) -> bool:
-        """Whether a running text is about to compute what this one, which waits, would have to compute first."""
-        for lane in range(self.lanes if self._shares(text) else 0):
-            digests = self._digests(text, (len(text.tokens) - 1) // self.page)
-            first = next((d for d in digests if d not in self._page_of[lane]), None)
-            if first in self._coming[lane]:
-                return True
-        return False
-
-    # What a scheduler does
-
-    def admit(self, text: Text, lanes: Sequence[int] | None = None, *, spare: bool = True) -> bool:
-        """Gives a waiting text a row, the pages that others have of its beginning, and pages for the rest of it.
-
-        Of several lanes it takes the one that holds most of it, then the one with most room. Its last token is always
-        computed, since what follows it is asked.
+    def slots_left(self, shard: int) -> int:
+        """Return the free slots of a shard.
 
         Args:
-          text: which.
-          lanes: among these; all by default.
-          spare: leave a page for every text that is running in the lane, so that none has to go for this one.
-
-        Returns:
-          whether there was room.
+          shard: its index.
         """
-        found = [(lane, self._known(text, lane)) for lane in (range(self.lanes) if lanes is None else lanes)]
-        rows = [(lane, known) for lane, known in found if self._rows[lane]]
-        for lane, known in sorted(rows, key=lambda at: (-len(at[1]), -self._room(at[0]))):
-            need = self._need(range(len(known), self._entries(len(text.tokens))))
-            for i, page in enumerate(known):  # nobody's now, so that it counts as free
-                need[i % self.pieces] += self._readers[lane][page] == 0
-            running = self.rows - len(self._rows[lane]) if self.growing else 0
-            keep = -(-running // self.pieces) if spare else 0
-            if all(n + keep <= self.free(lane, d) for d, n in enumerate(need)):
-                self._enter(text, lane, known)
+        return len(self._free_slots[shard])
+
+    def free(self, shard: int, device: int = 0) -> int:
+        """Return the pages of a shard on one of its devices that no sequence holds.
+
+        Args:
+          shard: its index.
+          device: the index of the device among those that split the shard's pages.
+        """
+        return len(self._free[shard][device]) + len(self._idle[shard][device])
+
+    def count(self) -> PageCounts:
+        """Return how many pages are in which state."""
+        places = [(shard, d) for shard in range(self.shards) for d in range(self.devices)]
+        free = sum(self.free(*p) for p in places)
+        return PageCounts(self.shards * self.pages - free, free, sum(len(self._idle[a][d]) for a, d in places))
+
+    def fits(self, upto: Iterable[tuple[SequenceState, int]]) -> bool:
+        """Return whether there are pages for running sequences to grow.
+
+        Args:
+          upto: the sequences, and the number of tokens that each shall have pages for.
+        """
+        need: dict[tuple[int, int], int] = {}
+        for sequence, tokens in upto:
+            for i in range(len(sequence.pages), self._entries(tokens)):
+                place = sequence.shard, i % self.devices
+                need[place] = need.get(place, 0) + 1
+        return all(n <= self.free(*place) for place, n in need.items())
+
+    def prefix_coming(self, sequence: SequenceState) -> bool:
+        """Return whether a running sequence is about to compute the first page that this one would have to compute.
+
+        Args:
+          sequence: a waiting sequence.
+        """
+        for shard in range(self.shards if self._shares(sequence) else 0):
+            digests = self._digests(sequence, (len(sequence.tokens) - 1) // self.page)
+            first = next((d for d in digests if d not in self._page_of[shard]), None)
+            if first in self._coming[shard]:
                 return True
         return False
 
-    def grow(self, text: Text, tokens: int) -> bool:
-        """Gives a running text pages for so many tokens; `False`, and no page, where there are too few."""
-        if not self.fits([(text, tokens)]):
+    # Actions of a scheduler
+
+    def admit(self, sequence: SequenceState, shards: Sequence[int] | None = None, *, spare: bool = True) -> bool:
+        """Give a waiting sequence a slot, the cached pages of its beginning, and pages for the rest of it.
+
+        Of several shards it chooses the one that has most of the beginning, then the one with most free pages. The last
+        token is always computed, since the model's output there chooses the next one.
+
+        Args:
+          sequence: a waiting sequence.
+          shards: shards to choose from; all by default.
+          spare: leave a free page for every sequence that runs in the shard, so that none is preempted for this one.
+
+        Returns:
+          whether there was a slot with enough pages.
+        """
+        among = range(self.shards) if shards is None else shards
+        prefixes = [(shard, self._prefix(sequence, shard)) for shard in among]
+        candidates = [(shard, prefix) for shard, prefix in prefixes if self._free_slots[shard]]
+        for shard, prefix in sorted(candidates, key=lambda at: (-len(at[1]), -self._free_pages(at[0]))):
+            need = self._need(range(len(prefix), self._entries(len(sequence.tokens))))
+            for i, page in enumerate(prefix):  # an idle one counts as free, and will be used
+                need[i % self.devices] += self._references[shard][page] == 0
+            running = self.slots - len(self._free_slots[shard]) if self.growing else 0
+            reserve = -(-running // self.devices) if spare else 0
+            if all(n + reserve <= self.free(shard, d) for d, n in enumerate(need)):
+                self._place(sequence, shard, prefix)
+                return True
+        return False
+
+    def grow(self, sequence: SequenceState, tokens: int) -> bool:
+        """Give a running sequence pages.
+
+        Args:
+          sequence: a running sequence.
+          tokens: how many tokens it shall have pages for.
+
+        Returns:
+          whether there were enough; if not, it gets none.
+        """
+        if not self.fits([(sequence, tokens)]):
             return False
-        for i in range(len(text.pages), self._entries(tokens)):
-            text.pages.append(self._take(text.lane, i % self.pieces))
+        for i in range(len(sequence.pages), self._entries(tokens)):
+            sequence.pages.append(self._take(sequence.shard, i % self.devices))
         return True
 
-    def release(self, text: Text) -> None:
-        """Takes a text's row and pages away; what they hold is known until they are taken."""
-        if not text.running:
+    def release(self, sequence: SequenceState) -> None:
+        """Free a sequence's slot and pages; recorded pages stay in the prefix cache until they are taken.
+
+        Args:
+          sequence: a sequence; nothing happens unless it is running.
+        """
+        if not sequence.running:
             return
-        lane = text.lane
-        self._forget_coming(text)
-        for i in reversed(range(len(text.pages))):  # its beginning, which most others share, is forgotten last
-            page = text.pages[i]
-            self._readers[lane][page] -= 1
-            if not self._readers[lane][page]:
-                if page in self._digest_of[lane]:
-                    self._idle[lane][i % self.pieces][page] = None
+        shard = sequence.shard
+        self._forget_coming(sequence)
+        for i in reversed(range(len(sequence.pages))):  # its beginning, which most others share, is evicted last
+            page = sequence.pages[i]
+            self._references[shard][page] -= 1
+            if not self._references[shard][page]:
+                if page in self._digest_of[shard]:
+                    self._idle[shard][i % self.devices][page] = None
                 else:
-                    self._free[lane][i % self.pieces].append(page)
-        self._rows[lane].append(text.row)
-        text.pages, text.lane, text.row, text.kept, text.learned = [], -1, -1, 0, 0
+                    self._free[shard][i % self.devices].append(page)
+        self._free_slots[shard].append(sequence.slot)
+        sequence.pages, sequence.shard, sequence.slot, sequence.cached, sequence.recorded = [], -1, -1, 0, 0
 
-    # What the engine does
+    # Actions of the engine
 
-    def learn(self, text: Text) -> None:
-        """Remembers the full pages that a running text has by now."""
+    def record(self, sequence: SequenceState) -> None:
+        """Put a sequence's full pages into the prefix cache.
+
+        Args:
+          sequence: a running sequence.
+        """
         if not self.sharing:
             return
-        lane, full = text.lane, text.kept // self.page
-        if full == text.learned:
+        shard, full = sequence.shard, sequence.cached // self.page
+        if full == sequence.recorded:
             return
-        for page, digest in zip(text.pages[text.learned :], self._digests(text, full)[text.learned :], strict=False):
-            if page not in self._digest_of[lane] and digest not in self._page_of[lane]:
-                self._digest_of[lane][page] = digest
-                self._page_of[lane][digest] = page
-            if self._coming[lane].get(digest) is text:
-                del self._coming[lane][digest]
-        text.learned = full
+        new = slice(sequence.recorded, None)
+        for page, digest in zip(sequence.pages[new], self._digests(sequence, full)[new], strict=False):
+            if page not in self._digest_of[shard] and digest not in self._page_of[shard]:
+                self._digest_of[shard][page] = digest
+                self._page_of[shard][digest] = page
+            if self._coming[shard].get(digest) is sequence:
+                del self._coming[shard][digest]
+        sequence.recorded = full
 
-    def check(self, running: Sequence[Text]) -> None:
-        """Asserts that every page is where the texts say, and in one place only."""
-        for lane in range(self.lanes):
-            held = [p for t in running if t.lane == lane for p in t.pages]
-            assert self._readers[lane] == np.bincount(held, minlength=self.pages).tolist()
-            nobody = [p for d in range(self.pieces) for p in (*self._free[lane][d], *self._idle[lane][d])]
-            assert sorted([*set(held), *nobody]) == list(range(self.pages))
-            rows = [t.row for t in running if t.lane == lane]
-            assert sorted([*rows, *self._rows[lane]]) == list(range(self.rows))
-            assert all(self._page_of[lane][d] == p for p, d in self._digest_of[lane].items())
-            assert len(self._page_of[lane]) == len(self._digest_of[lane])
-            assert all(t.running and t.lane == lane for t in self._coming[lane].values())
+    def check(self, running: Sequence[SequenceState]) -> None:
+        """Assert that every slot and page is either free or held by the sequences that list it.
 
-    # Within
+        Args:
+          running: all running sequences.
+        """
+        for shard in range(self.shards):
+            held = [p for s in running if s.shard == shard for p in s.pages]
+            assert self._references[shard] == np.bincount(held, minlength=self.pages).tolist()
+            unused = [p for d in range(self.devices) for p in (*self._free[shard][d], *self._idle[shard][d])]
+            assert sorted([*set(held), *unused]) == list(range(self.pages))
+            slots = [s.slot for s in running if s.shard == shard]
+            assert sorted([*slots, *self._free_slots[shard]]) == list(range(self.slots))
+            assert all(self._page_of[shard][d] == p for p, d in self._digest_of[shard].items())
+            assert len(self._page_of[shard]) == len(self._digest_of[shard])
+            assert all(s.running and s.shard == shard for s in self._coming[shard].values())
+
+    # Helpers
 
     def _entries(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
     def _need(self, entries: Iterable[int]) -> list[int]:
-        """Pages on each device for these entries."""
-        need = [0] * self.pieces
+        """Pages on each device for these entries of a sequence."""
+        need = [0] * self.devices
         for i in entries:
-            need[i % self.pieces] += 1
+            need[i % self.devices] += 1
         return need
 
-    def _room(self, lane: int) -> int:
-        return sum(self.free(lane, d) for d in range(self.pieces))
+    def _free_pages(self, shard: int) -> int:
+        return sum(self.free(shard, d) for d in range(self.devices))
 
-    def _digests(self, text: Text, full: int) -> list[bytes]:
-        """Of its first `full` pages."""
-        while len(text.digests) < full:
-            i = len(text.digests) * self.page
-            own = np.asarray(text.tokens[i : i + self.page], np.int64).tobytes()
-            before = text.digests[-1] if text.digests else b""
-            text.digests.append(hashlib.blake2b(before + own, digest_size=16).digest())
-        return text.digests[:full]
+    def _digests(self, sequence: SequenceState, full: int) -> list[bytes]:
+        """Digests of its first `full` pages."""
+        while len(sequence.digests) < full:
+            i = len(sequence.digests) * self.page
+            own = np.asarray(sequence.tokens[i : i + self.page], np.int64).tobytes()
+            before = sequence.digests[-1] if sequence.digests else b""
+            sequence.digests.append(hashlib.blake2b(before + own, digest_size=16).digest())
+        return sequence.digests[:full]
 
-    def _shares(self, text: Text) -> bool:
-        """Whether it may begin with pages of others: a prompt that is scored has to be computed."""
-        return self.sharing and not text.request.scored
+    def _shares(self, sequence: SequenceState) -> bool:
+        """Whether it may use pages of others: a prompt that is scored has to be computed."""
+        return self.sharing and not sequence.request.scored
 
-    def _known(self, text: Text, lane: int) -> list[int]:
-        """Pages of its beginning that are there already."""
-        known: list[int] = []
-        if self._shares(text):
-            for digest in self._digests(text, (len(text.tokens) - 1) // self.page):
-                page = self._page_of[lane].get(digest)
+    def _prefix(self, sequence: SequenceState, shard: int) -> list[int]:
+        """Pages of its beginning that the prefix cache has."""
+        prefix: list[int] = []
+        if self._shares(sequence):
+            for digest in self._digests(sequence, (len(sequence.tokens) - 1) // self.page):
+                page = self._page_of[shard].get(digest)
                 if page is None:
                     break
-                known.append(page)
-        return known
+                prefix.append(page)
+        return prefix
 
-    def _enter(self, text: Text, lane: int, known: list[int]) -> None:
-        text.lane, text.row, text.kept = lane, self._rows[lane].pop(), len(known) * self.page
-        text.pages = list(known)
-        for i, page in enumerate(known):
-            if not self._readers[lane][page]:
-                del self._idle[lane][i % self.pieces][page]
-            self._readers[lane][page] += 1
-        self.shared_tokens += text.kept
-        text.learned = len(known)
+    def _place(self, sequence: SequenceState, shard: int, prefix: list[int]) -> None:
+        sequence.shard, sequence.slot = shard, self._free_slots[shard].pop()
+        sequence.pages, sequence.cached = list(prefix), len(prefix) * self.page
+        for i, page in enumerate(prefix):
+            if not self._references[shard][page]:
+                del self._idle[shard][i % self.devices][page]
+            self._references[shard][page] += 1
+        self.shared_tokens += sequence.cached
+        sequence.recorded = len(prefix)
         if self.sharing:
-            for digest in self._digests(text, len(text.tokens) // self.page)[len(known) :]:
-                self._coming[lane].setdefault(digest, text)
-        self.grow(text, len(text.tokens))
+            for digest in self._digests(sequence, len(sequence.tokens) // self.page)[len(prefix) :]:
+                self._coming[shard].setdefault(digest, sequence)
+        self.grow(sequence, len(sequence.tokens))
 
-    def _forget_coming(self, text: Text) -> None:
-        for digest in text.digests[text.learned :]:
-            if self._coming[text.lane].get(digest) is text:
-                del self._coming[text.lane][digest]
+    def _forget_coming(self, sequence: SequenceState) -> None:
+        for digest in sequence.digests[sequence.recorded :]:
+            if self._coming[sequence.shard].get(digest) is sequence:
+                del self._coming[sequence.shard][digest]
 
-    def _take(self, lane: int, piece: int) -> int:
-        if self._free[lane][piece]:
-            page = self._free[lane][piece].pop()
+    def _take(self, shard: int, device: int) -> int:
+        if self._free[shard][device]:
+            page = self._free[shard][device].pop()
         else:
-            page, _ = self._idle[lane][piece].popitem(last=False)
-            del self._page_of[lane][self._digest_of[lane].pop(page)]
-        self._readers[lane][page] = 1
+            page, _ = self._idle[shard][device].popitem(last=False)
+            del self._page_of[shard][self._digest_of[shard].pop(page)]
+        self._references[shard][page] = 1
         return page

@@ -1,4 +1,4 @@
-"""What is asked of an engine, what it answers, and a text on its way."""
+"""Requests to an engine, the events it answers with, and the state of a sequence in between."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to go on with.
+    """A prompt to continue.
 
     Args:
-      prompt: ids, at least one.
-      sampling: how to go on; `stop` is left to whoever knows text.
-      id: of the request, another than those under way.
-      scored: the first event tells of the prompt's tokens, too, all of which are computed for it.
+      prompt: token ids, at least one.
+      sampling: how to continue it; the engine ignores `stop`, since it does not decode text.
+      id: identifies the request; different from those of other unfinished requests.
+      scored: the first event also has the log-probabilities of the prompt's tokens, all of which are computed for it.
     """
 
     prompt: tuple[int, ...]
@@ -29,11 +29,11 @@ class Request:
 
 
 class Score(NamedTuple):
-    """What the model made of a token of a prompt, before it saw it.
+    """The model's prediction for one token of a prompt.
 
     Args:
-      logprob: its log-probability.
-      top: the likeliest tokens there and theirs, as many as `Sampling.logprobs`.
+      logprob: the token's log-probability after the tokens before it.
+      top: the likeliest ids there and their log-probabilities, as many as `Sampling.logprobs`.
     """
 
     logprob: float
@@ -41,16 +41,16 @@ class Score(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A new token of a text, or its end.
+    """A new token of a sequence, or its end.
 
     Args:
       id: of the request.
-      token: its id; -1 where the text was cancelled.
+      token: the token's id; -1 where the sequence was cancelled.
       logprob: its log-probability by the model itself.
-      top: the likeliest tokens and their log-probabilities, as many as `Sampling.logprobs`.
-      finished: with the last token, why it is the last: "stop" is the end of the text (the token is that end's id),
-        "length" that it has as many as were asked for.
-      prompt: of a `scored` request's first token: what its prompt's tokens got, from the second on.
+      top: the likeliest ids and their log-probabilities, as many as `Sampling.logprobs`.
+      finished: with the last token, why it is the last: "stop" is an end-of-text token (the token itself), "length"
+        that `max_tokens` is reached.
+      prompt: with the first token of a `scored` request: the scores of its prompt's tokens, from the second on.
     """
 
     id: Hashable
@@ -62,20 +62,21 @@ class Event(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Text:
-    """A request on its way: what a scheduler sees of it.
+class SequenceState:
+    """A sequence in the engine: what a scheduler sees of a request.
 
     Args:
-      request: what was asked.
-      number: of requests before it; of two, the smaller came first.
-      arrived: when, by the engine's clock, in seconds.
-      tokens: the prompt's and those chosen since.
-      kept: how many of them, from the first on, the cache holds.
-      lane, row: where it is in the cache; -1 where it waits.
-      pages: its pages there, in order.
-      digests: of its full pages, as far as they have been looked up; each stands for all tokens up to its end.
-      learned: how many of its pages are known, or another's of the same tokens are.
-      preempted: how often its pages were taken away.
+      request: the request.
+      number: how many requests came before it; of two sequences the smaller number came first.
+      arrived: time of arrival by the engine's clock, seconds.
+      tokens: ids of the prompt and of the generated tokens.
+      cached: how many of them, from the first on, the cache holds.
+      shard: the shard of the cache that holds it; -1 while it waits.
+      slot: its slot in that shard; -1 while it waits.
+      pages: its pages in that shard, in order.
+      digests: of its full pages, as far as they have been computed; each stands for all tokens up to its page's end.
+      recorded: how many of its full pages the prefix cache knows, or has other pages of the same tokens for.
+      preempted: how often it was preempted.
       scores: of its prompt's tokens, from the second on, where the request is `scored`.
     """
 
@@ -83,12 +84,12 @@ class Text:
     number: int
     arrived: float = 0.0
     tokens: list[int] = dataclasses.field(default_factory=list)
-    kept: int = 0
-    lane: int = -1
-    row: int = -1
+    cached: int = 0
+    shard: int = -1
+    slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     digests: list[bytes] = dataclasses.field(default_factory=list)
-    learned: int = 0
+    recorded: int = 0
     preempted: int = 0
     scores: list[Score] = dataclasses.field(default_factory=list)
 
@@ -96,27 +97,27 @@ class Text:
         self.tokens = list(self.tokens or self.request.prompt)
 
     @property
-    def made(self) -> int:
-        """Tokens chosen so far."""
+    def generated(self) -> int:
+        """Tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that it may still get."""
-        return self.request.sampling.max_tokens - self.made
+        return self.request.sampling.max_tokens - self.generated
 
     @property
-    def behind(self) -> int:
-        """Tokens that the cache does not hold yet; one while the text is being continued."""
-        return len(self.tokens) - self.kept
+    def uncached(self) -> int:
+        """Tokens that the cache does not hold yet; one while the sequence is decoding."""
+        return len(self.tokens) - self.cached
 
     @property
     def unscored(self) -> int:
-        """How many of the tokens that come next have another of the prompt behind them, which is to be scored."""
-        asked = self.request.scored and len(self.scores) < len(self.request.prompt) - 1
-        return max(0, len(self.request.prompt) - 1 - self.kept) if asked else 0
+        """How many of the next tokens to compute predict a token of the prompt that is still to be scored."""
+        scoring = self.request.scored and len(self.scores) < len(self.request.prompt) - 1
+        return max(0, len(self.request.prompt) - 1 - self.cached) if scoring else 0
 
     @property
     def running(self) -> bool:
-        """It has a row of the cache."""
-        return self.row >= 0
+        """Whether it has a slot."""
+        return self.slot >= 0

@@ -1,4 +1,4 @@
-"""What a step does: which texts go on, and by how many tokens. A scheduler is a value and sees no array."""
+"""Schedulers: which sequences a step computes, and how many tokens of each. A scheduler touches no array."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from typing import NamedTuple, Protocol
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.infer.engine.pages import Pages
-from jaxscale.infer.engine.request import Text
+from jaxscale.infer.engine.request import SequenceState
 
 
 class Batch(NamedTuple):
-    """A step.
+    """One or several steps of the engine.
 
     Args:
-      parts: running texts and how many of their next tokens are computed; the pages for them are taken.
-      ahead: how many such steps to do, where every part is a text's last token: each goes on with the token that the
-        one before has chosen, and the pages for it are taken as well.
-      until_end: end them as soon as a text has ended, since another waits for its place.
+      parts: running sequences and how many of their next tokens are computed; they have the pages for them.
+      ahead: how many steps to take before the host looks again, where every part is a sequence's last token: each step
+        computes the token that the one before has chosen; the pages for them are allocated as well.
+      until_end: stop as soon as a sequence has ended, since another waits for its slot.
     """
 
-    parts: tuple[tuple[Text, int], ...] = ()
+    parts: tuple[tuple[SequenceState, int], ...] = ()
     ahead: int = 1
     until_end: bool = False
 
 
 class Scheduler(Protocol):
-    """Says what the next step does. It moves texts in and out of the cache with `Pages`' own methods."""
+    """Decides what the next step computes, and moves sequences in and out of the cache by the methods of `Pages`."""
 
     @property
     def ahead(self) -> int:
-        """The largest `Batch.ahead` it gives."""
+        """The largest `Batch.ahead` that it returns."""
 
-    def step(self, queue: Sequence[Text], running: Sequence[Text], cache: Pages, clock: float) -> Batch:
-        """The next step.
+    def step(
+        self, queue: Sequence[SequenceState], running: Sequence[SequenceState], cache: Pages, clock: float
+    ) -> Batch:
+        """Return the next step.
 
         Args:
-          queue: texts that wait, in order of arrival, those first whose pages were taken.
-          running: texts that have a row, in order of arrival.
-          cache: `admit` lets a text in, `grow` gives it pages, `release` sends it back into the queue; of each lane at
-            most `budget` tokens go into a step.
+          queue: waiting sequences in order of arrival, preempted ones among them.
+          running: sequences with a slot, in order of arrival.
+          cache: `admit` gives a sequence a slot, `grow` gives it pages, `release` puts it back into the queue; at most
+            `budget` tokens of each shard go into a step.
           clock: seconds.
         """
 
@@ -49,18 +51,19 @@ class Scheduler(Protocol):
 @register
 @dataclasses.dataclass(frozen=True)
 class FirstCome:
-    """Texts in order of arrival, and nobody waits for a long prompt.
+    """Sequences in order of arrival; a long prompt delays nobody.
 
-    Every text that is being continued has its one token in every step; what is left of the budget goes to prompts, in
-    chunks (Agrawal et al. 2024, Sarathi), so that texts at any place share a step (Li et al. 2023, Flover; Yu et al.
-    2022, Orca). Where pages run out, the text that came last is sent back, and computed anew when there is room; the
-    first one always gets on, so that every text ends. Texts that begin alike and come together wait for one of them.
+    Every decoding sequence gets its one token in every step; the rest of the budget goes to prompts, in chunks (Agrawal
+    et al. 2024, Sarathi), so that sequences of any length share a step (Li et al. 2023, Flover; Yu et al. 2022, Orca).
+    Where pages run out, the sequence that came last is preempted, and prefilled again when there are pages; the first
+    one always continues, so that every sequence ends. Of waiting sequences that begin alike, one is prefilled first, so
+    that the others share its pages.
 
     Args:
-      ahead: how many tokens each text may get before the host looks again, while no prompt is to be computed.
+      ahead: how many tokens each sequence may get before the host looks again, while there is no prompt to prefill.
 
     Raises:
-      ConfigError: fewer than 1.
+      ConfigError: `ahead` is below 1.
     """
 
     ahead: int = 8
@@ -69,47 +72,49 @@ class FirstCome:
         if not isinstance(self.ahead, int) or self.ahead < 1:
             raise ConfigError(f"FirstCome.ahead = {self.ahead!r}: must be a whole number of at least 1")
 
-    def step(self, queue: Sequence[Text], running: Sequence[Text], cache: Pages, clock: float) -> Batch:
+    def step(
+        self, queue: Sequence[SequenceState], running: Sequence[SequenceState], cache: Pages, clock: float
+    ) -> Batch:
         """See `Scheduler`."""
-        parts: dict[Text, int] = {}
-        left = [cache.budget] * cache.lanes
-        there = sorted(running, key=lambda t: t.number)
-        gone = False
-        # those that are being continued, then what is left of prompts
-        for text in [t for t in there if t.behind == 1] + [t for t in there if t.behind > 1]:
-            wanted = min(text.behind, left[text.lane]) if text.running else 0
-            while wanted and not cache.grow(text, text.kept + wanted):
-                victim = max((t for t in there if t.lane == text.lane), key=lambda t: t.number)
-                there.remove(victim)
-                left[victim.lane] += parts.pop(victim, 0)
+        parts: dict[SequenceState, int] = {}
+        budget = [cache.budget] * cache.shards
+        candidates = sorted(running, key=lambda s: s.number)
+        preempted = False
+        # decoding sequences first, then the rest of prompts
+        for sequence in [s for s in candidates if s.uncached == 1] + [s for s in candidates if s.uncached > 1]:
+            tokens = min(sequence.uncached, budget[sequence.shard]) if sequence.running else 0
+            while tokens and not cache.grow(sequence, sequence.cached + tokens):
+                victim = max((s for s in candidates if s.shard == sequence.shard), key=lambda s: s.number)
+                candidates.remove(victim)
+                budget[victim.shard] += parts.pop(victim, 0)
                 cache.release(victim)
-                gone = True
-                if victim is text:
-                    wanted = 0
-            if wanted:
-                parts[text] = wanted
-                left[text.lane] -= wanted
-        for text in queue:
-            lanes = [lane for lane in range(cache.lanes) if left[lane] and cache.rows_left(lane)]
-            if gone or not lanes:
+                preempted = True
+                if victim is sequence:
+                    tokens = 0
+            if tokens:
+                parts[sequence] = tokens
+                budget[sequence.shard] -= tokens
+        for sequence in queue:
+            shards = [shard for shard in range(cache.shards) if budget[shard] and cache.slots_left(shard)]
+            if preempted or not shards:
                 break
-            if cache.soon(text):  # it will be there to share
+            if cache.prefix_coming(sequence):  # wait, to share its pages
                 continue
-            if not cache.admit(text, lanes):
+            if not cache.admit(sequence, shards):
                 break
-            parts[text] = min(text.behind, left[text.lane])
-            left[text.lane] -= parts[text]
-        ahead = 1 if any(t.behind > 1 for t in parts) else self._ahead(list(parts), cache)
-        return Batch(tuple(parts.items()), ahead, until_end=gone or any(not t.running for t in queue))
+            parts[sequence] = min(sequence.uncached, budget[sequence.shard])
+            budget[sequence.shard] -= parts[sequence]
+        ahead = 1 if any(s.uncached > 1 for s in parts) else self._ahead(list(parts), cache)
+        return Batch(tuple(parts.items()), ahead, until_end=preempted or any(not s.running for s in queue))
 
-    def _ahead(self, texts: Sequence[Text], cache: Pages) -> int:
-        """As far as pages last, and no text of these needs more."""
-        ahead = min(self.ahead, max((t.left for t in texts), default=1))
+    def _ahead(self, sequences: Sequence[SequenceState], cache: Pages) -> int:
+        """The most steps for which there are pages, and tokens that the sequences may still get."""
+        ahead = min(self.ahead, max((s.remaining for s in sequences), default=1))
         while ahead > 1:
-            upto = [(t, t.kept + min(ahead, t.left)) for t in texts]
+            upto = [(s, s.cached + min(ahead, s.remaining)) for s in sequences]
             if cache.fits(upto):
-                for text, tokens in upto:
-                    cache.grow(text, tokens)
+                for sequence, tokens in upto:
+                    cache.grow(sequence, tokens)
                 break
             ahead //= 2
         return ahead

@@ -1,4 +1,4 @@
-"""What an engine asks of the part that takes its steps."""
+"""The interface of the part of an engine that computes its steps."""
 
 from __future__ import annotations
 
@@ -6,63 +6,91 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxscale.errors import ConfigError
-from jaxscale.infer.engine.request import Text
+from jaxscale.infer.engine.request import SequenceState
 from jaxscale.nn import SharesCapacity
 
 Top = tuple[tuple[int, float], ...]
-Give = Callable[[Text, int, float, Top], None]
-"""Called with a running text, its next token, the token's log-probability and the likeliest tokens with theirs."""
+Emit = Callable[[SequenceState, int, float, Top], None]
+"""Called with a running sequence, its next token, the token's log-probability and the likeliest tokens with theirs."""
 
 
 class Stepper(Protocol):
-    """Takes the steps of an engine. A text is running while `text.row` is at least 0, and its row is the stepper's.
+    """Computes the steps of an engine. A sequence is running while it has a slot, which the stepper assigns.
 
     Attributes:
-      vocab: the model knows ids below this.
-      length: the most tokens of a text, prompt and continuation.
-      places: texts that may be under way at once.
-      end_ids: ids that end a text.
-      scores: whether it answers requests that want log-probabilities of their prompt (`Request.scored`).
+      vocab: the model's token ids are below this.
+      length: the most tokens of a sequence, prompt and generated ones.
+      slots: sequences that may run at once.
+      end_ids: end-of-text token ids.
+      scores: whether it answers requests with `Request.scored`.
     """
 
     vocab: int
     length: int
-    places: int
+    slots: int
     end_ids: frozenset[int]
     scores: bool
 
-    def admit(self, queue: Sequence[Text], running: Sequence[Text], clock: float) -> Any:
-        """Decides who takes part in the next step: gives rows to waiting texts, may take them from running ones.
+    def admit(self, queue: Sequence[SequenceState], running: Sequence[SequenceState], clock: float) -> Any:
+        """Plan the next step: give slots to waiting sequences, and preempt running ones where necessary.
+
+        Args:
+          queue: waiting sequences in order of arrival.
+          running: running sequences in order of arrival.
+          clock: seconds.
 
         Returns:
-          what `run` is called with.
+          the argument of `run`.
 
         Raises:
-          ConfigError: nobody would get on.
+          ConfigError: no sequence would make progress.
         """
 
-    def run(self, plan: Any, give: Give) -> None:
-        """Takes a step. After each `give` the text may have ended (it is not `running` then) and gets nothing more."""
+    def run(self, plan: Any, emit: Emit) -> None:
+        """Take the step.
 
-    def release(self, text: Text) -> None:
-        """A running text has ended: takes its row back."""
+        Args:
+          plan: from `admit`.
+          emit: called with each new token; it may end the sequence, which then is not `running` and gets no more.
+        """
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free the slot of a running sequence that has ended.
+
+        Args:
+          sequence: the sequence.
+        """
 
     def counts(self) -> dict[str, int]:
-        """Fields of `Stats` that only the stepper knows."""
+        """Return the fields of `Stats` that the stepper counts."""
 
     def compile(self, note: Callable[[int, int], None]) -> None:
-        """Compiles every program there can be; calls `note` before each with how many are done, and of how many."""
+        """Compile every program that a step may need.
+
+        Args:
+          note: called before each with the number of programs that are compiled, and of all.
+        """
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Raises `ConfigError` where a size is no whole number of at least 1."""
+    """Check that sizes are whole numbers of at least 1.
+
+    Args:
+      **sizes: values by the names of their settings.
+
+    Raises:
+      ConfigError: one is not.
+    """
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
 
 
 def check_independent(model: Any) -> None:
-    """Checks that no sequence depends on the others of its batch.
+    """Check that no sequence depends on the others of its batch.
+
+    Args:
+      model: a language model.
 
     Raises:
       ConfigError: one does.

@@ -1,4 +1,4 @@
-"""Answers that are errors, in the form that OpenAI's clients know."""
+"""Errors as answers, in the format of OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """A request that is not answered as asked.
+    """A request that cannot be answered.
 
     Args:
-      status: of HTTP.
-      message: one sentence for a person.
-      param: the field of the request that is at fault.
-      code: a word for a program.
-      headers: that the answer carries besides.
+      status: HTTP status.
+      message: one sentence for people.
+      param: the field of the request that is wrong.
+      code: a word for programs.
+      headers: further headers of the answer.
     """
 
     def __init__(
@@ -33,17 +33,29 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def json(self) -> dict[str, Any]:
-        """The body: `{"error": {"message", "type", "param", "code"}}`."""
+        """Return the body: `{"error": {"message", "type", "param", "code"}}`."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400, naming the field."""
+    """Return an error 400.
+
+    Args:
+      param: the field that is wrong.
+      message: one sentence for people.
+      code: a word for programs.
+    """
     return ApiError(400, message, param=param, code=code)
 
 
 def busy(message: str, status: int = 503, seconds: int = 1) -> ApiError:
-    """Come back later."""
+    """Return an error that asks the client to try again later.
+
+    Args:
+      message: one sentence for people.
+      status: HTTP status.
+      seconds: when to try again.
+    """
     code = "rate_limit_exceeded" if status == 429 else "unavailable"
     return ApiError(status, message, code=code, headers={"Retry-After": str(seconds)})

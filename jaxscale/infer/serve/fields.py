@@ -1,4 +1,4 @@
-"""What a client asks for, read from its JSON and checked field by field."""
+"""The fields of a request's JSON, checked one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.serve.errors import ApiError, bad
 
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""OpenAI's fields that change nothing of a text."""
+"""OpenAI's fields that do not change the generated text; they are ignored."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -30,27 +30,27 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
 }
-"""OpenAI's fields that this server cannot follow, with the values that ask for nothing."""
+"""OpenAI's fields that this server does not support, with the values that have no effect and are accepted."""
 
-_HINTS = {name: "; repetition_penalty is there" for name in ("presence_penalty", "frequency_penalty")}
+_HINTS = {name: "; use repetition_penalty" for name in ("presence_penalty", "frequency_penalty")}
 _STOPS, _STOP_CHARACTERS = 16, 1000
 _NUMBER = (int, float)
 _DIGITS = 40
-"""Of a whole number. No field takes larger ones, and errors repeat the number."""
+"""The most digits of a whole number. No field needs more, and error messages repeat the number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Common:
-    """What both interfaces take.
+    """The settings that both interfaces have.
 
     Args:
-      sampling: of every text, its seed that of the first.
-      seeded: somebody gave that seed.
-      n: continuations of each prompt.
+      sampling: of every sequence; the seed is that of the first.
+      seeded: whether the request sets the seed.
+      n: completions of each prompt.
       stream: answer piece by piece.
       usage: end a stream with the numbers of tokens.
-      logprobs: how many of the likeliest tokens to tell with every chosen one; `None` tells no log-probability.
-      to_the_end: nobody said how many tokens: as many as there is room for.
+      logprobs: how many of the likeliest tokens to return with each token; `None` returns no log-probabilities.
+      to_the_end: generate up to the model's length, since the request sets no number of tokens.
     """
 
     sampling: Sampling
@@ -63,74 +63,113 @@ class Common:
 
 
 class Fields:
-    """A request's JSON object, whose fields are taken one after the other; `done` refuses those that nobody took."""
+    """The fields of a request's JSON object; read them one by one, then call `done`, which rejects unknown ones.
+
+    Args:
+      body: the JSON.
+
+    Raises:
+      ApiError: it is not a JSON object.
+    """
 
     def __init__(self, body: bytes):
-        given = _parsed(body)
-        if not isinstance(given, dict):
+        values = _parsed(body)
+        if not isinstance(values, dict):
             raise bad(None, "the body must be a JSON object")
-        self._given = {name: value for name, value in given.items() if value is not None}
+        self._values = {name: value for name, value in values.items() if value is not None}
         self._known: set[str] = set(IGNORED)
 
-    def take(self, name: str, kinds: type | tuple[type, ...], wanted: str, default: Any = None) -> Any:
-        """A field's value.
+    def take(self, name: str, kinds: type | tuple[type, ...], expected: str, default: Any = None) -> Any:
+        """Return a field's value.
+
+        Args:
+          name: of the field.
+          kinds: its type or types.
+          expected: a description of its values, for the error.
+          default: the value of a missing field.
 
         Raises:
-          ApiError: it is of another kind.
+          ApiError: it has another type.
         """
         self._known.add(name)
-        value = self._given.get(name, default)
+        value = self._values.get(name, default)
         if value is None:
             return None
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise bad(name, f"{name} = {short(value)}: must be {wanted}")
+            raise bad(name, f"{name} = {short(value)}: must be {expected}")
         return value
 
-    def instead(self, name: str, value: Any, by: Any) -> bool:
-        """Whether a field has this value, in whose place another is put."""
-        found = self._given.get(name) == value and not isinstance(self._given[name], bool)
-        if found:
-            self._given[name] = by
-        return found
+    def replace(self, name: str, value: object, new: object) -> bool:
+        """Replace a field's value.
+
+        Args:
+          name: of the field.
+          value: the value to replace.
+          new: the value to put there.
+
+        Returns:
+          whether the field had that value.
+        """
+        same = self._values.get(name) == value and not isinstance(self._values[name], bool)
+        if same:
+            self._values[name] = new
+        return same
 
     def sampling(
-        self, name: str, kinds: type | tuple[type, ...], wanted: str, default: Any, own: str
+        self, name: str, kinds: type | tuple[type, ...], expected: str, default: Any, setting: str
     ) -> dict[str, Any]:
-        """A field that is one of `Sampling`'s, named `own` there, if it was given or has a default."""
-        value = self.take(name, kinds, wanted, default)
+        """Return a field that is a setting of `Sampling`.
+
+        Args:
+          name: of the field.
+          kinds: its type or types.
+          expected: a description of its values, for the error.
+          default: the value of a missing field.
+          setting: its name in `Sampling`.
+
+        Returns:
+          the value by the setting's name; empty without a value.
+
+        Raises:
+          ApiError: it has another type, or is out of range.
+        """
+        value = self.take(name, kinds, expected, default)
         if value is None:
             return {}
         try:
-            own_value: Any = float(value) if kinds == _NUMBER else value
-            Sampling(**{own: own_value})
+            converted: Any = float(value) if kinds == _NUMBER else value
+            Sampling(**{setting: converted})
         except (ConfigError, OverflowError) as e:
-            raise bad(name, str(e).replace(f"Sampling.{own}", name)) from None
-        return {own: own_value}
+            raise bad(name, str(e).replace(f"Sampling.{setting}", name)) from None
+        return {setting: converted}
 
     def done(self) -> None:
-        """Refuses what nothing here reads, or cannot be followed.
+        """Reject fields that are unknown, or have a value that is not supported.
 
         Raises:
           ApiError: there is such a field.
         """
         for name, values in NEUTRAL.items():
-            if name in self._given and self._given[name] not in values:
-                raise bad(name, f"{name} = {short(self._given[name])} is not supported here{_HINTS.get(name, '')}")
+            if name in self._values and self._values[name] not in values:
+                raise bad(name, f"{name} = {short(self._values[name])} is not supported here{_HINTS.get(name, '')}")
         known = self._known | set(NEUTRAL)
-        for name in self._given:
+        for name in self._values:
             if name not in known:
                 raise bad(name[:60], f"unrecognised field {short(name)}{near(name[:60], known)}", "unknown_parameter")
 
     def model(self, name: str) -> None:
-        """Checks that the model asked for, if any, is the one there is.
+        """Check that the request's model, if it names one, is this server's.
+
+        Args:
+          name: of the server's model.
 
         Raises:
-          ApiError: it is not.
+          ApiError: it is another one.
         """
-        asked = self.take("model", str, "text")
-        if asked not in (None, name):
-            message = f"the model {short(asked)} does not exist; this server has '{name}'"
+        requested = self.take("model", str, "text")
+        if requested not in (None, name):
+            message = f"the model {short(requested)} does not exist; this server has '{name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def common(
@@ -141,16 +180,16 @@ class Fields:
         logprobs: Callable[[], int | None],
         choice: Mapping[str, Any],
     ) -> Common:
-        """What both interfaces take.
+        """Return the settings that both interfaces have.
 
         Args:
-          max_names: of the field that says how many tokens; the first one given counts.
-          max_default: how many when none is given; `None` is as many as there is room for.
-          logprobs: reads their own fields for that.
-          choice: of `Sampling`, for what is not given.
+          max_names: names of the field for the number of tokens; the first one that is present counts.
+          max_default: the number of tokens without such a field; `None` is up to the model's length.
+          logprobs: reads the interface's own fields for log-probabilities.
+          choice: fields of `Sampling` for what the request does not set.
 
         Raises:
-          ApiError: a field that is of another kind, or out of range.
+          ApiError: a field has another type, or is out of range.
         """
         whole = "a whole number"
         settings: dict[str, Any] = {}
@@ -161,28 +200,28 @@ class Fields:
             settings["max_tokens"] = max_default
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             settings |= self.sampling(name, _NUMBER, "a number", choice.get(name), name)
-        if self._given.get("top_k") in (0, -1):  # how others say: all
-            del self._given["top_k"]
+        if self._values.get("top_k") in (0, -1):  # other servers' values for all tokens
+            del self._values["top_k"]
         else:
             settings |= self.sampling("top_k", int, whole, choice.get("top_k"), "top_k")
         settings |= self.sampling("ignore_eos", bool, "true or false", None, "ignore_end")
         settings["stop"] = self._stop()
         seed = self.take("seed", int, whole)
         settings["seed"] = secrets.randbits(32) if seed is None else seed % 2**32
-        shown = logprobs()
+        top = logprobs()
         n = self.take("n", int, whole, 1)
         if n < 1:
             raise bad("n", f"n = {n}: must be at least 1")
         stream = self.take("stream", bool, "true or false", False)
         options = self.take("stream_options", dict, "an object", {})
         if options and not stream:
-            raise bad("stream_options", "stream_options is for stream = true")
+            raise bad("stream_options", "stream_options needs stream = true")
         for name, value in options.items():
             if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool):
-                told = f"stream_options.{name[:60]} = {short(value)}"
-                raise bad("stream_options", f"{told}: what can be asked for is include_usage = true")
-        sampling = Sampling(**settings, logprobs=shown or 0)
-        return Common(sampling, seed is not None, n, stream, options.get("include_usage", False), shown, to_the_end)
+                option = f"stream_options.{name[:60]} = {short(value)}"
+                raise bad("stream_options", f"{option} is not supported; use include_usage = true")
+        sampling = Sampling(**settings, logprobs=top or 0)
+        return Common(sampling, seed is not None, n, stream, options.get("include_usage", False), top, to_the_end)
 
     def _stop(self) -> tuple[str, ...]:
         stop = self.take("stop", (str, list), "text, or a list of texts", [])
@@ -193,20 +232,28 @@ class Fields:
 
 
 def encodable(text: str, param: str) -> str:
-    """The text itself, where it is Unicode that can be written.
+    """Return a text if it can be encoded as UTF-8.
+
+    Args:
+      text: the text.
+      param: the field that it is of, for the error.
 
     Raises:
-      ApiError: it holds half a surrogate pair.
+      ApiError: it has half a surrogate pair.
     """
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise bad(param, f"{param} holds half a surrogate pair at character {e.start}") from None
+        raise bad(param, f"{param} has half a surrogate pair at character {e.start}") from None
     return text
 
 
-def short(value: Any) -> str:
-    """JSON of a value, cut to what fits a sentence."""
+def short(value: object) -> str:
+    """Return a value's JSON, cut to 60 characters.
+
+    Args:
+      value: the value.
+    """
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -215,7 +262,7 @@ def _parsed(body: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-      ApiError: it is none, is nested too deep, or has a whole number of too many digits.
+      ApiError: it is not JSON, is nested too deep, or has a whole number of too many digits.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_int=_whole)
@@ -232,9 +279,9 @@ def _parsed(body: bytes) -> Any:
 
 def _whole(text: str) -> int:
     if len(text) > _DIGITS:
-        raise bad(None, f"the body has a whole number of {len(text)} digits; at most {_DIGITS} are read")
+        raise bad(None, f"the body has a whole number of {len(text)} digits; at most {_DIGITS} are allowed")
     return int(text)
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")

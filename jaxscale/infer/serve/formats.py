@@ -1,4 +1,4 @@
-"""Answers in the forms of OpenAI's two interfaces."""
+"""Answers in the formats of OpenAI's completion and chat interfaces."""
 
 from __future__ import annotations
 
@@ -6,122 +6,162 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxscale.infer.serve.asked import Asked
-from jaxscale.infer.serve.pieces import Piece, Shown
+from jaxscale.infer.serve.pieces import Piece, TokenInfo
+from jaxscale.infer.serve.requests import ParsedRequest
 
 JSON = dict[str, Any]
 
 
 class Usage(NamedTuple):
-    """Numbers of tokens."""
+    """Numbers of tokens.
+
+    Args:
+      prompt: tokens of the prompts.
+      generated: generated tokens.
+    """
 
     prompt: int
     generated: int
 
     def json(self) -> JSON:
-        """As the interfaces tell them."""
+        """Return the field `usage` of an answer."""
         total = self.prompt + self.generated
         return {"prompt_tokens": self.prompt, "completion_tokens": self.generated, "total_tokens": total}
 
 
 class Format(Protocol):
-    """How an answer looks: `asked` is what was asked for, `head` the fields that every part of the answer has."""
+    """The format of an interface's answers.
 
-    def first(self, head: JSON, asked: Asked) -> list[JSON]:
-        """Parts of a stream before any text."""
+    Attributes:
+      prefix: of the answer's id.
+      kind: the field `object` of a whole answer.
+      part_kind: the field `object` of a part of a stream.
+    """
 
-    def part(self, head: JSON, asked: Asked, piece: Piece, offset: int) -> JSON:
-        """A part of a stream; `offset` characters of this continuation came before."""
+    prefix: str
+    kind: str
+    part_kind: str
 
-    def whole(self, head: JSON, asked: Asked, answers: Sequence[Piece], usage: Usage) -> JSON:
-        """The answer at once; `answers` are whole continuations."""
+    def first(self, head: JSON, request: ParsedRequest) -> list[JSON]:
+        """Return the parts of a stream before any text.
+
+        Args:
+          head: the fields that every part of the answer has.
+          request: the request.
+        """
+
+    def part(self, head: JSON, request: ParsedRequest, piece: Piece, offset: int) -> JSON:
+        """Return a part of a stream.
+
+        Args:
+          head: the fields that every part of the answer has.
+          request: the request.
+          piece: the new text.
+          offset: characters of this completion's tokens before the piece.
+        """
+
+    def whole(self, head: JSON, request: ParsedRequest, answers: Sequence[Piece], usage: Usage) -> JSON:
+        """Return a whole answer.
+
+        Args:
+          head: the fields of the answer besides choices and usage.
+          request: the request.
+          answers: whole completions.
+          usage: numbers of tokens.
+        """
 
 
 class Completions:
-    """`/v1/completions`."""
+    """The format of `/v1/completions`."""
 
     prefix, kind, part_kind = "cmpl-", "text_completion", "text_completion"
 
-    def first(self, head: JSON, asked: Asked) -> list[JSON]:
+    def first(self, head: JSON, request: ParsedRequest) -> list[JSON]:
         """See `Format`."""
         return []
 
-    def part(self, head: JSON, asked: Asked, piece: Piece, offset: int) -> JSON:
+    def part(self, head: JSON, request: ParsedRequest, piece: Piece, offset: int) -> JSON:
         """See `Format`."""
-        return {**head, "choices": [self._choice(asked, piece, offset)]}
+        return {**head, "choices": [self._choice(request, piece, offset)]}
 
-    def whole(self, head: JSON, asked: Asked, answers: Sequence[Piece], usage: Usage) -> JSON:
+    def whole(self, head: JSON, request: ParsedRequest, answers: Sequence[Piece], usage: Usage) -> JSON:
         """See `Format`."""
-        return {**head, "choices": [self._choice(asked, piece, 0) for piece in answers], "usage": usage.json()}
+        return {**head, "choices": [self._choice(request, piece, 0) for piece in answers], "usage": usage.json()}
 
-    def _choice(self, asked: Asked, piece: Piece, offset: int) -> JSON:
-        shown = None if asked.common.logprobs is None else _completion_logprobs(piece.shown, offset)
-        return {"index": piece.place, "text": piece.text, "logprobs": shown, "finish_reason": piece.finish}
+    def _choice(self, request: ParsedRequest, piece: Piece, offset: int) -> JSON:
+        logprobs = None if request.common.logprobs is None else _completion_logprobs(piece.tokens, offset)
+        return {"index": piece.completion, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
 
 class Chat:
-    """`/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     prefix, kind, part_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def first(self, head: JSON, asked: Asked) -> list[JSON]:
+    def first(self, head: JSON, request: ParsedRequest) -> list[JSON]:
         """See `Format`."""
         opening = {"role": "assistant", "content": ""}
-        return [{**head, "choices": [_delta(i, opening, None, None)]} for i in range(len(asked.texts))]
+        return [{**head, "choices": [_delta(i, opening, None, None)]} for i in range(len(request.sequences))]
 
-    def part(self, head: JSON, asked: Asked, piece: Piece, offset: int) -> JSON:
+    def part(self, head: JSON, request: ParsedRequest, piece: Piece, offset: int) -> JSON:
         """See `Format`."""
-        shown = None if asked.common.logprobs is None else _chat_logprobs(piece.shown)
+        logprobs = None if request.common.logprobs is None else _chat_logprobs(piece.tokens)
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
-        return {**head, "choices": [_delta(piece.place, delta, shown, piece.finish)]}
+        return {**head, "choices": [_delta(piece.completion, delta, logprobs, piece.finish)]}
 
-    def whole(self, head: JSON, asked: Asked, answers: Sequence[Piece], usage: Usage) -> JSON:
+    def whole(self, head: JSON, request: ParsedRequest, answers: Sequence[Piece], usage: Usage) -> JSON:
         """See `Format`."""
         choices = []
         for piece in answers:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
-            shown = None if asked.common.logprobs is None else _chat_logprobs(piece.shown)
-            choices.append({"index": piece.place, "message": message, "logprobs": shown, "finish_reason": piece.finish})
+            logprobs = None if request.common.logprobs is None else _chat_logprobs(piece.tokens)
+            choice = {
+                "index": piece.completion,
+                "message": message,
+                "logprobs": logprobs,
+                "finish_reason": piece.finish,
+            }
+            choices.append(choice)
         return {**head, "choices": choices, "usage": usage.json()}
 
 
-def _delta(index: int, delta: JSON, shown: JSON | None, finish: str | None) -> JSON:
-    return {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish}
+def _delta(index: int, delta: JSON, logprobs: JSON | None, finish: str | None) -> JSON:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _completion_logprobs(shown: Sequence[Shown], offset: int) -> JSON:
-    """Four lists of one entry a token; offsets count characters of the tokens' own texts, one after the other."""
+def _completion_logprobs(tokens: Sequence[TokenInfo], offset: int) -> JSON:
+    """Four lists with an entry for each token; offsets count the characters of the tokens' own texts."""
     offsets = []
-    for token in shown:
+    for token in tokens:
         offsets.append(offset)
         offset += len(token.text)
     return {
-        "tokens": [t.text for t in shown],
-        "token_logprobs": [_finite(t.logprob) for t in shown],
-        "top_logprobs": [None if t.logprob is None else _by_text(t.top) for t in shown],
+        "tokens": [t.text for t in tokens],
+        "token_logprobs": [_finite(t.logprob) for t in tokens],
+        "top_logprobs": [None if t.logprob is None else _by_text(t.top) for t in tokens],
         "text_offset": offsets,
     }
 
 
-def _by_text(top: Sequence[Shown]) -> JSON:
-    """Likeliest first; of several with one text (parts of characters have the same) the likeliest."""
-    found: JSON = {}
-    for one in top:
-        found.setdefault(one.text, _finite(one.logprob))
-    return found
+def _by_text(top: Sequence[TokenInfo]) -> JSON:
+    """Log-probabilities by text, likeliest first; of tokens with one text (parts of characters) the likeliest."""
+    out: JSON = {}
+    for token in top:
+        out.setdefault(token.text, _finite(token.logprob))
+    return out
 
 
-def _chat_logprobs(shown: Sequence[Shown]) -> JSON:
-    def entry(token: Shown) -> JSON:
+def _chat_logprobs(tokens: Sequence[TokenInfo]) -> JSON:
+    def entry(token: TokenInfo) -> JSON:
         data = None if token.data is None else list(token.data)
         return {"token": token.text, "logprob": _finite(token.logprob), "bytes": data}
 
-    content = [entry(token) | {"top_logprobs": [entry(top) for top in token.top]} for token in shown]
+    content = [entry(token) | {"top_logprobs": [entry(top) for top in token.top]} for token in tokens]
     return {"content": content, "refusal": None}
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no infinity; OpenAI's stand-in for one that is impossible is -9999."""
+    """JSON has no infinity: OpenAI writes -9999 for an impossible token."""
     if logprob is None:
         return None
     return float(logprob) if math.isfinite(logprob) else -9999.0

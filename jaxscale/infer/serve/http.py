@@ -1,4 +1,4 @@
-"""HTTP/1.1 by the standard library, with bounds on what a client may send and how slowly."""
+"""HTTP/1.1 with the standard library, with limits on what a client may send and how slowly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxscale.infer.serve.api import READERS
 from jaxscale.infer.serve.errors import ApiError, busy
 from jaxscale.infer.serve.inlet import Inlet, TooMuch
-from jaxscale.infer.serve.worker import Gone
+from jaxscale.infer.serve.worker import Disconnected
 
 if TYPE_CHECKING:
     from jaxscale.infer.serve.server import Server
@@ -31,7 +31,7 @@ _LINGER_S, _LINGER_BYTES = 2.0, 64 * 1024 * 1024
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles one connection."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -44,10 +44,10 @@ class Handler(BaseHTTPRequestHandler):
         super().setup()
         self._inlet = Inlet(self.connection)
         self.rfile = io.BufferedReader(self._inlet, _BUFFER)
-        self.wfile = io.BytesIO()  # heads are collected here
+        self.wfile = io.BytesIO()  # collects the head of an answer
 
     def handle_one_request(self) -> None:
-        """Reads a request within bounds, and answers it."""
+        """Read a request within the limits, and answer it."""
         limits, self.close_connection = self.server.limits, True
         self._body_read = self._answered = False
         self._route, self.command, self.request_version = "-", "", self.protocol_version
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             self._inlet.allow(limits.idle, limits.head + _BUFFER)
             if not self.rfile.peek(1):  # type: ignore[attr-defined]
                 return
-        except OSError:  # a timeout, too
+        except OSError:  # a timeout included
             return
         try:
             self._inlet.allow(limits.read, limits.head)
@@ -68,19 +68,20 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(ApiError(408, f"the request took longer than {limits.read:g} s to arrive"))
         except ApiError as error:
             self._refuse(error)
-        except (Gone, OSError) as error:
+        except (Disconnected, OSError) as error:
             _LOG.info("%s %s ended by the client: %s", self.client_address[0], self._route, type(error).__name__)
             self.close_connection = True
         if self.close_connection and not self._body_read:
             self._linger()
 
     def _read_head(self) -> bool:
-        """Reads the request line and headers, and lets the standard library parse them once they are strictly HTTP/1.1.
+        """Read the request line and headers, and let the standard library parse them if they are strictly HTTP/1.1.
 
-        A server and a proxy before it that read a head differently can disagree on where the next request begins.
+        A server and a proxy that parse a head differently can disagree on where the next request begins (request
+        smuggling).
 
         Raises:
-          ApiError: they are not.
+          ApiError: they are not strictly HTTP/1.1.
         """
         lines: list[bytes] = []
         while not lines or lines[-1] != b"\r\n":
@@ -88,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             if len(line) > _LINE:
                 raise TooMuch
             if not line:
-                raise Gone
+                raise Disconnected
             wrong = _wrong_line(line, first=not lines)
             if wrong is not None:
                 raise ApiError(400, wrong)
@@ -106,57 +107,57 @@ class Handler(BaseHTTPRequestHandler):
             self._act()
         except ApiError as error:
             self._refuse(error)
-        except (Gone, OSError):  # OSError: of the socket, timeouts included
+        except (Disconnected, OSError):  # OSError of the socket, timeouts included
             raise
         except Exception:
             _LOG.exception("a request could not be answered")
-            self._refuse(ApiError(500, "the server made a mistake; its log says which", code="internal_error"))
+            self._refuse(ApiError(500, "internal server error (see the server's log)", code="internal_error"))
 
     def _check(self) -> None:
-        """What is looked at before anything of the body is read."""
+        """Check everything that can be checked before the body is read."""
         twice = next((name for name in _ONCE if len(self.headers.get_all(name) or []) > 1), None)
         if twice is not None:
-            raise ApiError(400, f"the header {twice} may stand in a request once")
+            raise ApiError(400, f"the header {twice} may occur only once in a request")
         if self.request_version != "HTTP/1.0" and "Host" not in self.headers:
-            raise ApiError(400, "a request of HTTP/1.1 needs the header Host")
+            raise ApiError(400, "a request with HTTP/1.1 needs the header Host")
         path = self.path.partition("?")[0]
         methods = {"/health": "GET", "/metrics": "GET", "/v1/models": "GET"} | dict.fromkeys(READERS, "POST")
         is_model = path.startswith("/v1/models/")
         if path != "/health":
             self.server.guard.check(self.headers)
         if path not in methods and not is_model:
-            raise ApiError(404, f"there is no such path; known: {', '.join(methods)}", code="unknown_url")
+            raise ApiError(404, f"there is no such path; the paths are {', '.join(methods)}", code="unknown_url")
         self._route, allowed = "/v1/models" if is_model else path, "GET" if is_model else methods[path]
         if self.command != allowed:
-            raise ApiError(405, f"{self._route} takes {allowed}", headers={"Allow": allowed})
+            raise ApiError(405, f"{self._route} accepts {allowed} only", headers={"Allow": allowed})
         if allowed == "POST":
             kind = self.headers.get_content_type()
             if kind != "application/json":
-                raise ApiError(415, "the body must be JSON, and the header Content-Type must say application/json")
+                raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
         self._size = self._length(needed=allowed == "POST")
 
     def _length(self, needed: bool) -> int:
-        """Of the body that is to come."""
+        """The body's length in bytes."""
         length = self.headers.get("Content-Length")
         if self.headers.get("Transfer-Encoding") is not None:
             if length is not None:
                 raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both")
-            raise ApiError(411, "the body needs a Content-Length; chunks are not taken")
+            raise ApiError(411, "the request needs a Content-Length; chunked bodies are not supported")
         if length is None and not needed:
             return 0
         if length is None:
-            raise ApiError(411, "the body needs a Content-Length")
+            raise ApiError(411, "the request needs a Content-Length")
         if not re.fullmatch("[0-9]{1,15}", length.strip(" \t")):
             raise ApiError(400, "Content-Length must be one number")
         if int(length) > self.server.limits.body:
-            raise ApiError(413, f"the body is larger than the {self.server.limits.body} bytes that are taken")
+            raise ApiError(413, f"the body is larger than the limit of {self.server.limits.body} bytes")
         return int(length)
 
     def _body(self) -> bytes:
-        self._inlet.left = self._size  # and still by the deadline of the whole request
+        self._inlet.left = self._size  # the deadline of the whole request stays
         body = self.rfile.read(self._size)
         if len(body) < self._size:
-            raise Gone
+            raise Disconnected
         self._body_read = True
         return body
 
@@ -172,15 +173,17 @@ class Handler(BaseHTTPRequestHandler):
             api = server.api()
             self._send_json(200, api.model(urllib.parse.unquote(name)) if name else api.models())
         else:
-            with server.at_work():
-                answer = server.api(generating=True).generate(self._route, body, self._gone, self.client_address[0])
+            with server.answering():
+                answer = server.api(generating=True).generate(
+                    self._route, body, self._disconnected, self.client_address[0]
+                )
                 if isinstance(answer, dict):
                     self._send_json(200, answer)
                 else:
                     self._send_stream(answer)
 
-    def _gone(self) -> bool:
-        """Whether the client has closed its end."""
+    def _disconnected(self) -> bool:
+        """Whether the client has closed the connection."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         try:
@@ -193,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self._head(status, {**headers, "Content-Length": str(len(body))})
-        self._write(self._taken() + (b"" if self.command == "HEAD" else body))
+        self._write(self._head_bytes() + (b"" if self.command == "HEAD" else body))
 
     def _send_stream(self, events: Iterator[bytes]) -> None:
         chunked = self.request_version != "HTTP/1.0"
@@ -201,7 +204,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         headers["X-Accel-Buffering"] = "no"
         self._head(200, headers | ({"Transfer-Encoding": "chunked"} if chunked else {}))
-        head = self._taken()
+        head = self._head_bytes()
         try:
             for data in events:
                 if data or head:
@@ -221,8 +224,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
 
-    def _taken(self) -> bytes:
-        """The head, to be sent with what follows it."""
+    def _head_bytes(self) -> bytes:
+        """The head of the answer, to be sent together with what follows it."""
         self.end_headers()
         head, self.wfile = self.wfile.getvalue(), io.BytesIO()  # type: ignore[attr-defined]
         return head
@@ -232,12 +235,12 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.sendall(data)
 
     def _refuse(self, error: ApiError) -> None:
-        """Sends an error, when nothing was sent yet; what of the body is unread ends the connection."""
+        """Send an error if nothing has been sent yet; close the connection if the body is not read."""
         if self._answered:
             self.close_connection = True
             return
         self.close_connection = self.close_connection or not self._body_read
-        if self.request_version == "HTTP/0.9":  # of the standard library's own errors
+        if self.request_version == "HTTP/0.9":  # set by the standard library for a request that it cannot parse
             self.request_version = "HTTP/1.0"
         try:
             self._send_json(error.status, error.json(), error.headers)
@@ -245,7 +248,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _linger(self) -> None:
-        """Takes what is still being sent: closing at once would throw away the answer with it."""
+        """Read what the client is still sending: closing at once would discard the answer as well."""
         try:
             self.connection.shutdown(socket.SHUT_WR)
             self._inlet.allow(_LINGER_S, _LINGER_BYTES)
@@ -255,11 +258,11 @@ class Handler(BaseHTTPRequestHandler):
             pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library finds wrong with a request, in our form."""
+        """Send the standard library's errors in our format."""
         self._refuse(ApiError(int(code), message or "the request is not HTTP/1.1"))
 
     def handle_expect_100(self) -> bool:
-        """Whoever asks first whether a body is welcome is told so before it is sent."""
+        """Check the head before the client sends the body (`Expect: 100-continue`)."""
         try:
             self._check()
         except ApiError as error:
@@ -269,24 +272,24 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def version_string(self) -> str:
-        """No versions for strangers."""
+        """Return the header Server, without versions."""
         return "jaxscale"
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Route and status: nothing that a client wrote."""
+        """Log route and status: nothing that the client wrote."""
         level = logging.DEBUG if self._route in ("/health", "/metrics") else logging.INFO
         _LOG.log(level, "%s %s %s", self.client_address[0], self._route, int(code) if code != "-" else code)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing that a client wrote gets into the log."""
+        """Log nothing: messages would contain what the client wrote."""
 
 
 def _wrong_line(line: bytes, first: bool) -> str | None:
     """What is wrong with a line of a head, or `None`.
 
     Args:
-      line: as it came.
-      first: it is the request line.
+      line: as it was received.
+      first: whether it is the request line.
     """
     if first:
         return None if _START.fullmatch(line) else "the request line is not 'METHOD PATH HTTP/1.1' with CRLF at its end"
@@ -298,7 +301,11 @@ def _wrong_line(line: bytes, first: bool) -> str | None:
 
 
 def refuse_at_once(connection: socket.socket) -> None:
-    """Tells a client that there are too many, without waiting for it."""
+    """Send an error 503 without waiting for the client.
+
+    Args:
+      connection: the socket.
+    """
     error = busy("too many connections are open")
     body = json.dumps(error.json()).encode()
     head = f"HTTP/1.1 {error.status} Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"

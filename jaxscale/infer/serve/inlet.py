@@ -1,4 +1,4 @@
-"""Bytes from a client, within bounds of size and time."""
+"""Reading from a client, with limits of size and time."""
 
 from __future__ import annotations
 
@@ -9,35 +9,52 @@ from typing import Any
 
 
 class TooMuch(Exception):
-    """More was sent than may be."""
+    """The client has sent more bytes than are allowed."""
 
 
 class Inlet(io.RawIOBase):
-    """What comes from a socket, by a deadline and up to a number of bytes.
+    """Reads from a socket until a deadline and up to a number of bytes.
 
-    A timeout of the socket's own begins again with every byte, so that one byte at a time would hold a thread for ever.
+    The socket's own timeout starts again with every byte, so that a client that sends single bytes could block a thread
+    for ever.
+
+    Args:
+      connection: the socket.
     """
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
-        self.until, self.left = 0.0, 0
+        self.deadline, self.left = 0.0, 0
 
     def readable(self) -> bool:
         """See `io.RawIOBase`."""
         return True
 
     def allow(self, seconds: float, size: int) -> None:
-        """From now on."""
-        self.until, self.left = time.monotonic() + seconds, size
+        """Set the limits from now on.
+
+        Args:
+          seconds: until the deadline.
+          size: bytes that may be read.
+        """
+        self.deadline, self.left = time.monotonic() + seconds, size
 
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`; raises TimeoutError and TooMuch."""
-        seconds = self.until - time.monotonic()
+        """See `io.RawIOBase`.
+
+        Args:
+          buffer: where to put the bytes.
+
+        Raises:
+          TimeoutError: the deadline has passed.
+          TooMuch: the bytes are used up.
+        """
+        seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError
         if self.left <= 0:
             raise TooMuch
         self._connection.settimeout(seconds)
-        got = self._connection.recv_into(memoryview(buffer)[: self.left])
-        self.left -= got
-        return got
+        count = self._connection.recv_into(memoryview(buffer)[: self.left])
+        self.left -= count
+        return count

@@ -1,4 +1,4 @@
-"""What a server takes, and for how long it waits."""
+"""Limits of a server: sizes, numbers and times."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from jaxscale.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds of what strangers can ask for. Sizes in bytes, times in seconds.
+    """Limits of what clients can request. Sizes are in bytes, times in seconds.
 
     Args:
-      head: of a request line with its headers.
-      body: of a request's JSON.
-      prompt: tokens of a prompt; `None` is what the engine's rows hold.
-      requests: texts that wait or run; one more is answered 429. A request for n continuations of m prompts is n·m of
-        them.
-      share: of these, those of one client (an address); by default half of `requests`, so that no client keeps others
-        out. Behind a proxy all clients have one address.
-      connections: open at once; one more is answered 503 and closed.
-      read: from the first byte of a request to the last of its body.
-      write: for the client to take what is sent.
-      idle: between requests of one connection.
-      time: from the request to the last token of its answer; then it is cancelled, and answered 504.
-      drain: for what runs to end, once the server was told to stop.
+      head: bytes of a request line with its headers.
+      body: bytes of a request's JSON.
+      prompt: tokens of a prompt; `None` is what the model's length leaves.
+      requests: sequences that wait or run at once; one more is answered 429. A request for n completions of m prompts
+        has n·m sequences.
+      share: how many of these one client (an address) may have; by default half of `requests`, so that no client can
+        take all. Behind a proxy all clients have one address.
+      connections: connections open at once; one more is answered 503 and closed.
+      read: time from the first byte of a request to the last of its body.
+      write: time for the client to receive each write.
+      idle: time between requests of one connection.
+      time: time from the request to the last token of its answer; then it is cancelled, and answered 504.
+      drain: time for running requests to end, once the server is stopping.
 
     Raises:
-      ConfigError: one that is not above 0.
+      ConfigError: a limit is not above 0.
     """
 
     head: int = 32 * 1024
@@ -49,6 +49,6 @@ class Limits:
                 raise ConfigError(f"Limits.{field.name} = {value!r}: must be above 0, and finite")
 
     @property
-    def most(self) -> int:
-        """Texts of one client."""
+    def per_client(self) -> int:
+        """Sequences that one client may have waiting or running."""
         return min(self.requests, max(1, self.requests // 2) if self.share is None else self.share)

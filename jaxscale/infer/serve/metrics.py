@@ -1,4 +1,4 @@
-"""Counts and times of a server, as Prometheus reads them (text format 0.0.4)."""
+"""Metrics of a server in Prometheus' text format 0.0.4."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ _LOCK = threading.Lock()
 
 
 class Counter:
-    """Sums that only grow, one for each value of a label."""
+    """A counter, or one for each value of a label.
+
+    Args:
+      name: of the metric.
+      about: its description.
+      label: the label's name, if there is one.
+      values: of the label, which start at 0.
+    """
 
     kind = "counter"
 
@@ -22,19 +29,31 @@ class Counter:
         self._sums: dict[str, float] = dict.fromkeys(values if label else [""], 0)
 
     def add(self, amount: float = 1, value: str = "") -> None:
-        """Adds to the sum of a label's value."""
+        """Add to the counter of a label's value.
+
+        Args:
+          amount: not negative.
+          value: of the label.
+        """
         with _LOCK:
             self._sums[value] = self._sums.get(value, 0) + amount
 
     def samples(self) -> Iterable[Sample]:
-        """As they are written."""
+        """Return name, labels and value of each counter."""
         with _LOCK:
             sums = list(self._sums.items())
         return [(self.name, {self.label: value} if self.label else {}, s) for value, s in sums]
 
 
 class Gauge:
-    """What a function says when it is asked."""
+    """A value that a function returns when the metrics are read.
+
+    Args:
+      name: of the metric.
+      about: its description.
+      read: returns the value.
+      kind: "counter" for a value that only grows.
+    """
 
     kind = "gauge"
 
@@ -42,12 +61,18 @@ class Gauge:
         self.name, self.about, self.read, self.kind = name, about, read, kind
 
     def samples(self) -> Iterable[Sample]:
-        """As it is written."""
+        """Return name, labels and value."""
         return [(self.name, {}, self.read())]
 
 
 class Histogram:
-    """How many of the observed lie at or below each of some bounds."""
+    """How many of the observed values are at or below each of some bounds.
+
+    Args:
+      name: of the metric.
+      about: its description.
+      bounds: in ascending order.
+    """
 
     kind = "histogram"
 
@@ -56,13 +81,18 @@ class Histogram:
         self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value, so many times."""
+        """Count a value.
+
+        Args:
+          value: the value.
+          times: how often.
+        """
         with _LOCK:
             self._counts[bisect.bisect_left(self.bounds, value)] += times
             self._sum += value * times
 
     def samples(self) -> Iterable[Sample]:
-        """As they are written: cumulative counts, the sum, the number."""
+        """Return cumulative counts, the sum and the number of values."""
         with _LOCK:
             counts, total = list(self._counts), self._sum
         below, out = 0, []
@@ -76,7 +106,7 @@ Metric = Counter | Gauge | Histogram
 
 
 class Metrics:
-    """What a server counts: requests by how they ended, tokens, and times as its clients see them."""
+    """A server's metrics: requests by how they ended, tokens, and times as clients see them."""
 
     STATES = ("done", "cancelled", "refused", "timeout", "failed")
 
@@ -84,21 +114,21 @@ class Metrics:
         p = "jaxscale_"
         self.requests = Counter(f"{p}requests_total", "Requests, by how they ended.", "state", self.STATES)
         self.responses = Counter(f"{p}http_responses_total", "Responses by status.", "code")
-        self.tokens_in = Counter(f"{p}prompt_tokens_total", "Tokens of prompts that were taken.")
+        self.tokens_in = Counter(f"{p}prompt_tokens_total", "Tokens of accepted prompts.")
         self.tokens_out = Counter(f"{p}generation_tokens_total", "Tokens generated.")
-        self.first = Histogram(f"{p}time_to_first_token_seconds", "From a text's submission to its first token.")
-        self.each = Histogram(f"{p}time_per_output_token_seconds", "Between neighbouring tokens of a text.")
-        self.whole = Histogram(f"{p}request_seconds", "From a text's submission to its last token.")
+        self.first = Histogram(f"{p}time_to_first_token_seconds", "From a sequence's submission to its first token.")
+        self.each = Histogram(f"{p}time_per_output_token_seconds", "Between successive tokens of a sequence.")
+        self.whole = Histogram(f"{p}request_seconds", "From a sequence's submission to its last token.")
         self.gauges: list[Metric] = []
 
     def text(self) -> str:
-        """All of them."""
+        """Return all metrics in Prometheus' format."""
         lines = []
         own = (self.requests, self.responses, self.tokens_in, self.tokens_out, self.first, self.each, self.whole)
         for metric in (*own, *self.gauges):
             lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]
             for name, labels, value in metric.samples():
-                inside = ",".join(f'{key}="{text}"' for key, text in labels.items())
+                inside = ",".join(f'{label}="{of}"' for label, of in labels.items())
                 lines.append(f"{name}{{{inside}}} {_number(value)}" if inside else f"{name} {_number(value)}")
         return "\n".join(lines) + "\n"
 

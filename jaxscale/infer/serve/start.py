@@ -1,4 +1,4 @@
-"""From a run's folder to an engine that has compiled what it needs."""
+"""From a run to a served model and its compiled engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxscale.data.chat import ChatTemplate
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Engine
-from jaxscale.infer.loaded import load_model, prompt_ids, say_length, trained_length
-from jaxscale.infer.serve.asked import Served
+from jaxscale.infer.loaded import load_model, prompt_ids, trained_length, warn_length
+from jaxscale.infer.serve.requests import Served
 from jaxscale.infer.steppers import stepper_of
 from jaxscale.layout import Layout
 from jaxscale.models.base import vocab_of
@@ -26,28 +26,30 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("jaxscale.serve")
 _TEMPLATE = 5.0
-"""Seconds that a chat template may take for a conversation."""
+"""The most seconds that a chat template may take for a conversation."""
 
 
 def served_by(run: Run, name: str | None = None, length: int | None = None, *, choice: bool = True) -> Served:
-    """A run's model as clients know it.
+    """Return a run's model as the server sees it.
 
     Args:
       run: the run.
       name: what clients call it; by default its folder's name.
-      length: tokens that a text may have; by default what the model was trained on, before adapters were.
-      choice: a request that says nothing of temperature, cuts or penalty gets those that the checkpoint came with.
+      length: the most tokens of a sequence; by default the longest that the model, or the model that its adapters
+        adapt, was trained on.
+      choice: whether the checkpoint's own generation config sets temperature, cuts and penalty for requests that do
+        not.
 
     Raises:
-      ConfigError: the model is none of texts.
-      DataError: it came without a tokenizer, or its generation config has a number out of its range.
+      ConfigError: the model is not a language model.
+      DataError: it came without a tokenizer, or its generation config has a number out of range.
     """
     check_texts(run.config)
     tokenizer: Any = run.tokenizer
     if length is None:
         length = trained_length(run)
     else:
-        say_length(run, length)
+        warn_length(run, length)
     template = _template(run.path / "hf")
     return Served(
         name=name or Path(run.path).resolve().name,
@@ -62,7 +64,7 @@ def served_by(run: Run, name: str | None = None, length: int | None = None, *, c
 
 
 def _template(folder: Path) -> ChatTemplate | None:
-    """That of a folder as it came; a model without one was not made to converse, and may serve all the same."""
+    """The chat template of an imported checkpoint; a model without one serves completions only."""
     if not folder.is_dir():
         return None
     try:
@@ -87,32 +89,39 @@ def engine_of(
     weights: WeightFormat | None = None,
     note: Callable[[int, int], None] = lambda done, of: None,
 ) -> Engine:
-    """An engine for a run's model, every step of which is compiled.
+    """Return an engine for a run's model, with every step compiled.
 
     Args:
-      run, served: the model.
-      layout: where it lives.
-      rows, budget: see `jaxscale.infer.engine.Cached`.
-      pages, page: see `Paged`.
-      draft, draft_tokens, stream_layers: see `jaxscale.infer.steppers.stepper_of`.
-      weights: a form in which the matrices that it covers are kept; by default as they were trained.
-      note: see `Engine.compile`.
+      run: the run.
+      served: the model as the server sees it.
+      layout: where the model lives; `None` is one device.
+      rows: decode slots, see `jaxscale.infer.engine.Cached`.
+      budget: the most tokens of a step, see `jaxscale.infer.engine.Cached`.
+      pages: pages of the cache, see `jaxscale.infer.cache.Paged`.
+      page: positions in a page, see `jaxscale.infer.cache.Paged`.
+      draft: a smaller model's run, see `jaxscale.infer.steppers.stepper_of`.
+      draft_tokens: proposals of a round, see `jaxscale.infer.steppers.stepper_of`.
+      stream_layers: "host" or "disk", see `jaxscale.infer.steppers.stepper_of`.
+      weights: a weight format for the matrices that it supports; by default as they were trained.
+      note: called before each program is compiled, see `Engine.compile`.
 
     Raises:
-      ConfigError, LayoutError: sizes that do not fit, or several processes.
-      CheckpointError, RunError: there are no parameters.
+      ConfigError: sizes that do not fit together, or several processes.
+      LayoutError: arrays that do not divide over their mesh axes.
+      CheckpointError: a checkpoint cannot be read.
+      RunError: the run has no checkpoint.
     """
     if jax.process_count() > 1:
         raise ConfigError(
-            f"a server runs in one process, and there are {jax.process_count()}, of which one alone would hear of a "
-            "request; start one on each machine, with a layout of its own devices"
+            f"a server runs in one process, and there are {jax.process_count()}, of which only one would receive a "
+            "request; start a server on each machine, with a layout of its own devices"
         )
     length = served.length
-    found = None
+    loaded = None
     if stream_layers is None:
-        found = load_model(run, layout, generation=True, length=length, weights=weights)
+        loaded = load_model(run, layout, generation=True, length=length, weights=weights)
     more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
     more["weights"] = weights
-    engine = Engine(stepper_of(run, found, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more))
+    engine = Engine(stepper_of(run, loaded, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more))
     engine.compile(note)
     return engine

@@ -1,4 +1,4 @@
-"""The one thread that has the engine, and how others ask it for texts."""
+"""The worker: the one thread that uses the engine, and how other threads submit sequences to it."""
 
 from __future__ import annotations
 
@@ -15,90 +15,103 @@ from jaxscale.errors import ConfigError
 from jaxscale.infer.engine import Engine, Event, Request
 from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.serve.errors import ApiError, bad, busy
+from jaxscale.infer.serve.fair_queue import FairQueue
 from jaxscale.infer.serve.limits import Limits
 from jaxscale.infer.serve.metrics import Metrics
-from jaxscale.infer.serve.turns import Turns
 
 _LOG = logging.getLogger("jaxscale.serve")
-_LOOK = 0.25
-"""Seconds between looks whether a waiting client is still there."""
-_TOGETHER = 256
-"""Tokens that are told at once at most."""
+_POLL = 0.25
+"""Seconds between checks whether a waiting client is still connected."""
+_BATCH = 256
+"""The most tokens that are sent to a client together."""
 
 
-class Text(NamedTuple):
-    """What is to be continued, and how; `scored` wants what the prompt's own tokens get, too."""
+class NewSequence(NamedTuple):
+    """A sequence to generate.
+
+    Args:
+      prompt: token ids.
+      sampling: its settings.
+      scored: whether the prompt's own log-probabilities are wanted.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     scored: bool = False
 
 
-class Gone(Exception):
-    """The client has left."""
+class Disconnected(Exception):
+    """The client has closed the connection."""
 
 
-class Asking:
-    """Texts that were asked for together; leaving it as a context cancels those that have not ended.
+class Submission:
+    """Sequences that were submitted together; leaving the context cancels those that have not ended.
 
-    Made by `Worker.ask`, used by one thread.
+    `Worker.submit` makes it; one thread uses it.
+
+    Args:
+      worker: the worker.
+      sequences: the sequences.
+      client: who submitted them.
     """
 
-    def __init__(self, worker: Worker, texts: Sequence[Text], client: str):
-        self.texts, self.client, self.since = texts, client, time.monotonic()
+    def __init__(self, worker: Worker, sequences: Sequence[NewSequence], client: str):
+        self.sequences, self.client, self.since = sequences, client, time.monotonic()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._worker, self._left = worker, set(range(len(texts)))
+        self._worker, self._unfinished = worker, set(range(len(sequences)))
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> Submission:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._left:
-            self._worker.cancel(self, self._left)
-        state = "cancelled" if self._left else "done"
+        if self._unfinished:
+            self._worker.cancel(self, self._unfinished)
+        state = "cancelled" if self._unfinished else "done"
         if isinstance(error, ApiError):
             state = {504: "timeout", 400: "refused"}.get(error.status, "failed")
         self._worker.metrics.requests.add(1, state)
 
     def end(self, index: int, *, cancel: bool = False) -> None:
-        """Whoever listens wants no more of a text.
+        """Note that a sequence has ended, or that no more of it is wanted.
 
         Args:
-          index: which.
-          cancel: the engine does not know of its end.
+          index: of the sequence.
+          cancel: whether the engine still has to be told.
         """
-        self._left.remove(index)
+        self._unfinished.remove(index)
         if cancel:
             self._worker.cancel(self, {index})
 
-    def batches(self, until: float, gone: Callable[[], bool]) -> Iterator[list[tuple[int, Event]]]:
-        """Tokens as they come, each with its text's place; the first batch is empty, once all texts were taken.
+    def batches(self, deadline: float, disconnected: Callable[[], bool]) -> Iterator[list[tuple[int, Event]]]:
+        """Yield tokens as they are generated, each with the index of its sequence.
+
+        The first batch is empty; it comes when all sequences are accepted.
 
         Args:
-          until: when it takes too long, on `time.monotonic`'s clock.
-          gone: whether the client has left.
+          deadline: on `time.monotonic`'s clock.
+          disconnected: whether the client has closed the connection.
 
         Raises:
-          ApiError: the engine takes a text not, or failed, or time is up.
-          Gone: so it has.
+          ApiError: a sequence is refused, the engine has failed, or the deadline has passed.
+          Disconnected: the client has closed the connection.
         """
-        looked = time.monotonic()
-        while self._left:
+        checked = time.monotonic()
+        while self._unfinished:
             items: list[Any] = []
             try:
-                items.append(self.inbox.get(timeout=_LOOK))
-                while len(items) < _TOGETHER:  # what has come meanwhile goes out together
+                items.append(self.inbox.get(timeout=_POLL))
+                while len(items) < _BATCH:  # send what has arrived meanwhile together
                     items.append(self.inbox.get_nowait())
             except queue.Empty:
                 pass
             now = time.monotonic()
-            if now > until:
-                headers = {"x-should-retry": "false"}  # OpenAI's clients would ask again, for as long
+            if now > deadline:
+                headers = {"x-should-retry": "false"}  # else OpenAI's clients would repeat the request
                 raise ApiError(504, "the answer took longer than this server allows", code="timeout", headers=headers)
-            if now - looked > _LOOK or not items:
-                looked = now
-                if gone():
-                    raise Gone
+            if now - checked > _POLL or not items:
+                checked = now
+                if disconnected():
+                    raise Disconnected
             batch = []
             for item in items:
                 if isinstance(item, Exception):
@@ -112,135 +125,145 @@ class Asking:
 
 
 class _Live(NamedTuple):
-    asking: Asking
-    place: int
+    submission: Submission
+    sequence: int  # index in the submission
     request: Request
-    last: list[float]  # when its last token came, if one did
+    last: list[float]  # the time of its last token, if it has one
 
 
 class Worker:
     """Runs an engine on a thread of its own.
 
     Args:
-      engine: what nobody else may touch from now on.
-      limits: of texts that may wait or run at once.
-      metrics: where it counts.
+      engine: the engine; no other thread may use it afterwards.
+      limits: of sequences that wait or run.
+      metrics: counters to update.
     """
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         self.metrics, self.stats = metrics, engine.stats
         self._engine, self._limits = engine, limits
-        self._turns: Turns[int] = Turns()  # ids of texts that the engine does not know yet
-        self._inbox: queue.SimpleQueue[Asking | tuple[Asking, set[int]] | None] = queue.SimpleQueue()
+        self._waiting: FairQueue[int] = FairQueue()  # ids of sequences that the engine does not have yet
+        self._inbox: queue.SimpleQueue[Submission | tuple[Submission, set[int]] | None] = queue.SimpleQueue()
         self._live: dict[Any, _Live] = {}
         self._ids, self._lock = itertools.count(), threading.Lock()
-        self._asked: collections.Counter[str] = collections.Counter()  # texts that wait or run, by client
-        self._over: ApiError | None = None
+        self._unfinished: collections.Counter[str] = collections.Counter()  # sequences that wait or run, by client
+        self._closed: ApiError | None = None
         self.failed = False
         self._thread = threading.Thread(target=self._run, name="jaxscale-engine", daemon=True)
         self._thread.start()
 
-    def ask(self, texts: Sequence[Text], client: str = "") -> Asking:
-        """Asks for continuations.
+    def submit(self, sequences: Sequence[NewSequence], client: str = "") -> Submission:
+        """Submit sequences to the engine.
 
         Args:
-          texts: to continue.
-          client: who asks; clients have equal shares of the engine.
+          sequences: the sequences.
+          client: who submits them; clients have equal shares of the engine.
 
         Raises:
-          ApiError: too many wait already, or the engine has failed.
+          ApiError: too many sequences wait or run already, or the engine has failed.
         """
-        asking = Asking(self, texts, client)
+        submission = Submission(self, sequences, client)
         with self._lock:
-            if self._over is not None:
-                raise self._over
-            own, every = self._asked[client], self._asked.total()
-            most, share = self._limits.requests, self._limits.most
-            if own + len(texts) > share or every + len(texts) > most:
+            if self._closed is not None:
+                raise self._closed
+            own, total = self._unfinished[client], self._unfinished.total()
+            most, share = self._limits.requests, self._limits.per_client
+            if own + len(sequences) > share or total + len(sequences) > most:
                 self.metrics.requests.add(1, "refused")
                 raise busy(
-                    f"{len(texts)} more texts are too many now: {own} of this client's {share} places are taken, and "
-                    f"{every} of all {most}; ask again when some have ended",
+                    f"no place for {len(sequences)} more sequences: this client has {own} of at most {share} "
+                    f"unfinished, and all clients {total} of at most {most}; try again when some have ended",
                     429,
                 )
-            self._asked[client] += len(texts)
-            self._inbox.put(asking)
-        return asking
+            self._unfinished[client] += len(sequences)
+            self._inbox.put(submission)
+        return submission
 
-    def cancel(self, asking: Asking, indices: set[int]) -> None:
-        """Ends texts of an asking, and frees their pages."""
-        self._inbox.put((asking, set(indices)))
+    def cancel(self, submission: Submission, indices: set[int]) -> None:
+        """End sequences, and free their pages.
+
+        Args:
+          submission: whose.
+          indices: of its sequences.
+        """
+        self._inbox.put((submission, set(indices)))
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Ends the thread after its step; texts that still run are lost."""
+        """End the thread after its step; sequences that still run are lost.
+
+        Args:
+          seconds: how long to wait for the thread.
+        """
         self._inbox.put(None)
         self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
-            while self._take():
-                self._feed()
+            while self._read_inbox():
+                self._feed_engine()
                 if self._engine.busy:
-                    self._give(self._engine.step())
+                    self._deliver(self._engine.step())
                 stats = self._engine.stats
-                self.stats = stats._replace(waiting=stats.waiting + len(self._turns))
-        except BaseException:  # whatever it was, those who wait must hear of it
+                self.stats = stats._replace(waiting=stats.waiting + len(self._waiting))
+        except BaseException:  # whatever it is, waiting threads must learn of it
             self.failed = True
             _LOG.exception("the engine failed")
-            self._end(ApiError(500, "the engine failed; this server is of no use any more", code="engine_failed"))
+            self._close(ApiError(500, "the engine failed; the server must be restarted", code="engine_failed"))
         else:
-            self._end(busy("the server is stopping"))
+            self._close(busy("the server is stopping"))
 
-    def _take(self) -> bool:
-        """Does what was asked for; waits when there is nothing else to do. False: stop."""
-        wait = not self._engine.busy and not self._turns
+    def _read_inbox(self) -> bool:
+        """Handle submissions and cancellations; wait for one if there is nothing to do. `False` means stop."""
+        wait = not self._engine.busy and not self._waiting
         while True:
             try:
-                task = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
-            if task is None:
+            if message is None:
                 return False
-            if isinstance(task, Asking):
-                self._submit(task)
+            if isinstance(message, Submission):
+                self._accept(message)
             else:
-                self._cancel(*task)
+                self._cancel(*message)
             wait = False
 
-    def _submit(self, asking: Asking) -> None:
-        requests = [Request(t.prompt, t.sampling, next(self._ids), t.scored) for t in asking.texts]
+    def _accept(self, submission: Submission) -> None:
+        requests = [Request(s.prompt, s.sampling, next(self._ids), s.scored) for s in submission.sequences]
         try:
             for request in requests:
                 self._engine.check(request)
         except ConfigError as error:
-            self._release(asking.client, len(requests))
-            asking.inbox.put(bad("prompt", str(error)))
+            self._release(submission.client, len(requests))
+            submission.inbox.put(bad("prompt", str(error)))
             return
-        for place, request in enumerate(requests):
-            self._live[request.id] = _Live(asking, place, request, [])
-            self._turns.put(asking.client, id(asking), request.id)  # type: ignore[arg-type]
-        self.metrics.tokens_in.add(sum(len(t.prompt) for t in asking.texts))
-        asking.inbox.put(None)
+        for index, request in enumerate(requests):
+            self._live[request.id] = _Live(submission, index, request, [])
+            self._waiting.put(submission.client, id(submission), request.id)  # type: ignore[arg-type]
+        self.metrics.tokens_in.add(sum(len(s.prompt) for s in submission.sequences))
+        submission.inbox.put(None)
 
-    def _feed(self) -> None:
-        """Gives the engine as many texts as it has places for and one, so that others need not wait for all."""
+    def _feed_engine(self) -> None:
+        """Give the engine one sequence more than it has slots: its queue is in order of arrival, and ours is fair."""
         stats = self._engine.stats
-        for _ in range(min(len(self._turns), self._engine.places + 1 - stats.waiting - stats.running)):
-            self._engine.submit(self._live[self._turns.take()].request)
+        for _ in range(min(len(self._waiting), self._engine.slots + 1 - stats.waiting - stats.running)):
+            self._engine.submit(self._live[self._waiting.take()].request)
 
-    def _cancel(self, asking: Asking, indices: set[int]) -> None:
-        for number in [n for n, live in self._live.items() if live.asking is asking and live.place in indices]:
-            if not self._turns.remove(asking.client, id(asking), number):
+    def _cancel(self, submission: Submission, indices: set[int]) -> None:
+        cancelled = [n for n, live in self._live.items() if live.submission is submission and live.sequence in indices]
+        for number in cancelled:
+            if not self._waiting.remove(submission.client, id(submission), number):
                 self._engine.cancel(number)
             del self._live[number]
-            self._release(asking.client, 1)
+            self._release(submission.client, 1)
 
-    def _give(self, events: Sequence[Event]) -> None:
+    def _deliver(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
-        by_text: dict[Any, list[Event]] = {}  # a step may bring a text several
+        by_sequence: dict[Any, list[Event]] = {}  # a step may generate several tokens of a sequence
         for event in events:
-            by_text.setdefault(event.id, []).append(event)
-        for id, tokens in by_text.items():
+            by_sequence.setdefault(event.id, []).append(event)
+        for id, tokens in by_sequence.items():
             live = self._live.get(id)
             if live is None:  # cancelled meanwhile
                 continue
@@ -248,31 +271,32 @@ class Worker:
             if live.last:
                 self.metrics.each.observe((now - live.last[0]) / len(tokens), len(tokens))
             else:
-                self.metrics.first.observe(now - live.asking.since)
+                self.metrics.first.observe(now - live.submission.since)
             live.last[:] = [now]
             if tokens[-1].finished is not None:
-                self.metrics.whole.observe(now - live.asking.since)
+                self.metrics.whole.observe(now - live.submission.since)
                 del self._live[id]
-                self._release(live.asking.client, 1)
+                self._release(live.submission.client, 1)
             for token in tokens:
-                live.asking.inbox.put((live.place, token))
+                live.submission.inbox.put((live.sequence, token))
 
-    def _release(self, client: str, texts: int) -> None:
+    def _release(self, client: str, sequences: int) -> None:
         with self._lock:
-            self._asked[client] -= texts
-            if not self._asked[client]:
-                del self._asked[client]
+            self._unfinished[client] -= sequences
+            if not self._unfinished[client]:
+                del self._unfinished[client]
 
-    def _end(self, told: ApiError) -> None:
-        with self._lock:  # nobody asks any more after this
-            self._over = told
+    def _close(self, error: ApiError) -> None:
+        """Answer all unfinished and later submissions with an error."""
+        with self._lock:  # no submission is accepted after this
+            self._closed = error
         for live in self._live.values():
-            live.asking.inbox.put(told)
+            live.submission.inbox.put(error)
         self._live.clear()
         while True:
             try:
-                task = self._inbox.get_nowait()
+                message = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(task, Asking):
-                task.inbox.put(told)
+            if isinstance(message, Submission):
+                message.inbox.put(error)

@@ -1,4 +1,4 @@
-"""Models that are larger than the device's memory: layers are brought one by one, the next while one computes."""
+"""Models larger than the device's memory: layers are loaded one by one, each while the one before computes."""
 
 from jaxscale.infer.streaming.layers import Layers, OnHost, Resident, Source
 from jaxscale.infer.streaming.start import FROM, stream_model

@@ -1,4 +1,4 @@
-"""Layers of a model that come to the device one after the other, each while the one before computes."""
+"""Layers of a model that are loaded to the device one by one, each while the one before computes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ Tree = Any
 
 
 class Source(Protocol):
-    """Where arrays are while they are not on the device; `jaxscale.train.checkpoints.read.Arrays` is one."""
+    """Where arrays are while they are not on the device, as `jaxscale.train.checkpoints.read.Arrays`."""
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
-        """Regions of an array, (from, to) of each dimension."""
+        """Return regions of an array.
+
+        Args:
+          name: the array's path.
+          regions: the regions, each (begin, end) for every dimension.
+        """
 
 
 class OnHost:
     """Arrays in the host's memory.
 
     Args:
-      params: by path.
+      params: arrays by path.
     """
 
     def __init__(self, params: dict[str, np.ndarray]):
@@ -42,12 +47,12 @@ class OnHost:
 
 
 class Encoded:
-    """Parameters in another form, encoded on the host whenever they are read: a source does not have this form.
+    """Parameters in another weight format, encoded on the host whenever they are read.
 
     Args:
-      source: of the parameters as they are, by the infos' paths behind `prefix`.
-      infos: the model's, a `TensorInfo` for each parameter.
-      weights: the form.
+      source: the parameters as they are stored, named by `prefix` and the path in their info.
+      infos: a `TensorInfo` for each parameter of the model.
+      weights: the format.
       prefix: of the source's names.
     """
 
@@ -61,21 +66,21 @@ class Encoded:
         self._last: tuple[Any, list[np.ndarray]] = None, []
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
-        """See `Source`; regions are whole arrays, or one copy of a stack's."""
+        """See `Source`; regions are whole arrays, or one repeat of a stack's."""
         return {region: self._read(name, region) for region in regions}
 
     def _read(self, name: str, region: Region) -> np.ndarray:
         info, number, shape = self._parts[name]
-        wanted: Region = tuple((0, n) for n in info.shape)
+        stored: Region = tuple((0, n) for n in info.shape)
         if region != tuple((0, n) for n in shape):
-            wanted = (region[0], *wanted[1:])
+            stored = (region[0], *stored[1:])
         if name == info.path:
-            return self._source.read(self._prefix + name, [wanted])[wanted]
-        if self._last[0] != (info.path, wanted):  # a weight's arrays are read one after the other
-            kernel = self._source.read(self._prefix + info.path, [wanted])[wanted]
+            return self._source.read(self._prefix + name, [stored])[stored]
+        if self._last[0] != (info.path, stored):  # a weight's arrays are read one after the other: encode it once
+            kernel = self._source.read(self._prefix + info.path, [stored])[stored]
             with jax.default_device(jax.devices("cpu")[0]):
-                made = _encode(self._weights, kernel, info.contracted)
-            self._last = (info.path, wanted), [np.array(x) for x in jax.tree.leaves(made)]
+                encoded = _encode(self._weights, kernel, info.contracted)
+            self._last = (info.path, stored), [np.array(x) for x in jax.tree.leaves(encoded)]
         return self._last[1][number]
 
 
@@ -85,13 +90,13 @@ def _encode(weights: WeightFormat, kernel: Any, contracted: tuple[int, ...]) -> 
 
 
 class Resident(NamedTuple):
-    """Bytes of parameters on the devices, over all of them.
+    """Bytes of parameters on all devices together.
 
     Args:
       now: at this moment.
       peak: the most so far.
-      bound: what `peak` cannot pass: what always stays, and the two largest layers next to each other.
-      whole: what the model takes when nothing is streamed.
+      bound: the most possible: what always stays, and the two neighbouring layers that are largest together.
+      whole: of the whole model, without streaming.
     """
 
     now: int
@@ -101,59 +106,60 @@ class Resident(NamedTuple):
 
 
 class Layers:
-    """A model's parameters, of which embedding, last norm and head stay on the device and layers come and go.
+    """A model's parameters: embedding, last norm and head stay on the device, layers are loaded when they compute.
 
-    At most two copies of a run's group are there: one that computes, and one that a thread brings meanwhile (Li et al.
-    2024, TPI-LLM's sliding window of memory).
+    At most two repeats of a run's blocks are on the device: one computes while a thread loads the next (Li et al. 2024,
+    TPI-LLM's sliding window of memory).
 
     Args:
       infos: a `TensorInfo` for each parameter.
-      source: where they are, by the infos' paths behind `prefix`.
-      layout: onto which devices each is brought; `None` is the default one.
+      source: the parameters, named by `prefix` and the path in their info.
+      layout: how they are sharded on the devices; `None` is the default device.
       prefix: of the source's names.
     """
 
     def __init__(self, infos: Tree, source: Source, layout: Layout | None = None, prefix: str = ""):
         self.infos, self._source, self._prefix = infos, source, prefix
-        self._placed = shardings_of(infos, layout)
+        self._shardings = shardings_of(infos, layout)
         self._device = None if layout is not None else jax.devices()[0]
         self._lock, self._now, self._peak = threading.Lock(), 0, 0
         runs = list(infos["runs"])
-        self.order = [(n, i) for n, name in enumerate(runs) for i in range(_copies(infos["runs"][name]))]
-        each = [_bytes(infos["runs"][runs[n]]) // _copies(infos["runs"][runs[n]]) for n, _ in self.order]
+        self.order = [(n, i) for n, name in enumerate(runs) for i in range(_repeats(infos["runs"][name]))]
+        each = [_bytes(infos["runs"][runs[n]]) // _repeats(infos["runs"][runs[n]]) for n, _ in self.order]
         self.largest = max(a + b for a, b in zip(each, each[1:] + each[:1], strict=True))
         self._stays = {name: part for name, part in infos.items() if name != "runs"}
-        placed = None if self._placed is None else {name: self._placed[name] for name in self._stays}
-        self.rest = self._bring(self._stays, placed, None)
+        shardings = None if self._shardings is None else {name: self._shardings[name] for name in self._stays}
+        self.rest = self._put(self._stays, shardings, None)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxscale-layers")
         self._coming: tuple[int, Future[Tree]] | None = None
 
     @property
     def resident(self) -> Resident:
-        """How much is on the devices."""
+        """Bytes of parameters on the devices."""
         stays = _bytes(self._stays)
         with self._lock:
             return Resident(self._now, self._peak, stays + self.largest, _bytes(self.infos))
 
     def each(self) -> Iterator[tuple[int, int, Tree]]:
-        """The layers in order: the run, which copy of its group, and its parameters, with a leading dimension of 1.
+        """Yield the layers in order: the index of the run of blocks, the index of the repeat, and its parameters.
 
-        What was given is deleted when the next is asked for: whoever uses it has to have waited for the result.
+        Parameters have a leading dimension of 1. They are deleted when the next layer is requested: block until the
+        computation with them is done before that.
         """
-        for place, (run, copy) in enumerate(self.order):
+        for place, (run, repeat) in enumerate(self.order):
             params = self._take(place)
             self._coming = ((place + 1) % len(self.order), self._pool.submit(self._load, place + 1))
             try:
-                yield run, copy, params
+                yield run, repeat, params
             finally:
-                self._forget(params)
+                self._delete(params)
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Delete all parameters on the devices, and end the thread."""
         if self._coming is not None:
-            self._forget(self._coming[1].result())
+            self._delete(self._coming[1].result())
             self._coming = None
-        self._forget(self.rest)
+        self._delete(self.rest)
         self._pool.shutdown()
 
     def _take(self, place: int) -> Tree:
@@ -162,47 +168,48 @@ class Layers:
             self._coming = None
             if at == place:
                 return coming.result()
-            self._forget(coming.result())  # a pass was left before its end
+            self._delete(coming.result())  # the previous pass was abandoned before its last layer
         return self._load(place)
 
     def _load(self, place: int) -> Tree:
-        run, copy = self.order[place % len(self.order)]
+        run, repeat = self.order[place % len(self.order)]
         name = list(self.infos["runs"])[run]
-        return self._bring(self.infos["runs"][name], None if self._placed is None else self._placed["runs"][name], copy)
+        shardings = None if self._shardings is None else self._shardings["runs"][name]
+        return self._put(self.infos["runs"][name], shardings, repeat)
 
-    def _bring(self, infos: Tree, placed: Tree | None, copy: int | None) -> Tree:
-        """Reads arrays, or a copy of a group's, and puts them on the devices."""
+    def _put(self, infos: Tree, shardings: Tree | None, repeat: int | None) -> Tree:
+        """Read arrays, or one repeat of a run's, and put them on the devices."""
         leaves, tree = jax.tree.flatten(infos)
-        where = [self._device] * len(leaves) if placed is None else jax.tree.leaves(placed)
+        where = [self._device] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
         out = []
-        for info, home in zip(leaves, where, strict=True):
-            out.append(jax.device_put(self._read(info, copy), home))
+        for info, sharding in zip(leaves, where, strict=True):
+            out.append(jax.device_put(self._read(info, repeat), sharding))
             with self._lock:
                 self._now += out[-1].nbytes
                 self._peak = max(self._peak, self._now)
         jax.block_until_ready(out)
         return jax.tree.unflatten(tree, out)
 
-    def _read(self, info: TensorInfo, copy: int | None) -> np.ndarray:
+    def _read(self, info: TensorInfo, repeat: int | None) -> np.ndarray:
         region = tuple((0, n) for n in info.shape)
-        if copy is not None:
-            region = ((copy, copy + 1), *region[1:])
-        found = self._source.read(self._prefix + info.path, [region])[region]
-        if found.dtype != np.dtype(info.dtype) or found.shape != tuple(b - a for a, b in region):
+        if repeat is not None:
+            region = ((repeat, repeat + 1), *region[1:])
+        array = self._source.read(self._prefix + info.path, [region])[region]
+        if array.dtype != np.dtype(info.dtype) or array.shape != tuple(b - a for a, b in region):
             raise CheckpointError(
-                f"{info.path} is {found.dtype}{list(found.shape)} where it is kept, and the model's is "
+                f"{info.path} is stored as {array.dtype}{list(array.shape)}, and the model needs "
                 f"{np.dtype(info.dtype)}{[b - a for a, b in region]}"
             )
-        return found
+        return array
 
-    def _forget(self, params: Tree) -> None:
+    def _delete(self, params: Tree) -> None:
         for x in jax.tree.leaves(params):
             with self._lock:
                 self._now -= x.nbytes
             x.delete()
 
 
-def _copies(run: Tree) -> int:
+def _repeats(run: Tree) -> int:
     return jax.tree.leaves(run)[0].shape[0]
 
 

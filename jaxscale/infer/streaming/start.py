@@ -1,4 +1,4 @@
-"""From a run to layers that can be streamed."""
+"""Streaming the layers of a run's model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError, near
-from jaxscale.infer.loaded import dropless, for_texts_of
+from jaxscale.infer.loaded import dropless, for_length
 from jaxscale.infer.streaming.layers import Encoded, Layers, OnHost
 from jaxscale.layout import Layout
 from jaxscale.nn import WeightFormat
@@ -29,28 +29,31 @@ def stream_model(
     length: int | None = None,
     weights: WeightFormat | None = None,
 ) -> tuple[nnx.GraphDef[Any], Layers]:
-    """A run's model, its layers outside of the device.
+    """Return a run's model, with its layers outside the device.
 
     Args:
-      run: the run; what is streamed is a checkpoint, also while its state is in memory.
+      run: the run; its checkpoint is streamed, also while its state is in memory.
       source: "host" holds all parameters in the host's memory; "disk" reads each layer from the checkpoint's files
-        every time, through the system's page cache, and checks what it reads.
-      layout: where layers come to.
-      step: of which checkpoint, by default the newest.
-      length: how long texts may become, for positions that go by it.
-      weights: a form in which the matrices that it covers are kept and brought; from "disk" each layer is encoded
-        whenever it is read.
+        every time, through the system's page cache, and verifies digests where there are some.
+      layout: where layers are computed; `None` is one device.
+      step: the checkpoint's step; the newest by default.
+      length: the most tokens of a sequence, for position encodings that depend on it.
+      weights: a weight format for the matrices that it supports; from "disk" each layer is encoded whenever it is read.
+
+    Returns:
+      the graph definition, and the parameters.
 
     Raises:
-      ConfigError: another source, or a checkpoint that is not what the model computes with.
-      CheckpointError, RunError: there is none.
+      ConfigError: an unknown source, or "disk" for a checkpoint whose arrays are not the model's weights.
+      CheckpointError: there is no such checkpoint.
+      RunError: the run has no checkpoint.
     """
     from jaxscale.step import describe_model
     from jaxscale.step.prepare import blueprint_of
 
     if source not in FROM:
         raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")
-    graphdef, infos = describe_model(for_texts_of(dropless(run.config.model), length))
+    graphdef, infos = describe_model(for_length(dropless(run.config.model), length))
     step = run.last_step() if step is None else step
     if source == "host":
         host = jax.devices("cpu")[0]
@@ -60,14 +63,14 @@ def stream_model(
                 params, infos = weights.encoded(params, infos, None), weights.infos(infos)
         leaves: dict[str, np.ndarray] = {}
         for info, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True):
-            leaves[info.path] = np.array(x)  # a copy: what JAX lends would stay alive with it
+            leaves[info.path] = np.array(x)  # a copy: a view would keep the JAX array alive
             x.delete()
         return graphdef, Layers(infos, OnHost(leaves), layout)
     blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
     part = blueprint.algorithm.weights_in(blueprint)
     if run.config.adapters is not None or part is None:
         what = "adapters are added to them" if run.config.adapters is not None else "this run averages them"
-        raise ConfigError(f"stream_layers = 'disk' takes parameters as they are kept, and {what}; use 'host'")
+        raise ConfigError(f"stream_layers = 'disk' needs parameters as they are stored, and {what}; use 'host'")
     arrays = run.checkpoints.arrays(step)
     if weights is not None:
         return graphdef, Layers(weights.infos(infos), Encoded(arrays, infos, weights, f"{part}/"), layout)

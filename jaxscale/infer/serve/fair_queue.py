@@ -1,4 +1,4 @@
-"""Texts that wait for the engine, in turns: no client, and no request of a client, keeps the others waiting."""
+"""A queue that is fair to clients, and to the requests of each client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
-    """Items that are taken in turns over clients, and over the requests of each client; in order within a request."""
+class FairQueue(Generic[T]):
+    """Round robin over clients, and over the requests of each client; items of one request stay in order."""
 
     def __init__(self) -> None:
         self._clients: dict[str, dict[int, deque[T]]] = {}
@@ -19,24 +19,24 @@ class Turns(Generic[T]):
         return self._count
 
     def put(self, client: str, request: int, item: T) -> None:
-        """Puts an item behind those of the same request.
+        """Append an item to those of the same request.
 
         Args:
-          client: whose it is.
-          request: which of its requests, any number.
-          item: to be taken.
+          client: whose request it is.
+          request: a number that identifies the request among the client's.
+          item: the item.
         """
         self._clients.setdefault(client, {}).setdefault(request, deque()).append(item)
         self._count += 1
 
     def take(self) -> T:
-        """The next item. Its client goes behind the other clients, and its request behind the client's others.
+        """Remove and return the next item; its client and its request go to the end of the line.
 
         Raises:
-          LookupError: there is none.
+          LookupError: the queue is empty.
         """
         if not self._clients:
-            raise LookupError("nothing waits")
+            raise LookupError("the queue is empty")
         client, requests = next(iter(self._clients.items()))
         request, items = next(iter(requests.items()))
         item = items.popleft()
@@ -49,7 +49,16 @@ class Turns(Generic[T]):
         return item
 
     def remove(self, client: str, request: int, item: T) -> bool:
-        """Takes out an item; whether it was still here."""
+        """Remove an item.
+
+        Args:
+          client: as for `put`.
+          request: as for `put`.
+          item: the item.
+
+        Returns:
+          whether it was in the queue.
+        """
         items = self._clients.get(client, {}).get(request)
         if items is None or item not in items:
             return False

@@ -1,0 +1,226 @@
+"""What the kinds of KV cache share: attention to a step's sequences, and running it on every device's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxscale.nn import KeyValues, Packed
+from jaxscale.nn.flash import heads_over, heads_read_by
+from jaxscale.parallel.context import Part, merge_over
+from jaxscale.parallel.sharded import cut_over, sharded_op
+from pallas_kernels.decode_attention import decode_attention
+
+QUERIES = ("batch", None, "heads", "head_dim")
+
+State = dict[str, Array]
+
+
+def attend_packed(
+    q: Float[Array, "b s h d"],
+    state: State,
+    step: Packed,
+    tables: Int[Array, "b slots p"],
+    *,
+    value_dim: int,
+    first: Int[Array, ""] | int = 0,
+    stride: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Part:
+    """Attention of each token to the positions of its sequence that this device holds, one group at a time.
+
+    Args:
+      q: a step's queries (batch, columns, heads, width).
+      state: keys and values by page, of all layers and batch rows (`flat_pages`): (pages, page, kv_heads, width).
+      step: slot and position of each query.
+      tables: the pages of each slot, int32 (batch, slots, entries); negative where another device holds the page.
+      value_dim: as in `pallas_kernels.decode_attention`, like the next five.
+      first: likewise.
+      stride: likewise.
+      window: likewise.
+      softcap: likewise.
+      scale: likewise.
+
+    Returns:
+      outputs and log-sum-exps, float32.
+    """
+    b, s, h, _ = q.shape
+    whole = Part(jnp.zeros((b, s, h, value_dim), jnp.float32), jnp.full((b, s, h), -jnp.inf, jnp.float32))
+    batch_row = jnp.arange(b)[:, None, None]
+    for columns, slots in step.groups:
+        pages = tables if slots is None else tables.at[batch_row[..., 0], slots].get(mode="fill", fill_value=-1)
+        part = decode_attention(
+            _merge_batch(q.at[batch_row, columns].get(mode="fill", fill_value=0)),
+            state["k"],
+            state.get("v"),
+            positions=_merge_batch(step.positions.at[batch_row, columns].get(mode="fill", fill_value=-1)),
+            tables=_merge_batch(pages),
+            first=first,
+            stride=stride,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            value_dim=value_dim,
+        )
+        shape = columns.shape
+        whole = Part(
+            *(
+                x.at[batch_row, columns].set(new.reshape(*shape, *new.shape[2:]), mode="drop")
+                for x, new in zip(whole, part, strict=True)
+            )
+        )
+    return whole
+
+
+def _merge_batch(x: Array) -> Array:
+    """(batch, sequences, ...) -> (batch * sequences, ...)."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def attend_to(
+    local: Callable[[Array, State, Packed, Array, Array], Part],
+    q: Float[Array, "b s h d"],
+    state: State,
+    axes: tuple[str | None, ...],
+    step: Packed,
+    layer: Int[Array, ""],
+    along: str,
+    name: str,
+) -> tuple[Float[Array, "b s h dv"], Float[Array, "b s h"]]:
+    """Run `local(q, state, step, layer, device)` on every device's shard of a cache, and merge the results.
+
+    Args:
+      local: attention to a shard of the cache; `device` is the index of this device among those that shard `along`.
+      q: queries (batch, columns, heads, width).
+      state: the cache's arrays, all with these `axes`.
+      axes: the logical axes of each array.
+      step: slot and position of each query.
+      layer: the layer's index, int32 scalar.
+      along: the logical axis along which the tokens of a sequence are sharded.
+      name: the cache's name in errors.
+
+    Returns:
+      outputs (batch, columns, heads, value_dim) in `q`'s dtype, and log-sum-exps (batch, columns, heads), float32.
+
+    Raises:
+      LayoutError: heads and key-value heads are sharded over different mesh axes.
+    """
+    kv_heads = state["k"].shape[-2]
+    (over, whole), pieces = heads_over(kv_heads, name), cut_over(along)
+    groups = q.shape[2] // kv_heads
+    names = list(state)
+    leaves, tree = jax.tree.flatten((step, layer))
+
+    def read(q: Array, *rest: Array) -> tuple[Array, Array]:
+        shard = dict(zip(names, rest[: len(names)], strict=True))
+        step, layer = jax.tree.unflatten(tree, rest[len(names) :])
+        if whole:  # key-value heads are replicated: copy those that this device's heads read, of this layer alone
+            own = lambda x: heads_read_by(x, q.shape[2], groups, lax.axis_index(over), axis=x.ndim - 2)  # noqa: E731
+            shard = {n: own(lax.dynamic_index_in_dim(x, layer)) for n, x in shard.items()}
+            layer = jnp.zeros_like(layer)
+        device = lax.axis_index(pieces) if pieces else jnp.int32(0)
+        part = local(q, shard, step, layer, device)
+        part = merge_over(part, pieces) if pieces else part
+        return part.out.astype(q.dtype), part.lse
+
+    step_axes = [("batch", *[None] * (x.ndim - 1))[: x.ndim] for x in leaves]
+    state_axes = _state_axes(axes, kv_heads)
+    return sharded_op(
+        read,
+        q,
+        *state.values(),
+        *leaves,
+        axes=(QUERIES, *[state_axes] * len(names), *step_axes),
+        out_axes=(QUERIES, QUERIES[:-1]),
+        name=f"{name}'s operand",
+    )
+
+
+def append_to(
+    local: Callable[[State, State, Packed, Array, Array], State],
+    state: State,
+    axes: tuple[str | None, ...],
+    new: State,
+    step: Packed,
+    layer: Int[Array, ""],
+    along: str,
+    name: str,
+) -> State:
+    """Run `local(state, new, step, layer, device)` on every device's shard of a cache.
+
+    Args:
+      local: writes new keys and values to a shard of the cache, and returns the shard.
+      state: the cache's arrays, all with these `axes`.
+      axes: the logical axes of each array.
+      new: keys and values of a step's tokens, by the names of `state`.
+      step: slot and position of each token.
+      layer: the layer's index, int32 scalar.
+      along: the logical axis along which the tokens of a sequence are sharded.
+      name: the cache's name in errors.
+    """
+    pieces, kv_heads = cut_over(along), state["k"].shape[-2]
+    state_axes = _state_axes(axes, kv_heads)
+    leaves, tree = jax.tree.flatten((step, layer))
+    n = len(state)
+
+    def write(*rest: Array) -> tuple[Array, ...]:
+        shard = dict(zip(state, rest[:n], strict=True))
+        values = dict(zip(state, rest[n : 2 * n], strict=True))
+        step, layer = jax.tree.unflatten(tree, rest[2 * n :])
+        device = lax.axis_index(pieces) if pieces else jnp.int32(0)
+        return tuple(local(shard, values, step, layer, device).values())
+
+    new_axes = ("batch", None, None if kv_heads == 1 else "kv_heads", "head_dim")
+    step_axes = [("batch", *[None] * (x.ndim - 1))[: x.ndim] for x in leaves]
+    out = sharded_op(
+        write,
+        *state.values(),
+        *(new[name] for name in state),
+        *leaves,
+        axes=(*[state_axes] * n, *[new_axes] * n, *step_axes),
+        out_axes=(state_axes,) * n,
+        name=f"{name}'s operand",
+    )
+    return dict(zip(state, out, strict=True))
+
+
+def _state_axes(axes: tuple[str | None, ...], kv_heads: int) -> tuple[str | None, ...]:
+    """A single key-value head is replicated."""
+    return tuple(None if kv_heads == 1 and a == "kv_heads" else a for a in axes)
+
+
+def flat_pages(state: State) -> State:
+    """Join the pages of all layers and batch rows: (layers * batch * pages, page, kv_heads, width).
+
+    Args:
+      state: arrays (layers, batch, pages, page, kv_heads, width).
+    """
+    return {n: x.reshape(-1, *x.shape[3:]) for n, x in state.items()}
+
+
+def arrays(key_values: KeyValues, *leading: int) -> State:
+    """Return empty keys, and values where they are stored apart.
+
+    Args:
+      key_values: heads, widths and dtype.
+      *leading: the sizes before (kv_heads, width).
+    """
+    widths = {"k": key_values.key_dim} | ({} if key_values.shared else {"v": key_values.value_dim})
+    return {n: jnp.zeros((*leading, key_values.kv_heads, d), key_values.dtype) for n, d in widths.items()}
+
+
+def bytes_of(key_values: KeyValues, tokens: int) -> int:
+    """Return the bytes of `arrays` for a number of tokens.
+
+    Args:
+      key_values: heads, widths and dtype.
+      tokens: the product of the leading sizes.
+    """
+    widths = key_values.key_dim + (0 if key_values.shared else key_values.value_dim)
+    return tokens * key_values.kv_heads * widths * jnp.dtype(key_values.dtype).itemsize

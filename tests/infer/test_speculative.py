@@ -204,18 +204,18 @@ def test_texts_are_distributed_as_the_large_models():
     target, draft = (_loaded(js.models.Transformer.Config(**few), seed=seed) for seed in (3, 4))
     n, options = 6000, {"temperature": 3.0, "top_k": 4}
     s = Sampling(max_tokens=3, **options)
-    expected = _joint(target, [1, 2], 3, s)
+    joint = _joint(target, [1, 2], 3, s)
     settings = [Sampling(max_tokens=3, seed=i, **options) for i in range(n)]
     results, engine = _generate(target, draft, [[1, 2]] * n, settings, rows=n, length=8, draft_tokens=2)
     counts = collections.Counter(tuple(e.token for e in events) for events in results)
-    likely = [t for t, p in expected.items() if p * n >= 5]
+    likely = [t for t, p in joint.items() if p * n >= 5]
     other = n - sum(counts[t] for t in likely)
-    expected = np.array([*(expected[t] * n for t in likely), n - sum(expected[t] * n for t in likely) + 1e-9])
+    expected = np.array([*(joint[t] * n for t in likely), n - sum(joint[t] * n for t in likely) + 1e-9])
     observed = np.array([*(counts[t] for t in likely), other])
     chi = np.sum((observed - expected)[expected > 1] ** 2 / expected[expected > 1])
     freedom = np.sum(expected > 1) - 1
     assert chi < freedom + 5 * np.sqrt(2 * freedom)
-    assert all(expected[t] > 0 for t in counts)
+    assert all(joint[t] > 0 for t in counts)
     assert 0.2 < engine.stats.acceptance < 0.98
 
 
@@ -233,7 +233,7 @@ def test_wrong_requests_and_sizes_are_errors(large, small):
     engine = Engine(WithDraft(large, small, length=8, rows=1))
     engine.submit(Request((1,), Sampling(max_tokens=2)))
     for request, words in [
-        (Request((1,), Sampling(max_tokens=2)), ["request 0", "another id"]),
+        (Request((1,), Sampling(max_tokens=2)), ["request id 0", "another id"]),
         (Request((1, 2, 3), Sampling(max_tokens=6), 1), ["3 tokens", "at most 5"]),
         (Request((64,), Sampling(max_tokens=2), 1), ["token id 64", "from 0 to 63"]),
     ]:

@@ -72,7 +72,7 @@ def test_eval_asks_questions(run, folder):
         (["nowhere"], ["nowhere is not a run folder"]),
         (["RUN", "gone.txt"], ["gone.txt", "cannot read"]),
         (["RUN", "book.txt", "--stride", "17"], ["stride = 17", "at most 16"]),
-        (["RUN", "--choices", "book.txt"], ["book.txt, line 1", "no JSON"]),
+        (["RUN", "--choices", "book.txt"], ["book.txt, line 1", "not JSON"]),
         (["RUN", "book.txt", "--choices", "quiz.jsonl"], ["leave out book.txt"]),
         (["RUN", "--choices", "quiz.jsonl", "--stride", "3"], ["--stride"]),
         (["RUN", "book.txt", "--out", "book.txt"], ["book.txt exists already"]),

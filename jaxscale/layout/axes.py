@@ -11,8 +11,8 @@ AXES: dict[str, str] = {
     "residual_seq": "positions of the residual stream between blocks; Megatron sequence sharding splits it by tensor",
     "kv_seq": "positions that are attended to (keys and values)",
     # what generation keeps of past tokens
-    "cache_rows": "texts whose keys and values one lane of a cache holds",
-    "cache_seq": "positions of a text in a cache; split by context",
+    "cache_rows": "slots of a cache, for the sequences of one batch row",
+    "cache_seq": "positions of a sequence in a cache; split by context",
     "pages": "pages of a cache, each of a few positions; split by context",
     # widths
     "embed": "the residual stream's width (d_model); FSDP splits it in parameters",

@@ -42,7 +42,7 @@ def check_model(config: ModelConfig, *, tolerance: float = 1e-4) -> tuple[str, .
     - Stackable: layers give the same scanned and unrolled.
     - Stageable: `begin`, `layers` and `finish` make what `hidden` makes.
     - Decodable: tokens of several sequences, a few at a time, give what whole sequences give, also after going back
-      and after a row is reused. A causal model whose mixers all have a `decode_state` is checked.
+      and after a slot is reused. A causal model whose mixers all have a `decode_state` is checked.
     - Plannable: the FLOPs of its products add up to those of a forward pass (`flops`).
 
     That it is the same on several devices is `compare_layouts`' to say.

@@ -140,15 +140,15 @@ def test_the_same_layout_on_other_devices_generates_on_those(stored):
 
 
 def test_two_texts_under_way_on_one_run_get_all_their_tokens(stored):
-    wanted = {p: stored.generate(p, max_tokens=20, ignore_end=True).text for p in ("ab", "xyz")}
+    expected = {p: stored.generate(p, max_tokens=20, ignore_end=True).text for p in ("ab", "xyz")}
     first = stored.stream("ab", max_tokens=20, ignore_end=True)
     begun = next(first)
-    assert stored.generate("xyz", max_tokens=20, ignore_end=True).text == wanted["xyz"]
-    assert begun + "".join(first) == wanted["ab"]
+    assert stored.generate("xyz", max_tokens=20, ignore_end=True).text == expected["xyz"]
+    assert begun + "".join(first) == expected["ab"]
 
 
 def test_an_interrupt_within_a_step_leaves_a_run_that_goes_on(stored, monkeypatch):
-    wanted = stored.generate("def ", max_tokens=8).ids
+    expected = stored.generate("def ", max_tokens=8).ids
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -156,7 +156,7 @@ def test_an_interrupt_within_a_step_leaves_a_run_that_goes_on(stored, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("jaxscale.infer.engine.engine.Engine._add_token", interrupted)
         stored.generate("def ", max_tokens=8)
-    assert stored.generate("def ", max_tokens=8).ids == wanted
+    assert stored.generate("def ", max_tokens=8).ids == expected
 
 
 # --- longer than the model knows

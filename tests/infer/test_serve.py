@@ -27,7 +27,7 @@ LENGTH = 32
 CHAT = (
     "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
 )
-ASKED = [{"role": "system", "content": "Be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+MESSAGES = [{"role": "system", "content": "Be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_stream_joined_is_the_answer_at_once(client, options):
 
 
 def test_a_chat_stream_joined_is_the_answer_at_once(client):
-    ask = {"model": "tiny", "messages": ASKED, "max_completion_tokens": 9, "temperature": 1, "seed": 5}
+    ask = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 1, "seed": 5}
     whole = client.chat.completions.create(**ask)
     deltas = [part.choices[0] for part in client.chat.completions.create(**ask, stream=True)]
     assert "".join(d.delta.content or "" for d in deltas) == whole.choices[0].message.content
@@ -106,14 +106,14 @@ def test_a_chat_stream_joined_is_the_answer_at_once(client):
 
 
 def test_a_chat_is_the_completion_of_what_its_template_writes(client, served):
-    answer = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=6, temperature=0)
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6, temperature=0)
     ids = served.tokenizer.encode("s: Be\nu: hi\na: ").tolist()
     assert answer.choices[0].message.content == complete(client, ids, max_tokens=6).choices[0].text
 
 
 def test_a_chat_without_a_number_goes_on_for_as_long_as_there_is_room(client):
     answer = client.chat.completions.create(
-        model="tiny", messages=ASKED, temperature=0, extra_body={"ignore_eos": True}
+        model="tiny", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}
     )
     assert answer.usage.total_tokens == LENGTH
 
@@ -167,7 +167,14 @@ def test_an_echos_log_probabilities_are_those_of_a_forward_pass(client, stored, 
 def test_a_chats_log_probabilities_are_the_completions(client, served):
     ids = served.tokenizer.encode("s: Be\nu: hi\na: ").tolist()
     expected = complete(client, ids, max_tokens=4, logprobs=2).choices[0].logprobs
-    ask = {"model": "tiny", "messages": ASKED, "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    ask = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = client.chat.completions.create(**ask).choices[0].logprobs.content
     parts = [p.choices[0].logprobs for p in client.chat.completions.create(**ask, stream=True)]
     for got in (whole, [token for p in parts if p is not None for token in p.content]):
@@ -190,7 +197,7 @@ def test_prompts_of_one_request_are_answered_in_order(client):
 
 
 def test_sixty_four_at_once_are_answered_as_one_at_a_time(server, client):
-    asked = [
+    requests = [
         ("def f"[: 1 + i % 5], {"seed": i, "temperature": float(i % 3 > 0), "max_tokens": 6 + i % 9}) for i in range(64)
     ]
 
@@ -200,9 +207,9 @@ def test_sixty_four_at_once_are_answered_as_one_at_a_time(server, client):
             return "".join(part.choices[0].text for part in complete(client, prompt, stream=True, **options))
         return complete(client, prompt, **options).choices[0].text
 
-    alone = [text(one) for one in asked]
+    alone = [text(one) for one in requests]
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        assert list(pool.map(text, asked)) == alone
+        assert list(pool.map(text, requests)) == alone
     assert metric(server, "jaxscale_cache_pages_used") == 0
 
 
@@ -277,11 +284,13 @@ def test_a_server_with_a_draft_or_streamed_layers_says_the_same(client, stored, 
     engine = engine_of(stored, served, rows=2, budget=8, page=8, **more)
     with Server(port=0, key="sesame", limits=Limits()) as other:
         other.open(served, engine)
-        with openai.OpenAI(base_url=f"{other.url}/v1", api_key="sesame", max_retries=0, timeout=60) as asking:
-            assert [complete(asking, p, max_tokens=n).choices[0].text for p, n in (("def ", 8), ("a", 5))] == texts
+        with openai.OpenAI(base_url=f"{other.url}/v1", api_key="sesame", max_retries=0, timeout=60) as other_client:
+            assert [
+                complete(other_client, p, max_tokens=n).choices[0].text for p, n in (("def ", 8), ("a", 5))
+            ] == texts
             if way == "draft":
                 with pytest.raises(openai.BadRequestError, match="no log-probabilities of a prompt"):
-                    complete(asking, logprobs=1, echo=True)
+                    complete(other_client, logprobs=1, echo=True)
         assert metric(other, "jaxscale_generation_tokens_total") == 13
     assert engine.stats.tokens_out == 13 and engine.stats.running == 0
     if way == "draft":  # the model is its own draft, so that every proposal is right

@@ -121,8 +121,9 @@ def attend_to(
         shard = dict(zip(names, rest[: len(names)], strict=True))
         step, layer = jax.tree.unflatten(tree, rest[len(names) :])
         if whole:  # key-value heads are replicated: copy those that this device's heads read, of this layer alone
-            own = lambda x: heads_read_by(x, q.shape[2], groups, lax.axis_index(over), axis=x.ndim - 2)  # noqa: E731
-            shard = {n: own(lax.dynamic_index_in_dim(x, layer)) for n, x in shard.items()}
+            of_layer = {n: lax.dynamic_index_in_dim(x, layer) for n, x in shard.items()}
+            index = lax.axis_index(over)
+            shard = {n: heads_read_by(x, q.shape[2], groups, index, axis=x.ndim - 2) for n, x in of_layer.items()}
             layer = jnp.zeros_like(layer)
         device = lax.axis_index(pieces) if pieces else jnp.int32(0)
         part = local(q, shard, step, layer, device)

@@ -8,8 +8,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.engine import Engine, Event, Request
@@ -24,6 +25,10 @@ _POLL = 0.25
 """Seconds between checks whether a waiting client is still connected."""
 _BATCH = 256
 """The most tokens that are sent to a client together."""
+
+
+_Item = tuple[int, Event] | ApiError | None
+"""The index and the token of a sequence; an error; or `None` when all sequences are accepted."""
 
 
 class NewSequence(NamedTuple):
@@ -57,13 +62,15 @@ class Submission:
 
     def __init__(self, worker: Worker, sequences: Sequence[NewSequence], client: str):
         self.sequences, self.client, self.since = sequences, client, time.monotonic()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._worker, self._unfinished = worker, set(range(len(sequences)))
 
     def __enter__(self) -> Submission:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._unfinished:
             self._worker.cancel(self, self._unfinished)
         state = "cancelled" if self._unfinished else "done"
@@ -97,7 +104,7 @@ class Submission:
         """
         checked = time.monotonic()
         while self._unfinished:
-            items: list[Any] = []
+            items: list[_Item] = []
             try:
                 items.append(self.inbox.get(timeout=_POLL))
                 while len(items) < _BATCH:  # send what has arrived meanwhile together
@@ -114,7 +121,7 @@ class Submission:
                     raise Disconnected
             batch = []
             for item in items:
-                if isinstance(item, Exception):
+                if isinstance(item, ApiError):
                     raise item
                 if item is None:
                     yield []
@@ -143,9 +150,9 @@ class Worker:
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         self.metrics, self.stats = metrics, engine.stats
         self._engine, self._limits = engine, limits
-        self._waiting: FairQueue[int] = FairQueue()  # ids of sequences that the engine does not have yet
+        self._waiting: FairQueue[Hashable] = FairQueue()  # ids of sequences that the engine does not have yet
         self._inbox: queue.SimpleQueue[Submission | tuple[Submission, set[int]] | None] = queue.SimpleQueue()
-        self._live: dict[Any, _Live] = {}
+        self._live: dict[Hashable, _Live] = {}
         self._ids, self._lock = itertools.count(), threading.Lock()
         self._unfinished: collections.Counter[str] = collections.Counter()  # sequences that wait or run, by client
         self._closed: ApiError | None = None
@@ -240,7 +247,7 @@ class Worker:
             return
         for index, request in enumerate(requests):
             self._live[request.id] = _Live(submission, index, request, [])
-            self._waiting.put(submission.client, id(submission), request.id)  # type: ignore[arg-type]
+            self._waiting.put(submission.client, id(submission), request.id)
         self.metrics.tokens_in.add(sum(len(s.prompt) for s in submission.sequences))
         submission.inbox.put(None)
 
@@ -260,7 +267,7 @@ class Worker:
 
     def _deliver(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
-        by_sequence: dict[Any, list[Event]] = {}  # a step may generate several tokens of a sequence
+        by_sequence: dict[Hashable, list[Event]] = {}  # a step may generate several tokens of a sequence
         for event in events:
             by_sequence.setdefault(event.id, []).append(event)
         for id, tokens in by_sequence.items():

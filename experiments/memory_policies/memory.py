@@ -85,8 +85,8 @@ def arithmetic(layout: str, policy: str, seq_len: int) -> dict[str, Any]:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=MemoryPolicy(tile=TILES)))
     found = estimate(config, topology)
     if policy == REVERSIBLE:
-        stream = found.kept // config.model.depth
-        found = dataclasses.replace(found, peak=found.peak - found.kept + 7 * stream)
+        stream = found.saved // config.model.depth
+        found = dataclasses.replace(found, peak=found.peak - found.saved + 7 * stream)
     return {"bytes": found.device, "host": found.host, "extra_flops": round(found.extra_flops, 4)}
 
 

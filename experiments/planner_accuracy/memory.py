@@ -230,12 +230,14 @@ def about() -> dict[str, Any]:
 
 
 def predicted(cell: Cell) -> dict[str, Any]:
-    """By arithmetic."""
-    found = estimate(cell.config, cell.topology)
-    parts = ("state", "gradients", "copies", "kept", "working", "host")
-    there = topology(cell.topology)
-    traced = traced_plan(on_hardware(cell.config, there), there)[0].device
-    return {"predicted": found.device, "traced": traced, "parts": {p: getattr(found, p) for p in parts}}
+    """Predicted bytes of a cell, by formulas and by tracing."""
+    memory = estimate(cell.config, cell.topology)
+    fields = {"state": "state", "gradients": "gradients", "copies": "copies", "kept": "saved"}
+    fields |= {"working": "working", "host": "host"}
+    parts = {name: getattr(memory, field) for name, field in fields.items()}
+    target = topology(cell.topology)
+    traced = traced_plan(on_hardware(cell.config, target), target)[0].device
+    return {"predicted": memory.device, "traced": traced, "parts": parts}
 
 
 def assigned(folder: Path) -> int | None:

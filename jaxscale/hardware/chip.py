@@ -1,4 +1,4 @@
-"""What an accelerator can do, read from one file per chip (`chips/*.json`), each figure with its source."""
+"""Data sheets of accelerators, read from one file per chip (`chips/*.json`); each figure names its source."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Link:
     """One level of the network between devices.
 
     Args:
-      name: "ici", "nvlink", "infiniband", "dcn".
-      shape: "torus" (bandwidth is per dimension of the torus) or "switch" (bandwidth is all that a device sends).
-      bandwidth: bytes/s that one device can send; along a torus's dimension, in both directions of the ring together.
+      name: "ici", "nvlink", "infiniband" or "dcn".
+      shape: "torus" (`bandwidth` is per dimension of the torus) or "switch" (`bandwidth` is the total of a device).
+      bandwidth: bytes/s that one device can send; on a torus, along one dimension in both directions together.
       latency: seconds per hop.
-      reach: devices that this level joins, as 8 of a host; `None` for all of a slice or cluster.
-      wrap: of a torus, a dimension that is a multiple of this closes into a ring; 0 if none does.
-      whole: of a torus, dimensions close only where all of them do (cubes that optical switches join).
+      reach: number of devices that this level connects, such as the 8 of a host; `None`: all of a slice or cluster.
+      wrap: torus only: a dimension that is a multiple of this number closes into a ring; 0 if none does.
+      whole: torus only: dimensions close only if all of them do (cubes that optical switches join).
     """
 
     name: str
@@ -44,23 +44,22 @@ class Chip:
     """One JAX device (of which a tpu7x chip has two).
 
     Args:
-      name: as topologies begin, "v5p".
-      kinds: what JAX calls it, or how that begins: `device.device_kind`.
+      name: the first part of a topology's name: "v5p".
+      kinds: values of JAX's `device.device_kind`, or prefixes of them.
       platform: "tpu", "gpu" or "cpu".
-      flops: dense FLOP/s by the dtype that is multiplied: "bfloat16", "float32", and "float8", "int8", "float4" where
-        the hardware has them.
+      flops: dense FLOP/s by dtype of the operands: "bfloat16", "float32", and "float8", "int8", "float4" if supported.
       memory: bytes of device memory.
-      usable: bytes of it that the compiler lets a program have, where that is known.
+      usable: bytes of it that the compiler lets a program use; `None` if unknown.
       bandwidth: bytes/s of device memory, reads and writes together.
-      host_bandwidth: bytes/s to or from the host's memory.
-      links: the network, innermost level first.
-      watts: power of one device at most, where it is published.
-      devices: JAX devices of one of the chips that a topology's shape counts.
-      smallest: the shape that the name alone stands for.
-      pod: chips that one slice can have at most; `None` without such a bound.
-      sources: field -> where its figure is from.
-      efficiency: fitted shares of peak, as "matmul", "memory", "link"; `sources["efficiency"]` says on what.
-      tile: rows, columns and depth of a product that the hardware works on at once.
+      host_bandwidth: bytes/s to or from host memory.
+      links: levels of the network, innermost first.
+      watts: maximum power of one device; `None` if not published.
+      devices: JAX devices per chip. The shape of a topology counts chips.
+      smallest: the shape of a topology whose name has none.
+      pod: most chips that one slice can have; `None` if unlimited.
+      sources: field -> source of its figure.
+      efficiency: fitted fractions of peak: "matmul", "memory", "link". `sources["efficiency"]` names the data.
+      tile: rows, columns and depth of the matrix product that the hardware computes at once.
       measured: fits and curves that `jaxscale microbench` wrote, by name; empty for a data sheet.
     """
 
@@ -84,19 +83,19 @@ class Chip:
 
     @property
     def capacity(self) -> int:
-        """Bytes that a program may take on one device: `usable`, else all of `memory`."""
+        """Bytes that a program can use on one device: `usable` if known, else `memory`."""
         return self.memory if self.usable is None else self.usable
 
     @property
     def torus(self) -> bool:
-        """Whether devices are joined to their neighbours, in a shape that counts."""
+        """Whether the chips form a torus."""
         return any(link.shape == "torus" for link in self.links)
 
     def slice_of(self, count: int) -> str:
-        """The shape of a torus of so many chips (of fewer, if it is no power of 2), nearly a cube, as "2x4".
+        """Return the most cubic shape of a slice with a number of chips, such as "2x4".
 
         Args:
-          count: at least 1; below the smallest slice, that one is taken.
+          count: chips, rounded down to a power of 2; the smallest slice has at least `smallest`.
         """
         smallest = sorted(self.smallest)
         power = max(count, 1).bit_length() - 1
@@ -104,23 +103,22 @@ class Chip:
         return "x".join(map(str, self.smallest if count <= math.prod(smallest) else sizes))
 
     def rate(self, dtype: str) -> float:
-        """Dense FLOP/s for products of a dtype.
+        """Dense FLOP/s of matrix products of a dtype.
 
         Args:
-          dtype: its name; those of eight and four bits as their family, "float8", or in full, "float8_e4m3fn",
-            "float8_e5m2", "float4_e2m1fn".
+          dtype: its name; 8-bit and 4-bit floats by family ("float8") or in full ("float8_e4m3fn", "float4_e2m1fn").
 
         Raises:
-          LayoutError: the chip does not multiply it, or how fast is not known.
+          LayoutError: the chip does not support the dtype, or its rate is unknown.
         """
         family = str(dtype).partition("_")[0]
         name = family if family in ("float8", "float4") else str(dtype)
         if name not in self.flops:
-            raise LayoutError(f"how fast {self.name} multiplies {dtype} is not known{near(name, self.flops)}")
+            raise LayoutError(f"the rate of {dtype} products on {self.name} is not known{near(name, self.flops)}")
         return self.flops[name]
 
     def to_json(self) -> dict[str, Any]:
-        """What its file holds."""
+        """Return the contents of the chip's JSON file."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("flops", "sources", "efficiency", "measured"):
             plain[name] = dict(plain[name])
@@ -132,7 +130,7 @@ def _link_json(link: Link) -> dict[str, Any]:
 
 
 def _cloud(name: str) -> str:
-    """What a cloud's name of a slice is here: `v5litepod-16` counts chips, `v4-8` the cores, two to a chip."""
+    """Suggest our name for a cloud's name of a slice: `v5litepod-16` counts chips, `v4-8` counts cores, two a chip."""
     kind, dash, count = name.rpartition("-")
     ours = same(kind, chips())
     if not dash or not count.isdecimal() or len(ours) != 1 or not read_chip(_FOLDER / f"{ours[0]}.json").torus:
@@ -142,15 +140,18 @@ def _cloud(name: str) -> str:
 
 
 def chips() -> tuple[str, ...]:
-    """The names of the chips there are files of."""
+    """Return the names of all chips that have a file."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
 def chip(name: str) -> Chip:
-    """The chip of a name, as "v5p" or "h200".
+    """Return the chip with a name.
+
+    Args:
+      name: such as "v5p" or "h200".
 
     Raises:
-      LayoutError: there is none; says which are near.
+      LayoutError: no chip has the name; the message suggests similar ones.
     """
     if name not in chips():
         raise LayoutError(f"there is no hardware '{name}'{_cloud(name) or near(name, chips())}")
@@ -158,27 +159,34 @@ def chip(name: str) -> Chip:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls this, or `None` where it is not known (a CPU)."""
-    found = [(len(kind), name) for name in chips() for kind in chip(name).kinds if device_kind.startswith(kind)]
-    return chip(max(found)[1]) if found else None
+    """Return the chip of a JAX device, or `None` if it is unknown, as a CPU is.
+
+    Args:
+      device_kind: `device.device_kind`.
+    """
+    matches = [(len(kind), name) for name in chips() for kind in chip(name).kinds if device_kind.startswith(kind)]
+    return chip(max(matches)[1]) if matches else None
 
 
 @functools.cache
 def read_chip(path: Path) -> Chip:
-    """A hardware file, ours or one that `jaxscale microbench` wrote.
+    """Read a hardware file, ours or one that `jaxscale microbench` wrote.
+
+    Args:
+      path: the JSON file.
 
     Raises:
-      LayoutError: it cannot be read, lacks a field or has one too many, or one has a value that makes no sense.
+      LayoutError: the file cannot be read, lacks a field, or has an unknown field or an invalid value.
     """
     try:
         fields: Any = json.loads(path.read_text())
     except OSError as e:
         raise LayoutError(f"the hardware file '{path}' cannot be read: {e.strerror}") from None
     except ValueError as e:
-        raise LayoutError(f"the hardware file '{path}' is no JSON: {e}") from None
+        raise LayoutError(f"the hardware file '{path}' is not JSON: {e}") from None
     what = f"the hardware file '{path}'"
     if not isinstance(fields, dict):
-        raise LayoutError(f"{what} holds no fields; jaxscale microbench writes one that does")
+        raise LayoutError(f"{what} is not a JSON object; jaxscale microbench writes a valid file")
     fields = {"measured": {}, **fields}
     _check_names(what, fields, Chip)
     if not isinstance(fields["links"], list) or not all(isinstance(link, dict) for link in fields["links"]):
@@ -190,7 +198,7 @@ def read_chip(path: Path) -> Chip:
     _check_positive(what, {k: v for k, v in fields.items() if v is not None}, ("usable", "watts", "pod"))
     for name in ("flops", "efficiency", "sources", "measured"):
         if not isinstance(fields[name], dict):
-            raise LayoutError(f"{what}: {name} must be values by name, not {fields[name]!r}")
+            raise LayoutError(f"{what}: {name} must be a JSON object, not {fields[name]!r}")
     for name in ("flops", "efficiency"):
         _check_positive(f"{what}, {name}", fields[name], tuple(fields[name]))
     links = tuple(Link(**link) for link in fields["links"])
@@ -205,10 +213,10 @@ def _check_names(what: str, fields: Mapping[str, Any], of: Any) -> None:
     known = {f.name: f for f in dataclasses.fields(of)}
     for name in fields:
         if name not in known:
-            raise LayoutError(f"{what} has a field '{name}', which nothing reads{near(name, known)}")
+            raise LayoutError(f"{what} has an unknown field '{name}'{near(name, known)}")
     needed = (f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING)
     if lacks := [name for name in needed if name not in fields]:
-        raise LayoutError(f"{what} lacks {', '.join(lacks)}; jaxscale microbench writes a whole one")
+        raise LayoutError(f"{what} lacks {', '.join(lacks)}; jaxscale microbench writes a complete file")
 
 
 def _check_positive(what: str, fields: Mapping[str, Any], names: tuple[str, ...]) -> None:

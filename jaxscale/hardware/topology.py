@@ -1,4 +1,4 @@
-"""Named hardware, as "v5p:8x8x8", "h100:8x4" or "cpu:8": how many devices, and how fast which of them talk."""
+"""Named hardware, such as "v5p:8x8x8", "h100:8x4" or "cpu:8": its devices and the bandwidth between them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Topology:
     """Named hardware.
 
     Args:
-      name: what it was asked for by.
-      chip: one device of it.
-      shape: chips along each dimension of a TPU slice's torus; GPUs per host and hosts; a number of CPU devices.
-      slices: how many such slices there are, joined by the data centre's network.
+      name: the name that `topology` parsed.
+      chip: the chip of every device.
+      shape: chips along each dimension of a TPU slice's torus; GPUs per host, and hosts; number of CPU devices.
+      slices: number of such slices, connected by the data-centre network.
     """
 
     name: str
@@ -38,36 +38,36 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """JAX devices, those of all slices."""
+        """Number of JAX devices in all slices."""
         return math.prod(self.shape) * self.chip.devices * self.slices
 
     def link(self, sizes: Mapping[str, int], axes: tuple[str, ...], crosses: str | None = None) -> tuple[Link, float]:
-        """The slowest level of the network that a group of devices uses, and how fast each device sends along it.
+        """Return the slowest network level that a group of devices uses, and each device's bandwidth on it.
 
-        Devices are placed as `make_mesh` places them, by JAX's own rules. Along a torus, each dimension that the group
-        spans adds its bandwidth: half of it where the group does not close into a ring, and a part of it where groups
-        lie between one another and share links. Through a level that joins hosts or slices, what one device sends
-        arrives with the help of the links of all that are in the group on its host or slice.
+        Devices are placed as `make_mesh` places them, by JAX's rules. On a torus, each dimension that the group spans
+        adds its bandwidth: half of it if the group does not close into a ring, and a fraction of it if interleaved
+        groups share links. On a level between hosts or slices, a device can use the links of all members of the group
+        on its host or slice.
 
         Args:
-          sizes: devices by mesh axis, in mesh order (`Layout.sizes`).
+          sizes: number of devices by mesh axis, in mesh order (`Layout.sizes`).
           axes: the mesh axes along which the group's members differ.
-          crosses: the mesh axis that goes over several slices (`Layout.across`).
+          crosses: the mesh axis that spans several slices (`Layout.across`).
 
         Returns:
-          the level, and bytes/s that each device of the group can send; infinite for a device alone.
+          the level, and the bytes/s that each device of the group can send: infinite for a group of one device.
 
         Raises:
-          LayoutError: an unknown axis, more devices than there are, or several slices and no axis that crosses them.
+          LayoutError: an axis is unknown, the mesh has too many devices, or no axis spans the slices.
         """
         for axis in (*axes, *([crosses] if crosses else [])):
             if axis not in sizes:
-                raise LayoutError(f"'{axis}' is no axis of the mesh {dict(sizes)}")
+                raise LayoutError(f"the mesh {dict(sizes)} has no axis '{axis}'")
         if math.prod(sizes.values()) > self.devices:
-            raise LayoutError(f"the mesh {dict(sizes)} has more devices than the {self.devices} of {self.name}")
+            raise LayoutError(f"the mesh {dict(sizes)} needs more devices than the {self.devices} of {self.name}")
         if self.slices > 1 and (crosses is None or sizes[crosses] % self.slices):
             raise LayoutError(
-                f"{self.name} has {self.slices} slices, and no axis of the mesh is said to go over them; "
+                f"{self.name} has {self.slices} slices, and no mesh axis is declared to span them; "
                 f"{over_slices(sizes, self.slices)}"
             )
         crossing = self.slices > 1 and crosses in axes
@@ -77,16 +77,22 @@ class Topology:
         group = places[index].reshape(-1, places.shape[-1])
         if not self.chip.links and len(group) > 1:
             raise LayoutError(
-                f"the hardware file of {self.name} has no links between devices; measure them on several, or add them"
+                f"the hardware file of {self.name} has no links; run microbench on several devices, or add them"
             )
-        # outermost first: of two equally slow levels, the outer one has the longer way
-        found = [s for level in self.chip.links[::-1] if (s := self._speed(level, group, crossing)) is not None]
-        return min(found, key=lambda level: level[1], default=((*self.chip.links, _NONE)[0], math.inf))
+        # Outermost first: `min` returns the first of two equally slow levels, and the outer one has the higher latency.
+        speeds = [s for level in self.chip.links[::-1] if (s := self._speed(level, group, crossing)) is not None]
+        return min(speeds, key=lambda level: level[1], default=((*self.chip.links, _NONE)[0], math.inf))
 
     def _speed(self, level: Link, group: np.ndarray, crossing: bool) -> tuple[Link, float] | None:
-        """How fast each device of a group (rows of coordinates, the device on its chip or host last) uses a level."""
-        units = len(np.unique(group[:, :-1], axis=0))  # chips of a torus, or hosts
-        together = max(1, len(group) // units)  # of the group, in one of them
+        """Bandwidth of each device of a group on one level, or `None` if the group does not use the level.
+
+        Args:
+          level: a level of the network.
+          group: device x coordinates; the last coordinate is the device's number on its chip or host.
+          crossing: whether the group spans several slices.
+        """
+        units = len(np.unique(group[:, :-1], axis=0))  # number of chips (torus) or hosts
+        together = max(1, len(group) // units)  # members of the group on one chip or host
         if level.shape == "torus":
             rings = [level.wrap > 0 and s % level.wrap == 0 for s in self.shape]
             rings = rings if all(rings) or not level.whole else [False] * len(rings)
@@ -105,10 +111,10 @@ class Topology:
 
 
 def _ways(at: list[int], size: int, ring: bool) -> float:
-    """What a dimension of a torus adds for a group at these places of it, as a share of its bandwidth.
+    """Fraction of a torus dimension's bandwidth that a group at some positions of it can use.
 
-    A line that does not close has half of a ring's; where every second device belongs to another group, which sends at
-    the same time, each link carries two groups.
+    A line that does not close into a ring has half of a ring's bandwidth. If every second device belongs to another
+    group, which sends at the same time, each link carries the traffic of two groups.
     """
     if len(at) == 1:
         return 0.0
@@ -117,23 +123,25 @@ def _ways(at: list[int], size: int, ring: bool) -> float:
 
 
 def topology(name: str) -> Topology:
-    """Hardware by name.
+    """Parse the name of hardware.
 
     Args:
-      name: a TPU slice as "v5p:8x8x8", several as "v5p:8x8x8*2"; GPUs as "h200:8", or "h100:8x4" for four hosts of
-        eight; "cpu:8"; a hardware file as "path/to/my.json:8". A name without a shape is the smallest there is.
+      name: "v5p:8x8x8" for a TPU slice, "v5p:8x8x8*2" for two slices; "h200:8" for GPUs, "h100:8x4" for four hosts of
+        eight; "cpu:8"; "path/to/my.json:8" for a hardware file. A name without a shape has the chip's smallest shape.
 
     Raises:
-      LayoutError: no such chip (says which are near), or a shape that it does not come in.
+      LayoutError: the chip is unknown (the message suggests similar names) or is not available in the shape.
     """
-    found = _NAME.fullmatch(name.strip())
-    if found is None:
-        raise LayoutError(f"'{name}' names no hardware; write a chip and a shape, as 'v5p:8x8x8' or 'h200:8'")
-    kind, shape, slices = found.groups()
+    match = _NAME.fullmatch(name.strip())
+    if match is None:
+        raise LayoutError(f"'{name}' is not a topology; write a chip and a shape, as 'v5p:8x8x8' or 'h200:8'")
+    kind, shape, slices = match.groups()
     what = read_chip(Path(kind)) if kind.endswith(".json") else chip(kind.lower())
     sizes = tuple(int(n) for n in shape.split("x") if n) if shape else what.smallest
     if not all(sizes) or (shape is not None and not re.fullmatch(r"\d+(x\d+)*", shape)):
-        raise LayoutError(f"'{name}': '{shape}' is no shape; write '{what.name}:{'x'.join(map(str, what.smallest))}'")
+        raise LayoutError(
+            f"'{name}': '{shape}' is not a shape; write '{what.name}:{'x'.join(map(str, what.smallest))}'"
+        )
     return Topology(
         name.strip(),
         what,
@@ -173,13 +181,15 @@ def _host_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...
 def _slices(name: str, what: Chip, text: str | None) -> int:
     count = int(text or 1)
     if count < 1 or (count > 1 and not what.torus):
-        raise LayoutError(f"'{name}': slices are of TPUs, and at least 1; more hosts of GPUs are as 'h100:8x4'")
+        raise LayoutError(
+            f"'{name}': only TPUs have slices, at least 1 of them; write several hosts of GPUs as 'h100:8x4'"
+        )
     return count
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What JAX has to know of a device to place it in a mesh."""
+    """The attributes of a device that JAX reads to place it in a mesh."""
 
     id: int
     platform: str
@@ -190,10 +200,10 @@ class _Place:
 
 @functools.lru_cache(maxsize=256)
 def _places(what: Chip, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    """Where in one slice the devices of a mesh are: coordinates of the chip or host, then which device there.
+    """Positions of a mesh's devices in one slice.
 
     Returns:
-      integers, the mesh's sizes x coordinates.
+      integers, mesh sizes x coordinates: those of the chip or host, then the device's number on it.
     """
     count = math.prod(sizes)
     if not what.torus:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.hardware import Topology, topology
 from jaxscale.plan.planner import Plan, groups, plan_for
+from jaxscale.plan.printing import Printable, table_of
 from jaxscale.plan.roofline import StepTime
-from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.waterfall import step_terms
 from jaxscale.step import TrainConfig
 from jaxscale.units import human_bytes, human_seconds
@@ -43,7 +43,7 @@ class Term:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison(Shown):
+class Comparison(Printable):
     """Two plans for the same hardware; prints as tables.
 
     Args:
@@ -88,7 +88,7 @@ class Comparison(Shown):
         yield f"{self.a.hardware.name}; memory by arithmetic, times {source}"
         for letter, name, plan in zip("AB", self.names, (self.a, self.b), strict=True):
             fits = "fits" if plan.fits else "does not fit, or may not"
-            yield f"{letter}: {name}, {plan.config.layout}; {plan.how}; {fits}"
+            yield f"{letter}: {name}, {plan.config.layout}; {plan.basis}; {fits}"
         yield ""
         for group, title in TITLES.items():
             table = table_of(title, "", "A", "B", "B - A", "B / A")

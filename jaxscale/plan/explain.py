@@ -20,9 +20,9 @@ from jaxscale.plan.compile import compile_step
 from jaxscale.plan.flops import Flops, of_step
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import why_not_compiled
+from jaxscale.plan.printing import Printable
 from jaxscale.plan.program_memory import ProgramBuffer, ProgramMemory, dims_key, program_memory, weight_shapes
-from jaxscale.plan.remedies import out_of_memory_said
-from jaxscale.plan.shown import Shown
+from jaxscale.plan.remedies import reported_out_of_memory
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import Traffic, traffic
 from jaxscale.step import Blueprint, TrainConfig, blueprint_of, is_pipelined, pipelined
@@ -67,7 +67,7 @@ class Estimated:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation(Shown):
+class Explanation(Printable):
     """How each tensor of a run is sharded and why, and what its step does; prints as tables, also in notebooks.
 
     Args:
@@ -170,7 +170,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
 
 
 def _compiled(config: TrainConfig, topology: str | None, blueprint: Blueprint, layout: Layout | None) -> Compiled:
-    with out_of_memory_said(config, topology):
+    with reported_out_of_memory(config, topology):
         program = compile_step(config, topology)
     where = topology or f"{jax.device_count()} device(s) of this machine ({jax.devices()[0].device_kind})"
     sizes = {} if layout is None else layout.sizes

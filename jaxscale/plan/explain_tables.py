@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from jaxscale.layout import TensorRow
 from jaxscale.layout.tensors import tensor_table
 from jaxscale.plan.flops import flops_table
+from jaxscale.plan.printing import table_of
 from jaxscale.plan.program_memory import ProgramMemory
 from jaxscale.plan.remedies import estimate_table
-from jaxscale.plan.shown import table_of
 from jaxscale.plan.traffic import Traffic
 from jaxscale.units import human_bytes
 

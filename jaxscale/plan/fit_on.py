@@ -15,9 +15,9 @@ from jaxscale.nn import MultiHeadLatent
 from jaxscale.plan.by_tracing import memory_of
 from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.planner import Plan, on_hardware, plan_for, with_budget
+from jaxscale.plan.printing import Printable, table_of
 from jaxscale.plan.restarts import Restarts
 from jaxscale.plan.search_front import Tell, silent
-from jaxscale.plan.shown import Shown, table_of
 from jaxscale.step import TrainConfig
 from jaxscale.step.rates import parameter_count
 from jaxscale.units import human_bytes, human_seconds
@@ -52,7 +52,7 @@ class Limit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits(Shown):
+class Limits(Printable):
     """The largest values of each quantity of a run that fit some hardware; prints as a table.
 
     Args:
@@ -98,7 +98,7 @@ class Limits(Shown):
 
 
 @dataclasses.dataclass(frozen=True)
-class TopologyChoice(Shown):
+class TopologyChoice(Printable):
     """Plans of a run on several topologies, one of which is chosen; prints as a table.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a run that was trained with a profile spent its steps on, beside what a plan of it predicts, term by term."""
+"""Measured step time of a profiled run beside the time that a plan of the run predicts, term by term."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxscale.layout import Layout
 from jaxscale.plan.collectives import Program
 from jaxscale.plan.instruction_terms import InstructionTerms
 from jaxscale.plan.planner import Plan, plan_for
-from jaxscale.plan.profile import HOW, read_profile
-from jaxscale.plan.shown import Shown
+from jaxscale.plan.printing import Printable
+from jaxscale.plan.profile import ADVICE, read_profile
 from jaxscale.plan.timeline import BETWEEN, WITHIN, term_times
 from jaxscale.plan.waterfall import ARITHMETIC, EXPOSED, waterfall
 from jaxscale.step.rates import examples
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured(Shown):
-    """A run's steps as its profile has them, and its plan; prints as tables.
+class Measured(Printable):
+    """Measured time of a run's profiled steps, and the run's plan; prints as tables.
 
     Args:
       run: the run's folder.
-      device: what it ran on, as JAX calls it.
-      devices: how many of them the profile shows.
-      steps: the numbers of its steps.
-      terms: seconds of a step by term, averaged over devices and steps, in the order of the picture: those of
+      device: JAX's name of the device kind.
+      devices: number of devices in the profile.
+      steps: numbers of the profiled steps.
+      terms: seconds of a step by term, averaged over devices and steps, in the order of the picture: the terms of
         `Plan.terms`, and idle time.
-      unprofiled: seconds of the run's other steps, their median: a profile slows what the host does between steps.
-        `None` where there are no others.
-      plan: what was predicted; `None` where the hardware is not known and none was named.
-      comparable: whether `plan` is for the kind of device that the run ran on.
-      notes: what else to know, a sentence each.
+      unprofiled: median seconds of the run's other steps (profiling slows the host between steps); `None` if all steps
+        were profiled.
+      plan: the prediction; `None` if the hardware is unknown and none was named.
+      comparable: whether `plan` is for the kind of device that the run used.
+      notes: remarks, one sentence each.
     """
 
     run: str
@@ -58,7 +58,7 @@ class Measured(Shown):
 
     @property
     def total(self) -> float:
-        """Seconds of a step: all terms together."""
+        """Seconds of a step: the sum of all terms."""
         return sum(self.terms.values())
 
     @property
@@ -68,14 +68,14 @@ class Measured(Shown):
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Measured over predicted of each term that both have, and of the "step"; empty for other hardware."""
+        """Measured over predicted time of each common term and of the "step"; empty unless `comparable`."""
         if self.plan is None or not self.comparable:
             return {}
         both = {name: time / self.predicted[name] for name, time in self.terms.items() if self.predicted.get(name)}
         return both | {"step": self.total / self.plan.best.total}
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the measurement as JSON values."""
         return {
             "run": self.run,
             "device": self.device,
@@ -104,22 +104,23 @@ class Measured(Shown):
 
 
 def measured(run: Run, topology: str | Topology | None = None, *, compile: str = "auto") -> Measured:
-    """Reads the newest profile of a run, and plans the run for the hardware that it ran on.
+    """Read the newest profile of a run, and plan the run for the hardware that it used.
 
-    Terms are those of a plan. "exposed, AXES" is the time of collectives along these axes while the device does nothing
-    else, waiting for the others included; on simulated CPU devices, which take turns on a machine's cores, nearly all
-    of it is waiting. A plan has its "bubble" apart, while stages that wait do so in collectives here. Idle time, in
-    which a device executes nothing, no plan predicts.
+    The terms are those of a plan, with three differences. "exposed, AXES" is the time of collectives along these axes
+    while the device does nothing else, including the wait for other devices; simulated CPU devices share a machine's
+    cores, so nearly all of their exposed time is waiting. There is no "bubble": a waiting pipeline stage waits in a
+    collective. Idle time, in which a device executes nothing, is never predicted.
 
     Args:
-      run: it was trained with a profile (`js.fit(..., profile=(5, 7))`, `jaxscale train ... --profile 5:7`).
-      topology: hardware to plan it for; by default the GPUs that run.json names. TPUs need the shape of their slice, as
-        "v5p:2x2x2"; of CPUs `jaxscale microbench` makes a file, as "my_cpu.json:8".
+      run: a run that was trained with a profile (`js.fit(..., profile=(5, 7))`, `jaxscale train ... --profile 5:7`).
+      topology: hardware to plan for; by default the GPUs that run.json names. TPUs need the shape of their slice, as
+        "v5p:2x2x2"; CPUs need a file that `jaxscale microbench` wrote, as "my_cpu.json:8".
       compile: as for `plan_for`.
 
     Raises:
-      RunError: no such run, or it has no profile of its steps.
-      ConfigError, LayoutError: those of `plan_for`.
+      RunError: the run does not exist or has no profile of its steps.
+      ConfigError: as `plan_for`.
+      LayoutError: as `plan_for`.
     """
     if isinstance(run, str | Path):
         raise RunError(f"measured takes a Run, as js.Run({str(run)!r}), not its path")
@@ -129,7 +130,7 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
         sizes = {"data": 1} if info["layout"] is None else info["layout"]["mesh"]
         kind, platform, count = (info["hardware"][name] for name in ("device", "platform", "devices"))
     except (KeyError, TypeError):
-        raise RunError(f"{run.path / 'run.json'} does not say on which devices and mesh the run was; {HOW}") from None
+        raise RunError(f"{run.path / 'run.json'} does not name the run's devices and mesh; {ADVICE}") from None
     config = run.config if run.config.layout is not None else dataclasses.replace(run.config, layout=Layout("data=1"))
     assert config.layout is not None
     program = Program(profile.program, sizes, config.layout.across)
@@ -143,12 +144,12 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
     comparable = hardware is not None and _is_kind(kind, platform, hardware.chip)
     if hardware is not None and not comparable:
         notes.append(
-            f"the run was on {kind} and the plan is for {hardware.name}: their shares compare, their times do not"
+            f"the run was on {kind} and the plan is for {hardware.name}: compare the shares of terms, not their times"
         )
     if hardware is not None and hardware.chip.name == "cpu":
-        notes.append("the rates of 'cpu' are no machine's; `jaxscale microbench` makes a file of this one's")
+        notes.append("the rates of 'cpu' are generic; `jaxscale microbench` writes a file with those of this machine")
     if len(profile.steps) == 1:
-        notes.append("one step was profiled, which does not show the time between steps; profile two or more")
+        notes.append("only one step was profiled, so the time between steps is unknown; profile two or more")
     seconds = _unprofiled(run, profile.steps)
     if seconds is not None:
         notes.append(f"steps without a profile took {human_seconds(seconds)} (the median of metrics.jsonl)")
@@ -166,16 +167,16 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
 
 
 def _ran_on(kind: str, devices: int) -> tuple[Topology | None, str]:
-    """The hardware that a run was on, or why it is not known."""
+    """Return the hardware of a run, or `None` and the reason why it is unknown."""
     chip = chip_of(kind)
     if chip is None:
         return None, (
-            f"nothing is predicted, since the rates of '{kind}' are not known; name the hardware with --topology: what "
-            "jaxscale microbench measured on it, as my.json:8, or other hardware"
+            f"nothing is predicted, because the rates of '{kind}' are not known; name the hardware with --topology: a "
+            "file that jaxscale microbench wrote on it, as my.json:8, or other hardware"
         )
     if chip.torus:
         like = f"{chip.name}:{chip.slice_of(devices // chip.devices)}"
-        return None, f"nothing is predicted, since run.json has no shape of its slice; name it, as --topology {like}"
+        return None, f"nothing is predicted, because run.json has no slice shape; name it, as --topology {like}"
     try:
         return topology_of(f"{chip.name}:{devices}"), ""
     except LayoutError as e:
@@ -183,7 +184,7 @@ def _ran_on(kind: str, devices: int) -> tuple[Topology | None, str]:
 
 
 def _is_kind(kind: str, platform: str, chip: Chip) -> bool:
-    """Whether JAX calls a chip so; what a CPU can do is known from the file that somebody names."""
+    """Whether a device kind is a chip's; a CPU is known only by the hardware file that the user names."""
     known = chip_of(kind)
     if known is None:
         return platform == chip.platform == "cpu"
@@ -191,7 +192,7 @@ def _is_kind(kind: str, platform: str, chip: Chip) -> bool:
 
 
 def _unprofiled(run: Run, profiled: Collection[int]) -> float | None:
-    """Seconds of a step, the median of those that are not in the profile; the first one compiles."""
+    """Median seconds of the steps outside the profile, except the first, which compiles."""
     unit, count = examples(run.config)
     rows = run.metrics()[1:]
     times = [count / r[f"{unit}_per_second"] for r in rows if r["step"] not in profiled and r.get(f"{unit}_per_second")]
@@ -199,7 +200,7 @@ def _unprofiled(run: Run, profiled: Collection[int]) -> float | None:
 
 
 def _ordered(terms: Mapping[str, float]) -> dict[str, float]:
-    """Terms in the order of a plan's: arithmetic, communication (the longest first), what else there is, idle time."""
+    """Order terms as a plan does: arithmetic, communication (longest first), other terms, idle time."""
     sent = sorted((name for name in terms if name.startswith(EXPOSED)), key=lambda name: -terms[name])
     rest = [name for name in terms if name not in (*ARITHMETIC, *sent, WITHIN, BETWEEN)]
     return {name: terms[name] for name in (*ARITHMETIC, *sent, *rest, WITHIN, BETWEEN) if terms.get(name)}

@@ -1,4 +1,4 @@
-"""What a training step holds, by arithmetic alone: no compiler, no devices."""
+"""Memory of a training step by formulas: needs no compiler and no devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.hardware import Topology
 from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, describe
+from jaxscale.layout.rules import Kind
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState
 from jaxscale.plan.communication import sized
@@ -33,24 +34,25 @@ from jaxscale.step import Blueprint, TrainConfig, blueprint_of, model_flops, tok
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a step costs by arithmetic; all bytes are per device.
+    """Predicted memory of a step; all bytes are per device.
 
     Args:
-      state: parameters, frozen ones with them, and optimizer state.
-      gradients: of the parameters.
-      copies: of the layers' weights in the type of the arithmetic, made once and not layer by layer.
-      kept: activations on the device from forward to backward pass; with pipeline stages, stashed inputs and cotangents
-        as well.
-      peak: the most that there is at once besides the state, gaps between buffers included.
-      host: activations and optimizer state in host memory.
-      extra_flops: matrix products made again, whole machine, as a share of the model's own three passes.
-      at_peak: what is there at the worst moment besides the state, the largest first.
+      state: bytes of parameters, including frozen ones, and of optimizer state.
+      gradients: bytes of the parameters' gradients.
+      copies: bytes of the layers' weights in the compute dtype, if they are cast once for all layers.
+      saved: bytes of activations on the device from forward to backward pass; with pipeline stages, also of stashed
+        inputs and cotangents.
+      peak: peak bytes besides the state, gaps between buffers included.
+      host: bytes of activations and optimizer state in host memory.
+      extra_flops: FLOPs of recomputed matrix products on all devices, as a fraction of the model's forward and backward
+        FLOPs.
+      at_peak: the buffers at peak memory besides the state, the largest first.
     """
 
     state: int
     gradients: int
     copies: int
-    kept: int
+    saved: int
     peak: int
     host: int
     extra_flops: float
@@ -58,48 +60,48 @@ class Estimate:
 
     @property
     def device(self) -> int:
-        """Bytes on the device."""
+        """Peak bytes on the device."""
         return self.state + self.peak
 
     @property
     def working(self) -> int:
-        """Bytes besides what lasts: the loss, one layer on its way back, or the gradients of the tables."""
-        return max(0, self.peak - self.gradients - self.copies - self.kept)
+        """Bytes of short-lived buffers at the peak: of the loss, a layer's backward pass or embedding gradients."""
+        return max(0, self.peak - self.gradients - self.copies - self.saved)
 
 
 def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
-    """What a run's step takes of each device, by arithmetic.
+    """Estimate the memory of a run's step on each device by formulas.
 
-    The step's buffers are dealt out in the order in which a compiled one makes them (`jaxscale.plan.layer_memory`), as
-    XLA for TPUs deals them out (`jaxscale.plan.heap`), so that more layers, width, tokens or rows never take less. Two
-    exceptions are real: two layers may take less than one, which is not recomputed, and a side of a matrix that grows
-    beyond SOAP's `max_size` has no preconditioner. Needs no compiler and no devices.
+    The step's buffers are allocated in the order in which a compiled step makes them (`jaxscale.plan.layer_memory`) and
+    as XLA for TPUs allocates them (`jaxscale.plan.heap`), so more layers, width, tokens or rows never take less memory.
+    There are two real exceptions: two layers may take less than one, because a single layer is not recomputed; and a
+    side of a matrix that exceeds SOAP's `max_size` has no preconditioner. Needs no compiler and no devices.
+
+    With adapters the model's own weights have no gradients. All activations that the memory policy saves are counted,
+    although the input of a projection without an adapter is not needed.
 
     Args:
       config: the run's settings, with a layout.
-      topology: hardware or its name, as "v5p:4x4x4" or "h200:8".
-
-    With adapters the model's own weights have no gradients; what a policy keeps is counted as if all of it were needed,
-    though the input of a projection that none adapts is not.
+      topology: hardware or its name, such as "v5p:4x4x4" or "h200:8".
 
     Raises:
-      ConfigError: a model without memory policies, a run without a layout, or adapters over pipeline stages.
-      LayoutError: what cannot be laid out, or an unknown topology.
+      ConfigError: the model has no memory policies, the run has no layout, or adapters are on pipeline stages.
+      LayoutError: an array cannot be laid out, or the topology is unknown.
     """
     model = covered(config, adapters=True)
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
-    there = hardware(topology) if isinstance(topology, str) else topology
-    layout = sized(config.layout, there.devices)
+    target = hardware(topology) if isinstance(topology, str) else topology
+    layout = sized(config.layout, target.devices)
     if config.adapters is not None and layout.stages > 1:
         raise NotCovered("adapters over pipeline stages")
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
-    state, gradients, away = held_bytes(blueprint, blueprint.algorithm.infos(blueprint), layout)
+    state, gradients, offloaded = held_bytes(blueprint, blueprint.algorithm.infos(blueprint), layout)
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
-    heap, kept, copies, host = walk(config, blueprint, layout, Sums.of(model, there, layout))
+    heap, saved, copies, host = walk(config, blueprint, layout, Sums.of(model, target, layout))
     flops = model_flops(config)
     assert flops is not None  # a model with `products` has `flops`
     per_layer = LayerBytes.of(model, _last_block(blueprint.of_model()), layout, config.micro_batch, config.seq_len)
@@ -107,9 +109,9 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         state + batch,
         gradients,
         copies,
-        kept,
+        saved,
         heap.peak,
-        host + away,
+        host + offloaded,
         _extra_flops(
             policy, model.products(config.batch_size, config.seq_len), "lse" if per_layer.tensors["lse"] else None
         )
@@ -122,27 +124,34 @@ def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> t
     """Bytes of the state on a device, of gradients, and of optimizer state in host memory.
 
     Args:
-      blueprint: the run's.
-      infos: of its state (see `Algorithm.infos`).
-      layout: where it lies.
+      blueprint: the run's blueprint.
+      infos: tensor infos of its state (see `Algorithm.infos`).
+      layout: the run's layout.
 
     Raises:
-      LayoutError: naming what cannot be laid out.
+      LayoutError: a tensor cannot be laid out; the message names it.
     """
-    held = lambda infos, kind: sum(r.bytes_per_device for r in describe(infos, layout, kind))  # noqa: E731
-    away = held(_of_host(infos["opt_state"]), "opt_state")
-    kept = held(infos["opt_state"], "opt_state") + held(infos["extra"], "opt_state") - away
+
+    def size(infos: Any, kind: Kind) -> int:
+        return sum(r.bytes_per_device for r in describe(infos, layout, kind))
+
+    offloaded = size(_of_host(infos["opt_state"]), "opt_state")
+    on_device = size(infos["opt_state"], "opt_state") + size(infos["extra"], "opt_state") - offloaded
     return (
-        held(infos["params"], "params") + held(blueprint.frozen, "params") + kept,
-        held(blueprint.infos, "grads"),
-        away,
+        size(infos["params"], "params") + size(blueprint.frozen, "params") + on_device,
+        size(blueprint.infos, "grads"),
+        offloaded,
     )
 
 
 def walk_layers(
     config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums
 ) -> tuple[SteadyHeap, int, int, int]:
-    """The buffers of a step that goes through all layers and back; and bytes kept, copied, and in host memory."""
+    """Allocate the buffers of a step without pipeline stages.
+
+    Returns:
+      the heap, and bytes of saved activations, of cast weights, and in host memory.
+    """
     model, heap, whole = covered(config, adapters=True), SteadyHeap(), blueprint.of_model()
     infos, trained = jax.tree.leaves(blueprint.frozen or blueprint.infos), jax.tree.leaves(blueprint.infos)
     adapts = blueprint.adaptation is not None
@@ -153,22 +162,26 @@ def walk_layers(
     layer = LayerBytes.of(model, _last_block(whole), layout, rows, seq)
     if adapts:
         ends, layer = ends.frozen(), layer.frozen()
-    kept, host = saved_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
-    gradients = lambda infos, of: [heap.take(f"{of} of {i.path}", local_bytes(i, layout, "grads")) for i in infos]  # noqa: E731
+    saved, host = saved_bytes(policy, layer.tensors, model.depth, sum(repeats for _, repeats in model.runs))
+
+    def gradients(infos: list[TensorInfo], what: str) -> None:
+        for i in infos:
+            heap.take(f"{what} of {i.path}", local_bytes(i, layout, "grads"))
+
     for i in trained:
         if local_bytes(i, layout, "params") != local_bytes(i, layout, "opt_state"):
-            # new ones are gathered into the place of the old, which are therefore copied first
+            # New parameters are gathered into the buffer of the old ones, which are therefore copied first.
             heap.take(f"copy of {i.path}", local_bytes(i, layout, "params"))
     if config.accumulate > 1:
-        gradients(trained, "gradient so far")
+        gradients(trained, "accumulated gradient")
     shared = ends.look_up(heap)
     weights = [*infos, *(trained if adapts else [])]
     stash = [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in weights if i not in tables]
-    if adapts:  # heads stand otherwise in products than as they are kept; what is cast is turned with it
-        turned = [i for i in infos if "heads" in i.axes and not copied_bytes(i, layout, model.dtype)]
-        stash += [heap.take(f"turned {i.path}", local_bytes(i, layout, "params")) for i in turned]
+    if adapts:  # products need another order of heads than weights are stored in; a cast changes the order as well
+        transposed = [i for i in infos if "heads" in i.axes and not copied_bytes(i, layout, model.dtype)]
+        stash += [heap.take(f"transposed {i.path}", local_bytes(i, layout, "params")) for i in transposed]
     copies = sum(b.size for b in stash)
-    stash += [heap.take(f"activations, {name}", size) for name, size in kept.items()]
+    stash += [heap.take(f"activations, {name}", size) for name, size in saved.items()]
     alone = single_layers(config, whole, layout, [repeats for _, repeats in model.runs], rows)
     stash += [heap.take("activations of a layer by itself", saved_by_single(one, policy)) for one in alone]
     waiting = ends.loss(heap, shared)
@@ -177,33 +190,33 @@ def walk_layers(
     heap.drop(*stash)
     ends.finish(heap, waiting)
     gradients([] if adapts else tables, "gradient")
-    return heap, sum(kept.values()), copies, host
+    return heap, sum(saved.values()), copies, host
 
 
 def _last_block(blueprint: Blueprint) -> list[TensorInfo]:
-    """Parameters of the last layer, one of a stack."""
+    """Parameters of the last layer, which is one of a stack."""
     run = list(blueprint.infos["runs"].values())[-1]
     return jax.tree.leaves(list(run["blocks"].values())[-1])
 
 
 def _of_host(state: Any) -> list[TensorInfo]:
-    """Of optimizer state, what lives in host memory."""
+    """The part of optimizer state that is in host memory."""
     parts = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, HostState))
     return [i for part in parts if isinstance(part, HostState) for i in jax.tree.leaves(part) if i.path]
 
 
 def _extra_flops(policy: MemoryPolicy, products: Mapping[str, int], lse: str | None) -> int:
-    """Products that the backward pass makes again. A layer's last one is not needed."""
+    """FLOPs of the products that the backward pass recomputes. The last product of a layer is never recomputed."""
     if policy.rest == "keep":
         return products["mlp_up"] if "mlp_hidden" in policy.tile else 0
-    found = {*policy.keep, *policy.offload}
+    saved = {*policy.keep, *policy.offload}
     if policy.rest == "dots":
-        found |= {"qkv", "residual_mid", "mlp_up"}
-    again = {t for t in ("qkv", "residual_mid", "mlp_up") if t not in found}
+        saved |= {"qkv", "residual_mid", "mlp_up"}
+    again = {t for t in ("qkv", "residual_mid", "mlp_up") if t not in saved}
     if policy.rest != "dots":
         again |= {"router"} & products.keys()
-    if lse is None:  # dense attention: the weights are made again whatever is kept of what they mix
-        again |= {"scores"} | ({"attn_out"} - found)
-    elif not {"attn_out", lse} <= found:
+    if lse is None:  # dense attention: its weights are always recomputed
+        again |= {"scores"} | ({"attn_out"} - saved)
+    elif not {"attn_out", lse} <= saved:
         again |= {"scores", "attn_out"}
     return sum(products[t] for t in again)

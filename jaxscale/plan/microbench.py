@@ -1,4 +1,4 @@
-"""`jaxscale microbench`: what the machine at hand does in a second, written as a hardware file that `plan` reads."""
+"""`jaxscale microbench`: measured rates of this machine, written as a hardware file that `jaxscale plan` reads."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """What to measure, and how often.
 
     Args:
-      products: sizes of the square products that rates are read from.
-      dtypes: of them.
-      shapes: how many products of unlike sizes the model of products is fitted on; 0 fits none.
-      largest: of their sizes.
-      copies: bytes on each device.
-      host: bytes to and from the host.
-      messages: payloads of collectives, bytes.
-      rounds: repeats of each.
-      timer: what tells the seconds: of the wall, or `own_time`.
+      products: sizes of the square matrix products whose rates are measured.
+      dtypes: dtypes of the products.
+      shapes: number of products of random sizes that the model of products is fitted on; 0 fits no model.
+      largest: the largest of these sizes.
+      copies: bytes of the copies on each device.
+      host: bytes of transfers to and from the host.
+      messages: payloads of collectives in bytes.
+      rounds: repeats of each measurement.
+      timer: returns seconds: wall-clock time, or `own_time`.
     """
 
     products: tuple[int, ...]
@@ -72,7 +72,7 @@ EFFORTS = {
         (256 * _KIB, 4 * _MIB, 64 * _MIB), 7,
     ),
 }  # fmt: skip
-"""What is measured on a platform, and with --quick; a TPU's is a GPU's."""
+"""Effort by platform and by --quick; a TPU has that of a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Row:
     """One measured rate.
 
     Args:
-      what: it is of.
-      size: how large it was.
-      seconds: the median of its repeats.
-      rate: per second and device, in `unit`.
+      what: the measured operation.
+      size: its size.
+      seconds: median of the repeats.
+      rate: rate of one device, in `unit`.
       unit: "FLOP/s" or "B/s".
-      spread: of the repeats.
+      spread: spread of the repeats as a fraction (see `jaxscale.plan.clock`).
     """
 
     what: str
@@ -98,12 +98,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Microbench:
-    """What was measured; prints as a table.
+    """Measured rates of a machine; prints as a table.
 
     Args:
-      chip: the hardware file.
-      rows: a line per measurement.
-      fits: how well models of products predict those that they were not fitted on, by dtype.
+      chip: the contents of the hardware file.
+      rows: the measurements.
+      fits: by dtype, the accuracy of the model of products on products that it was not fitted on.
     """
 
     chip: Chip
@@ -116,13 +116,13 @@ class Microbench:
         return tuple(row for row in self.rows if row.spread > STEADY)
 
     def write(self, path: str | Path) -> Path:
-        """Writes the hardware file, which `topology("my.json:8")` reads."""
+        """Write the hardware file, which `topology("my.json:8")` reads, and return its path."""
         path = Path(path)
         path.write_text(json.dumps(self.chip.to_json(), indent=2) + "\n")
         return path
 
     def to_json(self) -> dict[str, Any]:
-        """The hardware file, every measurement and the fits' scores."""
+        """Return the hardware file, the measurements and the scores of the fits as JSON values."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         return {"hardware": self.chip.to_json(), "rows": rows, "fits": {k: v.to_json() for k, v in self.fits.items()}}
 
@@ -138,15 +138,15 @@ class Microbench:
                 r.what, r.size, f"{1e3 * r.seconds:.3g} ms", f"{r.rate / 1e9:,.3g} G{r.unit}", f"{r.spread:.1%}"
             )
         yield table
-        for dtype, found in self.fits.items():
+        for dtype, score in self.fits.items():
             yield (
-                f"products of {dtype}: the fitted model explains {found.r2:.3f} of the variance of {found.count} that "
-                f"it was not fitted on; mean error {found.mean_error:.1%}"
+                f"products of {dtype}: the fitted model explains {score.r2:.3f} of the variance of {score.count} "
+                f"products that it was not fitted on; mean error {score.mean_error:.1%}"
             )
         if self.unsteady:
             yield (
                 f"{len(self.unsteady)} of {len(self.rows)} measurements spread by more than {STEADY:.0%}: "
-                "other work on the machine, or clocks that change; measure again when it is idle"
+                "other processes or changing clock rates disturbed them; measure again when the machine is idle"
             )
 
 
@@ -157,23 +157,23 @@ def microbench(
     effort: Effort | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Microbench:
-    """Measures products, copies, transfers to the host and collectives on all devices here, all at work at once.
+    """Measure products, copies, host transfers and collectives while all local devices work at the same time.
 
     Args:
-      quick: fewer sizes and repeats, and no model of products.
-      cpu_time: count this process's own work instead of the wall's seconds, on a CPU that other work keeps busy.
-      effort: what to measure, in place of the platform's own.
-      say: told what is being measured.
+      quick: measure fewer sizes and repeats, and fit no model of products.
+      cpu_time: count the CPU seconds of this process instead of wall-clock seconds, on a CPU that others use as well.
+      effort: what to measure; by default `EFFORTS` of the platform.
+      say: called with a description of each group of measurements before it starts.
 
     Returns:
-      the measurements and a hardware file whose rates are those of one device.
+      the measurements, and a hardware file with the rates of one device.
 
     Raises:
-      ConfigError: `cpu_time` of an accelerator.
+      ConfigError: `cpu_time` on an accelerator.
     """
     platform = jax.default_backend()
     if cpu_time and platform != "cpu":
-        raise ConfigError(f"--cpu-time counts the work of a CPU, and this is a {platform}; leave it out")
+        raise ConfigError(f"--cpu-time is only for a CPU, and this is a {platform}; leave it out")
     effort = effort or EFFORTS["cpu" if platform == "cpu" else "gpu", quick]
     effort = dataclasses.replace(effort, timer=own_time) if cpu_time else effort
     rows: list[Row] = []
@@ -184,14 +184,14 @@ def microbench(
     device = jax.devices()[0]
     known = chip_of(device.device_kind)
     count = jax.device_count()
-    how = (
+    source = (
         f"jaxscale microbench, {datetime.date.today()}, jax {jax.__version__}, {count} {device.device_kind} device(s) "
         f"at work together{', seconds of its own work' if cpu_time else ''}"
     )
     usable = (device.memory_stats() or {}).get("bytes_limit")
     memory = known.memory if known else usable or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
     sources = {
-        name: how for name in ("flops", "bandwidth", "host_bandwidth", "links", "latency", "memory", "efficiency")
+        name: source for name in ("flops", "bandwidth", "host_bandwidth", "links", "latency", "memory", "efficiency")
     }
     if known is not None:
         sources |= {name: known.sources[name] for name in ("memory", "watts") if name in known.sources}
@@ -212,7 +212,7 @@ def microbench(
         smallest=(count,),
         pod=None,
         sources=sources,
-        efficiency={"matmul": 1.0, "memory": 1.0, "link": 1.0},  # measured rates are whole
+        efficiency={"matmul": 1.0, "memory": 1.0, "link": 1.0},  # measured rates need no correction
         tile=known.tile if known is not None else (1, 1, 1),
         measured={"gemm": fitted, "copy": copies, "collectives": [link.to_json() for link in links]},
     )
@@ -222,7 +222,7 @@ def microbench(
 def _products(
     effort: Effort, rows: list[Row], say: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, Any], dict[str, gemm.Score]]:
-    """FLOP/s by dtype, fitted models by dtype, and how good those are."""
+    """Return FLOP/s, fitted models and the accuracy of these models, each by dtype."""
     flops: dict[str, float] = {}
     fitted: dict[str, Any] = {}
     fits: dict[str, gemm.Score] = {}
@@ -245,9 +245,9 @@ def _products(
 
 
 def _copies(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list[list[float]]:
-    """Bytes/s of device memory, reads and writes together, by the bytes that are copied on a device."""
+    """Pairs of copied bytes per device, and bytes/s of device memory, reads and writes together."""
     say("copies")
-    found: list[list[float]] = []
+    curve: list[list[float]] = []
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("device",), axis_types=(AxisType.Auto,))
     each = NamedSharding(mesh, PartitionSpec("device"))
@@ -256,21 +256,22 @@ def _copies(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list
         timing = clock(jax.jit(jnp.negative, out_shardings=each), x, rounds=effort.rounds, timer=effort.timer)
         rate = 2 * size / timing.seconds
         rows.append(Row("copy", f"{size / _MIB:g} MiB", timing.seconds, rate, "B/s", timing.spread))
-        found.append([size, rate])
-    return found
+        curve.append([size, rate])
+    return curve
 
 
 def _host(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> float:
     """Bytes/s between the host's memory and one device's, in the slower direction."""
     say("transfers to and from the host")
     device = jax.local_devices()[0]
-    there = np.ones(effort.host // 4, np.float32)
-    # A CPU's device would take the host's own array without a copy, and give its own; an array read once is kept.
+    host_array = np.ones(effort.host // 4, np.float32)
+    # A CPU device would alias the host's array, so copies are forced. Each array is read once, because JAX caches its
+    # host copy.
     timer = time.process_time if effort.timer is own_time else effort.timer  # one thread copies
     options: dict[str, Any] = {"rounds": effort.rounds, "least": 0, "timer": timer}
-    put = clock(lambda: jax.device_put(there, device, may_alias=False), **options)
+    put = clock(lambda: jax.device_put(host_array, device, may_alias=False), **options)
     most = 2 * effort.rounds
-    arrays = iter([jax.device_put(there, device, may_alias=False) for _ in range(most + 2)])
+    arrays = iter([jax.device_put(host_array, device, may_alias=False) for _ in range(most + 2)])
     pull = np.array if device.platform == "cpu" else np.asarray
     got = clock(lambda: pull(next(arrays)), most=most, **options)
     rates = []
@@ -283,13 +284,13 @@ def _host(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> float:
 def _links(effort: Effort, rows: list[Row], say: Callable[[str], None]) -> list[collective_bench.LinkFit]:
     if jax.device_count() == 1:
         return []
-    found = collective_bench.sweep(effort.messages, rounds=effort.rounds, timer=effort.timer, say=say)
-    rows += [Row(s.kind, f"{s.payload / _KIB:g} KiB", s.seconds, s.rate, "B/s", s.spread) for s in found]
-    return collective_bench.fit(found)
+    samples = collective_bench.sweep(effort.messages, rounds=effort.rounds, timer=effort.timer, say=say)
+    rows += [Row(s.kind, f"{s.payload / _KIB:g} KiB", s.seconds, s.rate, "B/s", s.spread) for s in samples]
+    return collective_bench.fit(samples)
 
 
 def _levels(fits: list[collective_bench.LinkFit]) -> tuple[Link, ...]:
-    """One level that joins all devices, as fast as the middle one of the collectives says."""
+    """One network level that joins all devices, with the median bandwidth and latency of the collectives."""
     return (
         Link(
             "measured",
@@ -302,11 +303,11 @@ def _levels(fits: list[collective_bench.LinkFit]) -> tuple[Link, ...]:
 
 
 def bandwidth_at(chip: Chip, size: float) -> float:
-    """Bytes/s of a chip's memory for a copy of so many bytes: measured where it was, between sizes by logarithm.
+    """Bytes/s of a chip's memory for a copy: from the measured curve, interpolated in the logarithm, if it has one.
 
     Args:
       chip: the hardware.
-      size: bytes that are copied.
+      size: bytes to copy.
     """
     curve = chip.measured.get("copy")
     if not curve:

@@ -16,13 +16,14 @@ _SENT = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
 def change(
     shape: Sequence[int], itemsize: int, before: Boxes, after: Boxes, sizes: Mapping[str, int]
 ) -> list[Collective]:
-    """The collectives from one sharding of an array to another; moves of one kind in a row are one collective.
+    """Return the collectives from one sharding of an array to another; consecutive moves of one kind are joined.
 
     Args:
-      shape: of the whole array.
+      shape: global shape of the array.
       itemsize: bytes of an element as it is sent.
-      before, after: see `jaxscale.layout.rebox`.
-      sizes: devices by mesh axis.
+      before: sharding before the change (see `jaxscale.layout.rebox`).
+      after: sharding after it.
+      sizes: number of devices by mesh axis.
     """
     moves = rebox(before, after, shape, itemsize, sizes)
     collectives = []
@@ -35,7 +36,7 @@ def change(
 
 
 def send(kind: str, over: Sequence[str], payload: int, sizes: Mapping[str, int]) -> list[Collective]:
-    """One collective over these mesh axes; none where they span one device or `payload` is 0."""
+    """Return a list of one collective over mesh axes; empty if they span one device or `payload` is 0."""
     axes = tuple(a for a in MESH_AXES if a in over and sizes[a] > 1)
     if not axes or not payload:
         return []
@@ -43,7 +44,7 @@ def send(kind: str, over: Sequence[str], payload: int, sizes: Mapping[str, int])
 
 
 def devices(over: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """How many devices these mesh axes span."""
+    """Number of devices that mesh axes span."""
     count = 1
     for axis in over:
         count *= sizes[axis]
@@ -51,5 +52,5 @@ def devices(over: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def _payload(move: Move, n: int) -> int:
-    """`Collective.payload` of a move, from the bytes that each device sends by the ring algorithms."""
+    """`Collective.payload` of a move, from the bytes that each device sends in a ring algorithm."""
     return round(move.sent * n / (n - 1) / (2 if move.kind == "all-reduce" else 1))

@@ -1,4 +1,4 @@
-"""What each device computes and sends in a traced program, from shardings of its inputs and its sharding constraints.
+"""Computation and communication of each device in a traced program, from its inputs' shardings and its constraints.
 
 Shardings are propagated from operands to results, as in a partitioner's forward pass (Xu et al. 2021, GSPMD), and by
 the rules of `jaxscale.plan.partition_rules` and `jaxscale.plan.partition_control`. A sum over a sharded dimension stays
@@ -49,9 +49,9 @@ class Partitioned:
     """A program on one device.
 
     Args:
-      flops: of matrix products and decompositions, and of kernels as they declare, by named scopes and dtype; a product
-        that takes several passes at the dtype's rate counts as many times.
-      collectives: what the device sends.
+      flops: FLOPs of matrix products, decompositions and kernels (as they declare), by named scopes and dtype; a
+        product that takes several passes at the dtype's rate is counted several times.
+      collectives: the collectives that the device takes part in.
       program: the operations and the arrays that they read and write.
       without_rule: primitives whose communication is not counted.
     """
@@ -81,26 +81,26 @@ def partitioned(
     branch_shares: Mapping[str, float] | None = None,
     repeats: bool = False,
 ) -> Partitioned:
-    """Traces a function under a layout and partitions its program.
+    """Trace a function under a layout and partition its program.
 
-    A primitive without a rule is taken to be elementwise and to send nothing; where that drops a sharding, or it acts
-    along a sharded dimension, its name is returned as well.
+    A primitive without a rule is treated as elementwise and without communication. If that drops a sharding, or if the
+    primitive acts along a sharded dimension, its name is listed in `Partitioned.without_rule`.
 
     Args:
       fn: a function of trees of arrays.
       args: trees of arrays or `jax.ShapeDtypeStruct`.
-      boxes: for each argument a tree of `Boxes`, its arrays' shardings.
-      layout: whose mesh it is; needs no devices.
+      boxes: for each argument a tree of `Boxes`, the shardings of its arrays.
+      layout: the layout with the mesh; needs no devices.
       out: shardings of the first results, a tree of `Boxes`.
-      platform: "tpu", "cuda" or "cpu", where a function has a branch for each.
-      branch_shares: by named scope, the share of a loop's iterations that take the branch of a `jax.lax.cond` in this
-        scope. What an optimizer does every few updates (`jaxscale.plan.scopes.share_of_updates`) counts as often; with
-        `None` everything counts at each call.
-      repeats: whether constraints and collectives (`REPEATED`) are executed again where they equal earlier ones.
+      platform: "tpu", "cuda" or "cpu": the branch to take of a function with one for each.
+      branch_shares: by named scope, the fraction of a loop's iterations that take the branch of a `jax.lax.cond` in
+        this scope. An operation that an optimizer executes every few updates
+        (`jaxscale.plan.scopes.share_of_updates`) is counted with that fraction. With `None` all count fully.
+      repeats: whether constraints (`REPEATED`) are executed again although they equal earlier ones.
 
     Returns:
-      FLOPs and collectives of one call. Of other branches the one with the most FLOPs is counted, and a loop whose
-      length depends on data once; both have `certain = False`.
+      FLOPs and collectives of one call. Of other conditionals the branch with the most FLOPs is counted, and a loop
+      whose length depends on data is counted once; both have `certain = False`.
     """
     with layout:
         closed = jax.make_jaxpr(fn)(*args)
@@ -126,9 +126,9 @@ class Value:
 
     Args:
       boxes: its sharding.
-      number: equal arrays have the same one.
-      dtype: of a partial sum, the dtype in which it is reduced; `None` for the array's own.
-      flops: of the partial sums that one product gives, the product's FLOPs on a device, if all mesh axes shard it.
+      number: identifies the array; equal arrays have the same number.
+      dtype: the dtype in which a partial sum is reduced; `None` for the array's own.
+      flops: for the partial sums of a product that all mesh axes shard, the product's FLOPs on a device.
     """
 
     boxes: Boxes
@@ -138,14 +138,17 @@ class Value:
 
 
 class Walk:
-    """Walks a jaxpr and those inside of it, and adds up FLOPs and collectives.
+    """Walks a jaxpr and the jaxprs inside it, and adds up FLOPs and collectives.
 
     Args:
-      layout, platform, branch_shares, repeats: see `partitioned`.
+      layout: as for `partitioned`.
+      platform: as for `partitioned`.
+      branch_shares: as for `partitioned`.
+      repeats: as for `partitioned`.
       manual: mesh axes that an enclosing `shard_map` is manual over.
-      times: how often the jaxpr is executed.
-      certain: whether that is certain.
-      scope: the named scopes that enclose it.
+      times: number of executions of the jaxpr.
+      certain: whether that number is certain.
+      scope: the enclosing named scopes.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class Walk:
     def nested(
         self, eqn: Any, *, share: float = 1.0, certain: bool = True, manual: frozenset[str] = frozenset()
     ) -> Walk:
-        """A walk with counts of its own, of a jaxpr inside of an operation."""
+        """Return a walk with its own counts, for a jaxpr inside an operation."""
         inner = Walk(
             self.layout,
             self.platform,
@@ -189,32 +192,32 @@ class Walk:
         return inner
 
     def add(self, walk: Walk) -> None:
-        """Adds the counts of another walk."""
+        """Add the counts of another walk."""
         for key, flops in walk.flops.items():
             self.flops[key] += flops
         self.collectives += walk.collectives
         self.without_rule |= walk.without_rule
 
     def new(self, boxes: Boxes, dtype: Any = None, flops: float = 0.0) -> Value:
-        """An array that equals no other."""
+        """Return an array that equals no other."""
         return Value(boxes, next(self.numbers), *((dtype, flops) if boxes.partial else ()))
 
     def cached(self, key: tuple[Any, ...], boxes: Boxes) -> Value:
-        """The array of this key; a new one at the first call."""
+        """Return the array of a key; a new one at the first call."""
         if key not in self.cache:
             self.cache[key] = [self.new(boxes)]
         return self.cache[key][0]
 
     def scopes(self, eqn: Any) -> str:
-        """The named scopes of an operation."""
+        """Return the named scopes of an operation."""
         return "/".join(filter(None, (self.scope, str(eqn.source_info.name_stack))))
 
     def users_of(self, var: Any) -> Sequence[Any]:
-        """The operations of the same jaxpr that take an array."""
+        """Return the operations of the same jaxpr that read an array."""
         return self._frames[-1][0].get(var, ())
 
     def run(self, jaxpr: core.Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """The results of a jaxpr."""
+        """Partition a jaxpr and return its results."""
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: self.new(_replicated(v)) for v in jaxpr.constvars}
 
@@ -248,7 +251,7 @@ class Walk:
         return [read(v) for v in jaxpr.outvars]
 
     def _reduce_operands(self, eqn: Any, env: dict[Any, Value]) -> None:
-        """Reduces partial sums among the operands of an operation that is not linear in them."""
+        """Reduce partial sums among the operands of an operation that is not linear in them."""
         name = eqn.primitive.name
         for v in eqn.invars:
             if isinstance(v, core.Literal) or not env[v].boxes.partial:
@@ -261,11 +264,11 @@ class Walk:
             env[v] = self.reshard(v, env[v], _scattered(env[v].boxes, splits), self.scopes(eqn), eqn)
 
     def split_in_use(self, var: Any, depth: int = 12) -> Split | None:
-        """How later operations shard an array, by their constraints and their other operands; `None` if none says.
+        """Return how later operations shard an array, by their constraints and other operands; `None` if unknown.
 
         Args:
           var: the array.
-          depth: how many operations in a row are followed.
+          depth: length of the chain of operations that is followed.
         """
         env = self._frames[-1][1]
         splits: list[Split] = []
@@ -288,7 +291,7 @@ class Walk:
         return self.divisible(var.aval.shape, finest(splits)) if splits else None
 
     def reshard(self, var: Any, value: Value, after: Boxes, scopes: str, eqn: Any = None) -> Value:
-        """The same array in another sharding, with the collectives that this needs; once for equal arrays."""
+        """Return an array in another sharding, and count the collectives once for equal arrays."""
         if value.boxes == after:
             return value
         key: tuple[Any, ...] = ("reshard", value.number, after)
@@ -301,7 +304,7 @@ class Walk:
                 steps = [value.boxes, after]
                 scattered = value.boxes.partial & {a for axes in after.split for a in axes}
                 if scattered and math.prod(shape) * itemsize < SMALL_SCATTER:
-                    after = Boxes(after.split)  # a small sum is all-reduced, and each device slices its part
+                    after = Boxes(after.split)  # a small sum is all-reduced, and each device slices its shard
                     steps = [value.boxes, Boxes(value.boxes.split), after]
                 for a, b in itertools.pairwise(steps):
                     sent = change(shape, itemsize, a, b, self.layout.sizes)
@@ -316,12 +319,12 @@ class Walk:
         return self.cache[key][0]
 
     def _padded(self, var: Any, *boxes: Boxes) -> tuple[int, ...]:
-        """The shape of an array, padded to shards of equal size."""
+        """Return the shape of an array, padded to shards of equal size."""
         pieces = [math.lcm(*map(self.pieces, axes)) for axes in zip(*(b.split for b in boxes), strict=True)]
         return tuple(-(-n // k) * k for n, k in zip(var.aval.shape, pieces, strict=True))
 
     def send(self, collectives: Sequence[Collective], scopes: str, eqn: Any = None) -> None:
-        """Adds collectives, each as often as the jaxpr is executed."""
+        """Count collectives once for each execution of the jaxpr."""
         self.record.sent += tuple(collectives)
         if collectives:
             fields: dict[str, Any] = dict(name=scopes, times=max(1, round(self.times)), certain=self.certain)
@@ -330,21 +333,21 @@ class Walk:
             self.collectives += [dataclasses.replace(c, **fields) for c in collectives]
 
     def separate(self, eqn: Any) -> bool:
-        """Whether an operation that equals an earlier one, on equal arrays, is executed all the same."""
+        """Whether an operation is executed although it equals an earlier one on equal arrays."""
         return self.repeats and eqn.primitive.name in REPEATED
 
     def pieces(self, axes: Sequence[str]) -> int:
-        """How many devices these mesh axes span."""
+        """Number of devices that mesh axes span."""
         return devices(axes, self.layout.sizes)
 
     def split_of(self, spec: Any, ndim: int) -> Split:
-        """The mesh axes of more than one device in a partition spec, by dimension."""
+        """Return the mesh axes with more than one device in a partition spec, by dimension."""
         sizes = self.layout.sizes
         known = [None if part is PartitionSpec.UNCONSTRAINED else part for part in spec]
         return tuple(tuple(a for a in axes if sizes[a] > 1) for axes in Boxes.of(known, ndim).split)
 
     def divisible(self, shape: Sequence[int], split: Split) -> Split:
-        """A sharding without mesh axes that do not divide their dimension or shard an earlier one."""
+        """Drop mesh axes from a sharding that do not divide their dimension or already shard an earlier one."""
         result, used = [], set[str]()
         for n, axes in zip(shape, split, strict=True):
             free = tuple(a for a in axes if a not in used)
@@ -355,7 +358,7 @@ class Walk:
 
 
 def _finer(after: Boxes, before: Boxes) -> bool:
-    """Whether a sharding only splits another's shards further, so that each device slices what it has."""
+    """Whether a sharding only splits another's shards further, so that each device slices its own shard."""
     return all(b == a[: len(b)] for a, b in zip(after.split, before.split, strict=True))
 
 
@@ -364,14 +367,14 @@ def _replicated(v: Any) -> Boxes:
 
 
 def _adds_partial_sums(eqn: Any, env: Mapping[Any, Value]) -> bool:
-    """Whether an operation adds arrays that are partial along the same mesh axes, so that one reduction is enough."""
+    """Whether an operation adds arrays that are partial along the same mesh axes, so that one reduction suffices."""
     if eqn.primitive.name not in ADDS or any(isinstance(v, core.Literal) for v in eqn.invars):
         return False
     return len({env[v].boxes.partial for v in eqn.invars}) == 1
 
 
 def _scattered(boxes: Boxes, splits: Sequence[Split]) -> Boxes:
-    """A sharding without partial sums: scattered along the mesh axes that shard arrays it is combined with."""
+    """Return a sharding without partial sums, scattered along the mesh axes that shard the other operands."""
     split, used = list(boxes.split), {a for axes in boxes.split for a in axes}
     for other in splits:
         for d, axes in enumerate(other):

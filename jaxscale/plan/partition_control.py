@@ -1,4 +1,4 @@
-"""How operations that contain jaxprs are partitioned: calls, recomputation, loops, branches, `shard_map`."""
+"""Partitioning of operations that contain jaxprs: calls, recomputation, loops, branches, `shard_map`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _scan(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         if x.boxes.partial:
             walk.reshard(v, x, boxes, scopes, eqn)
     made = [walk.new(Boxes(((), *x.boxes.split), x.boxes.partial), x.dtype) for x in outputs]
-    if length == 1:  # no loop for a compiler
+    if length == 1:  # compilers unroll such a loop
         for row, x in zip(rows, stacked, strict=True):
             if x.number not in known:
                 record.alias(x.number, row.number)
@@ -106,10 +106,10 @@ def _loop(
     length: int,
     certain: bool,
 ) -> tuple[list[Value], list[Value], list[Boxes]]:
-    """The body of a loop, counted with the sharding of its carry after one iteration.
+    """Partition the body of a loop, with the sharding that its carry has after one iteration.
 
     Returns:
-      the rows that it makes, its carry, and the sharding of the carry at the start.
+      its stacked results (one row of each), its final carry, and the sharding of the initial carry.
     """
     n, trial, users = len(carry), walk.nested(eqn), users_by_array(body)
     steady = trial.run(body, [trial.new(Boxes(x.boxes.split)) for x in (*consts, *carry, *rows)])[:n]
@@ -170,7 +170,7 @@ def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _share(walk: Walk, eqn: Any, branch: core.Jaxpr) -> float | None:
-    """The share of times that a branch is taken, if that is known."""
+    """Return how often a branch is taken, as a fraction, or `None` if unknown."""
     if walk.branch_shares is None:
         return None
     scopes = str(eqn.source_info.name_stack).split("/")
@@ -179,7 +179,7 @@ def _share(walk: Walk, eqn: Any, branch: core.Jaxpr) -> float | None:
 
 
 def _shard_map(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Inside, only the automatic mesh axes shard arrays; along the manual ones the program calls collectives."""
+    """Partition the body: the automatic mesh axes shard its arrays, and it calls collectives along the manual ones."""
     manual = frozenset(manual_axes(eqn))
     inner = walk.nested(eqn, manual=manual)
     inner.cache, inner.numbers = walk.cache, walk.numbers
@@ -208,11 +208,11 @@ CALLS: dict[str, Rule] = {
     "cond": _cond,
     "shard_map": _shard_map,
 }
-"""By primitive."""
+"""Rules by primitive."""
 
 
 def users_by_array(jaxpr: core.Jaxpr) -> dict[Any, list[Any]]:
-    """The operations that take each array."""
+    """Return the operations that read each array."""
     users: dict[Any, list[Any]] = defaultdict(list)
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
@@ -222,7 +222,7 @@ def users_by_array(jaxpr: core.Jaxpr) -> dict[Any, list[Any]]:
 
 
 def _accumulated(body: core.Jaxpr, carry: Any, out: Any, reduced: Mapping[Any, frozenset[str]]) -> frozenset[str]:
-    """The mesh axes of a partial sum that a loop only adds to its carry, which compilers reduce after the loop."""
+    """Return the mesh axes of a partial sum that a loop only adds to its carry: compilers reduce it after the loop."""
     makers: dict[Any, Any] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
     eqn = makers.get(out)
     while eqn is not None and eqn.primitive.name == "sharding_constraint":

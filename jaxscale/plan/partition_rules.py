@@ -1,4 +1,4 @@
-"""How single operations of a program shard their results, and what they send: a rule for each kind of primitive."""
+"""Rules for partitioning single operations: shardings of results, and communication, by kind of primitive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HIGHEST = 6
 """Passes of bfloat16 that a TPU takes for a product of float32 at `precision="highest"` (as in
-`jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6`). How much slower a GPU is there is not modelled."""
+`jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6`). The slowdown of a GPU at this precision is not modelled."""
 
 Split = tuple[tuple[str, ...], ...]
 """For each dimension the mesh axes that shard it, outermost first."""
@@ -31,20 +31,20 @@ LINEAR = frozenset(
     "sharding_constraint convert_element_type transpose reshape squeeze expand_dims jit pjit closed_call remat2 "
     "checkpoint custom_jvp_call custom_vjp_call core_call copy name psum psum2 psum_invariant".split()
 )
-"""Primitives whose result is a partial sum where their operand is one, or that reduce it themselves."""
+"""Primitives whose result is a partial sum if their operand is one, or that reduce it themselves."""
 
 SAME_SHAPE = frozenset(
     "add add_any sub mul div max min neg tanh logistic exp convert_element_type copy sharding_constraint select_n "
     "integer_pow square name".split()
 )
-"""Primitives whose operands a compiler shards as their result."""
+"""Primitives whose operands a compiler shards like their result."""
 
 SHARED = ELEMENTWISE | frozenset(
     "sharding_constraint transpose reshape squeeze expand_dims slice pad broadcast_in_dim all_gather "
     "all_gather_invariant ppermute psum dot_general ragged_dot_general pallas_call reduce_sum reduce_max argmax cumsum "
     "sort gather iota concatenate dynamic_slice stop_gradient".split()
 )
-"""Primitives that a compiler executes once for equal operands (common subexpressions)."""
+"""Primitives that a compiler executes once for equal operands (common subexpression elimination)."""
 
 _LINEAR_ALGEBRA = frozenset("eigh eig qr geqrf householder_product svd cholesky lu triangular_solve schur".split())
 """Primitives that combine elements of the last two dimensions."""
@@ -57,17 +57,17 @@ _COLLECTIVES = {
 }  # fmt: skip
 
 REPEATED = frozenset({"sharding_constraint"})
-"""Primitives of `SHARED` that a compiler for GPUs executes again for equal operands: it numbers every collective, and
-two of different numbers are not equal."""
+"""Primitives of `SHARED` that a compiler for GPUs executes again for equal operands: it gives every collective its own
+number, so no two are equal."""
 
 
 def finest(splits: Sequence[Split]) -> Split:
-    """For each dimension the sharding of the most mesh axes."""
+    """Return for each dimension the sharding with the most mesh axes."""
     return tuple(max(axes, key=len) for axes in zip(*splits, strict=True))
 
 
 def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Results are sharded as operands are, in dimensions of equal size; the finest sharding wins."""
+    """Shard results like operands in dimensions of equal size; the finest sharding wins."""
     outputs = []
     for out in eqn.outvars:
         shape = getattr(out.aval, "shape", ())
@@ -76,33 +76,33 @@ def elementwise(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
             if len(x.boxes.split) == len(shape):
                 sizes = zip(x.boxes.split, v.aval.shape, shape, strict=True)
                 splits.append(tuple(axes if m == n else () for axes, m, n in sizes))
-        partial = inputs[0].boxes.partial if inputs else frozenset()  # of LINEAR alone; others' operands are reduced
+        partial = inputs[0].boxes.partial if inputs else frozenset()  # only LINEAR has partial operands
         dtype = next((x.dtype for x in inputs if x.dtype), None)
         users = [u.primitive.name for u in walk.users_of(out)]
         if partial and eqn.primitive.name == "convert_element_type" and users == ["add"]:
-            dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # cast first, and reduced afterwards
+            dtype = jnp.promote_types(dtype or out.aval.dtype, out.aval.dtype)  # cast first, then reduce
         flops = inputs[0].flops if len(inputs) == 1 else 0.0
         outputs.append(walk.new(Boxes(walk.divisible(shape, finest(splits)), partial), dtype, flops))
     return outputs
 
 
 def without_rule(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """As elementwise. Its name is recorded if a mesh axis shards a dimension that it acts along, or no result."""
+    """Apply the elementwise rule; record the name if it drops a sharding or acts along a sharded dimension."""
     outputs = elementwise(walk, eqn, inputs)
     name = eqn.primitive.name
     if name in ELEMENTWISE or not inputs:
         return outputs
     sharding = {a for x in inputs for axes in x.boxes.split for a in axes}
-    kept_sharding = {a for x in outputs for axes in x.boxes.split for a in axes}
+    remaining = {a for x in outputs for axes in x.boxes.split for a in axes}
     first = inputs[0].boxes.split
     along = _dimensions_along(eqn, len(first))
-    if sharding - kept_sharding or any(first[d] for d in along):
+    if sharding - remaining or any(first[d] for d in along):
         walk.without_rule.add(name)
     return outputs
 
 
 def _dimensions_along(eqn: Any, ndim: int) -> Sequence[int]:
-    """The dimensions of the first operand along which an operation combines elements, as far as its parameters say."""
+    """Dimensions of the first operand along which an operation combines elements, if its parameters name them."""
     if eqn.primitive.name == "fft":
         return range(ndim - len(eqn.params["fft_lengths"]), ndim)
     if eqn.primitive.name in _LINEAR_ALGEBRA:
@@ -112,7 +112,7 @@ def _dimensions_along(eqn: Any, ndim: int) -> Sequence[int]:
 
 
 def counted(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A kernel, a convolution, a ragged product, a decomposition: FLOPs are counted, shardings as without a rule."""
+    """Count the FLOPs of a kernel, convolution, ragged product or decomposition; shardings as without a rule."""
     outputs = without_rule(walk, eqn, inputs)
     dtype = max((v.aval.dtype for v in eqn.invars), key=lambda d: (jnp.issubdtype(d, jnp.floating), d.itemsize)).name
     pieces = walk.pieces([a for axes in outputs[0].boxes.split for a in axes]) if outputs else 1
@@ -121,14 +121,17 @@ def counted(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def constraint(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """`with_sharding_constraint`. A partial sum stays one along axes that it does not shard; and a dimension that it
-    does not shard stays sharded where all users are elementwise and sharded so."""
+    """Apply `with_sharding_constraint`.
+
+    A partial sum stays partial along mesh axes that the constraint does not use. A dimension that the constraint does
+    not shard stays sharded if all users are elementwise and sharded in the same way.
+    """
     spec, before, out = getattr(eqn.params["sharding"], "spec", None), inputs[0].boxes, eqn.outvars[0]
     if spec is None:
         return [inputs[0]]
-    asked = [tuple(a for a in axes if a not in walk.manual) for axes in walk.split_of(spec, len(before.split))]
+    target = [tuple(a for a in axes if a not in walk.manual) for axes in walk.split_of(spec, len(before.split))]
     free = eqn.params.get("unconstrained_dims") or ()
-    split = tuple(before.split[d] if d in free else axes for d, axes in enumerate(asked))
+    split = tuple(before.split[d] if d in free else axes for d, axes in enumerate(target))
     elementwise_users = all(u.primitive.name in SAME_SHAPE for u in walk.users_of(out))
     if elementwise_users and (later := walk.split_in_use(out)) is not None:
         each = zip(split, before.split, later, strict=True)
@@ -138,8 +141,11 @@ def constraint(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def product(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A matrix product. Where one mesh axis shards two different dimensions, the dimension keeps it that users of the
-    result have sharded by it, else that of the larger operand; the other operand is gathered."""
+    """Partition a matrix product and count its FLOPs.
+
+    If one mesh axis shards two different dimensions, it stays on the dimension that users of the result shard by it,
+    otherwise on that of the larger operand; the other operand is gathered.
+    """
     contracted, batched = eqn.params["dimension_numbers"]
     letters = [[f"{side}{d}" for d in range(v.aval.ndim)] for side, v in zip("lr", eqn.invars, strict=True)]
     for pairs, kind in ((contracted, "k"), (batched, "b")):
@@ -184,7 +190,7 @@ def product(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def reduction(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A sum or a maximum over dimensions: partial along the mesh axes that shard these."""
+    """Partition a sum or maximum over dimensions: partial along the mesh axes that shard these."""
     reduced, split = set(eqn.params["axes"]), inputs[0].boxes.split
     partial = frozenset(a for d in reduced for a in split[d])
     boxes = Boxes(tuple(axes for d, axes in enumerate(split) if d not in reduced), partial)
@@ -192,7 +198,7 @@ def reduction(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def broadcast(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """`broadcast_in_dim`: dimensions of the operand's own size stay sharded."""
+    """Partition `broadcast_in_dim`: dimensions that are not expanded stay sharded."""
     shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     split: list[tuple[str, ...]] = [()] * len(shape)
     for d, to in enumerate(places):
@@ -202,19 +208,19 @@ def broadcast(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def transpose(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """The dimensions' shardings, permuted as they are."""
+    """Permute the shardings of the dimensions."""
     boxes = inputs[0].boxes
     split = tuple(boxes.split[d] for d in eqn.params["permutation"])
     return [walk.new(Boxes(split, boxes.partial), inputs[0].dtype, inputs[0].flops)]
 
 
 def stack(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Not sharded: compiled pipelines stack the parts of their losses whole (tests/plan/test_communication.py)."""
+    """Return an unsharded result: compiled pipelines stack parts of losses so (tests/plan/test_communication.py)."""
     return [walk.new(Boxes(((),) * len(eqn.outvars[0].aval.shape)))]
 
 
 def reshape(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Of dimensions that are joined or parted, the outermost stays sharded; others are gathered."""
+    """Keep the sharding of the outermost of joined or split dimensions; gather the others."""
     before, after, boxes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, inputs[0].boxes
     split: list[tuple[str, ...]] = [()] * len(after)
     if not math.prod(before):
@@ -230,19 +236,19 @@ def reshape(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def pad_or_slice(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A dimension that grows or shrinks by less than there are shards stays sharded."""
+    """Keep the sharding of a dimension that grows or shrinks by less than its number of shards."""
     before, after, boxes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, inputs[0].boxes
     sizes = zip(boxes.split, before, after, strict=True)
     return [walk.new(Boxes(tuple(axes if abs(m - n) < walk.pieces(axes) else () for axes, m, n in sizes)))]
 
 
 def collective(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A collective that the program calls itself, inside of a `shard_map`."""
+    """Count a collective that the program calls itself inside a `shard_map`."""
     primitive, axes = eqn.primitive.name, eqn.params.get("axes", eqn.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else axes
     over = tuple(a for a in names if isinstance(a, str) and walk.layout.sizes[a] > 1)
     operands = list(zip(eqn.invars, inputs, strict=True))
-    if primitive.startswith("psum"):  # a partial sum, so that one which a loop only adds to is reduced after the loop
+    if primitive.startswith("psum"):  # a partial sum, so that a sum that a loop accumulates is reduced after the loop
         outputs = []
         for v, x in operands:
             walk.reshard(v, x, Boxes(x.boxes.split), walk.scopes(eqn), eqn)
@@ -259,7 +265,7 @@ def collective(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Of a reshape, the smallest groups of dimensions that hold the same elements on both sides."""
+    """Yield the smallest groups of dimensions that hold the same elements before and after a reshape."""
     i = j = 0
     while i < len(before) or j < len(after):
         old, new = [i] if i < len(before) else [], [j] if j < len(after) else []
@@ -288,4 +294,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("pallas_call", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "eigh", "qr"), counted),
     **dict.fromkeys(_COLLECTIVES, collective),
 }
-"""By primitive; `without_rule` for all others."""
+"""Rules by primitive; `without_rule` for all others."""

@@ -1,4 +1,4 @@
-"""The buffers of a step over pipeline stages: stashes by schedule, a micro-batch's layers, ends cut over stages."""
+"""Buffers of a pipelined step: stashes of the schedule, a micro-batch's layers, embedding and head over stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from jaxscale.step import Blueprint, TrainConfig, pipelined, token_loss
 def walk_pipeline(
     config: TrainConfig, blueprint: Blueprint, layout: Layout, sums: Sums
 ) -> tuple[SteadyHeap, int, int, int]:
-    """As `walk_layers`, of the executor of `jaxscale.parallel.pipeline`: one tick, with every phase in it."""
+    """Allocate the buffers of a pipelined step, as `walk_layers` does: of one tick with every phase in it.
+
+    The executor is `jaxscale.parallel.pipeline`.
+    """
     model: Any = config.model
     pipeline = pipelined(blueprint, config.objective, config.accumulate)
     table = pipeline.table(config.micro_batch)
@@ -40,27 +43,34 @@ def walk_pipeline(
     runs = list(blueprint.infos["runs"].values())
     layer = LayerBytes.of(model, jax.tree.leaves(list(runs[-1]["blocks"].values())[-1]), layout, rows, config.seq_len)
     policy = MemoryPolicy.of(model.memory)
-    held = [index.shape[2] for index in pipeline.stages.index]  # groups of each run in a chunk
+    groups = [index.shape[2] for index in pipeline.stages.index]  # of each run of blocks in a chunk
     blocks = [len(run["blocks"]) for run in runs]
-    depth = sum(n * b for n, b in zip(held, blocks, strict=True))
-    found, host = saved_bytes(policy, layer.tensors, depth, sum(held))
+    depth = sum(n * b for n, b in zip(groups, blocks, strict=True))
+    activations, host = saved_bytes(policy, layer.tensors, depth, sum(groups))
 
     def of_chunk(what: str, bytes_of: Callable[[TensorInfo], int], copies: int = 1) -> list[Buffer]:
-        """Buffers for so many chunks' layers, padding included."""
+        """Allocate buffers for the layers of `copies` chunks, padding included."""
         pieces = layout.split("layers", "params")
         return [
             heap.take(f"{what} {i.path}", copies * n * bytes_of(i) // i.shape[0] * pieces)
-            for run, n in zip(runs, held, strict=True)
+            for run, n in zip(runs, groups, strict=True)
             for i in jax.tree.leaves(run)
         ]
 
-    gradient = lambda i: local_bytes(i, inside, "grads")  # noqa: E731
-    summed = lambda i: local_bytes(i, layout, "grads")  # noqa: E731
+    def gradient(i: TensorInfo) -> int:
+        return local_bytes(i, inside, "grads")
+
+    def summed(i: TensorInfo) -> int:
+        return local_bytes(i, layout, "grads")
+
+    def uncast(i: TensorInfo) -> int:
+        return 0 if copied_bytes(i, layout, model.dtype) else local_bytes(i, layout)
+
     heap, chunks = SteadyHeap(), layout.schedule.chunks_per_stage
     moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
-    if moved:  # what is cast is cast first
-        of_chunk("dealt out", lambda i: 0 if copied_bytes(i, layout, model.dtype) else local_bytes(i, layout), chunks)
-    for i in tables:  # whose vocabulary devices do not divide are copied to the rows that stages use
+    if moved:  # parameters that are cast are cast before they are sent to their stage, so they need no buffer here
+        of_chunk("sent to stages", uncast, chunks)
+    for i in tables:  # a vocabulary that the devices do not divide is copied to the rows that stages use
         if (used := as_used(i, layout)) is not i:
             heap.take(f"{i.path}, in rows", local_bytes(used, layout, "params"))
     stash = [heap.take("stashed inputs", (slots["inputs"] + 1) * layer.stream)]
@@ -71,12 +81,12 @@ def walk_pipeline(
     heap.take("gradients of tables", ends.reduced)
     cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
     cast += [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in tables]
-    ends = dataclasses.replace(ends, cast=0)  # they last, as the layers' do
+    ends = dataclasses.replace(ends, cast=0)  # casts last for the whole step, as those of layers do
     ends.look_up(heap, at_once=True)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
     heap.drop(*ends.loss(heap, at_once=True))
-    now = [heap.take(f"activations, {name}", size) for name, size in found.items()]
-    alone = single_layers(config, blueprint, layout, held, rows)
+    now = [heap.take(f"activations, {name}", size) for name, size in activations.items()]
+    alone = single_layers(config, blueprint, layout, groups, rows)
     now += [heap.take("activations of a layer by itself", saved_by_single(one, policy)) for one in alone]
     if table.phases > 2:  # gradients wait for a phase of their own
         now.append(heap.take("a micro-batch's products", _pair_bytes(layer) * depth))
@@ -90,12 +100,12 @@ def walk_pipeline(
         of_chunk("sum over replicas, gradient of", summed, chunks)
     if moved:
         of_chunk("collected gradient of", summed, chunks)
-    kept = sum(found.values()) + sum(b.size for b in stash)
-    return heap, kept, sum(b.size for b in cast), host
+    saved = sum(activations.values()) + sum(b.size for b in stash)
+    return heap, saved, sum(b.size for b in cast), host
 
 
 def _of_replicas(layout: Layout, replicas: tuple[str, ...]) -> Layout:
-    """The layout by which gradients lie until the last micro-batch: replicas keep all that they made."""
+    """Layout of gradients until the last micro-batch: each replica holds its own, not yet summed over replicas."""
     if not replicas:
         return layout
     rules = layout.resolved_rules
@@ -105,6 +115,6 @@ def _of_replicas(layout: Layout, replicas: tuple[str, ...]) -> Layout:
 
 
 def _pair_bytes(layer: LayerBytes) -> int:
-    """What a layer's products took and the cotangents of what they made, kept for their weights' gradients."""
+    """Bytes of the inputs and output cotangents of a layer's products, saved for the weight gradients."""
     t = layer.tensors
     return t["norm"] + t["attn_out"] + t["mlp_hidden"] + t["qkv"] + t["mlp_up"] + 2 * layer.stream

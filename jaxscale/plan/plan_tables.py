@@ -1,11 +1,11 @@
-"""A plan as rich tables: memory against capacity, the step's time, traffic against links, the budget."""
+"""Rich tables of a plan: memory and capacity, time of a step, traffic by link, the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.plan.shown import table_of
+from jaxscale.plan.printing import table_of
 from jaxscale.plan.waterfall import step_terms, waterfall
 from jaxscale.units import human_bytes, human_seconds
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from jaxscale.plan.planner import Plan
 
 LARGEST = 10
-"""Of what is in memory at the worst moment, so many are shown by name."""
+"""Number of groups of buffers that the memory table lists by name."""
 
 
 def plan_tables(plan: Plan) -> Iterator[Any]:
-    """Everything a plan says, top to bottom."""
+    """Yield all tables and lines of a plan, top to bottom."""
     devices = plan.config.layout.devices  # type: ignore[union-attr]
-    yield f"{plan.hardware.name}, {devices} devices: {plan.config.layout}; {plan.how}\n"
+    yield f"{plan.hardware.name}, {devices} devices: {plan.config.layout}; {plan.basis}\n"
     yield memory_table(plan)
     yield step_table(plan)
     if plan.step.traffic:
@@ -47,20 +47,20 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
         sure = plan.bytes > capacity
         yield (
             f"this {'does not fit: it is' if sure else 'may not fit: the upper end of its error bar is'} {over} over "
-            "what a device has; --search looks for what does, and explain --topology lists remedies"
+            "a device's memory; --search looks for a layout that fits, and explain --topology lists remedies"
         )
     yield from plan.notes
 
 
 def memory_table(plan: Plan) -> Any:
-    """Bytes on a device by what they are, against what it has."""
+    """Table of the bytes on a device by kind, beside its capacity."""
     from jaxscale.plan.planner import groups
 
     capacity = plan.hardware.chip.capacity
     table = table_of(f"memory of a device, of {human_bytes(capacity)}", "", "bytes", "share")
-    found = list(groups(plan.memory).items())
-    rest = found[LARGEST:]
-    for name, size in [*found[:LARGEST], *([(f"{len(rest)} others", sum(n for _, n in rest))] if rest else [])]:
+    parts = list(groups(plan.memory).items())
+    rest = parts[LARGEST:]
+    for name, size in [*parts[:LARGEST], *([(f"{len(rest)} others", sum(n for _, n in rest))] if rest else [])]:
         table.add_row(name, human_bytes(size), f"{size / capacity:.1%}")
     table.add_section()
     table.add_row("by arithmetic", human_bytes(plan.memory.device), f"{plan.memory.device / capacity:.1%}")
@@ -76,7 +76,7 @@ def memory_table(plan: Plan) -> Any:
 
 
 def step_table(plan: Plan) -> Any:
-    """Seconds of a step by what they are spent on, without a compiler and with the compiled program's traffic."""
+    """Table of a step's seconds by term: analytic, and with the compiled program's traffic if there is one."""
     columns = {"by arithmetic": step_terms(plan.work, plan.step, plan.hardware)}
     if plan.compiled is not None and plan.compiled.step is not None:
         columns["compiled"] = plan.terms
@@ -89,7 +89,7 @@ def step_table(plan: Plan) -> Any:
 
 
 def traffic_table(plan: Plan) -> Any:
-    """What a device sends along each mesh axis in a step, and the link it takes."""
+    """Table of the bytes that a device sends along each mesh axis in a step, and the link that it uses."""
     table = table_of(
         "sent by a device in a step", "axes", "link", "GB/s", "bytes", "takes", "exposed", "compiled bytes"
     )

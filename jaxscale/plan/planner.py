@@ -1,4 +1,4 @@
-"""A plan: what a run takes of named hardware, before anybody switches it on."""
+"""A plan: predicted memory, time and cost of a run on named hardware."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar, unusual
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.partition import Partitioned
+from jaxscale.plan.printing import Printable
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
-from jaxscale.plan.shown import Shown
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 COMPILE = ("auto", "never", "always")
-"""Whether to compile: where a compiler is installed, not at all, or else not to plan."""
+"""When to compile the step: if a compiler is installed; never; always, so that a missing compiler is an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What training on so many tokens takes.
+    """Time, energy and cost of training on a number of tokens.
 
     Args:
-      tokens: of the training run.
-      ideal_days: of wall-clock time, if nothing fails and nothing is saved.
-      days: with failures and checkpoints, on average.
-      failures: on average.
-      checkpoint: bytes of one.
-      save: seconds that a checkpoint takes.
+      tokens: tokens to train on.
+      ideal_days: days of wall-clock time without failures and checkpoints.
+      days: expected days with failures and checkpoints.
+      failures: expected number of failures.
+      checkpoint: bytes of a checkpoint.
+      save: seconds to save a checkpoint.
       every: seconds of training between checkpoints.
-      between: seconds between failures.
+      between: mean seconds between failures.
       restart: seconds from a failure until training continues.
-      device_hours: of all devices of the hardware for `days`, idle ones too.
-      kilowatt_hours: at the devices' full power, without hosts, network and cooling; `None` where that is not known.
-      cost: device-hours times their price, `None` without one.
+      device_hours: hours of all devices of the hardware for `days`, including idle ones.
+      kilowatt_hours: energy at the devices' full power, without hosts, network and cooling; `None` if unknown.
+      cost: device-hours times their price; `None` without a price.
     """
 
     tokens: float
@@ -77,13 +77,13 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the hardware's own compiler made of the step.
+    """Result of compiling the step with the hardware's compiler.
 
     Args:
-      bytes: on each device.
-      step: its time, by the same roofline, with the collectives of the compiled program; `None` where the program did
-        not fit, and there is none.
-      seconds: that compiling took.
+      bytes: bytes on each device.
+      step: time of the step by the same roofline with the collectives of the compiled program; `None` if the program
+        did not fit in memory, so that there is none.
+      seconds: compile time.
     """
 
     bytes: int
@@ -92,21 +92,21 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Shown):
-    """What a run takes of named hardware; prints as tables.
+class Plan(Printable):
+    """Predicted memory, time and cost of a run on named hardware; prints as tables.
 
     Args:
-      config: the run's settings, every size of its mesh known.
-      hardware: what it is planned for.
-      memory: bytes on each device, by arithmetic.
-      work: what a step computes and sends, by arithmetic.
-      step: how long it takes, by arithmetic.
-      compiled: the same of the compiled step, `None` where it was not compiled.
-      how: "compiled", or why not.
-      budget: of a number of tokens, where one was given.
-      notes: what else to know, a sentence each.
-      error_bar: of `memory`.
-      time_error_bar: of the time of a step.
+      config: the run's settings, with a mesh without -1.
+      hardware: the hardware that is planned for.
+      memory: analytic bytes on each device.
+      work: analytic FLOPs, bytes and collectives of a step.
+      step: analytic time of a step.
+      compiled: results of compiling the step; `None` if it was not compiled.
+      basis: "compiled", or "analytic" and the reason.
+      budget: time, energy and cost of training on `tokens`; `None` without them.
+      notes: remarks, one sentence each.
+      error_bar: interval of `memory`.
+      time_error_bar: interval of the time of a step.
     """
 
     config: TrainConfig
@@ -115,7 +115,7 @@ class Plan(Shown):
     work: Work
     step: StepTime
     compiled: Compiled | None
-    how: str
+    basis: str
     budget: Budget | None
     notes: tuple[str, ...] = ()
     error_bar: ErrorBar | None = None
@@ -123,12 +123,12 @@ class Plan(Shown):
 
     @property
     def bytes(self) -> int:
-        """Bytes on each device: the compiler's, else by arithmetic."""
+        """Bytes on each device: of the compiled step if there is one, else analytic."""
         return self.memory.device if self.compiled is None else self.compiled.bytes
 
     @property
     def best(self) -> StepTime:
-        """The step's time: with the compiled program's collectives, else by arithmetic."""
+        """Time of the step: with the compiled program's collectives if there are any, else analytic."""
         return self.step if self.compiled is None or self.compiled.step is None else self.compiled.step
 
     @property
@@ -138,31 +138,31 @@ class Plan(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether it fits the devices' memory: a step that was not compiled, at the upper end of its error bar."""
+        """Whether the upper end of `bytes_range` fits in a device's memory."""
         return self.bytes_range[1] <= self.hardware.chip.capacity
 
     @property
     def bytes_range(self) -> tuple[int, int]:
-        """The error bar of the bytes on each device; of a compiled step, both ends are what it takes."""
+        """Interval of the bytes on each device; for a compiled step both ends are its bytes."""
         if self.compiled is not None or self.error_bar is None:
             return self.bytes, self.bytes
         return self.error_bar.bytes(self.bytes)
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """The error bar of the seconds of a step."""
+        """Interval of the seconds of a step."""
         bar, total = self.time_error_bar, self.best.total
         return (total, total) if bar is None else (bar.low * total, bar.high * total)
 
     @property
     def days_range(self) -> tuple[float, float]:
-        """The same of the days of its budget, which it must have."""
+        """Interval of the days of its budget, which must not be `None`."""
         assert self.budget is not None
         low, high = (end / self.best.total * self.budget.days for end in self.seconds_range)
         return low, high
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the plan as JSON values."""
         layout = _layout(self.config)
         compiled = None
         if self.compiled is not None:
@@ -173,7 +173,7 @@ class Plan(Shown):
             "devices": layout.devices,
             "mesh": layout.mesh,
             "layout": str(layout),
-            "how": self.how,
+            "how": self.basis,
             "fits": self.fits,
             "capacity": self.hardware.chip.capacity,
             "bytes": self.bytes,
@@ -208,25 +208,25 @@ def plan_for(
     restarts: Restarts | None = None,
     compile: str = "auto",
 ) -> Plan:
-    """Plans a run: bytes, FLOPs, traffic and time of a step, and what a number of tokens takes.
+    """Plan a run: memory, FLOPs, traffic and time of a step, and the cost of training on a number of tokens.
 
-    Always without a compiler: collectives from the traced step; memory and FLOPs by formulas, or where these do not
-    cover a run from the traced step as well, as memory is where that was seen to be closer
-    (`jaxscale.plan.by_tracing.better_traced`); rates from data sheets. Where the hardware's own compiler is installed,
-    from the compiled step as well. Nothing is allocated.
+    The analytic part needs no compiler. Collectives come from the traced step. Memory and FLOPs come from formulas; if
+    these do not cover the run, both come from the traced step, as does memory in the cases where tracing was measured
+    to be more accurate (`jaxscale.plan.by_tracing.better_traced`). Rates come from data sheets. If the hardware's
+    compiler is installed, the compiled step is analysed as well. Nothing is allocated.
 
     Args:
-      config: the run's settings; its data is not opened. A mesh of fewer devices than there are uses the first ones.
-      hardware: a topology or its name, as "v5p:8x8x8", "h100:8x4", or "my_chip.json:8" of a file of your own.
-      tokens: to train on; adds days, device-hours, energy and cost.
-      price: of one device for an hour, in whatever currency.
-      watts: of one device; by default what its data sheet says.
-      restarts: how often devices fail, and how checkpoints are written; by default as in Llama 3's run.
+      config: the run's settings; its data is not opened. A mesh smaller than the hardware uses the first devices.
+      hardware: a topology or its name, such as "v5p:8x8x8", "h100:8x4", or "my_chip.json:8" for your own file.
+      tokens: tokens to train on; adds days, device-hours, energy and cost to the plan.
+      price: price of one device for an hour, in any currency.
+      watts: power of one device; by default from its data sheet.
+      restarts: rate of failures and speed of checkpoints; by default as in Llama 3's run.
       compile: "auto", "never" or "always".
 
     Raises:
-      ConfigError: a run without a layout, what training refuses, or an argument out of its range.
-      LayoutError: an unknown topology, what cannot be laid out, or `compile="always"` without a compiler.
+      ConfigError: the run has no layout, training would refuse it, or an argument is out of range.
+      LayoutError: the topology is unknown, an array cannot be laid out, or no compiler for `compile="always"`.
     """
     if not isinstance(config, TrainConfig):
         raise ConfigError(
@@ -234,40 +234,40 @@ def plan_for(
         )
     if compile not in COMPILE:
         raise ConfigError(f"compile='{compile}': give one of {', '.join(COMPILE)}")
-    there = topology(hardware) if isinstance(hardware, str) else hardware
-    config = on_hardware(config, there)
-    why = why_not_compiled(there)
+    target = topology(hardware) if isinstance(hardware, str) else hardware
+    config = on_hardware(config, target)
+    why = why_not_compiled(target)
     if compile == "always" and why is not None:
-        raise LayoutError(f"{there.name} cannot be compiled for: {why}")
+        raise LayoutError(f"{target.name} cannot be compiled for: {why}")
     notes: tuple[str, ...] = ()
     method = "formulas"
     try:
-        memory = estimate(config, there)
-        work, traced = traced_work(config, there, memory)
-        memory, method = with_traced_memory(memory, config, there, traced)
+        memory = estimate(config, target)
+        work, traced = traced_work(config, target, memory)
+        memory, method = with_traced_memory(memory, config, target, traced)
         if method == "traced":
-            reasons = " and ".join(unusual(config, there))
+            reasons = " and ".join(unusual(config, target))
             notes = (f"memory is predicted from the traced step, as for all runs with {reasons}",)
     except LayoutError:
-        _check_as_training(config, there)
+        _check_as_training(config, target)
         raise
     except NotCovered as e:
-        _check_as_training(config, there)
-        memory, work = traced_plan(config, there)
+        _check_as_training(config, target)
+        memory, work = traced_plan(config, target)
         method, notes = "traced", (f"{e.why}: they are those of the traced step", *_branches(work))
         if _layout(config).stages > 1:
             notes = (*notes, "the time that pipeline stages wait for each other is not counted")
-    compiled, how = None, "analytic, as was asked"
+    compiled, basis = None, "analytic, as requested"
     if compile != "never":
-        compiled, how = (_compiled(config, there, work), "compiled") if why is None else (None, f"analytic: {why}")
-    bar = error_bar(config, there, memory.device, method)
-    time_bar = time_error_bar(config, there)
-    about_memory = str(bar) if compiled is None else _compared_with_compiled(compiled, memory, bar, there)
+        compiled, basis = (_compiled(config, target, work), "compiled") if why is None else (None, f"analytic: {why}")
+    bar = error_bar(config, target, memory.device, method)
+    time_bar = time_error_bar(config, target)
+    about_memory = str(bar) if compiled is None else _compared_with_compiled(compiled, memory, bar, target)
     notes = (about_memory, str(time_bar), *notes)
     if work.uncounted:
-        notes = (*notes, f"what {', '.join(work.uncounted)} send over sharded dimensions is not counted")
-    notes = (*notes, *_notes(config, there))
-    plan = Plan(config, there, memory, work, step_time(work, there), compiled, how, None, notes, bar, time_bar)
+        notes = (*notes, f"communication of {', '.join(work.uncounted)} over sharded dimensions is not counted")
+    notes = (*notes, *_notes(config, target))
+    plan = Plan(config, target, memory, work, step_time(work, target), compiled, basis, None, notes, bar, time_bar)
     return with_budget(plan, tokens, price, watts, restarts)
 
 
@@ -281,42 +281,42 @@ def _compared_with_compiled(compiled: Compiled, memory: Estimate, bar: ErrorBar,
     return f"the compiled step takes {ratio:.2f} times the predicted memory, {within} the error bar ({ends}){why}"
 
 
-def traced_work(config: TrainConfig, there: Topology, memory: Estimate) -> tuple[Work, Partitioned]:
-    """A step's work, and its traced program.
+def traced_work(config: TrainConfig, target: Topology, memory: Estimate) -> tuple[Work, Partitioned]:
+    """Return a step's work, and its traced program.
 
-    Collectives and the optimizer's matrix products are the traced program's, the rest is by formulas.
+    Collectives and the optimizer's matrix products come from the traced program, the rest from formulas.
 
     Args:
-      config: the run's settings, every size of its mesh known.
-      there: the hardware.
-      memory: `jaxscale.plan.estimate` of the same.
+      config: the run's settings, with a mesh without -1.
+      target: the hardware.
+      memory: `jaxscale.plan.estimate` of the same run and hardware.
 
     Raises:
       NotCovered: no formula covers the run.
     """
     check_attention(covered(config), _layout(config))
-    traced = partition(config, there)
-    sent = as_compiled(traced.collectives, there)
+    traced = partition(config, target)
+    sent = as_compiled(traced.collectives, target)
     work = work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
     return dataclasses.replace(work, uncounted=traced.without_rule), traced
 
 
-def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
-    """A run's settings with a mesh whose every size is known, and checked to fit batch and model.
+def on_hardware(config: TrainConfig, target: Topology) -> TrainConfig:
+    """Return a run's settings with every size of the mesh filled in, after checking it against batch and model.
 
     Raises:
-      ConfigError: a run without a layout, or what training refuses.
-      LayoutError: too few devices, a -1 that they do not fill, or what training refuses.
+      ConfigError: the run has no layout, or training would refuse it.
+      LayoutError: the hardware has too few devices, or not a multiple for -1, or training would refuse the layout.
     """
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to plan it")
-    asked = math.prod(parse_mesh(config.layout.mesh).values())
-    if asked > there.devices:
+    devices = math.prod(parse_mesh(config.layout.mesh).values())
+    if devices > target.devices:
         raise LayoutError(
-            f"mesh '{config.layout.mesh}' needs {asked} devices and {there.name} has {there.devices}; give one of at "
-            "most as many, as --mesh 'fsdp=-1'"
+            f"mesh '{config.layout.mesh}' needs {devices} devices and {target.name} has {target.devices}; give one "
+            "with at most as many, as --mesh 'fsdp=-1'"
         )
-    sizes = sized(config.layout, there.devices).sizes
+    sizes = sized(config.layout, target.devices).sizes
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
     layout = dataclasses.replace(config.layout.specification, mesh=mesh)
     check_trainable(dataclasses.replace(config, layout=layout))
@@ -327,28 +327,32 @@ def on_hardware(config: TrainConfig, there: Topology) -> TrainConfig:
 
 
 def check_trainable(config: TrainConfig) -> None:
-    """Refuses what training refuses before it traces a model; the layout's sizes are known, and it needs no devices.
+    """Run the checks that training runs before it traces a model; needs no devices.
+
+    Args:
+      config: the run's settings, with a mesh without -1.
 
     Raises:
-      LayoutError, ConfigError: those of training (see `jaxscale.step.check_quickly`).
+      LayoutError: as `jaxscale.step.check_quickly`.
+      ConfigError: as `jaxscale.step.check_quickly`.
     """
     config = dataclasses.replace(config, layout=_layout(config).abstract())
     check_quickly(blueprint_of(config)[0], config)
 
 
-def why_not_compiled(there: Topology) -> str | None:
-    """Why the step cannot be compiled for some hardware on this machine, or `None` where it can."""
-    if there.chip.platform == "cpu":
-        return "a CPU's compiler says nothing of accelerators"
-    if there.name.partition(":")[0].endswith(".json"):
-        return "hardware of a file is known by its figures alone"
-    if there.chip.platform == "gpu" and there.chip.name not in GPUS:
-        return f"XLA's compiler has no description of {there.chip.name} here, only of {', '.join(GPUS)}"
-    return {"tpu": why_no_tpu, "gpu": why_no_gpu}[there.chip.platform]()
+def why_not_compiled(target: Topology) -> str | None:
+    """Return why this machine cannot compile a step for some hardware, or `None` if it can."""
+    if target.chip.platform == "cpu":
+        return "code that is compiled for a CPU does not show what an accelerator would do"
+    if target.name.partition(":")[0].endswith(".json"):
+        return "no compiler knows the hardware of a file"
+    if target.chip.platform == "gpu" and target.chip.name not in GPUS:
+        return f"XLA's compiler has no description of {target.chip.name} here, only of {', '.join(GPUS)}"
+    return {"tpu": why_no_tpu, "gpu": why_no_gpu}[target.chip.platform]()
 
 
 def groups(memory: Estimate) -> dict[str, int]:
-    """Bytes on a device at the worst moment by what they are, together `memory.device`; the largest first."""
+    """Return the bytes on a device at peak memory by kind, the largest first; they add up to `memory.device`."""
     parts: dict[str, int] = defaultdict(int)
     parts["parameters and optimizer state"] = memory.state
     for buffer in memory.at_peak:
@@ -362,39 +366,39 @@ def _layout(config: TrainConfig) -> Layout:
     return config.layout
 
 
-def _check_as_training(config: TrainConfig, there: Topology) -> None:
-    """Raises what training raises, if it does: of what cannot be planned, that says more."""
-    check(dataclasses.replace(config, layout=_layout(config).abstract(kind=next(iter(there.chip.kinds), None))))
+def _check_as_training(config: TrainConfig, target: Topology) -> None:
+    """Raise the error that training raises, if any: it is more specific than the planner's own."""
+    check(dataclasses.replace(config, layout=_layout(config).abstract(kind=next(iter(target.chip.kinds), None))))
 
 
-def _compiled(config: TrainConfig, there: Topology, work: Work) -> Compiled:
+def _compiled(config: TrainConfig, target: Topology, work: Work) -> Compiled:
     began = time.perf_counter()
     try:
-        program = compile_step(config, there.name)
+        program = compile_step(config, target.name)
     except jax.errors.JaxRuntimeError as e:
         return Compiled(bytes_needed(e), None, time.perf_counter() - began)
     seconds = time.perf_counter() - began
-    found = tuple(collectives(program, work.sizes, work.crosses))
-    return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=found), there), seconds)
+    sent = tuple(collectives(program, work.sizes, work.crosses))
+    return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=sent), target), seconds)
 
 
 def _branches(work: Work) -> Iterator[str]:
-    """A note about collectives of the compiled step that are in a branch."""
+    """Yield a note if some collectives of the step are in a branch."""
     axes = sorted({" × ".join(c.axes) for c in work.collectives if not c.certain})
     if axes:
         yield f"collectives over {', '.join(axes)} that only some steps execute are counted in every step"
 
 
-def _notes(config: TrainConfig, there: Topology) -> tuple[str, ...]:
+def _notes(config: TrainConfig, target: Topology) -> tuple[str, ...]:
     layout, notes = _layout(config), []
-    if layout.devices < there.devices:
-        notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {there.devices} devices")
-    if there.chip.efficiency:
-        shares = ", ".join(f"{name} {value:.0%}" for name, value in sorted(there.chip.efficiency.items()))
+    if layout.devices < target.devices:
+        notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {target.devices} devices")
+    if target.chip.efficiency:
+        shares = ", ".join(f"{name} {value:.0%}" for name, value in sorted(target.chip.efficiency.items()))
         notes.append(f"shares of the data sheet's rates that are reached: {shares}")
     else:
         notes.append(
-            f"nothing was measured on {there.chip.name}: times are by its data sheet, and no program beats them"
+            f"nothing was measured on {target.chip.name}: times use its data sheet's rates, which no program exceeds"
         )
     return tuple(notes)
 
@@ -406,10 +410,17 @@ def with_budget(
     watts: float | None = None,
     restarts: Restarts | None = None,
 ) -> Plan:
-    """A plan and what training on so many tokens takes, failures and checkpoints with it; arguments as `plan_for`.
+    """Return a plan with the budget of training on a number of tokens, failures and checkpoints included.
+
+    Args:
+      plan: the plan.
+      tokens: as for `plan_for`.
+      price: as for `plan_for`.
+      watts: as for `plan_for`.
+      restarts: as for `plan_for`.
 
     Raises:
-      ConfigError: one is not above 0, or a run that fails too often to get from one checkpoint to the next.
+      ConfigError: an argument is not above 0, or the run fails too often to get from one checkpoint to the next.
     """
     for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -428,7 +439,7 @@ def with_budget(
         )
     ideal = tokens / plan.best.tokens_per_second
     seconds = ideal * slowdown(every, save, between, restarts.restart_time)
-    hours = seconds / 3600 * plan.hardware.devices  # those that a mesh leaves idle are paid for, too
+    hours = seconds / 3600 * plan.hardware.devices  # devices that the mesh leaves idle are paid for as well
     power = plan.hardware.chip.watts if watts is None else watts
     budget = Budget(
         tokens,
@@ -448,19 +459,19 @@ def with_budget(
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Bytes of a run's state, each tensor once: what is trained and what its optimizer keeps."""
+    """Bytes of a checkpoint: trained parameters and optimizer state, each tensor once."""
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=_layout(config).abstract()))
     return sum(info.nbytes for info in jax.tree.leaves(blueprint.algorithm.infos(blueprint)))
 
 
 def count_of(text: str) -> float:
-    """A number as people write it: "1T", "15.6T", "300B", "2e12".
+    """Parse a number such as "1T", "15.6T", "300B" or "2e12".
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the text is not a number.
     """
-    found = re.fullmatch(r"([\d.]+(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     with contextlib.suppress(ValueError):
-        if found is not None:
-            return float(found[1]) * 1000 ** " KMBT".index(found[2].upper() or " ")
-    raise ConfigError(f"'{text}' is no number of tokens; write it as 300B, 1.5T or 2e12")
+        if match is not None:
+            return float(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")
+    raise ConfigError(f"'{text}' is not a number of tokens; write it as 300B, 1.5T or 2e12")

@@ -1,4 +1,4 @@
-"""Choosing a memory policy: the cheapest that fits a budget, by arithmetic where that settles it, else by compiling."""
+"""Choice of a memory policy: the cheapest that fits a budget, by formulas if they settle it, else by compiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxscale.nn import POLICIES, MemoryPolicy
 from jaxscale.plan.compile import bytes_needed, bytes_of, compile_step
 from jaxscale.plan.covered import covered
 from jaxscale.plan.memory import Estimate, estimate
-from jaxscale.plan.shown import Shown
+from jaxscale.plan.printing import Printable
 from jaxscale.step import TrainConfig
 from jaxscale.units import human_bytes
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 COMPILES = 4
-"""At most so many programs are compiled for one choice."""
+"""Most programs that are compiled for one choice."""
 REFUSED = "over the budget: memory ran out while it was compiled"
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRow:
-    """A line of the table a choice was made from.
+    """One policy in the table of a choice.
 
     Args:
-      policy: its name.
-      estimate: by arithmetic.
-      compiled_bytes: per device, of the compiled step; `None` where none was compiled.
-      verdict: "chosen", or why not.
+      policy: the policy's name.
+      estimate: analytic memory.
+      compiled_bytes: bytes per device of the compiled step; `None` if it was not compiled.
+      verdict: "chosen", or why it was not.
     """
 
     policy: str
@@ -44,15 +44,16 @@ class PolicyRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice(Shown):
-    """The cheapest policy that fits, and the table it was chosen from; prints as that table.
+class Choice(Printable):
+    """The cheapest policy that fits, and the table of all policies; prints as that table.
 
     Args:
-      policy: its name.
+      policy: the policy's name.
       config: the run's settings with that policy.
-      topology, budget: what it was chosen for, bytes per device.
-      rows: a line per policy, cheapest first.
-      program: the step with that policy, compiled and ready to run, where it was chosen for the devices that are here.
+      topology: the hardware that it was chosen for.
+      budget: bytes per device that it was chosen for.
+      rows: all policies, cheapest first.
+      program: the compiled step with that policy, if it was chosen for this machine's devices (`choose(here=True)`).
     """
 
     policy: str
@@ -75,70 +76,71 @@ def choose(
     compiles: int = COMPILES,
     here: bool = False,
 ) -> Choice:
-    """The memory policy that costs the least arithmetic among those that fit.
+    """Return the memory policy with the least recomputation among those that fit.
 
-    Policies that the model refuses are left out. The rest are tried from the cheapest on; one that keeps everything
-    comes after those that make no product twice either. One is passed over without compiling when its estimate is over
-    the budget by itself or with the least that the compiler added to another. An estimate may be a few per cent too
-    high, so one that only just fits may be passed over; what is chosen was compiled.
+    Policies that the model refuses are left out. The rest are tried from the cheapest on; of those that recompute no
+    product, the policy that saves everything comes last. A policy is passed over without compiling if its estimate,
+    plus the least that the compiler added to another estimate, exceeds the budget. An estimate may be a few per cent
+    too high, so a policy that only just fits may be passed over. The chosen policy was always compiled.
 
     Args:
-      config: the run's settings; its model's own policy does not matter.
+      config: the run's settings; the memory policy of its model is ignored.
       topology: as for `topology_devices`.
       budget: bytes per device for arguments, outputs and temporaries together.
-      policies: to choose from, by name.
-      compiles: how many programs may be compiled.
-      here: the topology is this machine's own devices: what is compiled is the step that `fit` would run on them, with
-        the run's guards, and is handed over (`Choice.program`) instead of compiled a second time.
+      policies: policies to choose from, by name.
+      compiles: most programs to compile.
+      here: whether the topology is this machine's own devices. If so, the compiled program is the step that `fit` runs,
+        with the run's guards, and is returned as `Choice.program` so that it is not compiled a second time.
 
     Raises:
-      ConfigError: none of them fits, or `estimate`'s reasons.
+      ConfigError: no policy fits, or as for `estimate`.
       LayoutError: as for `compile_step`.
     """
     model, configs = covered(config, adapters=True), {}
     for name, policy in policies.items():
-        with contextlib.suppress(ConfigError):  # experts are not tiled
+        with contextlib.suppress(ConfigError):  # some policies tile, which experts do not support
             configs[name] = dataclasses.replace(config, model=dataclasses.replace(model, memory=policy))
     if not configs:
-        raise ConfigError(f"the model takes none of the memory policies {', '.join(policies)}; give others")
-    found = {n: estimate(c, topology) for n, c in configs.items()}
-    # By the bytes counted in compiled programs what keeps all moves more, and saves no product; no device has timed it.
-    whole = {n: MemoryPolicy.of(policies[n]).keeps_all for n in found}
-    order = sorted(found, key=lambda n: (found[n].extra_flops, found[n].host, whole[n], -found[n].device))
-    last = min(order, key=lambda n: found[n].device)
+        raise ConfigError(f"the model supports none of the memory policies {', '.join(policies)}; give others")
+    estimates = {n: estimate(c, topology) for n, c in configs.items()}
+    # A policy that saves everything moves more bytes in compiled programs than those that recompute no product either.
+    # This was not timed on a device.
+    whole = {n: MemoryPolicy.of(policies[n]).keeps_all for n in estimates}
+    order = sorted(estimates, key=lambda n: ((e := estimates[n]).extra_flops, e.host, whole[n], -e.device))
+    last = min(order, key=lambda n: estimates[n].device)
     rows: dict[str, PolicyRow] = {}
-    added: list[int] = []  # by the compiler, to what arithmetic knows of
+    added: list[int] = []  # bytes that the compiler added to estimates
     chosen, program = None, None
     for name in order:
-        row = lambda verdict, size=None, name=name: PolicyRow(name, found[name], size, verdict)  # noqa: E731
-        expected = found[name].device + min(added, default=0)
+        expected = estimates[name].device + min(added, default=0)
         if chosen is not None:
-            rows[name] = row(f"not needed: dearer than {chosen}")
+            verdict, size = f"not needed: costs more than {chosen}", None
         elif expected > budget:
-            rows[name] = row("passed over: over the budget by arithmetic")
+            verdict, size = "passed over: over the budget by arithmetic", None
         elif len(added) >= compiles - 1 and name != last:
-            rows[name] = row("passed over: the last compilation is for the smallest estimate")
+            verdict, size = "passed over: the last compilation is for the smallest estimate", None
         else:
             program, size = _compiled_here(configs[name]) if here else (None, compiled_bytes(configs[name], topology))
-            added.append(0 if size is None else max(0, size - found[name].device))
+            added.append(0 if size is None else max(0, size - estimates[name].device))
             refused = here and program is None
             chosen = name if size is not None and size <= budget and not refused else None
-            rows[name] = row("chosen" if chosen else REFUSED if refused else "over the budget", size)
+            verdict = "chosen" if chosen else REFUSED if refused else "over the budget"
+        rows[name] = PolicyRow(name, estimates[name], size, verdict)
     table = tuple(rows[name] for name in order)
     if chosen is None:
         least = min(table, key=lambda r: r.compiled_bytes or r.estimate.device)
-        how = "by arithmetic" if least.compiled_bytes is None else "compiled"
-        how += f" ({REFUSED})" if least.verdict == REFUSED else ""
+        source = "by arithmetic" if least.compiled_bytes is None else "compiled"
+        source += f" ({REFUSED})" if least.verdict == REFUSED else ""
         raise ConfigError(
             f"no memory policy fits {budget:,} bytes per device of {topology}: the smallest, '{least.policy}', takes "
-            f"{least.compiled_bytes or least.estimate.device:,} {how}; give more devices, a smaller batch or a shorter "
-            "sequence"
+            f"{least.compiled_bytes or least.estimate.device:,} {source}; use more devices, a smaller batch or "
+            "a shorter sequence"
         )
     return Choice(chosen, configs[chosen], topology, budget, table, program)
 
 
 def _compiled_here(config: TrainConfig) -> tuple[Any, int | None]:
-    """A run's step for this machine and its bytes per device; no step where memory ran out, nor bytes if unknown."""
+    """Compile a run's step for this machine; no step if memory ran out, and no bytes per device if they are unknown."""
     try:
         program = compile_step(config, None, guards=config.guards)
     except jax.errors.JaxRuntimeError as e:
@@ -151,12 +153,16 @@ def _compiled_here(config: TrainConfig) -> tuple[Any, int | None]:
 
 
 def compiled_bytes(config: TrainConfig, topology: str) -> int:
-    """Bytes per device of a run's compiled training step: arguments, outputs that are not theirs, temporaries.
+    """Bytes per device of a run's compiled training step: arguments, outputs not aliased to them, temporaries.
 
-    A step that does not fit the hardware is answered with the size that the TPU's compiler names on giving up.
+    If the step does not fit the hardware, the size in the TPU compiler's error is returned.
+
+    Args:
+      config: the run's settings.
+      topology: as for `topology_devices`.
 
     Raises:
-      jax.errors.JaxRuntimeError: it fails for another reason.
+      jax.errors.JaxRuntimeError: the compiler fails for another reason than memory.
     """
     try:
         return bytes_of(compile_step(config, topology))
@@ -165,7 +171,7 @@ def compiled_bytes(config: TrainConfig, topology: str) -> int:
 
 
 def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any:
-    """A rich table: policy, estimated and compiled bytes per device, bytes in host memory, extra FLOPs, verdict."""
+    """Rich table of policies: estimated and compiled bytes per device, bytes in host memory, extra FLOPs, verdict."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

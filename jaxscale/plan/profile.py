@@ -1,11 +1,11 @@
-"""A profile of training steps, read: which instruction of the compiled step ran when, on which device.
+"""Reader of profiles of training steps: when each instruction of the compiled step ran, on which device.
 
-`jax.profiler` leaves an XSpace in `profile/plugins/profile/<time>/<host>.xplane.pb`, which holds the compiled programs
-as well. Devices show in two forms. A CPU's operations are events of the threads that ran them, with the statistics
+`jax.profiler` writes an XSpace to `profile/plugins/profile/<time>/<host>.xplane.pb`, which also holds the compiled
+programs. Devices appear in two forms. A CPU's operations are events of the threads that ran them, with the statistics
 `hlo_op`, `hlo_module`, `run_id` and `device_ordinal`. Accelerators have planes "/device:TPU:0" and "/device:GPU:0": a
 TPU's with the lines "XLA Ops" and "XLA Modules", whose events are named after instructions and programs; a GPU's with a
-line for each stream, whose kernels have `hlo_op` and `hlo_module`. The CPU's form was read from profiles of jax 0.10.2
-and 0.12; those of accelerators only from XSpaces that tests write by hand.
+line for each stream, whose kernels have `hlo_op` and `hlo_module`. The CPU's form was tested on profiles of jax 0.10.2
+and 0.12; those of accelerators only on XSpaces that tests write by hand.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxscale import reading
 from jaxscale.errors import RunError
 
 STEP = "jit_step"
-"""What the program of a training step is called."""
+"""Name of the compiled program of a training step."""
 
-HOW = "train one with a profile, as jaxscale train ... --profile 5:7"
-"""What to do about a run that has no profile."""
+ADVICE = "train one with a profile, as jaxscale train ... --profile 5:7"
+"""Advice in errors about a run without a usable profile."""
 
 _PROGRAMS = b"/host:metadata"  # the plane that holds the compiled programs
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
@@ -35,11 +35,12 @@ class Event(NamedTuple):
     """One execution of an instruction.
 
     Args:
-      name: of the instruction.
-      line: the thread or stream; what lies within another event of one line is part of that.
-      start, end: ns.
-      module: the program, as "jit_step(2)"; "" where the profile does not say.
-      run: which execution of the program; "" where the profile does not say.
+      name: the instruction's name.
+      line: the thread or stream; an event that lies within another event of the same line is part of it.
+      start: ns.
+      end: ns.
+      module: the program, such as "jit_step(2)"; "" if the profile does not name it.
+      run: identifies the execution of the program; "" if the profile does not.
     """
 
     name: str
@@ -55,8 +56,9 @@ class Execution:
     """One device's execution of a step.
 
     Args:
-      start, end: ns.
-      events: in it.
+      start: ns.
+      end: ns.
+      events: executions of instructions in it.
     """
 
     start: float
@@ -66,12 +68,12 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Steps of a profile.
+    """Profiled steps of a run.
 
     Args:
       program: HLO text of the compiled step.
-      devices: each device's executions of it, in their order.
-      steps: the numbers of the run's steps.
+      devices: for each device its executions of the step, in order.
+      steps: numbers of the profiled steps.
     """
 
     program: str
@@ -80,18 +82,18 @@ class Profile:
 
 
 def read_profile(run: Path) -> Profile:
-    """The newest profile in a run's folder; of all hosts whose files are there.
+    """Read the newest profile in a run's folder, of all hosts that wrote a file.
 
     Args:
       run: the run's folder.
 
     Raises:
-      RunError: there is none, or it does not hold what is needed.
+      RunError: the run has no profile, or the profile is damaged or lacks the training step.
     """
     folders = sorted({file.parent for file in (run / "profile").rglob("*.xplane.pb")})
     if not folders:
-        why = "has no profile" if not (run / "profile").exists() else "has a profile/ folder and no whole trace in it"
-        raise RunError(f"{run} {why}; {HOW}, of steps that it reaches")
+        why = "has no profile" if not (run / "profile").exists() else "has a profile/ folder without a complete trace"
+        raise RunError(f"{run} {why}; {ADVICE}, of steps that it reaches")
     events: dict[tuple[Path, str], list[Event]] = {}
     programs: dict[str, bytes] = {}
     steps: dict[Path, list[int]] = {}
@@ -101,18 +103,18 @@ def read_profile(run: Path) -> Profile:
             programs |= _programs(data)
             ran, steps[file] = _events(data)
         except (OSError, RuntimeError, ValueError, LookupError) as e:
-            raise RunError(f"{file} is damaged ({type(e).__name__}: {e}); {HOW}") from None
+            raise RunError(f"{file} is damaged ({type(e).__name__}: {e}); {ADVICE}") from None
         events |= {(file, device): executed for device, executed in ran.items()}
     module = _step_module(events.values())
     if module is None:
         raise RunError(
-            f"the profile in {folders[-1]} holds no operation of a training step; {HOW}, of two steps or more"
+            f"the profile in {folders[-1]} has no operations of a training step; {ADVICE}, of two steps or more"
         )
     if module not in programs:
-        raise RunError(f"the profile in {folders[-1]} does not hold the program of its steps; {HOW}")
+        raise RunError(f"the profile in {folders[-1]} lacks the compiled program of its steps; {ADVICE}")
     devices: list[tuple[Execution, ...]] = []
     for (file, _), of_device in sorted(events.items()):
-        # the end of the step before the first one may be among them
+        # The profile may also contain the end of the step before the first profiled one.
         if executions := tuple(_executions(of_device, module))[-len(steps[file]) :]:
             devices.append(executions)
     numbers = tuple(sorted({number for of_file in steps.values() for number in of_file}))
@@ -120,12 +122,12 @@ def read_profile(run: Path) -> Profile:
         text = _text(programs[module])
     except (RuntimeError, ValueError) as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise RunError(f"the program in the profile in {folders[-1]} is damaged ({reason}); {HOW}") from None
+        raise RunError(f"the program in the profile in {folders[-1]} is damaged ({reason}); {ADVICE}") from None
     return Profile(text, tuple(devices), numbers or tuple(range(1, len(devices[0]) + 1)))
 
 
 def _step_module(devices: Iterable[list[Event]]) -> str | None:
-    """Of the programs that ran, the training step's: by its name, and of several the one that took longest."""
+    """Return the program of the training step by its name; if several have it, the one that took longest."""
     spent: dict[str, float] = defaultdict(float)
     for events in devices:
         for e in events:
@@ -138,7 +140,7 @@ def _step_module(devices: Iterable[list[Event]]) -> str | None:
 
 
 def _events(data: bytes) -> tuple[dict[str, list[Event]], list[int]]:
-    """What every device of an XSpace ran, and the numbers that the training loop gave the steps."""
+    """Return the events of every device in an XSpace, and the step numbers that the training loop recorded."""
     from jax.profiler import ProfileData
 
     events: dict[str, list[Event]] = defaultdict(list)
@@ -163,7 +165,7 @@ def _events(data: bytes) -> tuple[dict[str, list[Event]], list[int]]:
 
 def _of_accelerator(lines: list[Any]) -> Iterator[Event]:
     streams = [line for line in lines if line.name.startswith("Stream")]
-    for line in streams:  # a GPU's; its other lines show the same time in other words
+    for line in streams:  # of a GPU; its other lines repeat the same time in other forms
         for event, stats in _with_stats(line):
             module = f"{stats['hlo_module']}({stats.get('program_id')})" if "hlo_module" in stats else ""
             yield _event(event, stats.get("hlo_op") or event.name, line.name, module, "")
@@ -174,12 +176,12 @@ def _of_accelerator(lines: list[Any]) -> Iterator[Event]:
     for event in by_name["XLA Ops"].events:
         at = bisect.bisect_right(modules, event.start_ns, key=lambda m: m[0]) - 1
         if at >= 0 and event.start_ns < modules[at][1]:
-            # named "fusion.3", or by its whole text "%fusion.3 = ..."
+            # The name is "fusion.3", or the whole text "%fusion.3 = ...".
             yield _event(event, event.name.partition(" = ")[0].lstrip("%"), "", modules[at][2], str(at))
 
 
 def _with_stats(line: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Events and their statistics, but those of lines of Python."""
+    """Events with their statistics, without those of Python frames."""
     return ((e, {str(name): value for name, value in e.stats}) for e in line.events if not e.name.startswith("$"))
 
 
@@ -188,7 +190,7 @@ def _event(event: Any, name: Any, line: str, module: str, run: Any) -> Event:
 
 
 def _executions(events: list[Event], module: str) -> Iterator[Execution]:
-    """A device's executions of a program; kernels whose program the profile does not name belong to the one around."""
+    """Yield a device's executions of a program; kernels without a program belong to the one around them."""
     ours = sorted((e for e in events if e.module in (module, "")), key=lambda e: e.start)
     first = next((i for i, e in enumerate(ours) if e.module == module), len(ours))
     runs: dict[str, list[Event]] = defaultdict(list)
@@ -196,7 +198,7 @@ def _executions(events: list[Event], module: str) -> Iterator[Execution]:
         for e in ours:
             runs[e.run].append(e)
     elif first < len(ours):
-        # most instructions run once a step; the first of these is where a step begins
+        # Most instructions run once a step. A step begins with the first of these.
         counts = Counter(e.name for e in ours if e.module == module)
         steps = Counter(counts.values()).most_common(1)[0][0]
         anchor = next(e.name for e in ours[first:] if counts[e.name] == steps)
@@ -213,11 +215,11 @@ def _executions(events: list[Event], module: str) -> Iterator[Execution]:
 
 
 def _programs(data: bytes) -> dict[str, bytes]:
-    """The compiled programs in an XSpace by name, as "jit_step(2)": each a serialised HloModuleProto.
+    """Return the compiled programs in an XSpace by name ("jit_step(2)"), each as a serialised HloModuleProto.
 
-    `ProfileData` does not show them. Numbers of fields are those of xplane.proto and hlo.proto: XSpace.planes 1,
-    XPlane.name 2, XPlane.event_metadata 4, XEventMetadata.name 2 and .stats 5, XStat.bytes_value 6, HloProto.hlo_module
-    1, of a map its values 2.
+    `ProfileData` does not offer them. Field numbers from xplane.proto and hlo.proto: XSpace.planes 1, XPlane.name 2,
+    XPlane.event_metadata 4, XEventMetadata.name 2 and .stats 5, XStat.bytes_value 6, HloProto.hlo_module 1, values of a
+    map 2.
     """
     programs = {}
     for plane in _field(memoryview(data), 1):
@@ -232,8 +234,8 @@ def _programs(data: bytes) -> dict[str, bytes]:
     return programs
 
 
-def _field(message: memoryview, wanted: int) -> Iterator[memoryview]:
-    """The values of a field of a serialised protocol buffer, where these are texts, bytes or messages."""
+def _field(message: memoryview, field: int) -> Iterator[memoryview]:
+    """Yield the values of a field of a serialised protocol buffer; the field is a string, bytes or a message."""
     at = 0
 
     def number() -> int:
@@ -246,12 +248,12 @@ def _field(message: memoryview, wanted: int) -> Iterator[memoryview]:
                 return value
 
     while at < len(message):
-        field, kind = divmod(number(), 8)
+        tag, kind = divmod(number(), 8)
         if kind == 0:
             number()
             continue
         size = number() if kind == 2 else {1: 8, 5: 4}[kind]
-        if kind == 2 and field == wanted:
+        if kind == 2 and tag == field:
             yield message[at : at + size]
         at += size
 
@@ -260,6 +262,6 @@ def _text(module: bytes) -> str:
     """HLO text of a serialised HloModuleProto."""
     from jaxlib import xla_client
 
-    hlo: Any = xla_client.hlo  # type: ignore[attr-defined]  # which jax uses, too, and does not list
+    hlo: Any = xla_client.hlo  # type: ignore[attr-defined]  # jax uses it as well; it has no stub
     text: str = hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
     return text

@@ -1,4 +1,4 @@
-"""A partitioned program, as one device executes it: operations, and the arrays that they read and write."""
+"""A partitioned program on one device: its operations, and the arrays that they read and write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxscale.layout import Boxes
 from jaxscale.plan.collectives import Collective
 
 ALIAS = "alias"
-"""The name of an operation that only gives an array a second number."""
+"""Name of an operation that only gives an array a second number."""
 
 LANES = 128
 """Minor dimensions of at least half this size are padded to a multiple of it on TPUs."""
@@ -32,18 +32,18 @@ class Operation:
     """An operation on arrays. Arrays are identified by numbers; equal arrays have the same number.
 
     Args:
-      name: the primitive; "reshard", "loop", "branch" or `ALIAS`.
-      reads: its operands.
-      writes: its results, with their bytes on the device.
-      scope: its named scopes.
-      sent: its collectives.
-      body: the operations of a loop's body or of a branch.
+      name: the primitive, "reshard", "loop", "branch" or `ALIAS`.
+      reads: numbers of the operands.
+      writes: numbers of the results, and their bytes on the device.
+      scope: the named scopes.
+      sent: the collectives.
+      body: operations of a loop's body or of a branch.
       carried: for each carry of a loop, by its number in the body: its initial value, its next value, its bytes.
       rows: for each row that a loop's body reads, by its number in the body: the stack, and the row's bytes.
       stacked: for each row that a loop's body writes, by its number in the body: the stack.
       length: iterations of a loop.
-      results: a branch's results, by their numbers in the branch.
-      scratch: bytes of memory that it takes while it runs, besides its results.
+      results: results of a branch, by their numbers in the branch.
+      scratch: temporary bytes while the operation runs, besides its results.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Program:
     """The program of one device.
 
     Args:
-      operations: in the order in which they were traced.
-      arguments: numbers, with their bytes.
-      results: numbers; the first arguments are donated to the first results.
-      narrow: the arguments of at most two bytes a number.
+      operations: the operations in the order in which they were traced.
+      arguments: numbers of the arguments, and their bytes.
+      results: numbers of the results; the first arguments are donated to the first results.
+      narrow: the arguments with at most two bytes an element.
     """
 
     operations: tuple[Operation, ...]
@@ -81,7 +81,7 @@ class Recorder:
     """Records a program while it is partitioned.
 
     Args:
-      sizes: the mesh axes' sizes.
+      sizes: number of devices by mesh axis.
       platform: "tpu", "cuda" or "cpu".
     """
 
@@ -94,22 +94,27 @@ class Recorder:
         """Collectives of the current operation."""
         self._repeated: dict[int, frozenset[int]] = {}
         self.unpadded: set[tuple[int, ...]] = set()
-        """Shapes of arguments and of their rows, whose layouts a compiler chooses so that they need no padding."""
+        """Shapes of arguments and of their rows. Compilers choose layouts for these that need no padding."""
 
     def alias(self, number: int, same: int) -> None:
-        """Gives an array a second number."""
+        """Give an array a second number."""
         if number != same:
             self.operations.append(Operation(ALIAS, (number,), {same: 0}))
 
     def reshard(
         self, number: int, var: Any, made: int, after: Boxes, scope: str, *, dtype: Any = None, sliced: bool
     ) -> None:
-        """Records a change of sharding; `sliced` if each device only slices its own shard.
+        """Record a change of sharding.
 
         Args:
-          number, var, made, after, scope: as of `operation`.
-          dtype: in which a partial sum is reduced, if not its own: a cast of the result is fused into its users.
-          sliced: see above.
+          number: the array's number before the change.
+          var: its variable.
+          made: its number after the change.
+          after: its sharding after the change.
+          scope: the named scopes.
+          dtype: the dtype in which a partial sum is reduced, if not its own: a cast of the result is fused into its
+            users.
+          sliced: whether each device only slices its own shard.
         """
         name = "slice" if sliced else "reshard"
         size = self.bytes_of(var, after)
@@ -119,13 +124,13 @@ class Recorder:
         self.sent = ()
 
     def operation(self, eqn: Any, reads: Sequence[int], made: Iterable[tuple[Any, int, Boxes]], scope: str) -> None:
-        """Records an operation of a jaxpr.
+        """Record an operation of a jaxpr.
 
         Args:
           eqn: the operation.
           reads: numbers of its operands, 0 for literals.
           made: variables, numbers and shardings of its results.
-          scope: its named scopes.
+          scope: the named scopes.
         """
         repeated = self._repeats(eqn, reads)
         operands = tuple(self.resharded.get(n, n) for n in reads if n)
@@ -136,10 +141,11 @@ class Recorder:
         self.sent = ()
 
     def _masked(self, eqn: Any) -> int:
-        """Bytes of a ragged product's rows, masked for each group and transposed, since XLA for GPUs makes it dense.
+        """Scratch bytes of a ragged product on GPUs: its rows, masked for each group and transposed.
 
-        Read off buffer assignments of steps compiled for H100 (`experiments/planner_accuracy/MEMORY.md`); products of
-        experts stand inside of a `shard_map`, where shapes are those of one device.
+        XLA for GPUs makes the product dense. The formula comes from buffer assignments of steps compiled for H100
+        (`experiments/planner_accuracy/MEMORY.md`). Experts' products are inside a `shard_map`, so that shapes are
+        per-device.
         """
         rows, _, sizes = (v.aval for v in eqn.invars[:3])
         return 2 * math.prod(sizes.shape) * math.prod(rows.shape) * rows.dtype.itemsize
@@ -158,7 +164,7 @@ class Recorder:
         return math.prod(local) * getattr(aval.dtype, "itemsize", 4)
 
     def _repeats(self, eqn: Any, reads: Sequence[int]) -> frozenset[int]:
-        """Dimensions along which the result is a broadcast, which compilers fuse into its users."""
+        """Dimensions along which the result is a broadcast: compilers fuse broadcasts into their users."""
         name, shape = eqn.primitive.name, getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
         every = frozenset(range(len(shape)))
         if name == "iota":

@@ -1,4 +1,4 @@
-"""What a compiled program holds at its fullest moment, buffer by buffer, read off its scheduled text."""
+"""Buffers of a compiled program at peak memory, read from its scheduled HLO text."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jaxscale.layout import Layout, as_used
 from jaxscale.layout.rules import Kind
 from jaxscale.plan.collectives import Program, type_of
 from jaxscale.plan.scopes import scopes_of, stage_of
-from jaxscale.plan.traffic import module_of, shown_source
+from jaxscale.plan.traffic import module_of, short_source
 
 GROUPS = ("parameters", "optimizer", "other arguments", "gradients", "activations", "weight copies", "temporaries")
-"""Who a buffer belongs to; `temporaries` are cotangents, what is made again, and the rest."""
+"""Groups of buffers; `temporaries` are cotangents, recomputed activations and everything else."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramBuffer:
-    """An array in the device's memory.
+    """An array in device memory.
 
     Args:
       group: one of `GROUPS`.
-      name: an argument's path, or the module that makes it and the operation that does.
-      shape: as HLO writes it, "bf16[2,64,128]".
-      bytes: per device, with the padding of its layout.
-      source: "file:line" that asked for it; "" of arguments, or where the compiler does not say.
+      name: an argument's path, or the module and operation that make the array.
+      shape: dtype and shape in HLO's notation, "bf16[2,64,128]".
+      bytes: bytes per device, with the padding of its layout.
+      source: "file:line" of the operation; "" for arguments, or if the compiler does not record it.
     """
 
     group: str
@@ -41,12 +41,12 @@ class ProgramBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramMemory:
-    """A compiled program's memory at its fullest moment, per device.
+    """Peak memory of a compiled program, per device.
 
     Args:
-      buffers: what is there, largest first.
-      moment: the operation at which it is fullest, as JAX names it.
-      total: bytes that the compiler allocates: arguments, outputs that are not theirs, temporaries.
+      buffers: the buffers at the peak, largest first.
+      moment: JAX's name of the operation at which memory peaks.
+      total: bytes that the compiler allocates: arguments, outputs not aliased to them, temporaries.
       host: bytes of arguments, outputs and temporaries in host memory.
     """
 
@@ -57,23 +57,23 @@ class ProgramMemory:
 
     @property
     def groups(self) -> dict[str, int]:
-        """Bytes by group; "between buffers" is what the compiler allocates besides: gaps, and what is not told here."""
-        found = dict.fromkeys(GROUPS, 0)
+        """Bytes by group; "between buffers" is the rest of `total`: gaps, and buffers that the walk does not find."""
+        sizes = dict.fromkeys(GROUPS, 0)
         for b in self.buffers:
-            found[b.group] += b.bytes
-        return {**{g: n for g, n in found.items() if n}, "between buffers": self.total - sum(found.values())}
+            sizes[b.group] += b.bytes
+        return {**{g: n for g, n in sizes.items() if n}, "between buffers": self.total - sum(sizes.values())}
 
 
 def program_memory(compiled: Any, weights: Mapping[tuple[int, ...], str] | None = None) -> ProgramMemory:
-    """Reads a compiled program's memory.
+    """Find the buffers of a compiled program at peak memory.
 
-    The instructions are walked in the order they are scheduled in, and each array lives from the one that makes it to
-    the last that reads it. In-place updates, loops' carried values and donated arguments take no memory of their own.
-    It is a reading, not the compiler's own assignment, whose total stands beside it.
+    The instructions are walked in schedule order. Each array lives from the instruction that makes it to the last one
+    that reads it. In-place updates, carried values of loops and donated arguments take no memory of their own. The
+    result is a reconstruction, not the compiler's buffer assignment; `ProgramMemory.total` is the compiler's.
 
     Args:
       compiled: a `jax.stages.Compiled`.
-      weights: `weight_shapes` of the parameters, by which their gradients and casts are told from activations.
+      weights: `weight_shapes` of the parameters, which distinguish their gradients and casts from activations.
     """
     m = compiled.memory_analysis()
     walk = _Walk(Program(compiled.as_text(), {}), weights or {})
@@ -85,24 +85,24 @@ def program_memory(compiled: Any, weights: Mapping[tuple[int, ...], str] | None 
 
 
 def dims_key(shape: Any) -> tuple[int, ...]:
-    """A shape's sizes whatever their order, those of 1 left out: compilers turn arrays and add ones."""
+    """Return a shape's sizes in sorted order without 1s, because compilers transpose arrays and add dimensions."""
     return tuple(sorted(n for n in shape if n != 1))
 
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """An allocation: where it comes from, and whether its bytes are counted here or by who made it first."""
+    """An allocation, its origin, and whether its bytes are counted elsewhere."""
 
     type: str
     bytes: int
     name: str
     source: str
     group: str = ""
-    placed: bool = False  # in memory that somebody else holds
+    placed: bool = False  # in the memory of another array
 
 
 _Value = Any
-"""An `_Array`, `None` for what is not in the device's memory, or a list of values."""
+"""An `_Array`, `None` for a value outside device memory, or a list of values."""
 
 _ALIASES = ("bitcast", "optimization-barrier", "get-tuple-element", "tuple", "while", "copy-done", "async-done",
             "async-update", "all-gather-done", "all-reduce-done", "collective-permute-done", "dynamic-update-slice",
@@ -118,31 +118,37 @@ class _Walk:
         self.program, self.weights = program, weights
 
     def entry(self) -> tuple[list[ProgramBuffer], str]:
-        """The fullest moment of the whole program, its arguments included."""
+        """Return the buffers and the operation at the program's peak memory, arguments included."""
         entry = self.program.entry
-        given: dict[int, _Value] = {}
+        inputs: dict[int, _Value] = {}
         for name in self.program.order[entry]:
             text = self.program.made[name]
             if number := re.search(r" parameter\((\d+)\)", text):
-                given[int(number[1])] = self._new(text, argument=True)
-        aliased = {int(o): given[int(p)] for o, p in _IO_ALIAS.findall(self.program.header)}
-        arguments = [a for v in given.values() for a in _leaves(v)]
+                inputs[int(number[1])] = self._new(text, argument=True)
+        aliased = {int(o): inputs[int(p)] for o, p in _IO_ALIAS.findall(self.program.header)}
+        arguments = [a for v in inputs.values() for a in _leaves(v)]
         root = _leaves_or_none(self._type(self.program.made[self.program.roots[entry]]))
         target = [aliased.get(i) for i in range(root)]
-        live, moment = self._computation(entry, given, target)
+        live, moment = self._computation(entry, inputs, target)
         return [self._buffer(a) for a in (*arguments, *live) if a.bytes], moment
 
-    def _computation(self, name: str, given: Mapping[int, _Value], target: list[_Value]) -> tuple[list[_Array], str]:
-        """What a computation itself allocates at its fullest, and where that is."""
+    def _computation(self, name: str, inputs: Mapping[int, _Value], target: list[_Value]) -> tuple[list[_Array], str]:
+        """Return a computation's own allocations at its peak memory, and the operation at the peak.
+
+        Args:
+          name: the computation.
+          inputs: values of its parameters, by their numbers.
+          target: buffers that its outputs are written to.
+        """
         order, values = self.program.order.get(name, []), dict[str, _Value]()
-        made: dict[int, int] = {}  # of an array, the instruction that makes it
+        made: dict[int, int] = {}  # by array, the index of the instruction that makes it
         last: dict[int, int] = {}
         arrays: list[_Array] = []
         reads: list[list[_Array]] = []
         for i, op in enumerate(order):
             text = self.program.made[op]
             opcode, operands = _opcode(text), [values.get(o) for o in _operands(text)]
-            value, fresh = self._value(text, opcode, operands, given)
+            value, fresh = self._value(text, opcode, operands, inputs)
             values[op] = value
             for a in fresh:
                 made[id(a)] = i
@@ -158,7 +164,7 @@ class _Walk:
         for mine, place in zip(flat, target or [None] * len(flat), strict=False):
             if isinstance(mine, _Array) and isinstance(place, _Array) and id(mine) in made and mine is not place:
                 mine.placed = True
-                _say(place, mine)
+                _label(place, mine)
         return self._fullest(order, values, arrays, made, last, reads)
 
     def _fullest(
@@ -180,7 +186,7 @@ class _Walk:
             live.update({id(a): a for a in begins.get(i, ())})
             within, moment = self._within(text, values)
             here = [a for a in live.values() if not a.placed]
-            if _opcode(text) in _IN_PLACE or "kind=kLoop" in text:  # may write where it reads for the last time
+            if _opcode(text) in _IN_PLACE or "kind=kLoop" in text:  # may reuse an operand's buffer for the result
                 new = sum(a.bytes for a in begins.get(i, ()))
                 dying = [a for a in reads[i] if last.get(id(a)) == i and id(a) in live and a.bytes == new]
                 here = [a for a in here if a is not (dying[0] if dying else None)]
@@ -192,17 +198,17 @@ class _Walk:
         return best[1], best[2]
 
     def _within(self, text: str, values: dict[str, _Value]) -> tuple[list[_Array], str]:
-        """What the computations that an instruction calls allocate at their fullest."""
+        """Return the allocations of the computations that an instruction calls, and the operation, at their peak."""
         operands = [values.get(o) for o in _operands(text)]
         if loop := re.search(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", text):
             carried = operands[0]
             return self._computation(loop[2], {0: carried}, carried if isinstance(carried, list) else [carried])
         best: tuple[list[_Array], str] = ([], "")
         for n, callee in enumerate(self._callees(text)):
-            given = {0: operands[1 + n]} if " conditional(" in text else dict(enumerate(operands))
+            inputs = {0: operands[1 + n]} if " conditional(" in text else dict(enumerate(operands))
             target: list[_Value] = []
-            found = self._computation(callee, given, target)
-            best = max(best, found, key=lambda f: sum(a.bytes for a in f[0]))
+            callee_peak = self._computation(callee, inputs, target)
+            best = max(best, callee_peak, key=lambda f: sum(a.bytes for a in f[0]))
         return best
 
     def _callees(self, text: str) -> list[str]:
@@ -214,13 +220,13 @@ class _Walk:
         return [called[1]] if called else []
 
     def _value(
-        self, text: str, opcode: str, operands: list[_Value], given: Mapping[int, _Value]
+        self, text: str, opcode: str, operands: list[_Value], inputs: Mapping[int, _Value]
     ) -> tuple[_Value, list[_Array]]:
-        """An instruction's value, and which arrays of it are new."""
+        """Return an instruction's value, and the arrays of it that are new."""
         first = operands[0] if operands else None
         if opcode == "parameter":
             number = int(re.search(r"parameter\((\d+)\)", text)[1])  # type: ignore[index]
-            return given.get(number), []
+            return inputs.get(number), []
         if opcode == "tuple":
             return operands, []
         if opcode == "get-tuple-element":
@@ -244,7 +250,7 @@ class _Walk:
         return value, [a for a in _leaves(value) if id(a) not in old]
 
     def _in_place(self, text: str, opcode: str, operands: list[_Value]) -> Iterator[tuple[int, _Value]]:
-        """Outputs, by number, that are operands; arrays are called by what is written into them."""
+        """Yield the outputs, by number, that alias operands; label each buffer with its last writer."""
         if opcode == "copy-start" and operands:
             yield 1, operands[0]
         elif opcode.endswith("-start") and operands and text.startswith("("):
@@ -255,11 +261,11 @@ class _Walk:
             for out, parameter, update in self._updated(called[1]):
                 if parameter < len(operands) and isinstance(operands[parameter], _Array):
                     writer = self._written(update, _operands(text))
-                    _say(operands[parameter], _Array("", 0, _name(writer), self._source(writer)))
+                    _label(operands[parameter], _Array("", 0, _name(writer), self._source(writer)))
                     yield out, operands[parameter]
 
     def _updated(self, fused: str) -> Iterator[tuple[int, int, str]]:
-        """Outputs of a fused computation that update one of its parameters in place, and what updates it."""
+        """Yield outputs of a fused computation that update a parameter in place: output, parameter, instruction."""
         made, root = self.program.made, self.program.roots.get(fused, "")
         ends = _operands(made[root]) if _opcode(made.get(root, "")) == "tuple" else [root]
         for out, end in enumerate(ends):
@@ -269,20 +275,20 @@ class _Walk:
                 if number := re.search(r" parameter\((\d+)\)", made.get(start, "")):
                     yield out, int(number[1]), end
 
-    def _written(self, update: str, given: list[str]) -> str:
-        """The instruction that makes what an update in place writes, in the fused computation or before it."""
+    def _written(self, update: str, operands: list[str]) -> str:
+        """Return the instruction that makes the value of an in-place update, in the fused computation or before it."""
         text = self.program.made[update]
         makers = [text, *self._chain(_operands(text)[1])]
         if number := re.search(r" parameter\((\d+)\)", makers[-1]):
-            makers += self._chain(given[int(number[1])])
+            makers += self._chain(operands[int(number[1])])
         return max(makers, key=lambda t: len(scopes_of(_name(t))))
 
     def _chain(self, op: str) -> list[str]:
-        """An instruction, and if it only moves, what it moves."""
-        found = [self.program.made.get(op, "")]
-        while _opcode(found[-1]) in _MOVING and len(found) < 16:
-            found.append(self.program.made.get(_operands(found[-1])[0], ""))
-        return found
+        """Return an instruction and, if it only moves data, the instructions that it moves the data of."""
+        texts = [self.program.made.get(op, "")]
+        while _opcode(texts[-1]) in _MOVING and len(texts) < 16:
+            texts.append(self.program.made.get(_operands(texts[-1])[0], ""))
+        return texts
 
     def _through(self, op: str) -> str:
         for _ in range(16):
@@ -307,14 +313,14 @@ class _Walk:
         return self.program.source(text)
 
     def _buffer(self, a: _Array) -> ProgramBuffer:
-        shape = re.match(r"\w+\[[\d,]*\]", a.type)
-        shown = shape[0] if shape else a.type
+        without_layout = re.match(r"\w+\[[\d,]*\]", a.type)
+        shape = without_layout[0] if without_layout else a.type
         if a.group == "argument":
             path = _path(a.name)
             group = _GROUPS.get(path.partition("/")[0], "other arguments")
-            return ProgramBuffer(group, path, shown, a.bytes)
+            return ProgramBuffer(group, path, shape, a.bytes)
         where = module_of(a.name)
-        dims = dims_key(int(n) for n in re.findall(r"\d+", shown.partition("[")[2]))
+        dims = dims_key(int(n) for n in re.findall(r"\d+", shape.partition("[")[2]))
         weight = self.weights.get(dims, "")
         stage, update = stage_of(a.name), re.search(r"\b(gradient_norm|optimizer)\b", a.name)
         if weight and (stage == "backward" or update):
@@ -325,34 +331,34 @@ class _Walk:
             group, label = "activations", where
         else:
             group, label = "temporaries", where
-        return ProgramBuffer(group, label or a.name or "unnamed", shown, a.bytes, shown_source(a.source))
+        return ProgramBuffer(group, label or a.name or "unnamed", shape, a.bytes, short_source(a.source))
 
 
 def device_bytes(kind: str) -> int:
-    """Bytes of an array as HLO writes its type, with its layout's tiles filled up; 0 of one in another memory."""
-    found = re.match(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?", kind)
-    if found is None or found[1] in ("token", "opaque"):
+    """Bytes of an array from its HLO type, padded to its layout's tiles; 0 if it is in another memory space."""
+    match = re.match(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?", kind)
+    if match is None or match[1] in ("token", "opaque"):
         return 0
-    layout = found[4] or ""
+    layout = match[4] or ""
     if re.search(r"S\([1-9]\d*\)", layout):
         return 0
-    shape = [int(n) for n in found[2].split(",") if n]
-    order = [int(n) for n in (found[3] or "").split(",") if n] or list(reversed(range(len(shape))))
+    shape = [int(n) for n in match[2].split(",") if n]
+    order = [int(n) for n in (match[3] or "").split(",") if n] or list(reversed(range(len(shape))))
     sizes = [shape[d] for d in reversed(order)]  # major to minor
     if tile := re.search(r"T\(([\d,]+)\)", layout):
         tiles = [int(n) for n in tile[1].split(",")]
         sizes = [1] * (len(tiles) - len(sizes)) + sizes
         for i, t in enumerate(reversed(tiles), 1):
             sizes[-i] = -(-sizes[-i] // t) * t
-    bits = {"pred": 8, "bf16": 16}.get(found[1]) or int(re.search(r"\d+", found[1])[0])  # type: ignore[index]
+    bits = {"pred": 8, "bf16": 16}.get(match[1]) or int(re.search(r"\d+", match[1])[0])  # type: ignore[index]
     return math.prod(sizes) * bits // 8
 
 
 _IO_ALIAS = re.compile(r"\{(\d+)\}: \((\d+), \{\}")
 
 
-def _say(place: _Array, mine: _Array) -> None:
-    """An array that is filled by another instruction than allocates it is called by what fills it."""
+def _label(place: _Array, mine: _Array) -> None:
+    """Label a buffer with the instruction that writes it, if another one allocated it."""
     if place.group != "argument" and mine.name:
         place.name, place.source = mine.name, mine.source or place.source
 
@@ -370,21 +376,21 @@ def _leaves_or_none(kind: str) -> int:
 
 
 def _children(kind: str) -> list[str]:
-    """The types in a tuple's."""
-    depth, at, found = 0, 1, []
+    """Return the element types of a tuple type."""
+    depth, at, children = 0, 1, []
     for i, c in enumerate(kind):
         depth += (c in "([{") - (c in ")]}")
         if (c == "," and depth == 1) or depth == 0:
-            found.append(kind[at:i].strip())
+            children.append(kind[at:i].strip())
             at = i + 1
         if depth == 0:
             break
-    return [k for k in found if k]
+    return [k for k in children if k]
 
 
 def _opcode(text: str) -> str:
-    found = re.match(r" ?([\w-]+)\(", text[len(type_of(text)) :])
-    return found[1] if found else ""
+    match = re.match(r" ?([\w-]+)\(", text[len(type_of(text)) :])
+    return match[1] if match else ""
 
 
 def _operands(text: str) -> list[str]:
@@ -399,40 +405,44 @@ def _operands(text: str) -> list[str]:
 
 
 _GROUPS = {"params": "parameters", "frozen": "parameters", "opt_state": "optimizer"}
-"""By field of the training state."""
+"""Groups of arguments, by field of the training state."""
 
 
 def _name(text: str) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', text)
-    return found[1].replace("\\'", "'") if found else ""
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', text)
+    return match[1].replace("\\'", "'") if match else ""
 
 
 def _path(argument: str) -> str:
-    """`state.params['runs'][0]` -> `params/runs/0`."""
+    """Convert `state.params['runs'][0]` to `params/runs/0`."""
     parts = re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\w+)\]", "." + argument)
     names = [next(p for p in part if p) for part in parts]
     return "/".join(names[1:] if names[:1] == ["state"] else names)
 
 
 def weight_shapes(infos: Any, layout: Layout | None) -> dict[tuple[int, ...], str]:
-    """The shapes that a device holds of parameters, their gradients and what arithmetic takes of them, and whose.
+    """Return the per-device shapes of parameters, their gradients and casts, with the paths of the parameters.
 
-    A shape of several parameters is the first one's and "others".
+    A shape that several parameters have is labelled with the first path "and others".
+
+    Args:
+      infos: tree of `TensorInfo`.
+      layout: the layout; `None` for one device.
     """
-    found: dict[tuple[int, ...], str] = {}
+    owners: dict[tuple[int, ...], str] = {}
     for i in jax.tree.leaves(infos):
         for kind in get_args(Kind):
             specs: list[Any] = [[None] * len(i.shape)] if layout is None else [layout.spec(i.axes, kind=kind)]
-            if layout is not None:  # a vocabulary and key heads that do not divide are kept otherwise
+            if layout is not None:  # indivisible vocabularies and key heads are used in another sharding
                 whole = as_used(i, layout) if kind == "activations" else i
                 specs.append(layout.spec(i.axes, whole.shape, kind=kind, name=i.path))
             for spec in specs:
                 pieces = [math.prod(layout.sizes[m] for m in _names(part)) if layout else 1 for part in spec]
                 shape = [-(-n // p) for n, p in zip(i.shape, pieces, strict=True)]
                 for dims in {dims_key(shape), dims_key(shape[1:]) if i.axes[0] == "layers" else dims_key(shape)}:
-                    if len(dims) > 1 and found.setdefault(dims, i.path) != i.path and "others" not in found[dims]:
-                        found[dims] += " and others"
-    return found
+                    if len(dims) > 1 and owners.setdefault(dims, i.path) != i.path and "others" not in owners[dims]:
+                        owners[dims] += " and others"
+    return owners
 
 
 def _names(part: Any) -> tuple[str, ...]:

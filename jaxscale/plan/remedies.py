@@ -1,4 +1,4 @@
-"""What to do about a step that does not fit: changes of its settings, each with the bytes it saves by arithmetic."""
+"""Remedies for a step that does not fit in memory: changes of settings, each with the bytes that it saves."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from jaxscale.nn import POLICIES, MemoryPolicy, dot_product_attention, flash_att
 from jaxscale.optim import AdamW, AdamW8bit, OnHost
 from jaxscale.plan.communication import sized
 from jaxscale.plan.memory import Estimate, estimate
-from jaxscale.plan.shown import table_of, text_of
+from jaxscale.plan.printing import table_of, text_of
 from jaxscale.step import CutLoss, LoRA, NextToken, TrainConfig, token_loss
 from jaxscale.step.loss import holds_logits
 from jaxscale.step.state import describe_model
 from jaxscale.units import human_bytes
 
-SHOWN, LARGEST = 16, 10
-"""So many remedies are listed, and buffers."""
+ROWS, LARGEST = 16, 10
+"""Numbers of remedies and of buffers that the tables list."""
 
 MARGIN = 0.05
-"""What arithmetic may be off by: a remedy that fits with less to spare comes after those with more."""
+"""Fraction of the budget: remedies that leave less than this free are listed after those that leave more."""
 
 Changes = Iterator[tuple[str, TrainConfig]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change, and what it does, by `jaxscale.plan.memory.estimate` of the changed settings.
+    """A change of settings and its effect, predicted by `jaxscale.plan.memory.estimate`.
 
     Args:
-      change: what to set, in words and as gin has it.
-      saves: bytes per device.
-      device: bytes per device that it leaves the step with.
-      extra_flops: matrix products made again, as a share of the model's own, beyond those made again before.
-      fits: whether that is within the budget.
-      config: the settings, changed.
+      change: the change in words and as a gin binding.
+      saves: bytes per device that it saves.
+      device: bytes per device of the changed step.
+      extra_flops: additional recomputed matrix products, as a fraction of the model's FLOPs.
+      fits: whether the changed step is within the budget.
+      config: the changed settings.
     """
 
     change: str
@@ -54,55 +54,59 @@ class Remedy:
     config: TrainConfig = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the remedy as JSON values."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "config"}
 
 
-def remedies(config: TrainConfig, there: Topology, budget: int) -> list[Remedy]:
-    """What makes a step smaller: first what fits the budget by itself, cheapest first, then what saves most.
+def remedies(config: TrainConfig, target: Topology, budget: int) -> list[Remedy]:
+    """Return changes that make a step smaller: first those that fit the budget, cheapest first, then by bytes saved.
 
-    Where no single change fits, the last one is several together: at each turn the one that saves most.
+    If no single change fits, a combination is added: at each turn the change that saves most.
 
     Args:
       config: the run's settings, with a layout.
-      there: the hardware.
-      budget: bytes per device that a program may take.
+      target: the hardware.
+      budget: bytes per device that a program may use.
 
     Raises:
-      ConfigError, LayoutError: as `estimate`, of the settings as they are.
+      ConfigError: as `estimate` for the unchanged settings.
+      LayoutError: as `estimate` for the unchanged settings.
     """
-    base = estimate(config, there)
-    found = _tried(config, there, budget, base)
-    if not any(r.fits for r in found) and found:
-        found.append(_together(config, there, budget, base))
-    tight = lambda r: r.device > (1 - MARGIN) * budget  # noqa: E731
-    return sorted(found, key=lambda r: (False, tight(r), r.extra_flops) if r.fits else (True, False, -r.saves))
+    base = estimate(config, target)
+    options = _tried(config, target, budget, base)
+    if not any(r.fits for r in options) and options:
+        options.append(_together(config, target, budget, base))
+
+    def order(r: Remedy) -> tuple[bool, bool, float]:
+        return (False, r.device > (1 - MARGIN) * budget, r.extra_flops) if r.fits else (True, False, -r.saves)
+
+    return sorted(options, key=order)
 
 
-def _tried(config: TrainConfig, there: Topology, budget: int, base: Estimate) -> list[Remedy]:
-    found = []
+def _tried(config: TrainConfig, target: Topology, budget: int, base: Estimate) -> list[Remedy]:
+    options = []
     for way in WAYS:
-        for change, changed in way(config, there):
-            with contextlib.suppress(JaxscaleError):  # it does not divide, or does not go together
-                e = estimate(changed, there)
+        for change, changed in way(config, target):
+            with contextlib.suppress(JaxscaleError):  # indivisible, or incompatible settings
+                e = estimate(changed, target)
                 if e.device < base.device:
                     more = e.extra_flops - base.extra_flops
                     saves = base.device - e.device
-                    found.append(Remedy(change, saves, e.device, more, e.device <= budget, changed))
-    return found
+                    options.append(Remedy(change, saves, e.device, more, e.device <= budget, changed))
+    return options
 
 
-def _together(config: TrainConfig, there: Topology, budget: int, base: Estimate) -> Remedy:
+def _together(config: TrainConfig, target: Topology, budget: int, base: Estimate) -> Remedy:
     changes: list[str] = []
     e = base
-    while e.device > budget and (found := _tried(config, there, budget, e)):
-        best = max(found, key=lambda r: (r.fits, r.saves))
-        changes, config, e = [*changes, best.change], best.config, estimate(best.config, there)
+    while e.device > budget and (options := _tried(config, target, budget, e)):
+        best = max(options, key=lambda r: (r.fits, r.saves))
+        changes, config, e = [*changes, best.change], best.config, estimate(best.config, target)
     more = e.extra_flops - base.extra_flops
     return Remedy("; ".join(changes), base.device - e.device, e.device, more, e.device <= budget, config)
 
 
-def _policies(config: TrainConfig, there: Topology) -> Changes:
+def _policies(config: TrainConfig, target: Topology) -> Changes:
     model: Any = config.model
     for name, policy in POLICIES.items():
         if policy != MemoryPolicy.of(model.memory):
@@ -111,27 +115,27 @@ def _policies(config: TrainConfig, there: Topology) -> Changes:
                 yield f"memory policy: Transformer.memory = '{name}'", dataclasses.replace(config, model=changed)
 
 
-def _attention(config: TrainConfig, there: Topology) -> Changes:
+def _attention(config: TrainConfig, target: Topology) -> Changes:
     model: Any = config.model
     if model.attention is dot_product_attention:
         changed = dataclasses.replace(config, model=dataclasses.replace(model, attention=flash_attention))
         yield "no scores held: Transformer.attention = @flash_attention", changed
 
 
-def _loss(config: TrainConfig, there: Topology) -> Changes:
+def _loss(config: TrainConfig, target: Topology) -> Changes:
     if isinstance(config.objective, NextToken) and holds_logits(token_loss(config)):
         objective = dataclasses.replace(config.objective, loss=CutLoss())
         yield "no logits held: NextToken.loss = @CutLoss()", dataclasses.replace(config, objective=objective)
 
 
-def _accumulation(config: TrainConfig, there: Topology) -> Changes:
+def _accumulation(config: TrainConfig, target: Topology) -> Changes:
     for more in (2, 4, 8):
         n = config.accumulate * more
         if config.batch_size % n == 0:
             yield f"smaller micro-batches: train.accumulate = {n}", dataclasses.replace(config, accumulate=n)
 
 
-def _optimizer(config: TrainConfig, there: Topology) -> Changes:
+def _optimizer(config: TrainConfig, target: Topology) -> Changes:
     optimizer = config.optimizer
     if type(optimizer) is AdamW:
         shared = {f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer) if f.name in _ADAM}
@@ -142,7 +146,7 @@ def _optimizer(config: TrainConfig, there: Topology) -> Changes:
         yield "optimizer states in host memory: train.optimizer = @OnHost()", changed
 
 
-def _frozen(config: TrainConfig, there: Topology) -> Changes:
+def _frozen(config: TrainConfig, target: Topology) -> Changes:
     lora = config.adapters
     if not isinstance(lora, LoRA) or lora.base_dtype is not None or lora.base is not None:
         return
@@ -155,9 +159,9 @@ def _frozen(config: TrainConfig, there: Topology) -> Changes:
 _ADAM = {f.name for f in dataclasses.fields(AdamW8bit)}
 
 
-def _layouts(config: TrainConfig, there: Topology) -> Changes:
+def _layouts(config: TrainConfig, target: Topology) -> Changes:
     assert config.layout is not None
-    sizes = sized(config.layout, there.devices).sizes
+    sizes = sized(config.layout, target.devices).sizes
     if sizes["tensor"] > 1 and not config.layout.sequence_sharded and isinstance(config.layout.rules, str):
         changed = dataclasses.replace(config.layout, sequence_sharded=True)
         yield (
@@ -168,7 +172,7 @@ def _layouts(config: TrainConfig, there: Topology) -> Changes:
         for by in (2, 4, 8):
             if sizes[source] > 1 and sizes[source] % by == 0:
                 yield _moved(config, sizes, {source: sizes[source] // by, to: sizes[to] * by})
-    spare = there.devices // sized(config.layout, there.devices).devices
+    spare = target.devices // sized(config.layout, target.devices).devices
     if spare > 1:
         yield _moved(config, sizes, {"fsdp": sizes["fsdp"] * spare})
 
@@ -189,24 +193,24 @@ WAYS: tuple[Callable[[TrainConfig, Topology], Changes], ...] = (
     _optimizer,
     _frozen,
 )
-"""What is tried, each alone."""
+"""Functions that propose changes; each change is tried alone."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a compiler or a device says that memory does not suffice."""
+    """Whether an error of a compiler or a device means that memory ran out."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 @contextlib.contextmanager
-def out_of_memory_said(config: TrainConfig, hardware: str | None = None) -> Iterator[None]:
-    """Within it, running out of memory raises `OutOfMemory` with our report in the place of XLA's dump.
+def reported_out_of_memory(config: TrainConfig, hardware: str | None = None) -> Iterator[None]:
+    """Context in which running out of memory raises `OutOfMemory` with a report instead of XLA's dump.
 
     Args:
       config: the run's settings.
-      hardware: what for, as "v5p:8x8x8"; `None` is this machine.
+      hardware: a topology such as "v5p:8x8x8"; `None` for this machine.
 
     Raises:
-      OutOfMemory: see there.
+      OutOfMemory: memory ran out in the body.
     """
     try:
         yield
@@ -217,44 +221,44 @@ def out_of_memory_said(config: TrainConfig, hardware: str | None = None) -> Iter
 
 
 def out_of_memory(error: BaseException, config: TrainConfig, hardware: str | None = None) -> OutOfMemory:
-    """The report on a step that does not fit: what takes how much, and remedies with what each saves.
+    """Return an error that lists what takes a step's memory, and remedies with the bytes that each saves.
 
-    What a program that does not compile would hold is told by arithmetic, and said to be.
+    A program that did not compile has no buffers to list, so the analytic estimate is listed and labelled as such.
 
     Args:
-      error: what the compiler or the device said; the bytes wanted and to be had are read from it where it tells them.
+      error: the error of the compiler or device; needed and available bytes are read from its text if it has them.
       config: the run's settings.
-      hardware: as for `out_of_memory_said`.
+      hardware: as for `reported_out_of_memory`.
     """
     try:
-        there = topology(hardware) if hardware is not None else this_machine()
-    except JaxscaleError:  # a number of devices that no file of ours knows
-        there = None
-    said = str(error)
-    wanted = _bytes_in(r"(?:Used |temporaries \(|allocat(?:e|ing) )([\d.]+)([KMGT]?)", said)
-    limit = _bytes_in(r"(?:available HBM \(|of )([\d.]+)([KMGT])", said)
+        target = topology(hardware) if hardware is not None else this_machine()
+    except JaxscaleError:  # no hardware file matches this number of devices
+        target = None
+    message = str(error)
+    needed = _bytes_in(r"(?:Used |temporaries \(|allocat(?:e|ing) )([\d.]+)([KMGT]?)", message)
+    limit = _bytes_in(r"(?:available HBM \(|of )([\d.]+)([KMGT])", message)
     what = "this machine" if hardware is None else hardware
     first = f"the step does not fit {what}"
-    if wanted is not None and "allocat" in said:
-        first += f": one allocation of {human_bytes(wanted)} failed"
-    elif wanted is not None:
-        first += f": its compiler asks for {'temporaries of ' * ('temporaries' in said)}{human_bytes(wanted)}"
-    if there is None or config.layout is None:
+    if needed is not None and "allocat" in message:
+        first += f": one allocation of {human_bytes(needed)} failed"
+    elif needed is not None:
+        first += f": its compiler asks for {'temporaries of ' * ('temporaries' in message)}{human_bytes(needed)}"
+    if target is None or config.layout is None:
         return OutOfMemory(f"{first}; try memory='full', or a smaller batch (with train.accumulate for the same steps)")
-    budget = limit or (_allowed() if hardware is None else None) or there.chip.capacity
+    budget = limit or (_allowed() if hardware is None else None) or target.chip.capacity
     first += f", and a device has {human_bytes(budget)}"
     try:
-        base, found = estimate(config, there), remedies(config, there, budget)
+        base, options = estimate(config, target), remedies(config, target, budget)
     except JaxscaleError as e:
-        return OutOfMemory(f"{first}; no remedies are known, since {e}")
-    best = next((r for r in found if r.fits), None)
-    first += f"; the cheapest remedy: {best.change}" if best else "; no change that is known here makes it fit"
-    tables = [estimate_table(base, budget), remedy_table(found[:SHOWN])]
+        return OutOfMemory(f"{first}; no remedies are known, because {e}")
+    best = next((r for r in options if r.fits), None)
+    first += f"; the cheapest remedy: {best.change}" if best else "; none of the known remedies makes it fit"
+    tables = [estimate_table(base, budget), remedy_table(options[:ROWS])]
     return OutOfMemory("\n".join([first, "", *(text_of(t) for t in tables)]).rstrip())
 
 
 def this_machine() -> Topology | None:
-    """The hardware we run on, `None` where there is no file of it."""
+    """Return the hardware of this machine, or `None` if it has no hardware file."""
     devices = jax.devices()
     chip = chip_of(devices[0].device_kind)
     if chip is None:
@@ -269,7 +273,7 @@ def this_machine() -> Topology | None:
 
 
 def _allowed() -> int | None:
-    """Bytes that this process may take of a device: JAX leaves some of a GPU's alone, and chips of a name differ."""
+    """Bytes of a device that this process may use: less than a GPU has, and different for chips of one name."""
     try:
         return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:
@@ -277,37 +281,37 @@ def _allowed() -> int | None:
 
 
 def _bytes_in(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return None if found is None else int(float(found[1]) * 1024 ** (" KMGT".index(found[2] or " ")))
+    match = re.search(pattern, text)
+    return None if match is None else int(float(match[1]) * 1024 ** (" KMGT".index(match[2] or " ")))
 
 
-def estimate_table(found: Estimate, budget: int | None = None) -> Any:
-    """A rich table of an estimate: bytes by group, the largest buffers of the worst moment, as shares of the budget."""
-    whole = budget or found.device
+def estimate_table(memory: Estimate, budget: int | None = None) -> Any:
+    """Rich table of an estimate: bytes by group and the largest buffers at peak memory, with shares of the budget."""
+    whole = budget or memory.device
     share = "of the device" if budget else "share"
-    table = table_of("memory at its fullest, by arithmetic", "group", "per device", share)
+    table = table_of("peak memory, by arithmetic", "group", "per device", share)
     groups = {
-        "parameters and optimizer states": found.state,
-        "gradients": found.gradients,
-        "weight copies": found.copies,
-        "activations": found.kept,
-        "temporaries": found.working,
+        "parameters and optimizer states": memory.state,
+        "gradients": memory.gradients,
+        "weight copies": memory.copies,
+        "activations": memory.saved,
+        "temporaries": memory.working,
     }
     for name, n in groups.items():
         table.add_row(name, human_bytes(n), f"{n / whole:.0%}")
     table.add_section()
-    table.add_row("at once", human_bytes(found.device), f"{found.device / whole:.0%}")
-    for b in found.at_peak[:LARGEST]:
+    table.add_row("at once", human_bytes(memory.device), f"{memory.device / whole:.0%}")
+    for b in memory.at_peak[:LARGEST]:
         table.add_row(f"  of it: {b.what}", human_bytes(b.size), f"{b.size / whole:.0%}")
-    if found.host:
-        table.add_row("in host memory besides", human_bytes(found.host), "")
+    if memory.host:
+        table.add_row("in host memory besides", human_bytes(memory.host), "")
     return table
 
 
-def remedy_table(found: list[Remedy]) -> Any:
-    """A rich table: change, bytes it saves and leaves, extra FLOPs, whether it fits then."""
+def remedy_table(rows: list[Remedy]) -> Any:
+    """Rich table of remedies: change, bytes saved and left, extra FLOPs, whether the step then fits."""
     table = table_of("remedies, each alone, by arithmetic", "change", "saves", "leaves", "extra FLOPs", "fits")
-    for r in found:
+    for r in rows:
         extra = f"{100 * r.extra_flops:+.1f}%"
         table.add_row(r.change, human_bytes(r.saves), human_bytes(r.device), extra, "yes" if r.fits else "no")
     return table

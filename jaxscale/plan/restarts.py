@@ -9,16 +9,16 @@ from jaxscale.errors import ConfigError
 
 DEVICE_MTBF = 54 * 24 * 16384 / 419
 """Mean time between failures of one device in hours: 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3,
-https://arxiv.org/abs/2407.21783, section 3.3.4). We know of no figure for other chips, and use it for all."""
+https://arxiv.org/abs/2407.21783, section 3.3.4). We found no figure for other chips and use it for all."""
 WRITE_BANDWIDTH = 2e12 / 16384
 """Bytes/s per device at which checkpoints are written: 2 TB/s for 16,384 H100s (same source, section 3.3.1)."""
 RESTART = 600.0
-"""Seconds from a failure until training continues, checkpoint read and step compiled: an assumption."""
+"""Seconds from a failure until the checkpoint is read, the step is compiled and training continues: an assumption."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restarts:
-    """How often a run fails, and how it saves. Defaults are those of Llama 3's run; `restart_time` is an assumption.
+    """Rate of failures and speed of checkpoints. Defaults are those of Llama 3's run; `restart_time` is an assumption.
 
     Args:
       device_mtbf: mean time between failures of one device, in hours; of n devices it is one n-th.
@@ -42,24 +42,33 @@ class Restarts:
                 raise ConfigError(f"Restarts.{field.name} = {value:g}: must be above 0, and finite")
 
     def between(self, devices: int) -> float:
-        """Seconds between failures of a run: the failure of any device stops all."""
+        """Mean seconds between failures of a run; the failure of any device stops it.
+
+        Args:
+          devices: number of devices of the run.
+        """
         return self.device_mtbf * 3600 / devices
 
     def save(self, size: int, devices: int) -> float:
-        """Seconds that a checkpoint of `size` bytes takes; training is assumed to wait for it."""
+        """Seconds to save a checkpoint; training is assumed to wait for it.
+
+        Args:
+          size: bytes of the checkpoint.
+          devices: number of devices that write it.
+        """
         return size / (WRITE_BANDWIDTH * devices if self.write_bandwidth is None else self.write_bandwidth)
 
 
 def best_interval(save: float, between: float) -> float:
-    """Seconds of training between checkpoints at which a run takes least.
+    """Seconds of training between checkpoints that minimise a run's time.
 
-    sqrt(2 d M) is Young's (1974); Daly's higher-order estimate ("A higher order estimate of the optimum checkpoint
-    interval for restart dumps", 2006) corrects it where saving is not short beside the time between failures:
-    sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d, and M from d = 2M on.
+    Young's (1974) estimate is sqrt(2 d M). Daly's higher-order estimate ("A higher order estimate of the optimum
+    checkpoint interval for restart dumps", 2006) corrects it for slow checkpoints:
+    sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d, and M if d >= 2M.
 
     Args:
-      save: seconds that a checkpoint takes (d).
-      between: seconds between failures (M).
+      save: seconds to save a checkpoint (d).
+      between: mean seconds between failures (M).
     """
     if save >= 2 * between:
         return between
@@ -68,24 +77,24 @@ def best_interval(save: float, between: float) -> float:
 
 
 def slowdown(every: float, save: float, between: float, restart: float) -> float:
-    """Time that a run takes with failures and checkpoints, as a multiple of its time without.
+    """Time of a run with failures and checkpoints, as a multiple of its time without them.
 
-    Failures come at random, independently of one another, while training, saving and restarting alike; one loses all
-    since the last whole checkpoint. Then (Daly 2006) it is M exp(R/M) (exp((t + d)/M) - 1) / t.
+    Failures are random and independent, and happen while training, saving and restarting alike. A failure loses all
+    work since the last complete checkpoint. The result is M exp(R/M) (exp((t + d)/M) - 1) / t (Daly 2006).
 
     Args:
       every: seconds of training between checkpoints (t).
-      save: seconds that a checkpoint takes (d).
-      between: seconds between failures (M).
+      save: seconds to save a checkpoint (d).
+      between: mean seconds between failures (M).
       restart: seconds from a failure until training continues (R).
 
     Raises:
-      ConfigError: so many failures that a run hardly gets from one checkpoint to the next.
+      ConfigError: failures are so frequent that the run hardly ever reaches the next checkpoint.
     """
     if (every + save + restart) / between > 20:
         raise ConfigError(
-            f"the run fails every {between:,.0f} s, and trains {every:,.0f} s to a checkpoint that takes {save:,.0f} "
-            f"s, after restarts of {restart:,.0f} s: it never reaches the next checkpoint; save more often or write "
-            "faster"
+            f"the run fails every {between:,.0f} s, but a restart takes {restart:,.0f} s, training to a checkpoint "
+            f"{every:,.0f} s and saving it {save:,.0f} s: it never reaches the next checkpoint; save more often or "
+            "write faster"
         )
     return between * math.exp(restart / between) * math.expm1((every + save) / between) / every

@@ -1,12 +1,12 @@
 """Rewrites of a partitioned program that XLA for TPUs makes before it allocates memory.
 
-Each was read off compiled programs (`experiments/planner_accuracy/MEMORY.md`):
+Each was seen in compiled programs (`experiments/planner_accuracy/MEMORY.md`):
 
-* reduce-scatters become all-reduces where `jaxscale.plan.stand_ins` says so;
-* casts to a smaller dtype are moved out of loops, those of rows as a cast of the whole stack;
-* two arrays that are both summed over devices are added first, as the two gradients of a tied table;
-* what a loop only adds to its carry is summed over devices after the loop, and carried whole;
-* on some chips, stacks of weights that need no cast are copied to other tiles.
+* reduce-scatters become all-reduces in the cases of `jaxscale.plan.stand_ins`;
+* casts to a smaller dtype are moved out of loops; a cast of rows becomes a cast of the whole stack;
+* two arrays that are both summed over devices are added first, such as the two gradients of a tied embedding;
+* a sum that a loop accumulates in its carry is reduced over devices after the loop; the carry is not sharded;
+* on some chips, stacks of weights that need no cast are copied to another tiling.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from jaxscale.plan.stand_ins import is_whole_sum
 ALIASES = frozenset(
     {ALIAS, "reshape", "squeeze", "expand_dims", "name", "copy", "optimization_barrier", "pvary", "stop_gradient"}
 )
-"""Primitives whose result is their operand."""
+"""Primitives whose result aliases their operand."""
 
 SUMS = frozenset("reshard psum psum2 psum_invariant reduce_scatter".split())
 """Primitives that may sum over devices."""
 
 _LARGE = 2**20
-"""Smaller sums over devices are not combined, in bytes."""
+"""Bytes; smaller sums over devices are not combined."""
 
 _CARRIED = 2**24
-"""Smaller arrays are summed over devices in every iteration, in bytes."""
+"""Bytes; smaller arrays are summed over devices in every iteration."""
 
 
 def rewritten(program: Program, hardware: Topology, *, copied_stacks: bool) -> tuple[Operation, ...]:
-    """A program's operations as they are compiled.
+    """Return a program's operations after the compiler's rewrites.
 
     Args:
       program: the program of one device.
       hardware: the devices.
-      copied_stacks: whether stacks of weights in the dtype of products are copied to other tiles.
+      copied_stacks: whether stacks of weights in the compute dtype are copied to another tiling.
     """
     numbers = itertools.count(-1, -1)
     operations = _with_whole_sums(program.operations, hardware, numbers)
@@ -56,10 +56,10 @@ def is_sum(op: Operation) -> bool:
 
 
 def with_fused_outputs(operations: Sequence[Operation], results: set[int]) -> list[Operation]:
-    """Lets a product write the result of elementwise operations that alone read it: both take one buffer.
+    """Fuse elementwise operations into the product that only they read, so that both use one buffer.
 
     Args:
-      operations: in order, aliases resolved.
+      operations: the operations in order, aliases resolved.
       results: numbers of the arrays that are live at the end.
     """
     users: dict[int, list[int]] = defaultdict(list)
@@ -85,7 +85,7 @@ def with_fused_outputs(operations: Sequence[Operation], results: set[int]) -> li
 
 
 class _Names:
-    """Which operation makes an array and how many read it, aliases resolved."""
+    """Maker and number of readers of each array, aliases resolved."""
 
     def __init__(self, operations: Sequence[Operation]):
         self._same = {n: op.reads[0] for op in operations if op.name in ALIASES and op.reads for n in op.writes}
@@ -102,9 +102,9 @@ class _Names:
 def _with_whole_sums(
     operations: Sequence[Operation], hardware: Topology, numbers: Iterator[int], *, inside: bool = False
 ) -> tuple[Operation, ...]:
-    """Replaces reduce-scatters by all-reduces with a slice of the result, where the compiler does.
+    """Replace reduce-scatters by all-reduces and slices of their results, where the compiler does.
 
-    In loops such a sum reuses its operand's memory, outside of them it was seen not to.
+    In compiled programs such a sum reused its operand's memory inside loops, and did not outside of them.
     """
     result: list[Operation] = []
     for op in operations:
@@ -124,12 +124,12 @@ def _with_whole_sums(
 def _with_hoisted_casts(
     operations: Sequence[Operation], numbers: Iterator[int], copied: Iterable[int]
 ) -> tuple[Operation, ...]:
-    """Moves casts to a smaller dtype out of loops: of rows as a cast of the whole stack, of what does not change.
+    """Move casts to a smaller dtype out of loops: of rows (as a cast of the whole stack) and of loop invariants.
 
     Args:
-      operations: of a program or a loop's body.
-      numbers: of new arrays.
-      copied: arguments that are copied to other tiles if a loop multiplies their rows without a cast.
+      operations: operations of a program or a loop's body.
+      numbers: numbers for new arrays.
+      copied: arguments that are copied to another tiling if a loop multiplies their rows without a cast.
     """
     result: list[Operation] = []
     name = _Names(operations)
@@ -170,14 +170,14 @@ def _with_hoisted_casts(
                     result.append(u)
                     gone.add(id(u))
                     reads += u.writes
-            kept = tuple(inner for inner in body if id(inner) not in gone)
-            op = dataclasses.replace(op, body=kept, rows=rows, reads=tuple(reads))
+            remaining = tuple(inner for inner in body if id(inner) not in gone)
+            op = dataclasses.replace(op, body=remaining, rows=rows, reads=tuple(reads))
         result.append(op)
     return tuple(result)
 
 
 def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """Adds arrays before they are summed over devices and not after, as for the two gradients of a tied table."""
+    """Add two arrays before they are summed over devices, such as the two gradients of a tied embedding."""
     operations = [
         dataclasses.replace(op, body=_with_sums_combined(op.body, numbers)) if op.name == "loop" else op
         for op in operations
@@ -187,7 +187,7 @@ def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int])
     replaced: dict[int, list[Operation]] = {}
 
     def unsummed(n: int) -> tuple[int, list[int]]:
-        """The array before its sums over devices, and the indices of the operations that sum it."""
+        """Return the array before its sums over devices, and the indices of the operations that sum it."""
         sums: list[int] = []
         n = name(n)
         while n in maker and operations[maker[n]].name in SUMS and name.uses[n] == 1:
@@ -217,9 +217,9 @@ def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int])
 
 
 def _with_sums_after_loops(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
-    """Reduce-scatters of what a loop only adds to its carry happen after the loop, which carries the whole array.
+    """Move the reduce-scatter of a sum that a loop accumulates behind the loop, which then carries the whole array.
 
-    Where a table's gradient is scattered by the partitioner, those that the program scatters itself were seen to stay.
+    If the partitioner scatters an embedding's gradient, the program's own reduce-scatters stayed in compiled loops.
     """
     result: list[Operation] = []
     for op in operations:

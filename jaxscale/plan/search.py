@@ -31,10 +31,10 @@ from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
+from jaxscale.plan.printing import Printable, table_of
 from jaxscale.plan.roofline import step_time
 from jaxscale.plan.search_front import Found, Tell, front, layout_of, nothing_fits, silent
 from jaxscale.plan.search_traced import TRACING, walk_traced
-from jaxscale.plan.shown import Shown, table_of
 from jaxscale.plan.space import Candidate, Space, candidates
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
@@ -52,7 +52,7 @@ NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Search(Shown):
+class Search(Printable):
     """What a search found; prints as the table of what no other candidate beats in both time and memory.
 
     Args:

@@ -47,7 +47,7 @@ def traffic(found: Iterable[Collective]) -> tuple[Traffic, ...]:
     groups: dict[tuple[str, ...], list[Collective]] = {}
     for c in found:
         kind = f"{c.ring} in a ring" if c.ring else c.kind
-        key = (kind, *c.axes, module_of(c.name), loop_of(c.name), stage_of(c.name), shown_source(c.source))
+        key = (kind, *c.axes, module_of(c.name), loop_of(c.name), stage_of(c.name), short_source(c.source))
         groups.setdefault(key, []).append(c)
     rows = []
     for (kind, *axes, module, loop, stage, source), of in groups.items():
@@ -72,7 +72,7 @@ def loop_of(name: str) -> str:
     return ", ".join(scopes_of(part) or "a loop" for part in before)
 
 
-def shown_source(source: str) -> str:
+def short_source(source: str) -> str:
     """A source line, relative to the current folder, else to where jaxscale lies."""
     path, colon, line = source.rpartition(":")
     for root in (Path.cwd(), _PACKAGE):

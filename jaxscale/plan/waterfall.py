@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxscale.hardware import Topology
+from jaxscale.plan.printing import table_of
 from jaxscale.plan.roofline import StepTime, Work, op_times
-from jaxscale.plan.shown import table_of
 from jaxscale.units import human_seconds
 
 ARITHMETIC = ("products", "experts", "attention", "memory-bound", "optimizer")

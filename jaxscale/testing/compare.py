@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxscale.plan.shown import Shown
+from jaxscale.plan.printing import Printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -52,7 +52,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement(Shown):
+class Agreement(Printable):
     """What a comparison found; prints as a table, here or in a notebook.
 
     Args:

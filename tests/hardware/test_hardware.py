@@ -58,7 +58,7 @@ def test_narrow_dtypes_have_dense_rates_by_their_full_names(name, float8, int8, 
     for dtype, rate in rates.items():
         dtype = str(jnp.dtype(dtype))
         if rate is None:
-            with raises_saying(LayoutError, f"how fast {name} multiplies {dtype}"):
+            with raises_saying(LayoutError, f"the rate of {dtype} products on {name}"):
                 chip(name).rate(dtype)
         else:
             assert chip(name).rate(dtype) == pytest.approx(rate, rel=1e-4)

@@ -109,7 +109,7 @@ def test_operations_without_a_rule_are_named_where_they_act_along_a_sharded_dime
     config = dataclasses.replace(TINY, model=dataclasses.replace(MODEL, attention=attention))
     for layout, noted in (("context=4", True), ("fsdp=4", False)):
         plan = plan_for(dataclasses.replace(config, layout=js.Layout(layout)), "v5e:2x2", compile="never")
-        assert ("what fft send over sharded dimensions is not counted" in str(plan)) == noted
+        assert ("communication of fft over sharded dimensions is not counted" in str(plan)) == noted
 
 
 def _attention(q, k, v, *, mask=None, **_):

@@ -84,12 +84,12 @@ def test_estimates_are_what_one_counts_by_hand():
     found = {n: estimate(_with(n), TOPOLOGY) for n in ("none", "full", "offload_residual", "attention_only")}
     params = c.param_count() * 4
     assert abs(found["full"].state - 3 * params / 4) < 0.01 * params  # float32, and two moments of it
-    assert found["full"].kept == 8 * STREAM and found["full"].host == 0
-    assert found["offload_residual"].kept == 0 and found["offload_residual"].host == 8 * STREAM
-    assert found["attention_only"].kept == 8 * 2 * STREAM
+    assert found["full"].saved == 8 * STREAM and found["full"].host == 0
+    assert found["offload_residual"].saved == 0 and found["offload_residual"].host == 8 * STREAM
+    assert found["attention_only"].saved == 8 * 2 * STREAM
     # two norms, queries, keys, values, attention's mix; weights (two heads); gate, up, hidden; two float32 arrays of
     # each norm, among them the stream; the gate's sigmoid, silu, and its slope
-    assert found["none"].kept == 8 * ((6 + 12 + 8 + 12) * STREAM + 2 * 2 * 512 * 512 * 2)
+    assert found["none"].saved == 8 * ((6 + 12 + 8 + 12) * STREAM + 2 * 2 * 512 * 512 * 2)
     away = estimate(dataclasses.replace(TINY, optimizer=OnHost()), TOPOLOGY)
     assert away.state + away.host == found["none"].state and 2 * away.state - away.host < 0.01 * params
     forward = c.flops(8, 512, training=False)
@@ -109,7 +109,7 @@ def test_adapters_have_gradients_and_states_and_what_is_frozen_has_neither():
     trained = 8 * 16 * 4 * (2 * 256 / 4 + 256 + 1024)
     batch = 3 * 8 * 512 * 4 / 4
     assert abs(found.state - (frozen + 3 * trained + batch)) < 0.02 * frozen and found.gradients == trained
-    assert found.kept == whole.kept and found.device < whole.device - frozen
+    assert found.saved == whole.saved and found.device < whole.device - frozen
     half = estimate(dataclasses.replace(adapted, adapters=dataclasses.replace(lora, base_dtype="bfloat16")), TOPOLOGY)
     assert found.state - half.state > 0.45 * frozen and half.copies < found.copies
 
@@ -147,7 +147,7 @@ def test_a_stream_cut_along_its_sequence_is_kept_in_pieces_and_gathered_for_each
         estimate(_with("full", layout=js.Layout("tensor=2", sequence_sharded=s), seq_len=4096), TOPOLOGY)
         for s in (False, True)
     )
-    assert cut.kept == whole.kept // 2
+    assert cut.saved == whole.saved // 2
     names = [b.what for b in cut.at_peak]
     assert "gathered" in names and "gathered" not in [b.what for b in whole.at_peak]
 
@@ -160,7 +160,7 @@ def test_stages_stash_what_their_schedule_has_in_flight(schedule):
     slots = lower(layout.schedule.table(4, 8)).size
     micro = 1 * 512 * 256 * 2  # a row, of a layer's stream
     stash = (slots["inputs"] + slots["cotangents"] + 2) * micro
-    products = found.kept - stash - 2 * micro  # two layers' inputs
+    products = found.saved - stash - 2 * micro  # two layers' inputs
     assert products == 0 if schedule != "zb-h1:8" else products > 2 * 512 * 1024 * 2
 
 

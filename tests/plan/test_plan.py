@@ -106,7 +106,7 @@ def test_more_devices_fail_more_often_and_llama_3s_run_as_often_as_it_did():
 @pytest.mark.parametrize("name", ["gb200:72", "b300:8", "mi355x:8x4"])
 def test_a_gpu_that_nothing_can_be_compiled_for_is_planned_by_arithmetic(name):
     found = plan_for(dataclasses.replace(TINY, batch_size=72), name)
-    assert found.compiled is None and found.how.startswith("analytic: XLA's compiler has no description of ")
+    assert found.compiled is None and found.basis.startswith("analytic: XLA's compiler has no description of ")
     assert found.fits and 0 < found.step.mfu < 1
 
 
@@ -150,7 +150,7 @@ def test_a_hardware_file_of_ones_own_plans(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(fields))
     found = plan(hardware=f"{tmp_path / 'mine.json'}:8")
     assert not found.fits and "does not fit" in str(found)
-    assert plan_for(TINY, f"{tmp_path / 'mine.json'}:8").how.startswith("analytic: ")
+    assert plan_for(TINY, f"{tmp_path / 'mine.json'}:8").basis.startswith("analytic: ")
 
 
 def test_a_plan_prints_as_tables_html_and_json():
@@ -248,7 +248,7 @@ def test_what_training_refuses_is_refused_in_its_words(case):
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr("jaxscale.plan.planner.why_no_tpu", lambda: "needs libtpu: make install EXTRAS=plot,tpu")
-    assert "make install EXTRAS=plot,tpu" in plan_for(TINY, "v5p:2x2x2").how
+    assert "make install EXTRAS=plot,tpu" in plan_for(TINY, "v5p:2x2x2").basis
     with raises_saying(LayoutError, "v5p:2x2x2", "make install EXTRAS=plot,tpu"):
         plan_for(TINY, "v5p:2x2x2", compile="always")
 

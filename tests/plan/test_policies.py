@@ -140,7 +140,7 @@ def test_a_policy_whose_compilation_runs_out_of_memory_here_is_over_the_budget_a
     choice = choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
     first, second, last = choice.rows
     assert first.compiled_bytes is None and first.verdict.startswith("over the budget")
-    assert (second.verdict, last.verdict) == ("chosen", f"not needed: dearer than {second.policy}")
+    assert (second.verdict, last.verdict) == ("chosen", f"not needed: costs more than {second.policy}")
     assert isinstance(choice.program, Program) and choice.policy == second.policy and len(tried) == 2
     # one that names its bytes is over the budget as well, be they fewer
     tried.clear()

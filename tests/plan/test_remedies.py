@@ -13,7 +13,7 @@ from jaxscale.errors import JaxscaleError, OutOfMemory
 from jaxscale.hardware import topology
 from jaxscale.optim import AdamW8bit
 from jaxscale.plan import estimate
-from jaxscale.plan.remedies import out_of_memory, out_of_memory_said, remedies
+from jaxscale.plan.remedies import out_of_memory, remedies, reported_out_of_memory
 from jaxscale.step import LoRA
 from jaxscale.train import FromRun
 from tests.truth.runs import bigram
@@ -101,7 +101,7 @@ def test_a_run_that_does_not_fit_this_machine_says_so(tmp_path, monkeypatch, sai
 
 
 def test_other_errors_pass():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), out_of_memory_said(CONFIG, "v5e:2x2"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), reported_out_of_memory(CONFIG, "v5e:2x2"):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
-    with pytest.raises(OutOfMemory), out_of_memory_said(CONFIG, "v5e:2x2"):
+    with pytest.raises(OutOfMemory), reported_out_of_memory(CONFIG, "v5e:2x2"):
         raise jax.errors.JaxRuntimeError(TPU)

@@ -90,7 +90,7 @@ def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkey
         asked.append(plan)
         slow = dataclasses.replace(plan.step, compute=plan.step.compute * 1.5)
         size = plan.bytes if len(asked) > 1 else there.chip.memory + 1
-        return dataclasses.replace(plan, compiled=Compiled(size, slow, 0.0), how="compiled")
+        return dataclasses.replace(plan, compiled=Compiled(size, slow, 0.0), basis="compiled")
 
     monkeypatch.setattr(searching, "plan_for", pretend)
     monkeypatch.setattr(searching, "why_not_compiled", lambda there: None)

@@ -12,8 +12,8 @@ from jaxscale.hardware import topology
 from jaxscale.nn import MixtureOfExperts, flash_attention
 from jaxscale.optim import Muon
 from jaxscale.plan import plan_for
+from jaxscale.plan.printing import text_of
 from jaxscale.plan.roofline import Op, Work, step_time
-from jaxscale.plan.shown import text_of
 from jaxscale.plan.waterfall import WIDTH, step_terms, waterfall
 
 MODEL = js.models.TransformerConfig(depth=4, width=32, heads=2, vocab=64, attention=flash_attention)

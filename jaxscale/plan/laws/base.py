@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from jaxscale.errors import ConfigError, near
 from jaxscale.plan.laws.cost import Cost, cost_of
 from jaxscale.plan.laws.table import Table
-from jaxscale.plan.shown import Shown
+from jaxscale.plan.printing import Printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -199,7 +199,7 @@ class Law(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit(Shown):
+class Fit(Printable):
     """A fitted law.
 
     Args:

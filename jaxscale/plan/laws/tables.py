@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxscale.plan.laws.base import Fit, HeldOut, Interval
 from jaxscale.plan.laws.table import BODY
-from jaxscale.plan.shown import table_of
+from jaxscale.plan.printing import table_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,4 +1,4 @@
-"""How results print: as rich tables in a terminal, as the same tables in a notebook, as text in a string."""
+"""Printing of results: rich tables in a terminal, the same tables in a notebook, text in a string."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Shown:
-    """Gives whatever has a `__rich_console__` a `str` and a notebook's HTML."""
+class Printable:
+    """Mixin that gives a class with a `__rich_console__` a `str` and an HTML form for notebooks."""
 
     def __str__(self) -> str:
         return self._repr_mimebundle_()["text/plain"]
@@ -24,16 +24,21 @@ class Shown:
 
 
 _HTML = '<pre style="line-height: normal; overflow-x: auto; font-family: monospace">{code}</pre>'
-"""Without colours of its own, so that it is as readable on a dark page as on a light one."""
+"""Has no background and text colours, so that it is readable on dark and light pages."""
 
 
 def text_of(table: Any) -> str:
-    """A rich table as text."""
+    """Return a rich table as text."""
     return _recorded(table).export_text()
 
 
 def table_of(title: str, *columns: str) -> Any:
-    """An empty table in our style; the first column is of words, the others of numbers."""
+    """Return an empty rich table in our style.
+
+    Args:
+      title: the table's title.
+      columns: column headers; the first column is left-aligned, the others are right-aligned.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -46,7 +51,7 @@ def table_of(title: str, *columns: str) -> Any:
 def _recorded(what: Any) -> Console:
     from rich.console import Console
 
-    # into a string even in a notebook, where it would print on the way
+    # Write to a string, because in a notebook the console would also display its output.
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
     console.print(what)
     return console

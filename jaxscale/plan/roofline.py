@@ -1,12 +1,12 @@
-"""How long a step takes: what it computes, reads and sends, against what the hardware can do in a second.
+"""Time of a step from its FLOPs, memory traffic and communication, and the rates of the hardware.
 
 A roofline (Williams, Waterman & Patterson 2009): an operation takes the longer of its arithmetic at the peak rate and
-its bytes at the memory's. Communication is latency and bandwidth, by the ring algorithms (Patarasuk & Yuan 2009) and
-level by level where a group spans several levels of the network. What may run beside arithmetic is hidden behind it as
-far as that lasts; the rest is exposed. A pipeline's idle time is its schedule's, simulated.
+its bytes at the memory bandwidth. Communication takes latency and bandwidth of ring algorithms (Patarasuk & Yuan 2009)
+on the slowest level of the network that the group spans. Communication that can overlap with arithmetic is hidden as
+long as the arithmetic lasts; the rest is exposed. The bubble of a pipeline comes from a simulation of its schedule.
 
-Peaks are the data sheet's times the shares of them in `Chip.efficiency` (see `EFFICIENCIES`); where a chip has none,
-the peak itself, and the time is one that no program can beat.
+Rates are the data sheet's peaks times the fractions in `Chip.efficiency` (see `EFFICIENCIES`). Without such fractions
+the rates are the peaks, and no program can be faster than the predicted time.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from jaxscale.hardware import Chip, Link, Topology
 from jaxscale.plan.collectives import Collective
 
 EFFICIENCIES: dict[str, str] = {
-    "matmul": "share of peak FLOP/s that products with weights reach",
-    "attention": "share of peak FLOP/s that attention's own products reach; 'matmul' where it is not given",
-    "experts": "share of peak FLOP/s that products of routed experts reach; 'matmul' where it is not given",
-    "memory": "share of HBM bandwidth that what reads and writes reaches",
-    "link": "share of a link's bandwidth that collectives reach; a link's own name for one of them",
-    "overlap": "share of the arithmetic behind which communication that may be hidden is",
+    "matmul": "fraction of peak FLOP/s of products with weights",
+    "attention": "fraction of peak FLOP/s of attention's own products; by default that of 'matmul'",
+    "experts": "fraction of peak FLOP/s of routed experts' products; by default that of 'matmul'",
+    "memory": "fraction of HBM bandwidth of memory-bound operations",
+    "link": "fraction of a link's bandwidth of collectives; the name of a link sets it for that link",
+    "overlap": "fraction of the arithmetic that communication can overlap with",
 }
-"""Names in `Chip.efficiency`, each 1 where it is not given."""
+"""Names in `Chip.efficiency`; the default is 1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One kind of arithmetic, all passes and layers of a step together; of one device.
+    """One kind of operation on one device, all passes and layers of a step together.
 
     Args:
-      name: what is made, as "mlp_up", "scores", "update".
-      kind: "matmul", "attention", "experts" or "memory" (of `EFFICIENCIES`): what bounds it.
-      flops: FLOPs, those made again included.
-      bytes: read from and written to the device's memory.
-      dtype: of the arithmetic.
-      staged: whether a pipeline's stages take turns at it: layers do, the optimizer's update does not.
-      width: of attention's products, a head's width, one of the three sizes of each; `None` of other arithmetic.
-      optimizer: whether the optimizer's update does it; a waterfall shows these apart.
+      name: its result, such as "mlp_up", "scores", "update".
+      kind: the rate that bounds it: "matmul", "attention", "experts" or "memory" (of `EFFICIENCIES`).
+      flops: FLOPs, recomputation included.
+      bytes: bytes read from and written to device memory.
+      dtype: dtype of the operands.
+      staged: whether pipeline stages execute it by turns, as they do layers but not the optimizer's update.
+      width: for attention's products the width of a head, which is one of their three sizes; otherwise `None`.
+      optimizer: whether it belongs to the optimizer's update, which a waterfall lists separately.
     """
 
     name: str
@@ -57,19 +57,19 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step is made of.
+    """Operations and communication of a step.
 
     Args:
-      ops: its arithmetic, of one device.
-      collectives: its communication.
-      sizes: size by mesh axis, in mesh order (`Layout.sizes`).
-      bubble: share of each stage's time that a pipeline's schedule leaves idle.
-      flops: the model's own, whole machine: nothing made again is counted.
-      tokens: of a step, whole machine.
-      dtype: of the arithmetic whose peak MFU is a share of.
+      ops: the operations of one device.
+      collectives: the collectives of one device.
+      sizes: number of devices by mesh axis, in mesh order (`Layout.sizes`).
+      flops: the model's FLOPs on all devices, without recomputation.
+      tokens: tokens of a step on all devices.
+      dtype: dtype whose peak rate MFU refers to.
+      bubble: fraction of each stage's time that the pipeline schedule leaves idle.
       host: bytes that a device moves to and from host memory.
-      hidden: mesh axes whose communication is assumed to run beside products, whatever the collectives are.
-      crosses: the mesh axis that spans slices, where there are several.
+      hidden: mesh axes whose communication is assumed to overlap with products, whatever the collectives are.
+      crosses: the mesh axis that spans slices; `None` for one slice.
       uncounted: primitives whose communication no rule counts (`jaxscale.plan.partition`).
     """
 
@@ -88,15 +88,15 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What travels along some mesh axes in a step, of one device.
+    """Communication of one device along some mesh axes in a step.
 
     Args:
       axes: the mesh axes.
       link: the slowest level of the network that it crosses.
-      bandwidth: bytes/s that a device can send there, by the data sheet.
+      bandwidth: bytes/s that a device can send on that level, from the data sheet.
       sent: bytes that a device sends.
-      seconds: how long that takes by itself.
-      exposed: how much of that nothing runs beside.
+      seconds: time of the communication alone.
+      exposed: seconds of it that no computation hides.
     """
 
     axes: tuple[str, ...]
@@ -109,16 +109,17 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and what they are spent on.
+    """Seconds of a step by term.
 
     Args:
-      compute: arithmetic.
-      memory: reading and writing, beyond the arithmetic it goes along with.
+      compute: seconds of arithmetic.
+      memory: seconds of memory traffic beyond the arithmetic of the same operations.
       traffic: communication, by mesh axes.
-      host: exposed seconds of moving to and from host memory.
-      bubble: idle in a pipeline.
-      tokens, flops: of the step, whole machine.
-      peak: FLOP/s of the whole machine, by the data sheet.
+      host: exposed seconds of transfers to and from host memory.
+      bubble: idle seconds of a pipeline stage.
+      tokens: tokens of the step on all devices.
+      flops: model FLOPs of the step on all devices.
+      peak: peak FLOP/s of all devices, from the data sheet.
     """
 
     compute: float
@@ -132,7 +133,7 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Communication that nothing runs beside."""
+        """Seconds of communication that no computation hides."""
         return sum(t.exposed for t in self.traffic)
 
     @property
@@ -142,22 +143,22 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of a second over the peak (PaLM, Chowdhery et al. 2022)."""
+        """Model FLOPs per second over peak FLOP/s (PaLM, Chowdhery et al. 2022)."""
         return self.flops / (self.total * self.peak)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole machine."""
+        """Tokens per second on all devices."""
         return self.tokens / self.total
 
     def to_json(self) -> dict[str, object]:
-        """The same as plain values."""
+        """Return the times as JSON values."""
         derived = ("exposed", "total", "mfu", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 def step_time(work: Work, topology: Topology) -> StepTime:
-    """How long a step takes on some hardware.
+    """Predict the time of a step on some hardware.
 
     Args:
       work: the step.
@@ -171,13 +172,13 @@ def step_time(work: Work, topology: Topology) -> StepTime:
     busy = sum(c + m for op, c, m in each if op.staged)
     attending = sum(c + m for op, c, m in each if op.kind == "attention")
     traffic = _traffic(work, topology, {"layers": busy, "attention": attending})
-    shown = sum(t.seconds - t.exposed for t in traffic)  # what is hidden leaves less to hide host transfers behind
-    away = work.host / chip.host_bandwidth if work.host else 0.0
+    hidden = sum(t.seconds - t.exposed for t in traffic)  # arithmetic that can no longer hide host transfers
+    transfers = work.host / chip.host_bandwidth if work.host else 0.0
     return StepTime(
         sum(c for _, c, _ in each),
         sum(m for _, _, m in each),
         traffic,
-        max(0.0, away - max(0.0, busy * _share(chip, "overlap") - shown)),
+        max(0.0, transfers - max(0.0, busy * _share(chip, "overlap") - hidden)),
         busy * work.bubble / (1 - work.bubble),
         work.tokens,
         work.flops,
@@ -186,10 +187,11 @@ def step_time(work: Work, topology: Topology) -> StepTime:
 
 
 def op_times(work: Work, topology: Topology) -> list[tuple[Op, float, float]]:
-    """Each operation of a step, the seconds of its arithmetic, and those of its memory traffic beyond them.
+    """Return each operation of a step, the seconds of its arithmetic, and those of its memory traffic beyond them.
 
     Args:
-      work, topology: as for `step_time`, whose `compute` and `memory` are the sums.
+      work: as for `step_time`, whose `compute` and `memory` are the sums of these seconds.
+      topology: as for `step_time`.
 
     Raises:
       LayoutError: the chip has no rate for a dtype of the step.
@@ -197,50 +199,52 @@ def op_times(work: Work, topology: Topology) -> list[tuple[Op, float, float]]:
     chip, times = topology.chip, []
     for op in work.ops:
         rate = chip.rate(op.dtype) * _share(chip, op.kind, "matmul")
-        compute = op.flops * _filled_up(chip, op.width) / rate
+        compute = op.flops * _padding(chip, op.width) / rate
         times.append((op, compute, max(0.0, op.bytes / (chip.bandwidth * _share(chip, "memory")) - compute)))
     return times
 
 
 def hides_behind(c: Collective, hidden: tuple[str, ...] = ()) -> str | None:
-    """What a collective can run beside: "layers", "attention", or `None` where what comes next waits for it.
+    """Return what a collective can overlap with: "layers", "attention", or `None` if the next operation waits for it.
 
-    Weights are gathered a layer ahead and gradients summed a layer behind: they go over the axes that split a batch. A
-    ring's next part, and a stage's next micro-batch, travel while this one is worked on. Sums over `tensor`, gathered
-    sequences, and tokens on their way to experts and back are waited for, unless the program makes rings of permutes of
-    them (`Transformer.overlap`).
+    Weights are gathered a layer ahead and gradients are summed a layer behind, over the axes that shard the batch. The
+    next shard of a ring and the next micro-batch of a stage are sent while the current one is computed. Operations wait
+    for sums over `tensor`, for gathered sequences, and for tokens that are sent to experts and back, unless the program
+    replaces these collectives by rings of permutes (`Transformer.overlap`).
 
     Args:
       c: the collective.
-      hidden: further mesh axes of which it may be assumed.
+      hidden: further mesh axes whose communication is assumed to overlap with layers.
     """
     if c.ring or set(c.axes) & {"data", "fsdp"} and c.kind != "all-to-all" or set(c.axes) & {*hidden}:
         return "layers"
     if c.kind == "all-reduce" and set(c.axes) <= {"context", "expert"}:
-        return "layers"  # gradients of what holds a part of the sequence
+        return "layers"  # gradients of layers that see a shard of the sequence
     if c.kind == "collective-permute":
         return {"context": "attention", "pipeline": "layers", "tensor": "layers"}.get("+".join(c.axes))
     return None
 
 
 def collective_time(c: Collective, topology: Topology, sizes: Mapping[str, int], crosses: str | None = None) -> float:
-    """Seconds that all `times` of a collective take by themselves.
+    """Seconds of all `times` executions of a collective without overlap.
 
-    Gathers, scatters and sums go round rings: what a device sends (`Collective.sent`) over the speed at which it and
-    those beside it send, and a latency for each hop. On a torus both ways round, so that the farthest is half a ring
-    away. All-to-alls load a ring's links by how far apart its members are: a quarter of a gather of the same arrays
-    (Austin et al. 2025, "How to Scale Your Model"). A permute uses one direction of one dimension. Through a switch,
-    each device's own link carries what it sends.
+    Gathers, scatters and sums use rings: the bytes that a device sends (`Collective.sent`) over its bandwidth, and a
+    latency for each hop. On a torus they use both directions, so that the farthest device is half a ring away.
+    All-to-alls load a ring's links by the distance between its members: a quarter of the time of a gather of the same
+    arrays (Austin et al. 2025, "How to Scale Your Model"). A permute uses one direction of one dimension. Through a
+    switch, each device's own link carries the bytes that it sends.
 
     Args:
       c: the collective.
-      topology, sizes, crosses: as for `Topology.link`.
+      topology: the hardware.
+      sizes: as for `Topology.link`.
+      crosses: as for `Topology.link`.
     """
     return _seconds(c, topology.chip, *topology.link(sizes, c.axes, crosses))
 
 
 def _seconds(c: Collective, chip: Chip, link: Link, speed: float) -> float:
-    ways = speed / link.bandwidth  # dimensions of a torus, halves where they do not close; or devices that help
+    ways = speed / link.bandwidth  # dimensions of a torus, half if not closed; else devices that share links
     torus = link.shape == "torus"
     share = _share(chip, link.name, "link")
     dims = max(1, round(ways)) if torus else 1
@@ -257,7 +261,7 @@ def _seconds(c: Collective, chip: Chip, link: Link, speed: float) -> float:
 
 
 def _traffic(work: Work, topology: Topology, beside: Mapping[str, float]) -> tuple[Traffic, ...]:
-    """Time by axes. Axes along dimensions of their own of a torus do not share links; through a switch all do."""
+    """Communication by mesh axes. Axes on different torus dimensions do not share links; through a switch all do."""
     seconds: dict[tuple[tuple[str, ...], str | None], float] = defaultdict(float)
     sent: dict[tuple[str, ...], int] = defaultdict(int)
     links = {axes: topology.link(work.sizes, axes, work.crosses) for axes in {c.axes for c in work.collectives}}
@@ -266,23 +270,23 @@ def _traffic(work: Work, topology: Topology, beside: Mapping[str, float]) -> tup
             seconds[c.axes, hides_behind(c, work.hidden)] += _seconds(c, topology.chip, *links[c.axes])
             sent[c.axes] += c.sent
     left = {name: time * _share(topology.chip, "overlap") for name, time in beside.items()}
-    on_link: dict[str, float] = defaultdict(float)  # of links that all axes share, seconds that are hidden already
+    on_link: dict[str, float] = defaultdict(float)  # by shared link, seconds that are already hidden
     rows = []
     for axes in sorted(sent, key=lambda axes: -sum(seconds[axes, h] for h in (None, "attention", "layers"))):
         link, bandwidth = links[axes]
-        shown = seconds[axes, None]
+        exposed = seconds[axes, None]
         for name in ("attention", "layers"):
-            taken = on_link[link.name] if link.shape == "switch" else 0.0
-            exposed = max(0.0, seconds[axes, name] - max(0.0, left[name] - taken))
-            on_link[link.name] += seconds[axes, name] - exposed
-            shown += exposed
+            occupied = on_link[link.name] if link.shape == "switch" else 0.0
+            more = max(0.0, seconds[axes, name] - max(0.0, left[name] - occupied))
+            on_link[link.name] += seconds[axes, name] - more
+            exposed += more
         total = sum(seconds[axes, h] for h in (None, "attention", "layers"))
-        rows.append(Traffic(axes, link.name, bandwidth, sent[axes], total, shown))
+        rows.append(Traffic(axes, link.name, bandwidth, sent[axes], total, exposed))
     return tuple(rows)
 
 
-def _filled_up(chip: Chip, width: int | None) -> float:
-    """What a TPU computes of a product, over what is asked of it: rows of its systolic array that a head leaves idle.
+def _padding(chip: Chip, width: int | None) -> float:
+    """Factor by which a TPU pads a product: a head narrower than the systolic array leaves rows of it idle.
 
     Heads of 128 fill half of the 256 x 256 array of v6e and later (Austin et al. 2025, "How to Scale Your Model"). A
     GPU's matrix units are narrower than any head.
@@ -292,5 +296,5 @@ def _filled_up(chip: Chip, width: int | None) -> float:
 
 
 def _share(chip: Chip, *names: str) -> float:
-    """The first of these efficiencies that the chip has, else 1."""
+    """Return the first of these efficiencies that the chip has, else 1."""
     return next((chip.efficiency[name] for name in names if name in chip.efficiency), 1.0)

@@ -1,4 +1,4 @@
-"""What the names that JAX gives operations say: in which module they stand, and in which pass of a step."""
+"""Parsing of JAX's operation names: the module of an operation, and the pass of the step that it belongs to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 from jaxscale.parallel.pipeline import BACKWARD, FORWARD
 
 PASSES = ("forward", "recomputed", "backward", "other")
-"""Where in a step: the last is what is neither differentiated nor a derivative, such as the optimizer's update."""
+"""Passes of a step; "other" is neither differentiated nor a derivative, such as the optimizer's update."""
 
 
 def stage_of(name: str) -> str:
-    """Which of `PASSES` an operation is of, by its name: what is made again within a derivative is that first.
+    """Return which of `PASSES` an operation belongs to.
 
-    A pipeline's stage goes forward without being differentiated, and once more in its backward phase.
+    Recomputation within a derivative counts as recomputation. A pipeline stage runs its forward pass without
+    differentiation, and recomputes it in its backward phase.
+
+    Args:
+      name: JAX's name of the operation.
     """
     again = "recomputed" if BACKWARD in name else "forward"
     marks = [(_AGAIN, "recomputed"), ("transpose(", "backward"), ("jvp(", again)]
@@ -23,19 +27,24 @@ def stage_of(name: str) -> str:
 
 
 def scopes_of(name: str) -> str:
-    """The named scopes in what JAX calls an operation, without transformations and control flow around them.
+    """Return the named scopes in an operation's name, without transformations and control flow.
 
-    `jnp.einsum` names its own after its formula, which is no module.
+    The scope of a `jnp.einsum`, which is its formula, is left out.
+
+    Args:
+      name: JAX's name of the operation.
     """
     parts = _WRAPPED.sub("", re.sub(r"\bjit\([^()]*\)", "", name)).split("/")
     return "/".join(p for p in parts if p and "->" not in p and not _CONTROL.fullmatch(p))
 
 
 def share_of_updates(jaxpr: Any) -> float | None:
-    """The share of a run's updates that take a branch, where the branch's named scopes say so; `None` where not.
+    """Return the fraction of a run's updates that take a branch, or `None` if its named scopes do not tell.
 
-    An optimizer that does something every 10 updates does it within the scope "every_10_updates", and what it does once
-    in "first_update".
+    The scope "every_10_updates" marks what an optimizer does every 10 updates, "first_update" what it does once.
+
+    Args:
+      jaxpr: the branch's jaxpr.
     """
     names = {part for eqn in jaxpr.eqns for part in str(eqn.source_info.name_stack).split("/")}
     if "first_update" in names:
@@ -45,7 +54,7 @@ def share_of_updates(jaxpr: Any) -> float | None:
 
 
 _AGAIN = "rematted_computation"
-_WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes stand within "transpose(jvp(...))"
+_WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes are inside "transpose(jvp(...))"
 _CONTROL = re.compile(
     rf"{FORWARD}|{BACKWARD}|\w+_phase|\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|"
     r"first_update|every_\d+_updates|pjit|eval_jaxpr"

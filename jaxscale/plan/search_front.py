@@ -1,4 +1,4 @@
-"""What a search finds, however it works candidates out: those that no other beats in both time and memory."""
+"""Results of a search: the Pareto front of candidates by time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxscale.plan.space import Candidate
 from jaxscale.units import human_bytes
 
 Tell = Callable[[str, int, int], None]
-"""Is told what is being done, how far it is, and of how many."""
+"""Progress callback: called with the activity, the number done, and the total (0 if unknown)."""
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -22,15 +22,15 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A candidate that fits, worked out.
+class FittingCandidate:
+    """A candidate that fits in memory at the upper end of its error bar.
 
     Args:
       candidate: the settings.
-      bytes: on each device, by arithmetic; what fits does so at the upper end of its error bar.
-      host: in host memory, of each device.
-      step: its time, by arithmetic.
-      plan: the whole plan where it was compiled.
+      bytes: analytic bytes on each device.
+      host: bytes in host memory for each device.
+      step: analytic time of a step.
+      plan: the compiled plan; `None` if it was not compiled.
     """
 
     candidate: Candidate
@@ -40,9 +40,9 @@ class Found:
     plan: Plan | None = None
 
 
-def front(candidates: Sequence[Found]) -> tuple[Found, ...]:
-    """What no other beats in both time and memory (Pareto), the fastest first; of equals the first."""
-    best: list[Found] = []
+def front(candidates: Sequence[FittingCandidate]) -> tuple[FittingCandidate, ...]:
+    """Return the Pareto front by time and memory, the fastest first; of equal candidates the first."""
+    best: list[FittingCandidate] = []
     for f in sorted(candidates, key=lambda f: (f.step.total, f.bytes)):
         if not best or f.bytes < best[-1].bytes:
             best.append(f)
@@ -50,15 +50,21 @@ def front(candidates: Sequence[Found]) -> tuple[Found, ...]:
 
 
 def layout_of(c: Candidate) -> Layout:
-    """A candidate's layout."""
+    """Return a candidate's layout."""
     assert c.config.layout is not None
     return c.config.layout
 
 
 def nothing_fits(hardware: Topology, what: str, size: int) -> str:
-    """That nothing fits hardware, and how much more `what`, the closest, takes."""
+    """Return the error message of a search in which nothing fits.
+
+    Args:
+      hardware: the hardware.
+      what: the candidate that needs the least memory, as the subject of a sentence with its verb.
+      size: bytes per device that it needs.
+    """
     times = size / hardware.chip.capacity
     more = f"about {math.ceil(times)} times as many devices" if times > 2 else "more devices"
     rest = "" if "state alone" in what else ", a smaller batch or a shorter sequence"
     capacity = human_bytes(hardware.chip.capacity)
-    return f"nothing fits the {capacity} of a {hardware.chip.name}: {what} {human_bytes(size)}; take {more}{rest}"
+    return f"nothing fits the {capacity} of a {hardware.chip.name}: {what} {human_bytes(size)}; use {more}{rest}"

@@ -1,8 +1,9 @@
-"""Searching for a layout where no formula covers the run: candidates are worked out by tracing their steps.
+"""Search for a layout of a run that no formula covers: candidates are evaluated by tracing their steps.
 
-Tracing takes seconds a candidate and there is no bound to order them by, so that not all are worked out. The simplest
-come first: one micro-batch and the first memory policy on every mesh, meshes of few axes before others, then what saves
-more memory. Of a layout that fits, what saves more waits until all other layouts were tried: it is slower.
+Tracing takes seconds for each candidate, and there is no bound to order them by, so not all are evaluated. The simplest
+come first: one micro-batch and the first memory policy on every mesh, meshes with few axes before others, then
+candidates that save more memory. Once a mesh fits, its candidates that save more memory wait until all other meshes
+were tried, because they are slower.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ from jaxscale.layout.mesh import parse_mesh
 from jaxscale.plan.by_tracing import traced_plan
 from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.roofline import step_time
-from jaxscale.plan.search_front import Found, Tell, layout_of, nothing_fits
+from jaxscale.plan.search_front import FittingCandidate, Tell, layout_of, nothing_fits
 from jaxscale.plan.space import Candidate
 from jaxscale.units import human_seconds
 from pallas_kernels.errors import KernelError
 
 TRACING = 120.0
-"""Seconds after which a search traces no further step, if nothing else is said."""
+"""Default number of seconds after which a search traces no further step."""
 
 
 def walk_traced(
     every: Sequence[Candidate], hardware: Topology, within: float, tell: Tell, seconds: float = TRACING
-) -> tuple[list[Found], int, int, int, float]:
-    """Candidates that fit and are at most `within` times slower than the fastest, as far as there was time.
+) -> tuple[list[FittingCandidate], int, int, int, float]:
+    """Find candidates that fit and are at most `within` times slower than the fastest, in limited time.
 
     Args:
-      every: candidates, every size of their meshes known.
-      hardware: the devices to plan for.
+      every: candidates, with meshes without -1.
+      hardware: the hardware to plan for.
       within: a factor.
-      tell: told of progress.
-      seconds: after so many no further step is traced; one always is.
+      tell: progress callback.
+      seconds: time after which no further step is traced; at least one step is traced.
 
     Returns:
-      what fits; how many steps were traced; how many of them fit; how many candidates their layers refused; and the
-      seconds that it took.
+      the candidates; the number of traced steps; the number of these that fit; the number of candidates that layers
+      refused; and the seconds that the search took.
 
     Raises:
-      ConfigError: nothing that was traced fits, or no candidate's state does.
+      ConfigError: no traced candidate fits, or no candidate's state fits.
     """
     began = time.perf_counter()
     left = deque(sorted((c for c in every if c.floor <= hardware.chip.capacity), key=_simplicity(every)))
     total, refused, later = len(left), 0, deque[Candidate]()
-    fitting: list[Found] = []
-    sizes: list[tuple[int, Candidate]] = []  # at the upper end of the error bar
+    fitting: list[FittingCandidate] = []
+    sizes: list[tuple[int, Candidate]] = []  # bytes at the upper end of the error bar
     fits: set[str] = set()
     while (left or later) and (not sizes or time.perf_counter() - began < seconds):
         c = left.popleft() if left else later.popleft()
@@ -60,13 +61,13 @@ def walk_traced(
         tell("tracing", len(sizes), total)
         try:
             memory, work = traced_plan(c.config, hardware)
-        except (LayoutError, ConfigError, KernelError):  # what only the layers themselves refuse
+        except (LayoutError, ConfigError, KernelError):  # refused by the layers
             refused += 1
             continue
         sizes.append((error_bar(c.config, hardware, memory.device, "traced").bytes(memory.device)[1], c))
         if sizes[-1][0] <= hardware.chip.capacity:
             fits.add(_mesh(c))
-            fitting.append(Found(c, memory.device, memory.host, step_time(work, hardware)))
+            fitting.append(FittingCandidate(c, memory.device, memory.host, step_time(work, hardware)))
     took = time.perf_counter() - began
     if not every or (not sizes and total):
         raise ConfigError(
@@ -82,7 +83,7 @@ def walk_traced(
 
 
 def _simplicity(every: Sequence[Candidate]) -> Callable[[Candidate], tuple[int, int]]:
-    """The order in which candidates are tried, as a key for `sorted`."""
+    """Return a sort key for the order in which candidates are tried."""
     policies = list(dict.fromkeys(c.policy for c in every))
 
     def key(c: Candidate) -> tuple[int, int]:
@@ -93,6 +94,6 @@ def _simplicity(every: Sequence[Candidate]) -> Callable[[Candidate], tuple[int, 
 
 
 def _mesh(c: Candidate) -> str:
-    """A candidate's mesh, and whether it cuts the sequence between layers."""
+    """A candidate's mesh, and whether it shards the sequence between layers."""
     layout = layout_of(c)
     return f"{layout.mesh} {layout.sequence_sharded}"

@@ -1,4 +1,4 @@
-"""What a search walks through: every layout of so many devices that a model allows, with every way to save memory."""
+"""Space of a search: the layouts of a number of devices that a model allows, with memory policies and micro-batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Space:
     """Choices for each part of a layout; every combination of them that the model allows is a candidate.
 
     Args:
-      axes: mesh axes that may have more than one device; `None` are those that the model can be cut along.
-      policies: memory policies, by name.
-      accumulate: micro-batches a step, where there are no stages.
-      schedules: of a mesh with stages.
-      per_stage: micro-batches of a schedule, as multiples of the stages.
-      stages, microbatches: at most so many.
+      axes: mesh axes that may have more than one device; `None`: all that the model can be sharded over.
+      policies: names of memory policies.
+      accumulate: numbers of micro-batches a step without pipeline stages.
+      schedules: pipeline schedules.
+      per_stage: numbers of a schedule's micro-batches, as multiples of the number of stages.
+      stages: most pipeline stages.
+      microbatches: most micro-batches of a schedule.
     """
 
     axes: tuple[str, ...] | None = None
@@ -40,12 +41,12 @@ class Space:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to run a step.
+    """One candidate of a search.
 
     Args:
-      config: the run's settings, changed.
-      policy: the name of its memory policy; "its own" of a model that takes none.
-      floor: bytes on a device that it takes at least: state and gradients.
+      config: the changed settings of the run.
+      policy: name of the memory policy; "its own" for a model without memory policies.
+      floor: least bytes on a device: those of state and gradients.
     """
 
     config: TrainConfig
@@ -54,12 +55,12 @@ class Candidate:
 
 
 def axes_of(config: TrainConfig) -> tuple[str, ...]:
-    """The mesh axes that a run's model can be cut along."""
+    """Return the mesh axes that a run's model can be sharded over."""
     model: Any = config.model
     kernel, mlp = getattr(model, "attention", None), getattr(model, "mlp", None)
     able = {
-        "replica": False,  # without `LocalSteps` it is another `data`, and with it no layout's choice
-        # flash attention sees whole sequences
+        "replica": False,  # without `LocalSteps` the same as `data`; with it, not a choice of layout
+        # flash attention needs whole sequences
         "context": kernel is dot_product_attention or isinstance(kernel, ContextKernel),
         "expert": isinstance(mlp, MixtureOfExperts),
     }
@@ -67,7 +68,7 @@ def axes_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def meshes(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """Every factoring of a number of devices over some axes."""
+    """Yield every factoring of a number of devices over some mesh axes, as sizes by axis."""
     if not axes:
         if devices == 1:
             yield {}
@@ -78,16 +79,16 @@ def meshes(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
 
 
 def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Candidate]:
-    """Everything in a space that can be laid out, of the run's own batch, rules and sequence.
+    """Yield the candidates of a space that can be laid out, with the run's own batch, rules and sequence.
 
     Args:
       config: the run's settings.
-      devices: how many its meshes have.
-      space: where to look.
+      devices: number of devices of the meshes.
+      space: the space.
     """
     models: dict[str, Any] = {} if hasattr(config.model, "memory") else {"its own": config.model}
     for name in space.policies if not models else ():
-        with contextlib.suppress(ConfigError):  # experts are not tiled
+        with contextlib.suppress(ConfigError):  # some policies tile, which experts do not support
             models[name] = dataclasses.replace(config.model, memory=name)  # type: ignore[type-var]
     blueprint, _ = blueprint_of(config)
     infos = blueprint.algorithm.infos(blueprint)
@@ -97,12 +98,12 @@ def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Cand
                 check_state(blueprint.tx, blueprint.infos, layout)
                 state, gradients, _ = held_bytes(blueprint, infos, layout)
                 batches = list(_batches(config, layout, space))
-            except (LayoutError, ConfigError):  # what cannot be laid out is no candidate
+            except (LayoutError, ConfigError):  # cannot be laid out
                 continue
             for accumulate, pipeline in batches:
-                there = dataclasses.replace(layout, pipeline=pipeline) if pipeline else layout
+                scheduled = dataclasses.replace(layout, pipeline=pipeline) if pipeline else layout
                 for name, model in models.items():
-                    changed = dataclasses.replace(config, model=model, layout=there, accumulate=accumulate)
+                    changed = dataclasses.replace(config, model=model, layout=scheduled, accumulate=accumulate)
                     yield Candidate(changed, name, state + gradients)
 
 
@@ -113,12 +114,12 @@ def _layouts(config: TrainConfig, sizes: dict[str, int]) -> Iterator[Layout]:
     if sizes.get("tensor", 1) == 1 or not isinstance(layout.rules, str):
         yield layout
         return
-    for cut in (False, True):
-        yield dataclasses.replace(layout, sequence_sharded=cut)
+    for sharded in (False, True):
+        yield dataclasses.replace(layout, sequence_sharded=sharded)
 
 
 def _batches(config: TrainConfig, layout: Layout, space: Space) -> Iterator[tuple[int, str | None]]:
-    """Accumulation, and a pipeline's schedule with its micro-batches."""
+    """Yield numbers of accumulated micro-batches, and pipeline schedules (`None` without stages)."""
     layout.spec(("batch", "seq"), (config.batch_size, config.seq_len), kind="activations", name="a batch")
     rows = config.batch_size // layout.split("batch")
     if layout.stages == 1:

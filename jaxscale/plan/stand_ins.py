@@ -1,4 +1,4 @@
-"""What the TPU's compiler sends in place of what the rules demand: all-reduces, of twice the bytes, and rings."""
+"""Collectives that the TPU compiler substitutes: all-reduces, which send twice the bytes, and rings of permutes."""
 
 from __future__ import annotations
 
@@ -10,75 +10,74 @@ from jaxscale.hardware import Topology, topology
 from jaxscale.plan.collectives import Collective
 
 SMALL_SCATTER = 64 * 1024
-"""A smaller sum is made whole on every chip, and each then takes its own piece."""
+"""Bytes; a smaller reduce-scatter becomes an all-reduce, of which each chip slices its shard."""
 MANY = 64
-"""From so many chips on, a gather over a whole slice is a sum of pieces padded with zeros."""
+"""Least number of chips of a slice for which a gather over the whole slice becomes a sum of zero-padded shards."""
 LARGE_GATHER = 16 * 1024**2
-"""A larger one is a gather even so, in a slice of two dimensions."""
+"""Bytes; in a slice of two dimensions a larger gather stays a gather."""
 
 RING = {"v5e": 2080, "v5p": 2050, "v6e": 4930, "tpu7x": 5310}
-"""By chip, half of n x FLOPs of a product for a byte that its scatter over n devices moves, from which on both become
-a ring; what XLA takes a chip's peak over its links' rate to be. Of other chips the data sheet's is taken."""
+"""By chip, the n / 2 x FLOPs of a product per byte of its reduce-scatter over n devices above which both become a ring:
+XLA's value of the chip's peak FLOP/s over its links' bandwidth. For other chips the data sheet's values are used."""
 LONGEST_RING = 32
-"""Devices of the largest ring that was seen; over 64 there was none."""
+"""Devices of the largest ring in compiled programs; over 64 devices there was none."""
 
 
-def as_compiled(found: Iterable[Collective], hardware: str | Topology) -> list[Collective]:
-    """The same as jax 0.12's compiler for TPUs has it, where that is known.
+def as_compiled(collectives: Iterable[Collective], hardware: str | Topology) -> list[Collective]:
+    """Replace collectives as the TPU compiler of jax 0.12 does, as far as known; for other hardware return them as is.
 
-    A reduce-scatter of one product's sums becomes a ring of permutes, beside pieces of the product, where the product
-    is large enough (`RING`). Other collectives:
+    A reduce-scatter of one product's sums becomes a ring of permutes that overlaps with pieces of the product, if the
+    product is large enough (`RING`). Other collectives:
 
-    | collective | of a group that is | becomes an all-reduce |
+    | collective | group | becomes an all-reduce |
     |---|---|---|
     | reduce-scatter | any | below `SMALL_SCATTER` bytes |
     | reduce-scatter | a whole slice of three dimensions, or of two equal ones from 4 on | always |
     | all-gather | a whole slice of three dimensions, `MANY` chips or more | always |
     | all-gather | a whole slice of two dimensions, `MANY` chips or more | up to `LARGE_GATHER` bytes |
 
-    Found by compiling single collectives for v4, v5e, v5p and v6e slices of 4 to 256 chips
-    (`experiments/planner_accuracy/COMMUNICATION.md`); no document of the compiler's says so. Other hardware's are
-    returned as they are.
+    The rules come from compiling single collectives for v4, v5e, v5p and v6e slices of 4 to 256 chips
+    (`experiments/planner_accuracy/COMMUNICATION.md`). The compiler does not document them.
 
     Args:
-      found: as `jaxscale.plan.communication.predict` gives them.
+      collectives: the result of `jaxscale.plan.communication.predict`.
       hardware: the topology or its name.
     """
-    there = topology(hardware) if isinstance(hardware, str) else hardware
-    if there.chip.platform != "tpu":
-        return list(found)
-    return [_compiled(c, there) for c in found]
+    target = topology(hardware) if isinstance(hardware, str) else hardware
+    if target.chip.platform != "tpu":
+        return list(collectives)
+    return [_compiled(c, target) for c in collectives]
 
 
 def is_whole_sum(c: Collective, hardware: Topology) -> bool:
-    """Whether a collective is a reduce-scatter that TPU compilers replace by an all-reduce, with a whole result."""
+    """Whether a collective is a reduce-scatter that the TPU compiler replaces by an all-reduce."""
     return hardware.chip.platform == "tpu" and c.kind == "reduce-scatter" and _stands_in(c, hardware)
 
 
-def _compiled(c: Collective, there: Topology) -> Collective:
-    if _in_a_ring(c, there):  # both ways round: a piece for each device, and one more to bring the halves together
+def _compiled(c: Collective, target: Topology) -> Collective:
+    if _in_a_ring(c, target):  # in both directions: a piece for each device, and one more to join the halves
         payload = c.payload * (c.devices + 1) // (c.devices - 1)
         return dataclasses.replace(c, ring="reduce-scatter", payload=payload)
-    return dataclasses.replace(c, kind="all-reduce") if _stands_in(c, there) else c
+    return dataclasses.replace(c, kind="all-reduce") if _stands_in(c, target) else c
 
 
-def _in_a_ring(c: Collective, there: Topology) -> bool:
+def _in_a_ring(c: Collective, target: Topology) -> bool:
     """Whether a product and the reduce-scatter of its sums become a loop that sends pieces while it multiplies others.
 
-    XLA's partitioner decides so where the loop, with 2 more of n permutes, is faster than one after the other
+    XLA's partitioner makes the loop if it expects it to be faster, although it has 2 more than n permutes
     (openxla/xla, xla/service/spmd/dot_handler.cc, `disable_windowed_einsum`).
     """
     if c.kind != "reduce-scatter" or not 2 < c.devices <= LONGEST_RING:
         return False
-    if len(there.shape) == 3 and c.devices == math.prod(there.shape) * there.chip.devices == 4:
-        return False  # seen on v5p:2x2x1, with up to 65,536 tokens a chip
-    least = RING.get(there.chip.name) or there.chip.flops["bfloat16"] / there.chip.links[0].bandwidth
+    if len(target.shape) == 3 and c.devices == math.prod(target.shape) * target.chip.devices == 4:
+        return False  # observed on v5p:2x2x1, with up to 65,536 tokens a chip
+    least = RING.get(target.chip.name) or target.chip.flops["bfloat16"] / target.chip.links[0].bandwidth
     return c.flops * c.devices / 2 > least * c.payload
 
 
-def _stands_in(c: Collective, there: Topology) -> bool:
-    dims = [n for n in there.shape if n > 1]
-    whole = c.devices == math.prod(there.shape) * there.chip.devices
+def _stands_in(c: Collective, target: Topology) -> bool:
+    dims = [n for n in target.shape if n > 1]
+    whole = c.devices == math.prod(target.shape) * target.chip.devices
     if c.kind == "reduce-scatter":
         square = len(dims) == 2 and dims[0] == dims[1] >= 4
         return c.payload < SMALL_SCATTER or (whole and (len(dims) == 3 or square))

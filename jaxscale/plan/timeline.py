@@ -1,4 +1,4 @@
-"""What each moment of a profiled step is spent on: every device's time by term, nothing counted twice."""
+"""Time of a profiled step by term: each moment of a device is counted once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from jaxscale.plan.profile import Event, Execution
 from jaxscale.plan.waterfall import EXPOSED
 
 WITHIN, BETWEEN = "idle within a step", "idle between steps"
-"""Terms of the time in which a device executes nothing: while the step's program runs, and until it runs again."""
+"""Terms of idle time: while a step's program runs, and between the end of one step and the start of the next."""
 
 
 def term_times(devices: Sequence[Sequence[Execution]], term_of: Callable[[str], str | None]) -> dict[str, float]:
-    """Seconds of a step by term, averaged over devices and steps; together they are the step.
+    """Return the seconds of a step by term, averaged over devices and steps; they add up to the step's time.
 
-    An event that lies within another on one thread or stream is what runs there. Where a device runs several
-    instructions at once, each has an equal share of the moment; a collective has none while anything else runs, so that
-    its term is what is exposed of it. Between steps the median counts: a checkpoint or an evaluation is no part of a
-    step.
+    If an event lies within another on the same thread or stream, the inner one is counted. If a device runs several
+    instructions at the same time, each gets an equal share of the time. A collective gets no time while anything else
+    runs, so that its term is its exposed time. The time between steps is the median, because checkpoints and
+    evaluations are not part of a step.
 
     Args:
-      devices: each device's executions of the step, in their order; at least one.
-      term_of: an instruction's term by its name; `None` for one that only runs others.
+      devices: for each device its executions of the step, in order; at least one.
+      term_of: returns the term of an instruction by its name, or `None` for one that only calls others.
     """
     steps = [execution for executions in devices for execution in executions]
     spent: dict[str, float] = defaultdict(float)
@@ -36,13 +36,13 @@ def term_times(devices: Sequence[Sequence[Execution]], term_of: Callable[[str], 
         spent[WITHIN] += step.end - step.start - busy
     seconds = {term: time / len(steps) / 1e9 for term, time in spent.items()}
     gaps = [b.start - a.end for es in devices for a, b in zip(es, es[1:], strict=False)]
-    # with several steps in flight, the next one's first operation may begin before this one's last has ended
+    # The gap is negative if the next step's first operation begins before the last one of this step has ended.
     seconds[BETWEEN] = max(0.0, float(np.median(gaps))) / 1e9 if gaps else 0.0
     return seconds
 
 
 def _attributed(events: Sequence[Event], term_of: Callable[[str], str | None]) -> Iterator[tuple[str, float]]:
-    """(term, ns) of a device's moments, in their order."""
+    """Yield (term, ns) of a device's time in order."""
     marks = []
     for event, start, end in _innermost(events):
         if (term := term_of(event.name)) is not None:
@@ -51,9 +51,9 @@ def _attributed(events: Sequence[Event], term_of: Callable[[str], str | None]) -
     last = 0.0
     for at, change, term in sorted(marks):
         if at > last and running:
-            shown = {t: n for t, n in running.items() if not t.startswith(EXPOSED)} or running
-            for t, n in shown.items():
-                yield t, (at - last) * n / sum(shown.values())
+            counted = {t: n for t, n in running.items() if not t.startswith(EXPOSED)} or running
+            for t, n in counted.items():
+                yield t, (at - last) * n / sum(counted.values())
         last = at
         running[term] += change
         if not running[term]:
@@ -61,7 +61,7 @@ def _attributed(events: Sequence[Event], term_of: Callable[[str], str | None]) -
 
 
 def _innermost(events: Sequence[Event]) -> Iterator[tuple[Event, float, float]]:
-    """The stretches of each line in which an event runs and none within it does: the event, its start and end."""
+    """Yield the intervals of each line in which an event runs and none inside it does: event, start, end."""
     lines: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         lines[event.line].append(event)

@@ -1,4 +1,4 @@
-"""What a compiled step sends, grouped by who asked for it: kind, mesh axes, loop and source line."""
+"""Collectives of a compiled step, grouped by kind, mesh axes, loop and source line."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _PACKAGE = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind, over the same mesh axes, in the same loop, for the same line.
+    """Collectives of one kind, over the same mesh axes, in the same loop, from the same source line.
 
     Args:
-      kind, axes: as of `Collective`; of a ring of permutes the kind says what it stands for.
-      module: the model's module, "" where the compiler does not say.
-      loop: the scan they run in, by the scopes it stands in, the outer one first; "" outside of any.
+      kind: as of `Collective`; for a ring of permutes, the collective that it replaces.
+      axes: as of `Collective`.
+      module: the model's module; "" if the compiler does not record it.
+      loop: the scopes of the loops around them, the outer one first; "" outside of loops.
       stage: "forward", "recomputed", "backward" or "other".
-      source: "file:line", relative to where we are.
-      instructions: how many the program has.
-      times: how often one runs in a step, all of them together.
-      payload: bytes of what they move, in all `times`.
-      sent: bytes that each device sends, in all `times`.
-      certain: False where `times` is a guess (see `Collective`).
+      source: "file:line", relative to the current folder.
+      instructions: number of instructions in the program.
+      times: number of executions in a step, all instructions together.
+      payload: bytes that they move in all executions.
+      sent: bytes that each device sends in all executions.
+      certain: whether `times` is certain (see `Collective`).
     """
 
     kind: str
@@ -42,10 +43,10 @@ class Traffic:
     certain: bool
 
 
-def traffic(found: Iterable[Collective]) -> tuple[Traffic, ...]:
-    """Groups collectives, what sends most first."""
+def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
+    """Group collectives; the group that sends most comes first."""
     groups: dict[tuple[str, ...], list[Collective]] = {}
-    for c in found:
+    for c in collectives:
         kind = f"{c.ring} in a ring" if c.ring else c.kind
         key = (kind, *c.axes, module_of(c.name), loop_of(c.name), stage_of(c.name), short_source(c.source))
         groups.setdefault(key, []).append(c)
@@ -58,22 +59,25 @@ def traffic(found: Iterable[Collective]) -> tuple[Traffic, ...]:
 
 
 def module_of(name: str) -> str:
-    """The module of an operation's name as a program has it: its scopes, the primitive left out.
+    """Return the module of an operation: the scopes in its name, without the primitive.
 
-    Of one that does the work of several, "block/(attn/dot|mlp/dot)", what they have in common.
+    A fused operation, "block/(attn/dot|mlp/dot)", belongs to the module that its parts have in common.
+
+    Args:
+      name: the operation's name in a compiled program.
     """
     one, several, _ = name.partition("/(")
     return scopes_of(one if several else name.rpartition("/")[0])
 
 
 def loop_of(name: str) -> str:
-    """The loops an operation stands in, by the scopes each stands in; "a loop" where that has none."""
+    """Return the scopes of the loops around an operation, the outer one first; "a loop" for one without scopes."""
     before = name.split("while/body")[:-1]
     return ", ".join(scopes_of(part) or "a loop" for part in before)
 
 
 def short_source(source: str) -> str:
-    """A source line, relative to the current folder, else to where jaxscale lies."""
+    """Return "file:line" relative to the current folder or, for our own files, to the repository."""
     path, colon, line = source.rpartition(":")
     for root in (Path.cwd(), _PACKAGE):
         if path and Path(path).is_relative_to(root):

@@ -1,4 +1,4 @@
-"""A step's time as a waterfall: terms that follow one another and add up to the whole."""
+"""Waterfall of a step's time: terms that add up to the step, each drawn where the one before it ends."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jaxscale.plan.roofline import StepTime, Work, op_times
 from jaxscale.units import human_seconds
 
 ARITHMETIC = ("products", "experts", "attention", "memory-bound", "optimizer")
-"""Terms of what a device computes."""
+"""Terms of computation."""
 
 EXPOSED = "exposed, "
-"""How terms of communication begin; mesh axes follow."""
+"""Prefix of the terms of communication; mesh axes follow."""
 
 WIDTH = 32
 """Characters of a bar as long as the step."""
 
 
 def step_terms(work: Work, step: StepTime, hardware: Topology) -> dict[str, float]:
-    """Seconds of a step by term, in the order of the picture; together they are `step.total`.
+    """Return the seconds of a step by term, in the order of the picture; they add up to `step.total`.
 
     Args:
       work: the step, for the terms of its arithmetic.
       step: its times, for the terms of its communication.
-      hardware: for which both are.
+      hardware: the hardware of both.
 
     Returns:
-      "products" (with "experts" and "attention" apart, where there are any), "memory-bound" (reads and writes beyond
-      the arithmetic beside them), "optimizer", "exposed, AXES" for the communication along some mesh axes that nothing
-      runs beside, "host" (the same of copies to host memory) and "bubble" (stages of a pipeline that wait).
+      "products", "experts" and "attention" (arithmetic), "memory-bound" (memory traffic beyond the arithmetic of the
+      same operations), "optimizer", "exposed, AXES" (communication along mesh axes that no computation hides), "host"
+      (exposed transfers to host memory) and "bubble" (waiting pipeline stages); terms that are 0 are left out.
     """
     terms: dict[str, float] = dict.fromkeys(ARITHMETIC, 0.0)
     for op, compute, memory in op_times(work, hardware):
@@ -49,7 +49,7 @@ def step_terms(work: Work, step: StepTime, hardware: Topology) -> dict[str, floa
 
 
 def exposed_along(axes: tuple[str, ...]) -> str:
-    """The term of communication along some mesh axes that nothing runs beside."""
+    """Return the name of the term of exposed communication along some mesh axes."""
     return f"{EXPOSED}{' × '.join(axes)}"
 
 
@@ -59,13 +59,13 @@ def waterfall(
     picture: str,
     ratios: Mapping[str, float] | None = None,
 ) -> Any:
-    """A table of terms with their seconds and shares, and a bar for each that begins where the last one ended.
+    """Rich table of terms with their seconds and shares, and a bar for each that begins where the last one ended.
 
     Args:
-      title: of the table.
-      columns: by heading, seconds of each term.
-      picture: the heading of the column whose bars are drawn.
-      ratios: by term, and of the "step", the last column over the one before it; `None` for no such column.
+      title: the table's title.
+      columns: by heading, the seconds of each term.
+      picture: heading of the column whose bars are drawn.
+      ratios: the last column over the one before it, by term and for the "step"; `None` for no column of ratios.
     """
     headings = [name for heading in columns for name in (heading, "share")]
     table = table_of(title, "", *headings, *(() if ratios is None else ("ratio",)))
@@ -91,7 +91,7 @@ def _ratio(ratios: Mapping[str, float] | None, name: str) -> tuple[str, ...]:
 
 
 def _bars(times: Iterable[float]) -> list[str]:
-    """A bar for each time, at least a thin one, behind spaces for those before it."""
+    """Return a bar for each time, at least a thin one, after spaces for the times before it."""
     times = [*times]
     scale, begin, bars = WIDTH / (sum(times) or 1.0), 0.0, []
     for time in times:

@@ -1,10 +1,10 @@
-"""What one device does in a step of a Transformer: its FLOPs, and the bytes of its memory that they touch.
+"""Work of one device in a step of a Transformer: FLOPs, and bytes of device memory that are read and written.
 
-A product of matrices is cut over the mesh axes that its dimensions lie on, and made in so many passes: one forward, two
-backward, and those that the memory policy and the kernels make again. It reads two operands and writes a third,
-whichever way round, so that every pass touches the same bytes. What stands between products (norms, rotations, gates,
-residual sums, the loss, the update) is bounded by memory alone, and counted as one fused pass over what it reads and
-writes.
+A matrix product is sharded over the mesh axes of its dimensions and computed in several passes: one forward, two
+backward, and those that the memory policy and the kernels recompute. Every pass reads two of the three matrices and
+writes the third, so that all passes move the same bytes. The operations between products (norms, rotary embeddings,
+gates, residual sums, the loss, the update) are bounded by memory bandwidth, and counted as one fused pass over their
+inputs and outputs.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product (rows x inner) @ (inner x outer) of the forward pass, in every layer that has it.
+    """A product (rows x inner) @ (inner x outer) of the forward pass, in all layers that have it.
 
     Args:
-      name: what it makes, as memory policies and `Transformer.products` name it.
-      rows: of its left operand for each token: of routed experts, those that a token is given to.
-      inner, outer: widths.
-      side: the width that tensor parallelism cuts, "inner" or "outer".
-      parts: what that width is made of.
-      layers: how many there are.
-      weights: right operands in each: one, or one for each expert.
+      name: its result, as memory policies and `Transformer.products` name it.
+      rows: rows of its left operand for each token; for routed experts, the number of experts of a token.
+      inner: width that is summed over.
+      outer: width of the result.
+      side: the width that tensor parallelism shards, "inner" or "outer".
+      parts: the parts of that width.
+      layers: number of layers that have it.
+      weights: weight matrices in each layer: one, or one for each expert.
     """
 
     name: str
@@ -58,22 +59,27 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """FLOPs for each token, forward, all layers."""
+        """Forward FLOPs for each token in all layers."""
         return 2 * self.rows * self.inner * self.outer * self.layers
 
     def local(self, layout: Layout) -> int:
-        """The cut width on one device: key heads that the mesh does not divide are whole there."""
+        """Return the sharded width on one device; key heads that the mesh does not divide are replicated."""
         cuts = ((layout.filled(p.axis, p.size) // layout.split(p.axis, size=p.size), p.columns) for p in self.parts)
         return sum(size * columns for size, columns in cuts)
 
 
 def products(model: TransformerConfig, seq: int) -> list[Product]:
-    """Every product with weights of one forward pass; `Transformer.products`, with the sizes that make them."""
+    """Return every product with weights of a forward pass: those of `Transformer.products`, with their sizes.
+
+    Args:
+      model: the model's config.
+      seq: tokens of a sequence.
+    """
     covered_model(model)
     z, depth = model.sizes, model.depth
-    found = [Product("qkv", 1, p.inner, p.outer, "outer", p.parts, depth) for p in model.projections()]
+    result = [Product("qkv", 1, p.inner, p.outer, "outer", p.parts, depth) for p in model.projections()]
     mixed = (Width("heads", z.heads, z.value_dim),)
-    found.append(Product("residual_mid", 1, z.heads * z.value_dim, z.width, "inner", mixed, depth))
+    result.append(Product("residual_mid", 1, z.heads * z.value_dim, z.width, "inner", mixed, depth))
     mlps = model.layer_mlps()
     for mlp in dict.fromkeys(mlps):
         layers = mlps.count(mlp)
@@ -85,12 +91,12 @@ def products(model: TransformerConfig, seq: int) -> list[Product]:
             rows = mlp.top_k if slots is None else slots.slots * mlp.experts / slots.group
             fed = [(rows, one, "expert_mlp", mlp.experts), *([(1.0, shared, "mlp", 1)] if shared else [])]
             scores = (Width("router", mlp.experts),)
-            found.append(Product("router", 1, z.width, mlp.experts, "outer", scores, layers))
+            result.append(Product("router", 1, z.width, mlp.experts, "outer", scores, layers))
         for rows, hidden, axis, weights in fed:
             up, down = (Width(axis, hidden, gates),), (Width(axis, hidden),)
-            found.append(Product("mlp_up", rows, z.width, gates * hidden, "outer", up, layers, weights))
-            found.append(Product("mlp_down", rows, hidden, z.width, "inner", down, layers, weights))
-    return [*found, Product("logits", 1, z.width, model.vocab, "outer", (Width("vocab", model.vocab),), 1)]
+            result.append(Product("mlp_up", rows, z.width, gates * hidden, "outer", up, layers, weights))
+            result.append(Product("mlp_down", rows, hidden, z.width, "inner", down, layers, weights))
+    return [*result, Product("logits", 1, z.width, model.vocab, "outer", (Width("vocab", model.vocab),), 1)]
 
 
 def work_of(
@@ -100,17 +106,17 @@ def work_of(
     collectives: Sequence[Collective],
     update: Mapping[str, float] | None = None,
 ) -> Work:
-    """A run's step, as `step_time` wants it.
+    """Return the work of a run's step, the input of `step_time`.
 
     Args:
       config: the run's settings, of a `Transformer`.
-      layout: where it runs, every size of its mesh known.
-      memory: `jaxscale.plan.estimate` of the same.
-      collectives: what it sends.
+      layout: the run's layout, with a mesh without -1.
+      memory: `jaxscale.plan.estimate` of the run.
+      collectives: the collectives of a step.
       update: FLOPs of the optimizer's own products on a device, by dtype (`jaxscale.plan.partition`).
 
     Raises:
-      LayoutError: more stages than layers, or a batch that the pipeline's schedule cannot cut.
+      LayoutError: more stages than layers, or a batch that the pipeline schedule does not divide.
     """
     model = covered(config)
     at = _Place.of(config, layout)
@@ -134,14 +140,14 @@ def work_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What a layout makes of a step.
+    """Shares and numbers of passes of a step's products in a layout.
 
     Args:
       layout: the layout.
-      again: how often the backward pass makes each product once more.
+      again: by product, how often the backward pass recomputes it.
       parts: micro-batches of a step, each of which reads every weight.
-      padding: layers that stages compute, over layers that there are.
-      bubble: of the pipeline's schedule.
+      padding: layers that stages compute, padding included, over the model's layers.
+      bubble: fraction of a stage's time that the pipeline schedule leaves idle.
     """
 
     layout: Layout
@@ -159,16 +165,16 @@ class _Place:
             name: _extra_flops(policy, {other: int(other == name) for other in names}, None if dense else "lse")
             for name in names
         }
-        counts["logits"] = int(not holds_logits(token_loss(config)))  # a cut loss makes them once more
-        counts["scores"] += not dense  # flash attention's backward pass makes its scores again (Dao et al. 2022)
+        counts["logits"] = int(not holds_logits(token_loss(config)))  # a cut loss recomputes them
+        counts["scores"] += not dense  # flash attention recomputes scores in its backward pass (Dao et al. 2022)
         if layout.stages == 1:
             return cls(layout, counts, config.accumulate, 1.0, 0.0)
         schedule = layout.schedule
         groups = [(repeats, len(windows)) for windows, repeats in model.runs]
-        held = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)
-        copies = sum(index.size * weight for index, (_, weight) in zip(held.index, groups, strict=True))
+        assigned = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)
+        copies = sum(index.size * weight for index, (_, weight) in zip(assigned.index, groups, strict=True))
         parts = schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
-        counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase runs its stage again
+        counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase recomputes its stage
         forward = model.products(config.batch_size, config.seq_len)
         layers = sum(forward.values()) - forward["logits"]
         made = sum(forward[name] * n for name, n in counts.items() if name != "logits")
@@ -177,11 +183,11 @@ class _Place:
         return cls(layout, counts, config.accumulate * parts, copies / model.depth, bubble)
 
     def passes(self, name: str) -> int:
-        """How often a product is made: forward, for two gradients, and again."""
+        """Number of passes of a product: forward, two gradients, and recomputation."""
         return 3 + self.again[name]
 
     def share(self, *dims: str | Width) -> float:
-        """The part of something with these dimensions that is on one device, a stage's padding with it."""
+        """Fraction of an array with these dimensions that is on one device, including the padding of stages."""
         over = set[str]()
         for d in dims:
             axis, size = (d.axis, d.size) if isinstance(d, Width) else (d, None)
@@ -191,16 +197,16 @@ class _Place:
         return (self.padding if "layers" in dims else 1.0) / math.prod(self.layout.sizes[m] for m in over)
 
     def share_of(self, product: Product, *axes: str) -> float:
-        """The part of the cut operand of a product that is on one device, with these dimensions besides."""
+        """Fraction on one device of a product's sharded operand, which also has the dimensions `axes`."""
         sizes = [p.size * p.columns for p in product.parts]
         return sum(n * self.share(*axes, p) for n, p in zip(sizes, product.parts, strict=True)) / sum(sizes)
 
 
 @functools.lru_cache(1024)
 def _bubble(schedule: Pipeline, stages: int, microbatches: int, again: float, alone: bool) -> float:
-    """Share of a stage's time that it idles, where a backward phase makes `again` of its forward products again."""
-    found = simulate(schedule.table(stages, microbatches), (1.0, 1.0 + again, 1.0))
-    return found.bubble if alone else found.lockstep_bubble  # layers that hold collectives make stages keep step
+    """Idle fraction of a stage's time, if a backward phase recomputes a fraction `again` of its forward products."""
+    simulated = simulate(schedule.table(stages, microbatches), (1.0, 1.0 + again, 1.0))
+    return simulated.bubble if alone else simulated.lockstep_bubble  # collectives inside layers keep stages in lockstep
 
 
 def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
@@ -215,8 +221,8 @@ def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
         cut = at.share_of(p, *spread, *depth)
         plain = at.share(*spread, *depth)
         moved = sum(n * (cut if name == p.side else plain) for name, n in whole.items())
-        held = ("experts",) if p.weights > 1 else ()
-        moved += at.parts * p.weights * p.inner * p.outer * at.share_of(p, *held, *depth)
+        experts = ("experts",) if p.weights > 1 else ()
+        moved += at.parts * p.weights * p.inner * p.outer * at.share_of(p, *experts, *depth)
         ops.append(
             Op(
                 p.name,
@@ -231,7 +237,7 @@ def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
 
 
 def _attended(config: TrainConfig, at: _Place) -> list[Op]:
-    """Attention's own products. Only dense attention makes the pairs that a causal mask hides, and holds them."""
+    """Attention's own products. Only dense attention computes pairs that a causal mask hides, and writes all scores."""
     model: TransformerConfig = config.model  # type: ignore[assignment]
     z, size = model.sizes, jnp.dtype(model.dtype).itemsize
     batch, seq = config.batch_size, config.seq_len
@@ -240,7 +246,7 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
     made = {name: float(n) for name, n in model.products(batch, seq).items()}
     width = {"scores": z.head_dim, "attn_out": z.value_dim}
     rows = batch * seq * model.depth * size
-    keys = key_heads_read(z.heads // at.layout.split("heads"), z.heads // z.kv_heads)  # by one device's queries
+    keys = key_heads_read(z.heads // at.layout.split("heads"), z.heads // z.kv_heads)  # for one device's queries
     heads = z.heads * share + keys * at.share("batch", "seq", "layers")
     streamed = {name: rows * heads * d for name, d in width.items()}
     if model.attention is not dot_product_attention:
@@ -255,34 +261,34 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
             )
             for name, n in streamed.items()
         ]
-    kept = {"scores": FLOAT32 * pairs, "attn_out": size * pairs}
+    written = {"scores": FLOAT32 * pairs, "attn_out": size * pairs}
     ops = [
         Op(
             name,
             "attention",
             2 * pairs * width[name] * share * at.passes(name),
-            (streamed[name] + held * share) * at.passes(name),
+            (streamed[name] + bytes_written * share) * at.passes(name),
             model.dtype,
             width=width[name],
         )
-        for name, held in kept.items()
+        for name, bytes_written in written.items()
     ]
     softmax = (FLOAT32 + size) * pairs * share * at.passes("scores")
     return [*ops, Op("softmax", "memory", 0, softmax, model.dtype)]
 
 
 def _between(config: TrainConfig, at: _Place) -> list[Op]:
-    """What stands between products: elements read and written by a fused pass, forward and (for cotangents) twice."""
+    """Operations between products: elements that a fused pass reads and writes, in the forward and backward passes."""
     model: TransformerConfig = config.model  # type: ignore[assignment]
     z, size = model.sizes, jnp.dtype(model.dtype).itemsize
     tokens = config.batch_size * config.seq_len
     stream = tokens * z.width * model.depth * at.share("batch", "residual_seq", "layers")
-    turned = (Width("heads", z.heads), Width("kv_heads", z.kv_heads))
-    heads = sum(p.size * at.share("batch", "seq", p, "layers") for p in turned) * tokens * z.rotary_dim * model.depth
+    rotated = (Width("heads", z.heads), Width("kv_heads", z.kv_heads))
+    heads = sum(p.size * at.share("batch", "seq", p, "layers") for p in rotated) * tokens * z.rotary_dim * model.depth
     norms = (1 if model.parallel else 2) * model.pre_norm + 2 * model.post_norm
-    again = at.again["mlp_up"]  # what makes the hidden layer again makes what leads to it
+    again = at.again["mlp_up"]  # recomputing the hidden layer recomputes everything before it
     elements = {
-        "norms": 4 * norms * stream,  # a branch and the stream come in, their sum and its norm go out
+        "norms": 4 * norms * stream,  # read a branch and the stream, write their sum and its norm
         "rotary": 2 * heads if model.positions is not None else 0.0,
         "gates": 0.0,
         "dispatch": 0.0,
@@ -293,17 +299,17 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
             rows = tokens * p.rows * p.layers * at.share(*spread, "layers")
             gates = 1 + gated(model.mlp)
             elements["gates"] += (gates + 1) * rows * p.inner * at.share_of(p, *spread) / at.share(*spread)
-            elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # to experts and back
+            elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # sent to experts and back
     ops = [Op(name, "memory", 0, n * size * (3 + again), model.dtype) for name, n in elements.items()]
     logits = tokens * model.vocab * at.share("batch", "seq", "vocab")
-    # read by the softmax, read again for its gradient, which is written and read
+    # Logits are read by the softmax and for its gradient, which is written and read.
     return [*ops, Op("loss", "memory", 0, 4 * FLOAT32 * logits, model.dtype, False)]
 
 
 def _update(config: TrainConfig, memory: Estimate) -> Op:
-    """The optimizer's: all state read and written, gradients written, read for their norm, and read.
+    """The optimizer's update: state is read and written, gradients are written, read for their norm, and read.
 
-    With it, sums of gradients over micro-batches, and copies of weights in the type of the arithmetic.
+    It includes sums of gradients over micro-batches, and casts of weights to the compute dtype.
     """
     sums = 3 * (config.accumulate - 1) * memory.gradients // 2 if config.accumulate > 1 else 0
     moved = 2 * memory.state + 3 * memory.gradients + sums + 3 * memory.copies

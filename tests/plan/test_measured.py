@@ -193,7 +193,7 @@ def trace(run: js.Run) -> Path:
 
 def test_a_profile_that_a_kill_cut_off_is_told_from_none(copy):
     trace(copy).unlink()
-    with raises_saying(RunError, "no whole trace", "--profile 5:7"):
+    with raises_saying(RunError, "without a complete trace", "--profile 5:7"):
         measured(copy)
 
 
@@ -216,7 +216,7 @@ def test_a_path_is_no_run(copy):
 
 def test_a_profile_of_steps_that_were_not_taken_is_said_to_hold_none(copy):
     trace(copy).write_bytes(ProfileData.text_proto_to_serialized_xspace('planes { name: "/host:CPU" }'))
-    with raises_saying(RunError, "no operation of a training step", "--profile 5:7"):
+    with raises_saying(RunError, "no operations of a training step", "--profile 5:7"):
         measured(copy)
 
 

@@ -133,7 +133,7 @@ def test_the_winner_is_written_as_a_file_that_trains_as_it_is(tmp_path, capfd, m
     assert main([*command, *bindings]) == 0
     out, err = capfd.readouterr()
     data = json.loads(out)
-    assert "bounding" in err and "working out" in err
+    assert "bounding" in err and "evaluating" in err
     assert data["how"].startswith("analytic") and data["front"][0]["mesh"] == data["winner"]["mesh"]
     assert main(["train", "winner.gin", "--run", "run", "--quiet"]) == 0
     run = js.Run(tmp_path / "run")

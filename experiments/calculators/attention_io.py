@@ -1,13 +1,13 @@
-"""How much attention moves between slow and fast memory, counted, against what is known to be needed.
+"""Counts of the numbers that attention moves between slow and fast memory, beside the known lower bounds.
 
-Of two levels of memory, the fast one holding M numbers, exact attention of N queries and keys of width d moves
+With a fast memory of M numbers, exact attention of N queries and keys of width d has to move, up to constant factors,
 
-    N^2 d^2 / M    for M >= d^2: FlashAttention does (Dao et al. 2022, theorem 2), and nothing does better
-    N^2 d / sqrt M for M <= d^2: as a product of matrices does, and here FlashAttention does worse
+    N^2 d^2 / M    for M >= d^2: FlashAttention reaches this bound (Dao et al. 2022, theorem 2)
+    N^2 d / sqrt M for M <= d^2: a tiled matrix product reaches it, and FlashAttention moves more
 
-up to constant factors (Saha & Ye 2024, arXiv:2402.07443). Both algorithms are here, run on a machine that counts and
-that refuses to hold more than M (`flash`, `small_cache`); and what our kernels move, counted along the list of tiles
-that they walk (`tpu_traffic`, `gpu_traffic`).
+(Saha & Ye 2024, arXiv:2402.07443). `flash` and `small_cache` run both algorithms on a machine that counts, and that
+refuses to hold more than M numbers. `tpu_traffic` and `gpu_traffic` count what our kernels move along their lists of
+tiles.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxscale.errors import ConfigError
 from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table
 from pallas_kernels.flash_attention.tpu_steps import Cut, Side, steps
 
-# ---- what is needed
+# ---- lower bound
 
 
 def needed(n: int, d: int, memory: int) -> float:
     """Numbers that exact attention has to move, up to a constant factor (Saha & Ye 2024, theorems 1 and 2).
 
     Args:
-      n: queries, and keys.
+      n: number of queries and of keys.
       d: width of a head.
       memory: numbers that the fast memory holds.
     """
@@ -43,10 +43,10 @@ class Machine:
     """A fast memory of `limit` numbers beside a slow one without limit.
 
     Args:
-      limit: numbers it holds.
-      moved: loaded and stored so far.
-      held: in it now.
-      most: in it at once so far.
+      limit: numbers that the fast memory can hold.
+      moved: numbers loaded and stored so far.
+      held: numbers in the fast memory now.
+      most: most numbers in the fast memory so far.
     """
 
     limit: int
@@ -54,48 +54,50 @@ class Machine:
     held: int = 0
     most: int = 0
 
-    def room(self, *shape: int) -> np.ndarray:
-        """Zeros, float64, in the fast memory.
+    def allocate(self, *shape: int) -> np.ndarray:
+        """Allocate float64 zeros in the fast memory.
 
         Raises:
-          ConfigError: it does not hold so much.
+          ConfigError: the fast memory is too small.
         """
         self.held += math.prod(shape)
         self.most = max(self.most, self.held)
         if self.held > self.limit:
-            raise ConfigError(f"a fast memory of {self.limit} numbers is to hold {self.held}; give it more")
+            raise ConfigError(f"a fast memory of {self.limit} numbers cannot hold {self.held}; raise its limit")
         return np.zeros(shape)
 
     def load(self, x: np.ndarray) -> np.ndarray:
-        """A copy in the fast memory."""
-        found = self.room(*x.shape)
-        found[...] = x
+        """Copy an array to the fast memory."""
+        copy = self.allocate(*x.shape)
+        copy[...] = x
         self.moved += x.size
-        return found
+        return copy
 
     def store(self, where: np.ndarray, x: np.ndarray) -> None:
-        """Writes to the slow memory, and frees."""
+        """Write an array to the slow memory, and free it."""
         where[...] = x
         self.moved += x.size
         self.free(x)
 
     def free(self, *arrays: np.ndarray) -> None:
-        """Forgets."""
+        """Free arrays in the fast memory."""
         self.held -= sum(x.size for x in arrays)
 
 
 def flash(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """FlashAttention: as many queries as fit stay, and keys come by one at a time (Dao et al. 2022; Dao 2023).
+    """FlashAttention: as many queries as fit stay in fast memory; keys are loaded one at a time (Dao et al. 2022).
 
     Args:
-      machine: what it runs on.
-      q, k, v: (N, d), unscaled.
+      machine: the memory that counts.
+      q: queries (N, d), not scaled.
+      k: keys (N, d).
+      v: values (N, d).
 
     Returns:
-      (N, d).
+      attention's output (N, d).
 
     Raises:
-      ConfigError: a fast memory that does not hold a query, its output and a key.
+      ConfigError: the fast memory cannot hold a query, its output and a key.
     """
     (n, d), out = q.shape, np.empty_like(v)
     rows = min(n, (machine.limit - d) // (2 * d + 3))
@@ -105,15 +107,15 @@ def flash(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.n
         )
     for i in range(0, n, rows):
         query = machine.load(q[i : i + rows])
-        acc, top = machine.room(*query.shape), machine.room(len(query))
-        total, score = machine.room(len(query)), machine.room(len(query))
+        acc, top = machine.allocate(*query.shape), machine.allocate(len(query))
+        total, score = machine.allocate(len(query)), machine.allocate(len(query))
         top[...] = -np.inf
         for j in range(n):
             key = machine.load(k[j])
             score[...] = query @ key
             machine.free(key)
             value = machine.load(v[j])
-            for r in range(len(query)):  # a number at a time: nothing else is held
+            for r in range(len(query)):  # one number at a time, without further buffers
                 higher = max(top[r], score[r])
                 fade, weight = math.exp(top[r] - higher), math.exp(score[r] - higher)
                 acc[r] = acc[r] * fade + weight * value
@@ -126,20 +128,22 @@ def flash(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.n
 
 
 def small_cache(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The algorithm for a small fast memory: the scores are written out, in square tiles (Saha & Ye 2024, section 4).
+    """Attention for a small fast memory: scores are written to slow memory in square tiles (Saha & Ye 2024, section 4).
 
-    Both products are of matrices in tiles of t x t, t about sqrt(M), each made by columns and rows that are loaded one
-    at a time; every row of the scores keeps its largest one and its sum beside it.
+    Both products are tiled with tiles of t x t, t about sqrt(M); a tile is accumulated from columns and rows that are
+    loaded one at a time. The largest score and the sum of each row are stored as well.
 
     Args:
-      machine: what it runs on.
-      q, k, v: (N, d), unscaled.
+      machine: the memory that counts.
+      q: queries (N, d), not scaled.
+      k: keys (N, d).
+      v: values (N, d).
 
     Returns:
-      (N, d).
+      attention's output (N, d).
 
     Raises:
-      ConfigError: a fast memory of less than 5 numbers.
+      ConfigError: the fast memory holds less than 5 numbers.
     """
     (n, d), out = q.shape, np.empty_like(v)
     t = max(int(math.sqrt(machine.limit + 4)) - 2, 1)  # t^2 + 4 t <= M
@@ -147,13 +151,13 @@ def small_cache(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
     for i in range(0, n, t):
         rows = slice(i, i + t)
         for j in range(0, n, t):
-            tile = machine.room(len(tops[rows]), len(tops[j : j + t]))
+            tile = machine.allocate(len(tops[rows]), len(tops[j : j + t]))
             for c in range(d):
                 a, b = machine.load(q[rows, c]), machine.load(k[j : j + t, c])
                 tile += np.outer(a, b)
                 machine.free(a, b)
             top, total = machine.load(tops[rows]), machine.load(totals[rows])
-            higher = machine.room(len(top))
+            higher = machine.allocate(len(top))
             higher[...] = np.maximum(top, tile.max(1))
             total *= np.exp(top - higher)
             for r in range(len(top)):
@@ -163,7 +167,7 @@ def small_cache(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
             machine.store(totals[rows], total)
             machine.store(scores[rows, j : j + t], tile)
         for c in range(0, d, t):
-            acc = machine.room(*out[rows, c : c + t].shape)
+            acc = machine.allocate(*out[rows, c : c + t].shape)
             top, total = machine.load(tops[rows]), machine.load(totals[rows])
             for j in range(n):
                 weight, value = machine.load(scores[rows, j]), machine.load(v[j, c : c + t])
@@ -180,11 +184,12 @@ def small_cache(machine: Machine, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a kernel moves between the device's memory and its own, in numbers of whatever dtype.
+    """Numbers that a kernel moves between device memory and its fast memory, whatever their dtype.
 
     Args:
-      read, written: of queries, keys, values and outputs; the few numbers per row (log-sum-exp) are left out.
-      held: of them in the kernel's memory at once, with the scores of a tile and what is summed.
+      read: numbers of queries, keys and values; the few numbers per row (log-sum-exp) are left out.
+      written: numbers of outputs, without those few as well.
+      held: numbers in fast memory at the same time: blocks, the scores of a tile, and accumulators.
     """
 
     read: int
@@ -193,20 +198,21 @@ class Traffic:
 
     @property
     def moved(self) -> int:
-        """Both ways."""
+        """Numbers read and written."""
         return self.read + self.written
 
 
 def tpu_traffic(cut: Cut, d: int, dv: int, own: Side | None = None) -> Traffic:
-    """What the TPU's forward kernel moves, or with `own` a half of its backward pass.
+    """Count what the TPU's forward kernel moves or, with `own`, one of its two backward kernels.
 
-    A block is brought when a step's index differs from that of the step before (Pallas's pipeline), along the steps
-    that the kernel prefetches: `tpu_steps.steps`.
+    Pallas loads a block when its index differs from that of the step before, along the list of steps that the kernel
+    prefetches (`tpu_steps.steps`).
 
     Args:
-      cut: how the arrays are cut, as `Cut.of_inputs` says.
-      d, dv: widths of queries and keys, and of values.
-      own: of the backward pass, the side whose cotangents are made.
+      cut: the tiling of the arrays (see `Cut.of_inputs`).
+      d: width of queries and keys.
+      dv: width of values.
+      own: for a backward kernel, the side whose cotangents it computes; `None` for the forward kernel.
     """
     side: Side = own or "queries"
     plan = steps(cut, Tokens(), side)
@@ -221,7 +227,7 @@ def tpu_traffic(cut: Cut, d: int, dv: int, own: Side | None = None) -> Traffic:
     read_other = d + dv
     made = {None: dv, "queries": d, "keys": d + dv}[own]
     begins = 1 + int((mine[1:] != mine[:-1]).sum())
-    # A tile that stays is met by others one after the other, and the last of one may be the first of the next.
+    # A resident tile visits the others in order. The last one of a tile may be the first of the next: no load then.
     meetings = len(mine) if times > 1 else _brought(np.asarray(plan.other))
     whole = cut.b * heads
     return Traffic(
@@ -234,13 +240,18 @@ def tpu_traffic(cut: Cut, d: int, dv: int, own: Side | None = None) -> Traffic:
 def gpu_traffic(
     mask: Mask, *, b: int, s: int, t: int, h: int, d: int, dv: int, keys: int, queries: int = 128
 ) -> Traffic:
-    """What Hopper's forward kernel moves into and out of shared memory: of `gpu_forward`, by the tiles it visits.
+    """Count what Hopper's forward kernel (`gpu_forward`) moves into and out of shared memory, by the tiles it visits.
 
     Args:
-      mask: what is seen.
-      b, s, t, h: examples, queries, keys, query heads.
-      d, dv: widths of queries and keys, and of values.
-      keys, queries: of a tile.
+      mask: the attention mask.
+      b: batch rows.
+      s: queries.
+      t: keys.
+      h: query heads.
+      d: width of queries and keys.
+      dv: width of values.
+      keys: keys of a tile.
+      queries: queries of a tile.
     """
     table = tile_table(mask, Tokens(), s=s, t=t, q_tile=queries, k_tile=keys)
     meetings, rows = int((table != SKIP).sum()), table.shape[0] * queries

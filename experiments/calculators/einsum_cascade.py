@@ -1,17 +1,17 @@
-"""How often an algorithm has to go through its input: the passes of a cascade of einsums over a rank.
+"""Number of passes of an algorithm over its input, from its description as a cascade of einsums.
 
-A cascade is a text, an einsum a line, in the notation of FuseMax (Nayak et al. 2024, arXiv:2406.10491):
+A cascade is a text with one einsum per line, in the notation of FuseMax (Nayak et al. 2024, arXiv:2406.10491):
 
-    SN[m, p] = exp(QK[m, p] - GM[p])      what holds for every m and p
-    SD[p]    = sum SN[m, p]               an index on the right only is reduced, whatever the operation's name
+    SN[m, p] = exp(QK[m, p] - GM[p])      computed for every m and p
+    SD[p]    = sum SN[m, p]               an index that is only on the right is reduced, whatever the operation
     RM[m1+1, p] = max(RM[m1, p], LM[m1, p])     a running value
-    AV[f, p] = RNV[f, M1, p] / RD[M1, p]  an index in capitals is a running value's last
-    m = m1, m0                            rank m is cut into chunks m1 of m0
+    AV[f, p] = RNV[f, M1, p] / RD[M1, p]  an upper-case index: the final value of a running value
+    m = m1, m0                            rank m is split into chunks m1 of m0 elements
 
-Only names and indices are read; words without brackets are operations. An element is gone through again where it meets
-what is known only once every element has been seen. Whoever goes through a rank several times holds all of it on the
-chip or reads it as often: attention of three passes keeps or spills a row of scores as long as the sequence, of one
-pass neither. The number is a property of the algorithm, whatever the hardware.
+Only names and indices are read; words without brackets are operations. An element needs another pass if it is combined
+with a value that depends on all elements. An algorithm with several passes over a rank holds the whole rank on the chip
+or reads it several times: attention with three passes stores a row of scores as long as the sequence, with one pass it
+does not. The number is a property of the algorithm and independent of hardware.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = re.compile(r"([a-z]\w*)\s*=\s*([a-z]\w*(?:\s*,\s*[a-z]\w*)+)")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor as an einsum names it: its indices, and those at which it is read after the last step."""
+    """A tensor in an einsum: its indices, and those at which the final value of a running value is read."""
 
     name: str
     indices: tuple[str, ...]
@@ -45,17 +45,17 @@ class Einsum:
 
     @property
     def indices(self) -> set[str]:
-        """Everything it runs over."""
+        """All indices of the einsum."""
         return {i for t in (self.output, *self.inputs) for i in t.indices}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cascade:
-    """Einsums in the order in which they are worked out.
+    """Einsums in the order of their computation.
 
     Args:
       einsums: the lines.
-      parts: of a rank that is cut, its parts from the outside in.
+      parts: by split rank, its parts from the outermost in.
     """
 
     einsums: tuple[Einsum, ...]
@@ -63,10 +63,10 @@ class Cascade:
 
     @classmethod
     def of(cls, text: str) -> Cascade:
-        """Reads the notation above.
+        """Parse a cascade in the module's notation.
 
         Raises:
-          ConfigError: a line of another form, or a tensor made twice.
+          ConfigError: a line has another form, or a tensor is computed twice.
         """
         einsums, parts, made = [], {}, set()
         for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
@@ -79,10 +79,10 @@ class Cascade:
                 raise ConfigError(f"a cascade's line '{line}' is not of the form 'S[m, p] = exp(X[m, p] - G[p])'")
             running = any(t.name == outputs[0].name for t in inputs)
             if outputs[0].name in made:
-                raise ConfigError(f"the cascade makes {outputs[0].name} twice; give each tensor a name of its own")
+                raise ConfigError(f"the cascade computes {outputs[0].name} twice; give each tensor its own name")
             if running and not any("+" in i for i in _TENSOR.findall(left)[0][1].split(",")):
                 raise ConfigError(
-                    f"'{line}' makes {outputs[0].name} of itself; a running value is written X[m+1] = X[m]"
+                    f"'{line}' computes {outputs[0].name} from itself; write a running value as X[m+1] = X[m]"
                 )
             made.add(outputs[0].name)
             einsums.append(Einsum(outputs[0], tuple(t for t in inputs if t.name != outputs[0].name)))
@@ -90,36 +90,36 @@ class Cascade:
 
 
 def passes(cascade: Cascade | str, rank: str = "m") -> int:
-    """How often the rank's elements are gone through.
+    """Number of passes of a cascade over a rank.
 
     Args:
       cascade: einsums, or their text.
-      rank: over which to count; of one that is cut, all its parts together.
+      rank: the rank; a split rank counts with all its parts.
 
     Raises:
-      ConfigError: no einsum runs over the rank, or a line that cannot be read.
+      ConfigError: no einsum runs over the rank, or a line cannot be parsed.
     """
     return max(by_tensor(cascade, rank).values())
 
 
 def by_tensor(cascade: Cascade | str, rank: str = "m") -> dict[str, int]:
-    """Tensor -> the pass in which it is made, of those that are made by going through the rank."""
+    """Return the pass in which each tensor is computed, for the einsums that run over the rank."""
     cascade = Cascade.of(cascade) if isinstance(cascade, str) else cascade
     parts = set(cascade.parts.get(rank, (rank,)))
     outer = cascade.parts.get(rank, (rank,))[0]
     known = {i for e in cascade.einsums for i in e.indices}
     if not parts <= known:
         raise ConfigError(f"no einsum of the cascade runs over '{rank}'{near(rank, {*known, *cascade.parts})}")
-    # When a tensor is to be had: in pass n, element by element (n), or when pass n is over (n + 1/2).
+    # Time at which a tensor is available: n if element by element in pass n, n + 1/2 if after pass n.
     ready: dict[str, float] = {}
-    found: dict[str, int] = {}
+    made_in: dict[str, int] = {}
     for einsum in cascade.einsums:
         time = max((_after(ready.get(t.name, 0.0), outer in t.last) for t in einsum.inputs), default=0.0)
-        if parts <= einsum.indices:  # goes through every element
+        if parts <= einsum.indices:  # a pass over every element
             time = float(max(1, math.ceil(time)))
-            found[einsum.output.name] = int(time)
+            made_in[einsum.output.name] = int(time)
         ready[einsum.output.name] = _after(time, outer in einsum.indices and outer not in einsum.output.indices)
-    return found
+    return made_in
 
 
 def _after(time: float, whole: bool) -> float:
@@ -183,7 +183,7 @@ CASCADES = {
         Y[m1, m0, p] = exp(X[m1, m0, p]) / (RF[M1, p] 2**RE[M1, p])
     """,
 }
-"""Cascades by name. Attention in three passes is what the formula says; in two, every chunk's largest score first
-(TileFlow, Zheng et al. 2023); in one, running values (FlashAttention, Dao et al. 2022, and `pallas_kernels`' forward
-pass). Softmax in two passes is `pallas_kernels.softmax`, a running pair of mantissa and exponent (Dukhan & Ablavatski
-2020)."""
+"""Cascades by name. Attention in three passes is the plain formula; in two passes, with the largest score of every
+chunk first (TileFlow, Zheng et al. 2023); in one pass, with running values (FlashAttention, Dao et al. 2022, and the
+forward pass of `pallas_kernels`). Softmax in two passes is `pallas_kernels.softmax`, a running pair of mantissa and
+exponent (Dukhan & Ablavatski 2020)."""

@@ -1,9 +1,9 @@
-"""Whether a run's shapes suit its hardware: tiles that are left half empty, products and messages that are too small.
+"""Whether a run's shapes suit its hardware: padding of tiles, and products and messages that are too small.
 
-The rules of hardware-aware shapes (Anthony et al. 2024, arXiv 2401.14489; for mixtures of experts and networks row 160,
-Anthony et al. 2025, arXiv 2511.17127) as one question asked of every product of the model: how much of the arithmetic
-is padding, forward and backward, once a device's piece is cut into the hardware's tiles; and is there enough of it to
-be bounded by arithmetic and not by memory. A message is too small where its steps take longer than its bytes.
+For every product of the model, the rules of hardware-aware shapes (Anthony et al. 2024, arXiv 2401.14489; for mixtures
+of experts and networks Anthony et al. 2025, arXiv 2511.17127) become two questions: what fraction of the arithmetic,
+forward and backward, is padding when a device's shard is split into the hardware's tiles; and is the product bounded by
+arithmetic or by memory. A message is too small if the latency of its steps exceeds the time of its bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Sizing:
-    """How a product of the model suits the hardware.
+    """Padding and bound of one product of the model.
 
     Args:
-      name: of the product, as `Transformer.products` has it.
-      rows, inner, outer: its sizes on one device: of each expert, where there are several.
-      waste: the share of its arithmetic, forward and backward, that is padding.
-      bound: "compute" or "memory", whichever takes longer, forward.
-      advice: what would waste nothing; "" where nothing is wasted.
+      name: the product's name in `Transformer.products`.
+      rows: rows of the left operand on one device (of each expert).
+      inner: width that is summed over, on one device.
+      outer: width of the result on one device.
+      waste: fraction of its arithmetic, forward and backward, that is padding.
+      bound: "compute" or "memory", whichever takes longer in the forward pass.
+      advice: sizes without padding; "" if there is no padding.
     """
 
     name: str
@@ -52,13 +54,13 @@ class Sizing:
 
 @dataclasses.dataclass(frozen=True)
 class Sizings:
-    """Every product of a run; prints as a table.
+    """All products of a run; prints as a table.
 
     Args:
       topology: the hardware.
-      tile: what it works on at once: rows, columns, depth.
-      rows: a line per product.
-      waste: the share of all products' arithmetic that is padding.
+      tile: rows, columns and depth of the product that the hardware computes at once.
+      rows: the products.
+      waste: fraction of all products' arithmetic that is padding.
     """
 
     topology: str
@@ -67,7 +69,7 @@ class Sizings:
     waste: float
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -85,23 +87,23 @@ class Sizings:
 
 
 def sizing(config: TrainConfig, hardware: str | Topology) -> Sizings:
-    """Asks of every product whether its sizes on one device suit the hardware.
+    """Compute padding and bound of every product of a run on one device.
 
     Args:
       config: the run's settings, of a `Transformer` with a layout.
       hardware: a topology or its name.
 
     Raises:
-      ConfigError: a run without a layout, or another model.
-      LayoutError: an unknown topology, a layout that does not fit it, or a dtype whose rate is not known there.
+      ConfigError: the run has no layout, or its model is not a `Transformer`.
+      LayoutError: the topology is unknown, the layout does not fit it, or it has no rate for the dtype.
     """
     if config.layout is None:
         raise ConfigError("a run with layout=None is for one local device; give it Layout('data=1') to size it")
     if not isinstance(config.model, TransformerConfig):
-        raise ConfigError(f"the products of {type(config.model).__name__} are not known here; those of Transformer are")
-    there = topology(hardware) if isinstance(hardware, str) else hardware
-    layout = sized(config.layout, there.devices)
-    chip, model = there.chip, model_of(there.chip, config.model.dtype)
+        raise ConfigError(f"the products of {type(config.model).__name__} are not known; use a Transformer")
+    target = topology(hardware) if isinstance(hardware, str) else hardware
+    layout = sized(config.layout, target.devices)
+    chip, model = target.chip, model_of(target.chip, config.model.dtype)
     tile = chip.tile if chip.tile != (1, 1, 1) else model.tile
     judged = [
         (count, _judge(name, sizes, whole, tile, model))
@@ -109,34 +111,34 @@ def sizing(config: TrainConfig, hardware: str | Topology) -> Sizings:
     ]
     made = [count * 6 * s.rows * s.inner * s.outer for count, s in judged]
     padded = [n / (1 - s.waste) for n, (_, s) in zip(made, judged, strict=True)]
-    return Sizings(there.name, tile, tuple(s for _, s in judged), 1 - sum(made) / sum(padded))
+    return Sizings(target.name, tile, tuple(s for _, s in judged), 1 - sum(made) / sum(padded))
 
 
 _Sizes = tuple[int, int, int]
 
 
 def _local(config: TrainConfig, model: TransformerConfig, layout: Layout) -> list[tuple[str, _Sizes, str, int]]:
-    """Each product's name and sizes on one device, what cuts it in words, and how often a layer has it."""
-    found = []
+    """Return each product's name, sizes on one device, sharding in words, and number in the model on one device."""
+    per_device = []
     tokens = config.micro_batch * config.seq_len
     if layout.stages > 1:
         tokens //= layout.schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
     for p in products(model, config.seq_len):
         local = p.local(layout)
         inner, outer = (local, p.outer) if p.side == "inner" else (p.inner, local)
-        # of routed experts, each device has all of its group's tokens for a few, in place of a few tokens for all
+        # With expert parallelism a device has the tokens of its whole group for a few experts.
         spread = ("expert_batch", "expert_seq") if p.weights > 1 else ("batch", "seq")
         rows = p.rows * tokens / math.prod(layout.split(a) for a in spread) / p.weights
-        said = ", ".join(_in_pieces(part, layout) for part in p.parts)
+        sharding = ", ".join(_in_pieces(part, layout) for part in p.parts)
         weights = max(1, p.weights // layout.split("experts"))
-        found.append((p.name, (max(1, round(rows)), inner, outer), said, weights * p.layers))
+        per_device.append((p.name, (max(1, round(rows)), inner, outer), sharding, weights * p.layers))
     z, heads = model.sizes, max(1, model.sizes.heads // layout.split("heads"))
     seq = config.seq_len // layout.split("seq")
     examples = max(1, tokens // config.seq_len // layout.split("batch"))
-    found.append(
+    per_device.append(
         ("scores", (seq, z.head_dim, config.seq_len), f"head_dim {z.head_dim}", heads * examples * model.depth)
     )
-    return found
+    return per_device
 
 
 def _in_pieces(part: Width, layout: Layout) -> str:
@@ -144,9 +146,9 @@ def _in_pieces(part: Width, layout: Layout) -> str:
     return f"{part.axis} {part.size * part.columns}" + (f" in {pieces}" if pieces > 1 else "")
 
 
-def _judge(name: str, sizes: _Sizes, said: str, tile: _Sizes, model: GemmModel) -> Sizing:
+def _judge(name: str, sizes: _Sizes, sharding: str, tile: _Sizes, model: GemmModel) -> Sizing:
     rows, inner, outer = sizes
-    # forward, and the gradients of both operands: each size is a row, a column and a depth in turn
+    # The forward pass and the gradients of both operands: each size is once rows, columns and depth.
     passes = ((rows, outer, inner), (rows, inner, outer), (inner, outer, rows))
     padded = sum(padded_flops(*p, tile) for p in passes)
     memory = model.width * (rows * inner + inner * outer + rows * outer) / model.bandwidth
@@ -159,7 +161,7 @@ def _judge(name: str, sizes: _Sizes, said: str, tile: _Sizes, model: GemmModel) 
         *sizes,
         1 - 6 * rows * inner * outer / padded,
         "compute" if compute >= memory else "memory",
-        f"{better} ({said})" if better else "",
+        f"{better} ({sharding})" if better else "",
     )
 
 
@@ -168,21 +170,22 @@ def _nearest(n: int, step: int) -> int:
 
 
 def small_messages(
-    found: Sequence[Collective], there: Topology, sizes: Mapping[str, int], across: str | None = None
+    collectives: Sequence[Collective], target: Topology, sizes: Mapping[str, int], across: str | None = None
 ) -> list[tuple[Collective, float]]:
-    """Collectives whose steps take longer than their bytes, and how large a payload would be even.
+    """Return collectives whose latency exceeds the time of their bytes, with the payload at which both are equal.
 
     Args:
-      found: as `predict` or `collectives` give them.
-      there: the hardware.
-      sizes, across: of the layout, as `Topology.link` takes them.
+      collectives: the result of `predict` or `collectives`.
+      target: the hardware.
+      sizes: number of devices by mesh axis (`Layout.sizes`).
+      across: the mesh axis that spans slices (`Layout.across`).
 
     Returns:
-      each such collective, with the payload in bytes at which its bytes take as long as its steps.
+      pairs of such a collective and the payload in bytes at which its bytes take as long as its steps.
     """
     small = []
-    for c in found:
-        link, speed = there.link(sizes, c.axes, across)
+    for c in collectives:
+        link, speed = target.link(sizes, c.axes, across)
         hops, sent = steps(c.kind, c.devices), c.sent / max(1, c.times)
         if sent and hops * link.latency > sent / speed:
             small.append((c, c.payload * hops * link.latency * speed / sent))

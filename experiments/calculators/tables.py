@@ -1,4 +1,4 @@
-"""The tables of README.md: `python -m experiments.calculators.tables`."""
+"""Prints the tables of README.md: `python -m experiments.calculators.tables`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxscale.models import TransformerConfig
 
 N, D = 32, 16
 YI_34B = TransformerConfig(depth=60, vocab=64000, width=7168, heads=56, kv_heads=8, head_dim=128, hidden=20480)
-A100 = dataclasses.replace(chip("a100"), bandwidth=2e12, host_bandwidth=2e10)  # the paper's round figures
+A100 = dataclasses.replace(chip("a100"), bandwidth=2e12, host_bandwidth=2e10)  # rounded as in the paper
 SHAPES = TransformerConfig(depth=2, vocab=32770, width=1024, heads=16, head_dim=64, hidden=4224, dtype="bfloat16")
 
 
@@ -35,14 +35,14 @@ def _moved(algorithm, memory: int) -> int:  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Prints all four."""
+    """Print all four tables."""
     rows = [(m, _moved(flash, m), _moved(small_cache, m), needed(N, D, m)) for m in (64, 128, 256, 1024)]
     _table(
-        f"Numbers moved, N = {N}, d = {D}", ("fast memory", "FlashAttention", "tiles of the product", "bound"), *rows
+        f"Numbers moved, N = {N}, d = {D}", ("fast memory", "FlashAttention", "tiled product", "bound"), *rows
     )
     _table("Passes over the keys", ("cascade", "passes"), *((name, passes(text)) for name, text in CASCADES.items()))
-    found = [(n, costs(YI_34B, A100, n)) for n in (4000, 50000)]
-    seen = [(n, c.concurrency, c.prefill, c.decode, c.swap) for n, c in found]
+    by_length = [(n, costs(YI_34B, A100, n)) for n in (4000, 50000)]
+    seen = [(n, c.concurrency, c.prefill, c.decode, c.swap) for n, c in by_length]
     _table("Yi-34B on one A100", ("context", "users", "prefill (s)", "250 tokens (s)", "swap (s)"), *seen)
     run = js.TrainConfig(model=SHAPES, layout=js.Layout("fsdp=2,tensor=2"), batch_size=8, seq_len=512, prompt=None)
     sizes = sizing(run, "v5e:2x2")

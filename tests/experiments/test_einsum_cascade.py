@@ -54,9 +54,9 @@ def test_other_ranks_are_counted_for_themselves():
         ("SD[p] = sum SN[m, p]", "n", "'n'"),
         ("what is this", "m", "what is this"),
         ("S[p] = sum X[m, p]\nS[p] = max X[m, p]", "m", "twice"),
-        ("S[p] = S[p] + X[m, p]", "m", "of itself"),
+        ("S[p] = S[p] + X[m, p]", "m", "from itself"),
     ],
-    ids=["no such rank", "no einsum", "made twice", "of itself"],
+    ids=["no such rank", "no einsum", "made twice", "from itself"],
 )
 def test_what_cannot_be_read_is_said(text, rank, words):
     with raises_saying(ConfigError, words):

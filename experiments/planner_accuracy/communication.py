@@ -1,10 +1,10 @@
-"""What `jaxscale.plan.communication.predict` says a step sends, beside what the TPU's compiled program sends.
+"""Communication of a step: the prediction of `jaxscale.plan.communication.predict` beside the TPU's compiled program.
 
-    python experiments/planner_accuracy/communication.py              # compiles cell by cell; goes on where it stopped
-    python experiments/planner_accuracy/communication.py --only ring  # cells with this in model-case
-    python experiments/planner_accuracy/communication.py --again      # predictions anew, compiled numbers as they are
-    python experiments/planner_accuracy/communication.py --table      # the table of COMMUNICATION.md
-    python experiments/planner_accuracy/communication.py --full       # the same of ../parallelism's 8B and 47B models
+    python experiments/planner_accuracy/communication.py              # compile cell by cell; resume if interrupted
+    python experiments/planner_accuracy/communication.py --only ring  # cells whose model-case contains this
+    python experiments/planner_accuracy/communication.py --again      # predict again, keep compiled numbers
+    python experiments/planner_accuracy/communication.py --table      # print the table of COMMUNICATION.md
+    python experiments/planner_accuracy/communication.py --full       # print it for ../parallelism's 8B and 47B models
 
 Needs `make install EXTRAS=plot,tpu` and jax 0.12. Each cell is a line of communication.jsonl.
 """
@@ -44,7 +44,7 @@ from jaxscale.plan.stand_ins import as_compiled
 HERE = Path(__file__).parent
 CELLS = HERE / "communication.jsonl"
 SCALARS = 2048
-"""Bytes of norms, losses and counts, with their padding, of which no difference is made."""
+"""Bytes of norms, losses and counts with their padding; smaller differences are ignored."""
 
 DENSE = TransformerConfig(
     depth=4, width=256, heads=4, kv_heads=4, head_dim=128, hidden=512, vocab=1024, dtype="bfloat16", memory="full",
@@ -77,19 +77,19 @@ LATENT = {
     ),
     "latent-queries": ("fsdp", "tensor", "fsdp-tensor"),
 }
-"""Cases of models with multi-head latent attention, as DeepSeek-V2-Lite and V3 have it."""
+"""Cases of models with the multi-head latent attention of DeepSeek-V2-Lite and V3."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A layout, and what of the run goes with it.
+    """A layout, and changes of the run.
 
     Args:
-      layout: it.
-      topology: what it is compiled for.
-      model: changes to the model.
-      run: changes to the run.
-      only: which of `BOTH` it is for.
+      layout: the layout.
+      topology: the hardware to compile for.
+      model: changes to the model's config.
+      run: changes to the run's config.
+      only: the models of `BOTH` that it is for.
     """
 
     layout: js.Layout
@@ -167,22 +167,22 @@ CASES: dict[str, Cell] = {
 
 
 def cells() -> list[tuple[str, str]]:
-    """Model and case of each, dense ones first."""
-    found = [(model, name) for model in BOTH for name, cell in CASES.items() if model in cell.only]
-    return found + [(model, name) for model, names in LATENT.items() for name in names]
+    """Return model and case of each cell, dense models first."""
+    pairs = [(model, name) for model in BOTH for name, cell in CASES.items() if model in cell.only]
+    return pairs + [(model, name) for model, names in LATENT.items() for name in names]
 
 
 def config_of(model: str, case: str) -> js.TrainConfig:
-    """The run of a cell."""
+    """Return the run of a cell."""
     cell = CASES[case]
     run = {"batch_size": 16, "seq_len": 256, "segments": False, "prompt": None} | cell.run
     return js.TrainConfig(model=dataclasses.replace(MODELS[model], **cell.model), layout=cell.layout, **run)
 
 
-def summed(found: list[Collective]) -> list[dict[str, Any]]:
-    """By kind and axes: bytes of the wholes times how often, and what a device sends."""
+def summed(collectives: list[Collective]) -> list[dict[str, Any]]:
+    """Sum collectives by kind and axes: payload of all executions, bytes that a device sends, executions."""
     rows: dict[tuple[Any, ...], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "sent": 0, "times": 0})
-    for c in found:
+    for c in collectives:
         row = rows[c.kind, c.axes]
         row["bytes"] += c.payload * c.times
         row["sent"] += c.sent
@@ -191,46 +191,46 @@ def summed(found: list[Collective]) -> list[dict[str, Any]]:
 
 
 def predicted(model: str, case: str) -> dict[str, Any]:
-    """What arithmetic says, with a pipeline's branches counted as the compiled text has them, and as they are taken."""
+    """Predict a cell's collectives: with all branches of a pipeline, as in the compiled text, and as executed."""
     config, topology = config_of(model, case), CASES[case].topology
     start = time.perf_counter()
-    found = predict(config, topology, every_branch=True)
+    sent = predict(config, topology, every_branch=True)
     seconds = time.perf_counter() - start
-    row: dict[str, Any] = {"predicted": summed(found), "predict_seconds": round(seconds, 3)}
-    row["stood_in"] = summed(as_compiled(found, topology))
+    row: dict[str, Any] = {"predicted": summed(sent), "predict_seconds": round(seconds, 3)}
+    row["stood_in"] = summed(as_compiled(sent, topology))
     if config.layout is not None and config.layout.stages > 1:
         row["predicted_taken"] = summed(predict(config, topology))
     return row
 
 
 def measure(model: str, case: str, keep: Path | None) -> dict[str, Any]:
-    """A cell: predicted, and compiled."""
+    """Predict and compile a cell."""
     config, topology, start = config_of(model, case), CASES[case].topology, time.perf_counter()
     assert config.layout is not None
     compiled = compile_step(config, topology)
     if keep is not None:
         (keep / f"{model}.{case}.hlo").write_text(compiled.as_text())
     about = {"model": model, "case": case, "layout": str(config.layout), "topology": topology}
-    found = collectives(compiled, config.layout.sizes)
+    sent = collectives(compiled, config.layout.sizes)
     seconds = round(time.perf_counter() - start, 1)
-    return about | predicted(model, case) | {"compiled": summed(found), "compile_seconds": seconds}
+    return about | predicted(model, case) | {"compiled": summed(sent), "compile_seconds": seconds}
 
 
 def read() -> dict[tuple[str, str], dict[str, Any]]:
-    """The cells so far."""
+    """Return the measured cells."""
     if not CELLS.exists():
         return {}
     return {(r["model"], r["case"]): r for r in map(json.loads, CELLS.read_text().splitlines())}
 
 
 def write(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """All cells, in order."""
+    """Write all measured cells in order."""
     order = [c for c in cells() if c in rows]
     CELLS.write_text("".join(json.dumps(rows[c]) + "\n" for c in order))
 
 
 def by_axes(rows: list[dict[str, Any]], what: str = "sent") -> dict[str, int]:
-    """Bytes by the mesh axes they travel along."""
+    """Sum bytes by mesh axes."""
     total: dict[str, int] = defaultdict(int)
     for row in rows:
         total["·".join(row["axes"])] += row[what]
@@ -238,7 +238,7 @@ def by_axes(rows: list[dict[str, Any]], what: str = "sent") -> dict[str, int]:
 
 
 def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Bytes a device sends, by axes: what the rules demand, that with the compiler's stand-ins, and compiled."""
+    """Return a table of bytes that a device sends, by axes: by the rules, with the compiler's stand-ins, compiled."""
     lines = ["| model | case | layout, topology | axes | rules | with stand-ins | compiled | difference |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for cell in (c for c in cells() if c in rows):
@@ -256,15 +256,15 @@ def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
 
 
 def full_table() -> str:
-    """Full-size models on 64 chips, as `experiments/parallelism` compiled them, beside predictions."""
+    """Return the table of the full-size models that `experiments/parallelism` compiled for 64 chips."""
     sys.path.insert(0, str(HERE.parent / "parallelism"))
-    import measure as parallelism  # a script, found by its folder
+    import measure as parallelism  # a script in the folder that was just added to sys.path
 
     lines = ["| model | mesh | axes | with stand-ins | compiled | difference |", "|---|---|---|---|---|---|"]
     for (model, case, depth), row in parallelism.read().items():
         config = parallelism.config_of(model, case, depth)
-        found = as_compiled(predict(config, row["topology"], every_branch=True), row["topology"])
-        a, b = by_axes(summed(found)), by_axes(row["collectives"])
+        sent = as_compiled(predict(config, row["topology"], every_branch=True), row["topology"])
+        a, b = by_axes(summed(sent)), by_axes(row["collectives"])
         for axes in sorted((x for x in a | b if b.get(x, 0) > 2**20), key=lambda x: -b[x]):
             share = f"{b[axes] / a.get(axes, 1) - 1:+.2%}"
             lines.append(f"| {model} | {row['mesh']} | {axes} | {a.get(axes, 0):,} | {b[axes]:,} | {share} |")
@@ -272,13 +272,14 @@ def full_table() -> str:
 
 
 def main() -> None:
+    """Compile or predict cells, or print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=len(cells()), help="at most so many")
-    parser.add_argument("--only", default="", help="cells with this in model-case")
-    parser.add_argument("--hlo", type=Path, help="a folder for the programs' text")
-    parser.add_argument("--again", action="store_true", help="predict anew")
-    parser.add_argument("--table", action="store_true", help="the table")
-    parser.add_argument("--full", action="store_true", help="the table of full-size models")
+    parser.add_argument("--cells", type=int, default=len(cells()), help="compile at most this many")
+    parser.add_argument("--only", default="", help="only cells whose model-case contains this")
+    parser.add_argument("--hlo", type=Path, help="folder to write the compiled programs' text to")
+    parser.add_argument("--again", action="store_true", help="predict again, keep compiled numbers")
+    parser.add_argument("--table", action="store_true", help="print the table")
+    parser.add_argument("--full", action="store_true", help="print the table of full-size models")
     args = parser.parse_args()
     rows = read()
     if args.table or args.full:

@@ -1,13 +1,13 @@
-"""What a step of a model of real width sends, predicted and compiled, for TPUs and GPUs.
+"""Communication of a step of models of realistic width, predicted and compiled, for TPUs and GPUs.
 
     export JAX_PLATFORMS=cpu
-    python experiments/planner_accuracy/communication_wide.py          # compiles cell by cell; goes on where it stopped
-    python experiments/planner_accuracy/communication_wide.py --again  # predictions anew, compiled numbers as they are
-    python experiments/planner_accuracy/communication_wide.py --table  # writes the table into COMMUNICATION.md
+    python experiments/planner_accuracy/communication_wide.py          # compile cell by cell; resume if interrupted
+    python experiments/planner_accuracy/communication_wide.py --again  # predict again, keep compiled numbers
+    python experiments/planner_accuracy/communication_wide.py --table  # write the table into COMMUNICATION.md
 
 Needs `make install EXTRAS=plot,tpu,gpu-aot` on Python 3.12 or newer, and jax 0.12. The cells are the lines of
-communication_wide.txt, written as those of memory.py are, and were chosen before any of them was compiled. Each
-compiled cell is a line of communication_wide.jsonl; "opened" is predicted over compiled when it was first compiled.
+communication_wide.txt, in the notation of memory.py, and were chosen before any of them was compiled. Each compiled
+cell is a line of communication_wide.jsonl; "opened" is predicted over compiled bytes when it was first compiled.
 """
 
 from __future__ import annotations
@@ -40,46 +40,46 @@ ROWS = HERE / "communication_wide.jsonl"
 PAGE = HERE / "COMMUNICATION.md"
 START, END = "<!-- communication_wide.py --table -->\n", "<!-- end of table -->\n"
 SMALL = 0.001
-"""An axis is a line of the table from this share of a cell's bytes on."""
+"""Least fraction of a cell's bytes for which mesh axes get a line in the table."""
 
 
 def cells() -> list[str]:
-    """The names of all cells."""
+    """Return the names of all cells."""
     return CELLS.read_text().splitlines()
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The cells so far, by name."""
+    """Return the measured cells by name."""
     lines = ROWS.read_text().splitlines() if ROWS.exists() else []
     return {r["cell"]: r for r in map(json.loads, lines)}
 
 
 def write(rows: dict[str, dict[str, Any]]) -> None:
-    """All cells, in order."""
+    """Write all measured cells in order."""
     ROWS.write_text("".join(json.dumps(rows[name]) + "\n" for name in cells() if name in rows))
 
 
 def about() -> dict[str, Any]:
-    """When, with what."""
+    """Return date, commit and versions."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}
     return {"date": datetime.date.today().isoformat(), "commit": commit, "versions": versions}
 
 
 def predicted(name: str) -> dict[str, Any]:
-    """By the rules, and with what the hardware's compiler is known to put in their place."""
+    """Predict a cell's collectives by the rules, and with the known substitutions of the hardware's compiler."""
     cell = Cell.named(name)
-    found = predict(cell.config, cell.topology, every_branch=True)
-    return {"predicted": summed(found), "stood_in": summed(as_compiled(found, cell.topology))}
+    sent = predict(cell.config, cell.topology, every_branch=True)
+    return {"predicted": summed(sent), "stood_in": summed(as_compiled(sent, cell.topology))}
 
 
 def total(rows: list[dict[str, Any]]) -> int:
-    """Bytes that a device sends."""
+    """Return the bytes that a device sends."""
     return sum(r["sent"] for r in rows)
 
 
 def measure(name: str, keep: Path | None) -> dict[str, Any]:
-    """A cell: predicted, and compiled."""
+    """Predict and compile a cell."""
     cell, start = Cell.named(name), time.perf_counter()
     config = cell.config
     assert config.layout is not None
@@ -92,7 +92,7 @@ def measure(name: str, keep: Path | None) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A line for each cell and mesh axes, in order of the cells."""
+    """Return the table: a line for each cell and mesh axes, in the order of the cells."""
     lines = ["| cell | axes | predicted | compiled | predicted / compiled | when opened |", "|---|---|---|---|---|---|"]
     for name in (n for n in cells() if n in rows):
         row = rows[name]
@@ -107,7 +107,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """How far predicted bytes are from compiled ones, all axes together."""
+    """Return the table of the errors of predicted bytes, all axes together."""
     out = ["| cells | number | when opened: within 5% | median | worst | now: within 5% | median | worst |"]
     out += ["|---|---|---|---|---|---|---|---|"]
     gpus = {name for name in rows if Cell.named(name).topology.partition(":")[0] in ("h100", "h200", "b200")}
@@ -123,18 +123,19 @@ def summary(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def put_into_page(text: str) -> None:
-    """Replaces the table in COMMUNICATION.md."""
+    """Replace the table in COMMUNICATION.md."""
     before, start, rest = PAGE.read_text().partition(START)
     _, end, after = rest.partition(END)
     PAGE.write_text(f"{before}{start}\n{text}\n\n{end}{after}")
 
 
 def main() -> None:
+    """Compile or predict cells, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=len(cells()), help="compile at most so many")
-    parser.add_argument("--only", default="", help="cells with this in their name")
-    parser.add_argument("--hlo", type=Path, help="a folder for the programs' text")
-    parser.add_argument("--again", action="store_true", help="predict anew, compiled numbers as they are")
+    parser.add_argument("--cells", type=int, default=len(cells()), help="compile at most this many")
+    parser.add_argument("--only", default="", help="only cells whose name contains this")
+    parser.add_argument("--hlo", type=Path, help="folder to write the compiled programs' text to")
+    parser.add_argument("--again", action="store_true", help="predict again, keep compiled numbers")
     parser.add_argument("--table", action="store_true", help="write the table into COMMUNICATION.md, and print it")
     args = parser.parse_args()
     rows = read()

@@ -1,16 +1,15 @@
 """Bytes per device of training steps: `jaxscale.plan.estimate` beside compilers for TPUs and GPUs.
 
-    python experiments/planner_accuracy/memory.py             # compiles cell by cell; goes on where it was stopped
-    python experiments/planner_accuracy/memory.py --cells 1   # one more; --only NAME that one; --whole to the end
-    python experiments/planner_accuracy/memory.py --predict   # does the arithmetic of all compiled cells again
-    python experiments/planner_accuracy/memory.py --table     # the table of MEMORY.md; --why NAME
-    python experiments/planner_accuracy/memory.py --calibrate # writes jaxscale/plan/error_bars.json, and tests it
+    python experiments/planner_accuracy/memory.py             # compile cell by cell; resume if interrupted
+    python experiments/planner_accuracy/memory.py --cells 1   # compile one; --only NAME; --whole to the end
+    python experiments/planner_accuracy/memory.py --predict   # predict all compiled cells again
+    python experiments/planner_accuracy/memory.py --table     # print the table of MEMORY.md; --why NAME
+    python experiments/planner_accuracy/memory.py --calibrate # write jaxscale/plan/error_bars.json, and test it
 
-Needs `make install EXTRAS=tpu,gpu-aot` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU is given. For
+Needs `make install EXTRAS=tpu,gpu-aot` on Python 3.12: jax 0.10.2 reports more temporaries than a TPU allocates. For
 GPUs, set JAX_PLATFORMS=cpu. Each compiled cell is a line of memory.jsonl, written as soon as it is known. A compiler is
-stopped once it has dealt out memory: the code that it goes on to write takes most of its time and changes nothing of
-that. Cells that are held out were chosen before any of them was compiled; `opened` is the ratio when they were first
-looked at.
+stopped after buffer assignment, because code generation takes most of its time and does not change memory. Held-out
+cells were chosen before any of them was compiled; `opened` is their ratio when they were first compared.
 """
 
 from __future__ import annotations
@@ -67,22 +66,24 @@ ATTENTION = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A step.
+    """A training step that is predicted and compiled.
 
     Args:
-      model, depth: a preset, and its layers.
-      mesh: as of `Layout`.
-      topology: what it is compiled for.
-      rows, seq: of the batch.
-      policy: of memory.
-      rules: "fsdp_tensor" or another preset; ending in "+seq", the residual stream is cut along its sequence.
-      pipeline: the schedule.
+      model: name of a preset.
+      depth: number of layers.
+      mesh: as `Layout.mesh`.
+      topology: the hardware to compile for.
+      rows: rows of the batch.
+      seq: tokens of a row.
+      policy: the memory policy.
+      rules: "fsdp_tensor" or another preset; with the suffix "+seq" the residual stream is sharded over its sequence.
+      pipeline: the pipeline schedule.
       attention: a key of `ATTENTION`.
-      lora: the rank of adapters on every projection, the model itself being frozen in bfloat16; 0 trains it.
-      optimizer: a class of `jaxscale.optim`, with its defaults.
-      accumulate: micro-batches.
+      lora: rank of adapters on every projection of a model that is frozen in bfloat16; 0 trains the model itself.
+      optimizer: name of a class of `jaxscale.optim`, which has its defaults.
+      accumulate: number of accumulated micro-batches.
       segments: whether sequences are packed.
-      held_out: not looked at before the arithmetic was done.
+      held_out: whether the cell was predicted before its compiled size was known.
     """
 
     model: str
@@ -103,7 +104,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Everything that tells it from others."""
+        """Name of the cell: all fields that are not defaults."""
         more = [self.rules] if self.rules != "fsdp_tensor" else []
         more += [self.pipeline] if self.pipeline else []
         more += [self.attention] if self.attention != "flash" else []
@@ -116,28 +117,28 @@ class Cell:
 
     @classmethod
     def named(cls, name: str) -> Cell:
-        """The cell of a name."""
+        """Parse the name of a cell."""
         model, hardware, mesh, *more, size, policy = name.split(" ")
         rows, _, seq = size.partition("x")
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for word in more:
             key, _, value = word.partition(":")
             if key in ("lora", "accumulate"):
-                found[key] = int(value)
+                options[key] = int(value)
             elif word == "segments":
-                found[word] = True
+                options[word] = True
             elif word in ATTENTION:
-                found["attention"] = word
+                options["attention"] = word
             elif hasattr(optim, word):
-                found["optimizer"] = word
+                options["optimizer"] = word
             else:
-                found["pipeline" if "pipeline" in parse_mesh(mesh) and value else "rules"] = word
+                options["pipeline" if "pipeline" in parse_mesh(mesh) and value else "rules"] = word
         preset, _, depth = model.partition(":")
-        return cls(preset, int(depth), mesh, hardware, int(rows), int(seq), policy, **found)
+        return cls(preset, int(depth), mesh, hardware, int(rows), int(seq), policy, **options)
 
     @property
     def config(self) -> js.TrainConfig:
-        """The run."""
+        """Config of the run."""
         make = getattr(presets, self.model)
         model = make(depth=self.depth, attention=ATTENTION[self.attention], memory=self.policy)
         rules, cut, _ = self.rules.partition("+")
@@ -182,17 +183,17 @@ CELLS = (
     _held("qwen3", 4, "data=4", "v5p:2x2x1", 8, 4096, rules="zero1"),
     Cell("mixtral_8x7b", 4, "fsdp=16,tensor=4", "v5p:4x4x4", 64, 4096, "attention_only", rules="fsdp_tensor+seq"),
     _held("llama3_8b", 16, "fsdp=16", "v6e:4x4", 16, 16384, "none"),
-    # held out anew, once those above were opened and what they showed was put right
+    # held out later, after the cells above were compared and the formulas corrected
     _held("gemma3", 12, "fsdp=16", "v5p:2x2x4", 16, 4096, "offload_residual"),
     _held("mixtral_8x7b", 4, "fsdp=8,expert=2", "v6e:4x4", 16, 4096),
     _held("llama3_8b", 8, "pipeline=2,fsdp=8", "v5e:4x4", 32, 4096, pipeline="interleaved:4:2"),
     _held("qwen3", 6, "fsdp=8,context=2", "v6e:4x4", 8, 16384, attention="ring"),
-    # latent attention, of which nothing had been compiled when its arithmetic was written
+    # latent attention, whose formulas were written before any such cell was compiled
     _held("deepseek_v2_lite", 6, "fsdp=8", "v5p:2x2x2", 8, 4096),
     _held("deepseek_v3", 3, "fsdp=8,tensor=2", "v5p:2x2x4", 8, 4096),
     _held("deepseek_v2_lite", 6, "fsdp=4,expert=2", "v5p:2x2x2", 8, 4096, "dots_and_attention"),
     _held("deepseek_v3", 3, "fsdp=16", "v6e:4x4", 16, 4096, "none"),
-    # adapters: of the first three it was learned what they change
+    # adapters: the formulas were derived from the first three
     Cell("llama3_8b", 8, "fsdp=8", "v5p:2x2x2", 8, 4096, lora=16),
     Cell("llama3_8b", 8, "data=1", "v5e:1x1", 1, 4096, lora=16),
     Cell("llama3_8b", 8, "fsdp=2,tensor=4", "v5p:2x2x2", 8, 4096, "dots", lora=16),
@@ -201,39 +202,39 @@ CELLS = (
     *map(Cell.named, (*PAIRS.read_text().splitlines(), *HELD_OUT.read_text().splitlines())),
     *map(Cell.named, GPUS.read_text().splitlines()),
 )
-"""What is compiled, most telling first."""
+"""Cells to compile, the most informative first."""
 
 
 def before() -> dict[Cell, int]:
-    """Cells that were compiled before, and what they take."""
+    """Return the cells that another study compiled, and their bytes."""
     layouts = {"fsdp=8": ("fsdp=8", "fsdp_tensor", 8)}
     layouts["tensor=8, sequence split between blocks"] = ("tensor=8", "fsdp_tensor+seq", 1)
-    found = {}
+    sizes = {}
     for line in BEFORE.read_text().splitlines():
         r = json.loads(line)
         if r["hardware"] == "v5p" and r["policy"] != "reversible":
             mesh, rules, rows = layouts[r["layout"]]
-            found[Cell("llama3_8b", 32, mesh, "v5p:2x2x2", rows, r["seq_len"], r["policy"], rules)] = r["bytes"]
-    return found
+            sizes[Cell("llama3_8b", 32, mesh, "v5p:2x2x2", rows, r["seq_len"], r["policy"], rules)] = r["bytes"]
+    return sizes
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The cells so far, by name."""
+    """Return the measured cells by name."""
     lines = ROWS.read_text().splitlines() if ROWS.exists() else []
     return {r["cell"]: r for r in map(json.loads, lines)}
 
 
 def about() -> dict[str, Any]:
-    """When, with what."""
+    """Return date, commit and jax version."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
     return {"date": datetime.date.today().isoformat(), "commit": commit, "jax": jax.__version__}
 
 
 def predicted(cell: Cell) -> dict[str, Any]:
-    """Predicted bytes of a cell, by formulas and by tracing."""
+    """Predict the bytes of a cell by formulas and by tracing."""
     memory = estimate(cell.config, cell.topology)
     fields = {"state": "state", "gradients": "gradients", "copies": "copies", "kept": "saved"}
-    fields |= {"working": "working", "host": "host"}
+    fields |= {"working": "working", "host": "host"}  # keys of memory.jsonl: fields of `Estimate`
     parts = {name: getattr(memory, field) for name, field in fields.items()}
     target = topology(cell.topology)
     traced = traced_plan(on_hardware(cell.config, target), target)[0].device
@@ -241,23 +242,23 @@ def predicted(cell: Cell) -> dict[str, Any]:
 
 
 def assigned(folder: Path) -> int | None:
-    """What a compiler's buffer assignment, written to a folder, takes: arguments and temporaries; `None` if not there.
+    """Return bytes of arguments and temporaries in a compiler's dump of its buffer assignment; `None` if not written.
 
-    The few bytes of outputs that have no argument's place are left out.
+    The few bytes of outputs that are not aliased to arguments are left out.
     """
     files = list(folder.glob("*after_optimizations-buffer-assignment.txt"))
-    if not files or time.time() - files[0].stat().st_mtime < 5:  # it may still be writing
+    if not files or time.time() - files[0].stat().st_mtime < 5:  # the compiler may still be writing
         return None
     sizes: dict[str, int] = {"parameter": 0, "preallocated-temp": 0}
     for line in files[0].read_text().splitlines():
-        found = re.match(r"allocation \d+: size (\d+), (?:color (\d+), )?.*?(parameter|preallocated-temp)", line)
-        if found and found[2] in (None, "0"):
-            sizes[found[3]] += int(found[1])
+        match = re.match(r"allocation \d+: size (\d+), (?:color (\d+), )?.*?(parameter|preallocated-temp)", line)
+        if match and match[2] in (None, "0"):
+            sizes[match[3]] += int(match[1])
     return sum(sizes.values())
 
 
 def compiled(cell: Cell, folder: Path, whole: bool) -> dict[str, Any]:
-    """A cell as the compiler sees it, in a process of its own; what it writes on the way is left in `folder`."""
+    """Compile a cell in its own process, and return its bytes; the compiler's dumps stay in `folder`."""
     flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_step"
     start = time.perf_counter()
     command = [sys.executable, __file__, "--compile", cell.name]
@@ -274,7 +275,7 @@ def compiled(cell: Cell, folder: Path, whole: bool) -> dict[str, Any]:
 
 
 def measure(cell: Cell, folder: Path | None, whole: bool) -> dict[str, Any]:
-    """A cell as the compiler sees it, beside the arithmetic."""
+    """Compile and predict a cell."""
     with tempfile.TemporaryDirectory() as scratch:
         row = compiled(cell, Path(scratch) if folder is None else folder, whole)
     row = {"cell": cell.name, "held_out": cell.held_out, **row, **about(), **predicted(cell)}
@@ -283,29 +284,29 @@ def measure(cell: Cell, folder: Path | None, whole: bool) -> dict[str, Any]:
 
 
 def write(rows: Iterable[dict[str, Any]]) -> None:
-    """All cells anew."""
+    """Write all cells."""
     ROWS.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
 def again() -> None:
-    """The arithmetic of every compiled cell, and of those that were compiled before."""
-    rows, found = read(), []
+    """Predict every compiled cell again, including those that another study compiled."""
+    rows, pairs = read(), []
     for cell, size in before().items():
         row = rows.get(cell.name) or {"cell": cell.name, "held_out": False, "compiled": size, "from": "memory_policies"}
-        found.append((cell, row))
-    found += [(cell, rows[cell.name]) for cell in CELLS if cell.name in rows]
+        pairs.append((cell, row))
+    pairs += [(cell, rows[cell.name]) for cell in CELLS if cell.name in rows]
     now = []
-    for cell, row in found:
+    for cell, row in pairs:
         row = row | predicted(cell) | {"predicted_at": about()["commit"]}
         now.append(row | {"ratio": round(row["predicted"] / row["compiled"], 4)})
     write(now)
 
 
 def calibrate() -> str:
-    """Writes the factors between which 90% of the calibration cells lie, and says how many of the others do.
+    """Write the factors between which 90% of the calibration cells lie, and return a table of the others.
 
-    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are `error_bars.factors`, the
-    upper one the greatest.
+    A cell is for calibration if the first byte of its name's SHA-256 is even. Factors are `error_bars.factors` with
+    the greatest as the upper one.
     """
     rows = [r for r in read().values() if "traced" in r]
     cells = {r["cell"]: Cell.named(r["cell"]) for r in rows}
@@ -333,7 +334,7 @@ def calibrate() -> str:
 
 
 def table(held_out: bool | None = None) -> str:
-    """A line per cell, and the medians."""
+    """Return the table of cells, with the errors of each group of cells."""
     rows = [r for r in read().values() if held_out is None or r["held_out"] == held_out]
     out = ["| cell | compiled, GiB | formulas, GiB | ratio | traced | |", "|---|---|---|---|---|---|"]
     for r in rows:
@@ -369,24 +370,27 @@ def table(held_out: bool | None = None) -> str:
 
 
 def why(name: str) -> str:
-    """What a cell holds at its worst moment, by arithmetic, in GiB."""
+    """Return the buffers of a cell at its predicted peak, in GiB."""
     cell = next(c for c in (*CELLS, *before()) if c.name == name)
-    found = estimate(cell.config, cell.topology)
-    lines = [f"{b.size / 2**30:8.3f} at {b.start / 2**30:8.3f}  {b.what}" for b in found.at_peak if b.size > 2**20]
-    return "\n".join([f"{found.state / 2**30:8.3f} state", *lines])
+    memory = estimate(cell.config, cell.topology)
+    lines = [f"{b.size / 2**30:8.3f} at {b.start / 2**30:8.3f}  {b.what}" for b in memory.at_peak if b.size > 2**20]
+    return "\n".join([f"{memory.state / 2**30:8.3f} state", *lines])
 
 
 def main() -> None:
+    """Compile, predict, calibrate or print cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=len(CELLS), help="compile at most so many")
-    parser.add_argument("--only", help="the cell of this name")
-    parser.add_argument("--predict", action="store_true", help="do the arithmetic again, and compile nothing")
+    parser.add_argument("--cells", type=int, default=len(CELLS), help="compile at most this many")
+    parser.add_argument("--only", help="only the cell with this name")
+    parser.add_argument("--predict", action="store_true", help="predict again, compile nothing")
     parser.add_argument("--calibrate", action="store_true", help="write error bars from the compiled cells")
     parser.add_argument("--table", action="store_true", help="print the table, and compile nothing")
-    parser.add_argument("--seen", action="store_true", help="with --table, only what is not held out")
-    parser.add_argument("--why", help="what the cell of this name holds at its peak, by arithmetic")
-    parser.add_argument("--whole", action="store_true", help="let the compiler finish")
-    parser.add_argument("--dumps", type=Path, help="a folder for what the compiler writes, a folder a cell")
+    parser.add_argument("--seen", action="store_true", help="with --table, only cells that are not held out")
+    parser.add_argument("--why", help="print the buffers of the cell with this name at its predicted peak")
+    parser.add_argument(
+        "--whole", action="store_true", help="let the compiler finish instead of stopping it after buffer assignment"
+    )
+    parser.add_argument("--dumps", type=Path, help="folder for the compiler's dumps, with a folder for each cell")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:

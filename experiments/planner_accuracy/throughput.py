@@ -1,10 +1,10 @@
-"""Published throughputs against the planner's: predicted over published, for every run of `published/`.
+"""The planner's throughput over the published one, for every run of `published/`.
 
     python experiments/planner_accuracy/throughput.py           # predict, print, write throughput.json
-    python experiments/planner_accuracy/throughput.py --fit     # before that, fit the chips' constants
-    python experiments/planner_accuracy/throughput.py --calibrate  # writes error bars of time
+    python experiments/planner_accuracy/throughput.py --fit     # fit the chips' constants first
+    python experiments/planner_accuracy/throughput.py --calibrate  # write error bars of time
 
-Nothing is compiled. Constants are fitted on `split.json`'s runs for fitting and on nothing else: see `fit`.
+Nothing is compiled. Constants are fitted only on the runs that `split.json` lists for fitting (see `fit`).
 """
 
 from __future__ import annotations
@@ -49,57 +49,64 @@ SPLIT = json.loads((HERE / "published" / "split.json").read_text())
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A published run, and the same as a step of ours.
+    """A published run, and the same step in our terms.
 
     Args:
       fields: its entry in `published/*.json`.
-      config: the same shapes, batch, layout and memory policy as a configuration of ours.
-      work: what a step of it is made of, as its own system goes about it.
-      ours: the same as we would run it.
-      there: the hardware.
+      config: its shapes, batch, layout and memory policy as our config.
+      work: the work of a step in its own system.
+      ours: the work of the same step in jaxscale.
+      target: the hardware.
     """
 
     fields: dict[str, Any]
     config: TrainConfig
     work: Work
     ours: Work
-    there: Topology
+    target: Topology
 
     @property
     def name(self) -> str:
+        """Name of the run."""
         return str(self.fields["name"])
 
     @property
     def family(self) -> str:
-        return self.there.chip.name
+        """Name of the chip."""
+        return self.target.chip.name
 
     @property
     def regime(self) -> str:
-        """What sets it apart, one of `error_bars.TIME_REGIMES`."""
+        """The kind of run, one of `error_bars.TIME_REGIMES`."""
         return error_bars.time_regime(self.config)
 
     @property
     def split(self) -> str:
-        """ "fit" or "held_out": whether constants may be fitted on it."""
+        """Whether constants may be fitted on the run: "fit" or "held_out"."""
         return "fit" if self.name in SPLIT["fit"] else "held_out"
 
     def published(self) -> float:
-        """Tokens a second and device."""
+        """Published tokens per second and device."""
         return METRICS[self.fields["metric"]](self)
 
     def predicted(self, efficiency: Mapping[str, float] | None = None, *, ours: bool = False) -> StepTime:
-        """By the chip's constants, or by these."""
-        chip = self.there.chip
+        """Predict the time of a step.
+
+        Args:
+          efficiency: fractions of peak rates; by default the chip's.
+          ours: whether to predict our own step instead of the other system's.
+        """
+        chip = self.target.chip
         chip = chip if efficiency is None else dataclasses.replace(chip, efficiency=efficiency)
-        return step_time(self.ours if ours else self.work, dataclasses.replace(self.there, chip=chip))
+        return step_time(self.ours if ours else self.work, dataclasses.replace(self.target, chip=chip))
 
     def ratio(self, efficiency: Mapping[str, float] | None = None, *, ours: bool = False) -> float:
-        """Predicted over published throughput."""
-        return self.work.tokens / self.predicted(efficiency, ours=ours).total / self.there.devices / self.published()
+        """Predicted over published throughput; arguments as for `predicted`."""
+        return self.work.tokens / self.predicted(efficiency, ours=ours).total / self.target.devices / self.published()
 
 
 def _maxtext(run: Run) -> float:
-    """6 x parameters and 6 x layers x heads x head_dim x sequence FLOPs a token (causal), as MaxText then counted."""
+    """Convert MaxText's metric: 6 x parameters + 6 x layers x heads x head_dim x sequence FLOPs a token (causal)."""
     z, model = run.config.model.sizes, run.config.model
     per_token = 6 * model.param_count() + 6 * model.depth * z.heads * z.head_dim * run.config.seq_len
     return float(run.fields["value"]) * 1e12 / per_token
@@ -107,14 +114,14 @@ def _maxtext(run: Run) -> float:
 
 METRICS = {
     "tokens/s/device": lambda run: float(run.fields["value"]),
-    "seconds/step": lambda run: run.work.tokens / run.fields["value"] / run.there.devices,
+    "seconds/step": lambda run: run.work.tokens / run.fields["value"] / run.target.devices,
     "maxtext TFLOP/s/device": _maxtext,
 }
-"""How a table's figure becomes tokens a second and device."""
+"""Conversions of published figures to tokens per second and device, by metric."""
 
 
 def runs() -> Iterator[Run]:
-    """Every published run."""
+    """Yield every published run."""
     for path in sorted((HERE / "published").glob("*.json")):
         file = json.loads(path.read_text())
         for fields in file.get("runs", ()):
@@ -122,22 +129,22 @@ def runs() -> Iterator[Run]:
 
 
 def run_of(fields: dict[str, Any], sizes: dict[str, Any]) -> Run:
-    """A published run as a step of ours."""
-    config, there = config_of(fields, sizes), topology(fields["topology"])
-    ours = megatron.work(config, there)
+    """Build a published run from its entry and its model's sizes."""
+    config, target = config_of(fields, sizes), topology(fields["topology"])
+    ours = megatron.work(config, target)
     system = SYSTEMS.get(fields["name"].split("-")[0])
-    return Run(fields, config, ours if system is None else system(config, there), ours, there)
+    return Run(fields, config, ours if system is None else system(config, target), ours, target)
 
 
 SYSTEMS: dict[str, Callable[[TrainConfig, Topology], Work]] = {
     "automodel": megatron.work_unpadded,
     "nemo": megatron.work_of_stage,
 }
-"""Systems that go about a step otherwise than ours, by the first word of their runs' names."""
+"""Systems whose steps differ from ours, by the first word of their runs' names."""
 
 
 def config_of(fields: dict[str, Any], sizes: dict[str, Any]) -> TrainConfig:
-    """The same shapes, batch, layout and memory policy, in our words."""
+    """Return a run's shapes, batch, layout and memory policy as our config."""
     ours, memory = fields["ours"], fields["ours"]["memory"]
     gated = sizes["gated"]
     dense = SwiGLU if gated else GELU
@@ -179,20 +186,20 @@ def config_of(fields: dict[str, Any], sizes: dict[str, Any]) -> TrainConfig:
 # ---- constants
 
 REGIMES = (*error_bars.TIME_REGIMES,)
-"""What sets runs apart (`Run.regime`)."""
+"""Kinds of runs (`Run.regime`)."""
 ENOUGH = {"long": 3, "experts": 2}
-"""Runs for fitting that a chip needs before these are given a share of their own."""
+"""Least number of a chip's runs for fitting for which a kind of run gets its own fraction of peak."""
 
 
-def fit(found: Sequence[Run], names: Sequence[str], fixed: Mapping[str, float]) -> dict[str, float]:
-    """Shares of peak: those with the least squared logarithms of `ratio`, every regime weighing the same.
+def fit(chosen: Sequence[Run], names: Sequence[str], fixed: Mapping[str, float]) -> dict[str, float]:
+    """Fit fractions of peak rates: minimise the squared logarithm of `ratio`, with the same weight for every regime.
 
     Args:
-      found: one chip's runs for fitting.
-      names: of `jaxscale.plan.roofline.EFFICIENCIES`.
-      fixed: other shares, which stay as they are.
+      chosen: one chip's runs for fitting.
+      names: names of the fractions, from `jaxscale.plan.roofline.EFFICIENCIES`.
+      fixed: other fractions, which are not changed.
     """
-    regimes = [[run for run in found if run.regime == name] for name in sorted({run.regime for run in found})]
+    regimes = [[run for run in chosen if run.regime == name] for name in sorted({run.regime for run in chosen})]
 
     def error(values: Sequence[int]) -> float:
         shares = {**fixed, **{name: v / 100 for name, v in zip(names, values, strict=True)}}
@@ -206,11 +213,11 @@ def fit(found: Sequence[Run], names: Sequence[str], fixed: Mapping[str, float]) 
 
 
 def constants(mine: Sequence[Run]) -> dict[str, tuple[dict[str, float], list[str]]]:
-    """A chip's shares of peak, and the runs they are fitted on.
+    """Return a chip's fractions of peak rates, and the runs that they are fitted on.
 
-    Products with weights and attention go by the runs without experts, attention only where enough of them are long;
-    else the long ones say nothing about the products either, and are left out. Experts' products come after that, and
-    are given a share of their own only where it is below that of other products.
+    Products with weights and attention are fitted on runs without experts; attention only if enough of them have long
+    sequences, otherwise runs with long sequences are left out. Experts' products are fitted after that, and get their
+    own fraction only if it is below that of other products.
 
     Args:
       mine: the chip's runs for fitting.
@@ -219,20 +226,20 @@ def constants(mine: Sequence[Run]) -> dict[str, tuple[dict[str, float], list[str
     long = some["long"] if len(some["long"]) >= ENOUGH["long"] else []
     plain = [*some["dense"], *some["small"], *long]
     shares = fit(plain, ["matmul", *(["attention"] if long else [])], {})
-    found = {", ".join(shares): (shares, [run.name for run in plain])}
+    fitted = {", ".join(shares): (shares, [run.name for run in plain])}
     if len(some["experts"]) >= ENOUGH["experts"]:
         experts = fit(some["experts"], ["experts"], shares)
         if experts["experts"] < shares["matmul"]:
-            found["experts"] = (experts, [run.name for run in some["experts"]])
-    return found
+            fitted["experts"] = (experts, [run.name for run in some["experts"]])
+    return fitted
 
 
-def write_constants(found: list[Run]) -> None:
-    """Fits every chip's and writes them into its file."""
-    for family in sorted({run.family for run in found}):
+def write_constants(published: list[Run]) -> None:
+    """Fit the constants of every chip and write them to its file."""
+    for family in sorted({run.family for run in published}):
         path = CHIPS / f"{family}.json"
         fields = json.loads(path.read_text())
-        fitted = constants([run for run in found if run.family == family and run.split == "fit"])
+        fitted = constants([run for run in published if run.family == family and run.split == "fit"])
         fields["efficiency"] = {name: share for shares, _ in fitted.values() for name, share in shares.items()}
         fields["sources"]["efficiency"] = "fitted by experiments/planner_accuracy/throughput.py --fit: " + "; ".join(
             f"{names} on {', '.join(on)}" for names, (_, on) in fitted.items()
@@ -244,7 +251,7 @@ def write_constants(found: list[Run]) -> None:
 
 
 def calibrate() -> str:
-    """Writes error bars of time from throughput.json, and says how many of the other held-out runs lie within.
+    """Write error bars of time from throughput.json, and return a table of how many other held-out runs lie within.
 
     A run is for calibration if the first byte of the SHA-256 of "error bar " and its name is even.
     """
@@ -276,7 +283,7 @@ def calibrate() -> str:
 
 
 def row_of(run: Run) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     time = run.predicted()
     return {
         "name": run.name,
@@ -293,24 +300,24 @@ def row_of(run: Run) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of predicted over published the median, that of its distance from 1, and the ends: for all, by regime and chip.
+    """Return median, median error and range of predicted over published: for all runs, and by regime and chip.
 
-    Under "fit" of the runs for fitting, under "held_out" of the others.
+    "fit" has those of the runs for fitting, "held_out" those of the others.
     """
 
     def of(**fields: Any) -> dict[str, Any]:
-        found = {}
+        figures = {}
         for split in ("fit", "held_out"):
             ratios = [row["ratio"] for row in rows if row.items() >= {**fields, "split": split}.items()]
             if ratios:
-                found[split] = {
+                figures[split] = {
                     "runs": len(ratios),
                     "median_ratio": round(statistics.median(ratios), 3),
                     "median_error": round(statistics.median(abs(r - 1) for r in ratios), 3),
                     "lowest": min(ratios),
                     "highest": max(ratios),
                 }
-        return found
+        return figures
 
     chips = sorted({row["chip"] for row in rows})
     by_chip = {f"{regime}, {chip}": of(regime=regime, chip=chip) for regime in REGIMES for chip in chips}
@@ -318,12 +325,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "all": of(),
         "fully stated": of(fully_stated=True),
         **{regime: of(regime=regime) for regime in REGIMES},
-        **{name: found for name, found in by_chip.items() if found},
+        **{name: figures for name, figures in by_chip.items() if figures},
     }
 
 
 def main() -> None:
-    """Predicts, prints, writes."""
+    """Predict all runs, print the tables and write throughput.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--fit", action="store_true", help="fit the chips' constants first")
     parser.add_argument("--calibrate", action="store_true", help="write error bars of time from throughput.json")
@@ -347,16 +354,16 @@ def main() -> None:
         )
     print("\n| runs | fitted on | median | error | from | to | held out | median | error | from | to |")
     print("|" + "---|" * 11)
-    for name, found in summary(rows).items():
-        cells = [c for split in ("fit", "held_out") for c in _cells(found.get(split))]
+    for name, figures in summary(rows).items():
+        cells = [c for split in ("fit", "held_out") for c in _cells(figures.get(split))]
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def _cells(found: Mapping[str, Any] | None) -> tuple[str, ...]:
-    if found is None:
+def _cells(figures: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if figures is None:
         return ("",) * 5
-    ends = (f"{found['lowest']:.2f}", f"{found['highest']:.2f}")
-    return str(found["runs"]), f"{found['median_ratio']:.2f}", f"{found['median_error']:.1%}", *ends
+    ends = (f"{figures['lowest']:.2f}", f"{figures['highest']:.2f}")
+    return str(figures["runs"]), f"{figures['median_ratio']:.2f}", f"{figures['median_error']:.1%}", *ends
 
 
 if __name__ == "__main__":

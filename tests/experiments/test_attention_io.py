@@ -103,8 +103,8 @@ def _evaluate(jaxpr, consts, args):
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
     for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
-        out = given[0][given[1]] if eqn.primitive.name == "get" else eqn.primitive.bind(*given, **eqn.params)
+        operands = [read(v) for v in eqn.invars]
+        out = operands[0][operands[1]] if eqn.primitive.name == "get" else eqn.primitive.bind(*operands, **eqn.params)
         values |= dict(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -117,7 +117,7 @@ def _counted(fn, *arrays, least):
     """Reads and writes of each kernel of a program, by its own block index maps along its own grid."""
     closed = jax.make_jaxpr(fn)(*arrays)
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    found = []
+    result = []
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name != "pallas_call":
             continue
@@ -135,8 +135,8 @@ def _counted(fn, *arrays, least):
             index = functools.partial(_place, maps.jaxpr, maps.consts, lists)
             at = np.asarray(jax.jit(jax.vmap(index))(steps))
             moved[n >= mapping.num_inputs] += size * (1 + int((at[1:] != at[:-1]).any(1).sum()))
-        found.append(tuple(moved))
-    return found
+        result.append(tuple(moved))
+    return result
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])

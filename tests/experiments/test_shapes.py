@@ -25,9 +25,9 @@ def _with(**changed):
 
 
 def test_shapes_in_whole_tiles_waste_nothing():
-    found = sizing(RUN, "v5e:2x2")
-    assert found.tile == (128, 128, 128) and found.waste == 0
-    up = next(r for r in found.rows if r.name == "mlp_up")
+    result = sizing(RUN, "v5e:2x2")
+    assert result.tile == (128, 128, 128) and result.waste == 0
+    up = next(r for r in result.rows if r.name == "mlp_up")
     assert (up.rows, up.inner, up.outer, up.bound, up.advice) == (8 // 2 * 512, 1024, 2 * 4096 // 2, "compute", "")
 
 
@@ -41,16 +41,16 @@ def test_shapes_in_whole_tiles_waste_nothing():
     ],
 )
 def test_what_is_left_of_a_tile_is_padding(changed, name, waste, words):
-    found = sizing(_with(**changed), "v5e:2x2")
-    row = next(r for r in found.rows if r.name == name)
+    result = sizing(_with(**changed), "v5e:2x2")
+    row = next(r for r in result.rows if r.name == name)
     assert row.waste == pytest.approx(waste) and all(w in row.advice for w in words)
-    assert 0 < found.waste < row.waste
-    assert all(r.waste == 0 for r in found.rows if r.name in ("qkv", "residual_mid"))
+    assert 0 < result.waste < row.waste
+    assert all(r.waste == 0 for r in result.rows if r.name in ("qkv", "residual_mid"))
 
 
 def test_whole_key_heads_and_a_filled_vocabulary_have_the_sizes_that_devices_have():
-    found = sizing(dataclasses.replace(_with(kv_heads=1, vocab=32767), layout=js.Layout("tensor=4")), "v5e:2x2")
-    rows = {r.name: r for r in found.rows}
+    result = sizing(dataclasses.replace(_with(kv_heads=1, vocab=32767), layout=js.Layout("tensor=4")), "v5e:2x2")
+    rows = {r.name: r for r in result.rows}
     assert rows["qkv"].outer == (8 // 4 + 2 * 1) * 128
     assert rows["logits"].outer == 32768 // 4 and rows["logits"].advice == ""
 
@@ -64,12 +64,12 @@ def test_experts_with_few_tokens_are_bound_by_memory():
 
 
 def test_a_message_whose_steps_outlast_its_bytes_is_small():
-    there = topology("v5e:4x4")
+    target = topology("v5e:4x4")
     sizes = {a: {"fsdp": 4, "tensor": 4}.get(a, 1) for a in MESH_AXES}
     small, large = (Collective("all-gather", ("fsdp",), 4, n, times=7) for n in (2**10, 2**26))
-    ((found, even),) = small_messages([small, large], there, sizes)
-    link, speed = there.link(sizes, ("fsdp",))
-    assert found is small and even * 3 / 4 / speed == pytest.approx(3 * link.latency)
+    ((result, even),) = small_messages([small, large], target, sizes)
+    link, speed = target.link(sizes, ("fsdp",))
+    assert result is small and even * 3 / 4 / speed == pytest.approx(3 * link.latency)
 
 
 def test_what_cannot_be_sized_is_said():

@@ -19,9 +19,9 @@ NVIDIA = ("a100", "b200", "b300", "gb200", "gb300", "h100", "h200")
 ALL = tuple(sorted((*NVIDIA, "mi300x", "mi355x", "cpu", "tpu7x", "v4", "v5e", "v5p", "v6e")))
 
 
-def sizes(**given: int) -> dict[str, int]:
+def sizes(**values: int) -> dict[str, int]:
     """Every mesh axis, in mesh order."""
-    return {a: given.get(a, 1) for a in MESH_AXES}
+    return {a: values.get(a, 1) for a in MESH_AXES}
 
 
 def test_there_is_a_file_for_every_chip_that_can_be_compiled_for():
@@ -93,8 +93,8 @@ def test_a_chip_written_and_read_again_is_the_same(name, tmp_path):
     ],
 )
 def test_a_device_is_known_by_its_kind(kind, name):
-    found = chip_of(kind)
-    assert (found.name if found else None) == name
+    result = chip_of(kind)
+    assert (result.name if result else None) == name
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_a_device_is_known_by_its_kind(kind, name):
     ],
 )
 def test_a_topology_is_read_from_its_name(name, shape, devices):
-    found = topology(name)
-    assert (found.shape, found.devices, found.name) == (shape, devices, name)
+    result = topology(name)
+    assert (result.shape, result.devices, result.name) == (shape, devices, name)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_hardware_that_there_is_not_is_named_with_what_there_is(name, words):
 def test_a_hardware_file_of_ones_own_is_a_topology(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(chip("h200").to_json() | {"name": "mine", "bandwidth": 1e12}))
-    found = topology(f"{path}:8")
-    assert (found.chip.name, found.devices, found.chip.bandwidth) == ("mine", 8, 1e12)
+    result = topology(f"{path}:8")
+    assert (result.chip.name, result.devices, result.chip.bandwidth) == ("mine", 8, 1e12)
     path = tmp_path / "short.json"
     path.write_text('{"name": "short"}')
     with raises_saying(LayoutError, "short.json", "bandwidth", "microbench"):
@@ -209,14 +209,14 @@ def test_a_group_uses_the_slowest_level_it_crosses(name, mesh, axes, level, rate
 
 
 def test_slices_talk_over_the_data_centres_network():
-    there = topology("v5p:8x8x8*2")
+    target = topology("v5p:8x8x8*2")
     mesh = sizes(data=2, fsdp=512)
-    assert there.link(mesh, ("fsdp",), "data") == (there.chip.links[0], 6e11)
-    assert there.link(mesh, ("data",), "data") == (there.chip.links[1], 6.25e9)
-    assert there.link(mesh, ("data", "fsdp"), "data") == (there.chip.links[0], 6e11)  # 512 network cards are faster
+    assert target.link(mesh, ("fsdp",), "data") == (target.chip.links[0], 6e11)
+    assert target.link(mesh, ("data",), "data") == (target.chip.links[1], 6.25e9)
+    assert target.link(mesh, ("data", "fsdp"), "data") == (target.chip.links[0], 6e11)  # 512 network cards are faster
     assert topology("v5p:8x8x8*2").link(sizes(data=16, fsdp=64), ("data",), "data")[1] == 8 * 6.25e9
     with raises_saying(LayoutError, "2 slices", "Layout.across = 'data'"):
-        there.link(mesh, ("data",))
+        target.link(mesh, ("data",))
 
 
 def test_a_device_alone_sends_nothing():

@@ -43,7 +43,7 @@ def profile(run):
 
 
 @pytest.fixture(scope="module")
-def found(run):
+def result(run):
     return measured(run, "cpu:8")
 
 
@@ -62,25 +62,25 @@ def edit(run, **fields):
 # --- a run that was profiled ------------------------------------------------------------------------------------------
 
 
-def test_terms_add_up_to_what_the_clock_says_of_a_step(found, profile):
+def test_terms_add_up_to_what_the_clock_says_of_a_step(result, profile):
     spans = [e.end - e.start for executions in profile.devices for e in executions]
     gaps = [b.start - a.end for executions in profile.devices for a, b in zip(executions, executions[1:], strict=False)]
     assert len(spans) == 8 * 3 and len(gaps) == 8 * 2
-    assert math.isclose(found.total, (np.mean(spans) + np.median(gaps)) / 1e9, rel_tol=1e-6)
-    assert found.total == sum(found.terms.values()) and found.steps == (2, 3, 4) and found.devices == 8
+    assert math.isclose(result.total, (np.mean(spans) + np.median(gaps)) / 1e9, rel_tol=1e-6)
+    assert result.total == sum(result.terms.values()) and result.steps == (2, 3, 4) and result.devices == 8
 
 
-def test_a_step_has_the_terms_of_a_plan_and_idle_time(found):
-    assert {"products", "attention", "memory-bound", "optimizer", WITHIN, BETWEEN} <= found.terms.keys()
-    assert all(time > 0 for time in found.terms.values())
-    others = {name for name in found.terms if not name.startswith(EXPOSED)}
+def test_a_step_has_the_terms_of_a_plan_and_idle_time(result):
+    assert {"products", "attention", "memory-bound", "optimizer", WITHIN, BETWEEN} <= result.terms.keys()
+    assert all(time > 0 for time in result.terms.values())
+    others = {name for name in result.terms if not name.startswith(EXPOSED)}
     assert others <= {*ARITHMETIC, WITHIN, BETWEEN}
 
 
-def test_exposed_terms_are_along_the_axes_of_the_programs_collectives(found, profile):
+def test_exposed_terms_are_along_the_axes_of_the_programs_collectives(result, profile):
     axes = {" × ".join(c.axes) for c in collectives(profile.program, SIZES) if c.devices > 1}
     assert {"fsdp", "tensor"} <= axes
-    assert {name.removeprefix(EXPOSED) for name in found.terms if name.startswith(EXPOSED)} == axes
+    assert {name.removeprefix(EXPOSED) for name in result.terms if name.startswith(EXPOSED)} == axes
 
 
 def test_no_moment_of_a_device_is_counted_twice(profile):
@@ -98,12 +98,12 @@ def test_every_operation_of_the_profile_is_an_instruction_of_its_program(profile
     assert UNNAMED not in {terms.of(name) for name in names}
 
 
-def test_ratios_are_measured_over_predicted_on_hardware_of_the_same_kind(found):
-    assert found.comparable and found.predicted == found.plan.terms
-    assert any("are generic" in note and "jaxscale microbench" in note for note in found.notes)
-    assert found.ratios["products"] == found.terms["products"] / found.plan.terms["products"]
-    assert found.ratios["step"] == found.total / found.plan.best.total
-    assert "ratio" in str(found) and all(name in str(found) for name in (*found.terms, *found.predicted))
+def test_ratios_are_measured_over_predicted_on_hardware_of_the_same_kind(result):
+    assert result.comparable and result.predicted == result.plan.terms
+    assert any("are generic" in note and "jaxscale microbench" in note for note in result.notes)
+    assert result.ratios["products"] == result.terms["products"] / result.plan.terms["products"]
+    assert result.ratios["step"] == result.total / result.plan.best.total
+    assert "ratio" in str(result) and all(name in str(result) for name in (*result.terms, *result.predicted))
 
 
 def test_of_other_hardware_shares_are_shown_and_no_ratios(run):
@@ -118,19 +118,19 @@ def test_without_a_topology_of_a_cpu_nothing_is_predicted(run):
 
 
 @pytest.mark.parametrize(
-    "device, count, topology, said",
+    "device, count, topology, text",
     [("NVIDIA H100 80GB HBM3", 8, "h100:8", ""), ("TPU v5 lite", 8, None, "--topology v5e:2x4")],
 )
-def test_hardware_that_run_json_names_is_planned_for(copy, device, count, topology, said):
+def test_hardware_that_run_json_names_is_planned_for(copy, device, count, topology, text):
     hardware = copy.info["hardware"] | {"platform": "gpu", "device": device, "devices": count}
     other = measured(edit(copy, hardware=hardware), compile="never")
     assert (other.plan and other.plan.hardware.name) == topology and other.comparable == (topology is not None)
-    assert said in " ".join(other.notes)
+    assert text in " ".join(other.notes)
 
 
-def test_steps_outside_of_the_profile_are_told_apart(run, found):
+def test_steps_outside_of_the_profile_are_told_apart(run, result):
     rows = {row["step"]: row for row in run.metrics()}
-    assert found.unprofiled == pytest.approx(8 * 16 / rows[5]["tokens_per_second"])
+    assert result.unprofiled == pytest.approx(8 * 16 / rows[5]["tokens_per_second"])
 
 
 def test_a_profile_leaves_the_folder_as_it_was_sealed(run):
@@ -140,10 +140,11 @@ def test_a_profile_leaves_the_folder_as_it_was_sealed(run):
 # --- the command and the report ---------------------------------------------------------------------------------------
 
 
-def test_plan_measured_prints_json(run, found, capsys):
+def test_plan_measured_prints_json(run, result, capsys):
     assert main(["plan", str(run.path), "--measured", "--topology", "cpu:8", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["measured"] == found.terms and said["ratios"] == found.ratios and said["steps"] == [2, 3, 4]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["measured"] == result.terms and printed["ratios"] == result.ratios
+    assert printed["steps"] == [2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -350,11 +351,11 @@ def test_accelerators_profiles_give_the_terms_that_they_were_written_with(copy, 
     stats = {f"{what}_stats": STATS.format(op=op, number=number) for what, op in (("product", product), ("sum", sum_))}
     text = TPU.format(module=module, product=product, sum=sum_) if form == "tpu" else GPU.format(**stats)
     trace(copy).write_bytes(xspace(text, like))
-    found = measured(copy)
+    result = measured(copy)
     # on the GPU, a millisecond of the sum is behind the product; on the TPU, a millisecond lies between them
     want = {"products": 2e-3, f"{EXPOSED}fsdp": 7e-3, BETWEEN: 1e-3}
     want |= {f"{EXPOSED}fsdp": 6e-3, WITHIN: 1e-3} if form == "tpu" else {}
-    assert found.terms == pytest.approx(want) and found.devices == 1 and found.total == pytest.approx(10e-3)
+    assert result.terms == pytest.approx(want) and result.devices == 1 and result.total == pytest.approx(10e-3)
 
 
 def test_the_end_of_the_step_before_a_profile_is_no_step_of_it(copy, profile):
@@ -381,8 +382,8 @@ def test_the_end_of_the_step_before_a_profile_is_no_step_of_it(copy, profile):
         'event_metadata { key: 2 value { id: 2 name: "train" } } }'
     )
     trace(copy).write_bytes(xspace(text, like))
-    found = measured(copy)
-    assert found.steps == (7, 8) and found.terms == pytest.approx({"products": 8e-6, BETWEEN: 12e-6})
+    result = measured(copy)
+    assert result.steps == (7, 8) and result.terms == pytest.approx({"products": 8e-6, BETWEEN: 12e-6})
 
 
 def event(name, line, start, end):
@@ -399,9 +400,9 @@ def test_a_loop_counts_as_what_runs_within_it_and_what_runs_beside_hides_a_colle
         event("sum", "b", 30, 90),
         event("norm", "c", 50, 60),  # beside a product on another thread
     )
-    found = term_times([[Execution(0, 100, events), Execution(120, 130, (event("dot", "a", 120, 130),))]], terms.get)
+    result = term_times([[Execution(0, 100, events), Execution(120, 130, (event("dot", "a", 120, 130),))]], terms.get)
     want = {"products": 20 + 5 + 10, "memory-bound": 10 + 5, f"{EXPOSED}data": 10 + 30, WITHIN: 10 + 10}
-    assert found == pytest.approx({name: time / 2 / 1e9 for name, time in want.items()} | {BETWEEN: 20e-9})
+    assert result == pytest.approx({name: time / 2 / 1e9 for name, time in want.items()} | {BETWEEN: 20e-9})
 
 
 def test_an_evaluation_between_two_steps_is_no_part_of_a_step():

@@ -81,37 +81,37 @@ def _peak(sizes, events):
 
 def test_estimates_are_what_one_counts_by_hand():
     c = TINY.model
-    found = {n: estimate(_with(n), TOPOLOGY) for n in ("none", "full", "offload_residual", "attention_only")}
+    result = {n: estimate(_with(n), TOPOLOGY) for n in ("none", "full", "offload_residual", "attention_only")}
     params = c.param_count() * 4
-    assert abs(found["full"].state - 3 * params / 4) < 0.01 * params  # float32, and two moments of it
-    assert found["full"].saved == 8 * STREAM and found["full"].host == 0
-    assert found["offload_residual"].saved == 0 and found["offload_residual"].host == 8 * STREAM
-    assert found["attention_only"].saved == 8 * 2 * STREAM
+    assert abs(result["full"].state - 3 * params / 4) < 0.01 * params  # float32, and two moments of it
+    assert result["full"].saved == 8 * STREAM and result["full"].host == 0
+    assert result["offload_residual"].saved == 0 and result["offload_residual"].host == 8 * STREAM
+    assert result["attention_only"].saved == 8 * 2 * STREAM
     # two norms, queries, keys, values, attention's mix; weights (two heads); gate, up, hidden; two float32 arrays of
     # each norm, among them the stream; the gate's sigmoid, silu, and its slope
-    assert found["none"].saved == 8 * ((6 + 12 + 8 + 12) * STREAM + 2 * 2 * 512 * 512 * 2)
+    assert result["none"].saved == 8 * ((6 + 12 + 8 + 12) * STREAM + 2 * 2 * 512 * 512 * 2)
     away = estimate(dataclasses.replace(TINY, optimizer=OnHost()), TOPOLOGY)
-    assert away.state + away.host == found["none"].state and 2 * away.state - away.host < 0.01 * params
+    assert away.state + away.host == result["none"].state and 2 * away.state - away.host < 0.01 * params
     forward = c.flops(8, 512, training=False)
     last = c.products(8, 512)["mlp_down"] + c.products(8, 512)["logits"]
-    assert found["full"].extra_flops == (forward - last) / (3 * forward)
-    assert found["none"].extra_flops == 0
+    assert result["full"].extra_flops == (forward - last) / (3 * forward)
+    assert result["none"].extra_flops == 0
     table, norms = 256 * 256 * 4, (2 * 8 + 1) * 256 * 4
-    assert found["full"].copies == (params - 2 * table - norms) // 4 // 2  # bfloat16, a quarter
+    assert result["full"].copies == (params - 2 * table - norms) // 4 // 2  # bfloat16, a quarter
 
 
 def test_adapters_have_gradients_and_states_and_what_is_frozen_has_neither():
     lora = LoRA(rank=16, targets=("q", "up"))
     adapted = _with("full", start=FromRun("runs/base"), adapters=lora)
-    found, whole = (estimate(config, TOPOLOGY) for config in (adapted, _with("full")))
+    result, whole = (estimate(config, TOPOLOGY) for config in (adapted, _with("full")))
     frozen = TINY.model.param_count() * 4 / 4  # float32, over four devices
     # of each, one side lies along the stream, and is split; the other is whole
     trained = 8 * 16 * 4 * (2 * 256 / 4 + 256 + 1024)
     batch = 3 * 8 * 512 * 4 / 4
-    assert abs(found.state - (frozen + 3 * trained + batch)) < 0.02 * frozen and found.gradients == trained
-    assert found.saved == whole.saved and found.device < whole.device - frozen
+    assert abs(result.state - (frozen + 3 * trained + batch)) < 0.02 * frozen and result.gradients == trained
+    assert result.saved == whole.saved and result.device < whole.device - frozen
     half = estimate(dataclasses.replace(adapted, adapters=dataclasses.replace(lora, base_dtype="bfloat16")), TOPOLOGY)
-    assert found.state - half.state > 0.45 * frozen and half.copies < found.copies
+    assert result.state - half.state > 0.45 * frozen and half.copies < result.copies
 
 
 def test_adapters_over_stages_are_not_known():
@@ -126,8 +126,8 @@ def test_nothing_is_compiled_and_no_device_asked_for(monkeypatch):
     model = llama3_8b(attention=flash_attention)
     layout = js.Layout("data=4,fsdp=-1,tensor=8", sequence_sharded=True)
     config = js.TrainConfig(model=model, layout=layout, batch_size=512, seq_len=8192)
-    found = estimate(config, "v5p:8x8x16")
-    assert abs(found.state - 3 * 4 * model.param_count() / 256) < 0.02 * found.state
+    result = estimate(config, "v5p:8x8x16")
+    assert abs(result.state - 3 * 4 * model.param_count() / 256) < 0.02 * result.state
     with raises_saying(LayoutError, "v9"):
         estimate(config, "v9:8x8")
 
@@ -138,8 +138,8 @@ def test_nothing_is_compiled_and_no_device_asked_for(monkeypatch):
 def test_the_gradients_of_tables_are_whole_until_they_are_summed(layout, topology, tables):
     """Of short rows: the head's and the embedding's, and on a torus of three dimensions the sum itself."""
     model, table = dataclasses.replace(TINY.model, vocab=65536, memory="full"), 65536 * 256 * 4
-    found = estimate(dataclasses.replace(TINY, model=model, layout=js.Layout(layout), seq_len=8), topology)
-    assert sum(b.size == table for b in found.at_peak) == tables
+    result = estimate(dataclasses.replace(TINY, model=model, layout=js.Layout(layout), seq_len=8), topology)
+    assert sum(b.size == table for b in result.at_peak) == tables
 
 
 def test_a_stream_cut_along_its_sequence_is_kept_in_pieces_and_gathered_for_each_sub_layer():
@@ -156,11 +156,11 @@ def test_a_stream_cut_along_its_sequence_is_kept_in_pieces_and_gathered_for_each
 def test_stages_stash_what_their_schedule_has_in_flight(schedule):
     layout = js.Layout("pipeline=4", pipeline=schedule)
     config = _with("full", layout=layout)
-    found = estimate(config, TOPOLOGY)
+    result = estimate(config, TOPOLOGY)
     slots = lower(layout.schedule.table(4, 8)).size
     micro = 1 * 512 * 256 * 2  # a row, of a layer's stream
     stash = (slots["inputs"] + slots["cotangents"] + 2) * micro
-    products = found.saved - stash - 2 * micro  # two layers' inputs
+    products = result.saved - stash - 2 * micro  # two layers' inputs
     assert products == 0 if schedule != "zb-h1:8" else products > 2 * 512 * 1024 * 2
 
 
@@ -179,8 +179,8 @@ def test_layers_that_do_not_divide_are_dealt_out_and_padded():
 def test_experts_that_drop_nothing_have_room_for_every_token_of_those_who_send():
     def peak(mlp, layout):
         model = dataclasses.replace(TINY.model, mlp=mlp, memory="full", attention=flash_attention)
-        found = estimate(dataclasses.replace(TINY, model=model, layout=js.Layout(layout)), TOPOLOGY)
-        return sum(b.size for b in found.at_peak if b.what == "mlp_up")
+        result = estimate(dataclasses.replace(TINY, model=model, layout=js.Layout(layout)), TOPOLOGY)
+        return sum(b.size for b in result.at_peak if b.what == "mlp_up")
 
     dropless, capped = MixtureOfExperts(experts=8, top_k=2), MixtureOfExperts(experts=8, top_k=2, capacity=1.0)
     assert peak(dropless, "fsdp=4") == peak(capped, "fsdp=4") == peak(capped, "expert=4") > 0

@@ -41,9 +41,9 @@ def test_a_clock_counts_what_it_runs():
         calls.append(1)
         return np.zeros(1)
 
-    found = clock(work, rounds=3, least=0, most=4)
-    assert 3 <= found.rounds <= 4 and found.fastest <= found.seconds
-    assert len(calls) == 2 + found.rounds  # one to warm up, one to see how long it takes
+    result = clock(work, rounds=3, least=0, most=4)
+    assert 3 <= result.rounds <= 4 and result.fastest <= result.seconds
+    assert len(calls) == 2 + result.rounds  # one to warm up, one to see how long it takes
 
 
 def test_a_fitted_model_finds_the_hardware_behind_products():
@@ -52,8 +52,8 @@ def test_a_fitted_model_finds_the_hardware_behind_products():
     assert (model.tile, model.cores) == (TRUE.tile, TRUE.cores)
     assert model.rate == pytest.approx(TRUE.rate, rel=0.05)
     assert model.bandwidth == pytest.approx(TRUE.bandwidth, rel=0.1)
-    found = gemm.score(model, unseen)
-    assert found.r2 > 0.98 and found.mean_error < 0.05 and found.count == 30
+    result = gemm.score(model, unseen)
+    assert result.r2 > 0.98 and result.mean_error < 0.05 and result.count == 30
 
 
 def test_a_split_leaves_no_product_on_both_sides():
@@ -99,13 +99,13 @@ def test_a_data_sheet_is_a_roofline_with_tiles():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_timed_collective_is_the_one_it_is_called(kind):
     mesh = jax.make_mesh((8,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
-    given = 2**12 // (8 if kind == "all-gather" else 1)
+    payload = 2**12 // (8 if kind == "all-gather" else 1)
     spec = jax.sharding.PartitionSpec("device")
     run = jax.shard_map(collective_bench._run(kind, 8), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    (found,) = collectives(
-        jax.jit(run).lower(jax.ShapeDtypeStruct((8, given // 4), "float32")).compile(), {"device": 8}
+    (result,) = collectives(
+        jax.jit(run).lower(jax.ShapeDtypeStruct((8, payload // 4), "float32")).compile(), {"device": 8}
     )
-    assert (found.kind, found.devices, found.payload) == (kind, 2 if kind == "collective-permute" else 8, 2**12)
+    assert (result.kind, result.devices, result.payload) == (kind, 2 if kind == "collective-permute" else 8, 2**12)
 
 
 def test_a_links_latency_and_bandwidth_are_found_again():
@@ -115,9 +115,9 @@ def test_a_links_latency_and_bandwidth_are_found_again():
         for p in range(10, 28, 4)
         for sent in [collective_bench.Sample(kind, 8, 2**p, 1.0, 0.0).sent]
     ]
-    found = collective_bench.fit(made)
-    assert {f.kind for f in found} == set(KINDS)
-    for f in found:
+    result = collective_bench.fit(made)
+    assert {f.kind for f in result} == set(KINDS)
+    for f in result:
         assert f.latency == pytest.approx(3e-6, rel=1e-3) and f.bandwidth == pytest.approx(5e10, rel=1e-3)
         assert f.error < 1e-6
     with raises_saying(LayoutError, "3 sizes"):
@@ -140,15 +140,15 @@ def measured():
 
 
 def test_a_measured_machine_is_hardware_to_plan_on(measured, tmp_path):
-    there = topology(f"{measured.write(tmp_path / 'my.json')}:8")
-    assert there.devices == 8 and there.chip == measured.chip
-    assert set(there.chip.flops) == {"float32", "bfloat16"}
+    hardware = topology(f"{measured.write(tmp_path / 'my.json')}:8")
+    assert hardware.devices == 8 and hardware.chip == measured.chip
+    assert set(hardware.chip.flops) == {"float32", "bfloat16"}
     sizes = {a: 8 if a == "fsdp" else 1 for a in MESH_AXES}
-    assert there.link(sizes, ("fsdp",)) == (there.chip.links[0], there.chip.links[0].bandwidth)
-    assert gemm.model_of(there.chip, "float32").rate == there.chip.flops["float32"]
-    sizes, rates = zip(*there.chip.measured["copy"], strict=True)
-    assert [bandwidth_at(there.chip, s) for s in sizes] == pytest.approx(rates)
-    assert min(rates) <= bandwidth_at(there.chip, 2**17) <= max(rates)
+    assert hardware.link(sizes, ("fsdp",)) == (hardware.chip.links[0], hardware.chip.links[0].bandwidth)
+    assert gemm.model_of(hardware.chip, "float32").rate == hardware.chip.flops["float32"]
+    sizes, rates = zip(*hardware.chip.measured["copy"], strict=True)
+    assert [bandwidth_at(hardware.chip, s) for s in sizes] == pytest.approx(rates)
+    assert min(rates) <= bandwidth_at(hardware.chip, 2**17) <= max(rates)
     assert bandwidth_at(chip("h200"), 1e6) == chip("h200").bandwidth
 
 
@@ -181,8 +181,8 @@ def test_the_command_writes_a_hardware_file(measured, monkeypatch, tmp_path, cap
 
 @pytest.mark.parametrize("dtype, error", [("float32", 0.097), ("bfloat16", 0.137)])
 def test_measured_products_are_predicted_as_the_experiment_says(dtype, error):
-    found = json.loads((ROOT / "experiments/gemm_model/cpu.json").read_text())["dtypes"][dtype]["products"]
-    seen, unseen = gemm.split([gemm.Gemm(**g) for g in found])
+    result = json.loads((ROOT / "experiments/gemm_model/cpu.json").read_text())["dtypes"][dtype]["products"]
+    seen, unseen = gemm.split([gemm.Gemm(**g) for g in result])
     scored = gemm.score(gemm.fit(seen), unseen)
     assert scored.mean_error == pytest.approx(error, abs=0.002) and scored.r2 > 0.975
 

@@ -107,7 +107,7 @@ def _alone(model: TransformerConfig, chunks: int) -> int:
 
 def falls(seeds: range) -> tuple[int, list[str]]:
     """How many runs of these seeds there are, and those of which a larger one takes less."""
-    found, wrong = 0, []
+    result, wrong = 0, []
     for seed in seeds:
         run = drawn(seed)
         try:
@@ -116,7 +116,7 @@ def falls(seeds: range) -> tuple[int, list[str]]:
             now = None
         if run is None or now is None:
             continue
-        found += 1
+        result += 1
         for what, more in larger(run[0]):
             try:
                 then = estimate(more, run[1]).device
@@ -124,18 +124,18 @@ def falls(seeds: range) -> tuple[int, list[str]]:
                 continue
             if then < now:
                 wrong.append(f"seed {seed}, {what}: {now:,} to {then:,} bytes")
-    return found, wrong
+    return result, wrong
 
 
 def test_a_larger_run_is_never_planned_with_less_memory():
-    found, wrong = falls(range(24))
-    assert found > 12 and not wrong, wrong
+    result, wrong = falls(range(24))
+    assert result > 12 and not wrong, wrong
 
 
 @pytest.mark.long
 def test_a_larger_run_is_never_planned_with_less_memory_500_times():
-    found, wrong = falls(range(600))
-    assert found >= 500 and not wrong, wrong
+    result, wrong = falls(range(600))
+    assert result >= 500 and not wrong, wrong
 
 
 COMPILED = (13.36, 13.89, 14.40, 14.92)

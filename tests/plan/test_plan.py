@@ -40,19 +40,19 @@ def plan(config=TINY, hardware="h100:8", **more):
 
 
 def test_bytes_are_the_estimates_and_their_groups_add_up_to_it():
-    found = plan()
+    result = plan()
     memory, _ = memory_of(TINY, topology("h100:8"))
-    assert found.bytes == memory.device == sum(groups(found.memory).values())
-    assert found.fits and found.hardware.chip.capacity == topology("h100:8").chip.capacity
+    assert result.bytes == memory.device == sum(groups(result.memory).values())
+    assert result.fits and result.hardware.chip.capacity == topology("h100:8").chip.capacity
 
 
 def test_a_number_of_tokens_takes_days_energy_and_money():
-    found = plan(tokens=3e9, price=2.0, watts=500)
-    seconds = 3e9 / found.step.tokens_per_second
-    assert math.isclose(found.budget.ideal_days, seconds / 86400) and found.budget.days > found.budget.ideal_days
-    assert math.isclose(found.budget.device_hours, found.budget.days * 24 * 8)
-    assert math.isclose(found.budget.kilowatt_hours, found.budget.device_hours / 2)
-    assert math.isclose(found.budget.cost, found.budget.device_hours * 2)
+    result = plan(tokens=3e9, price=2.0, watts=500)
+    seconds = 3e9 / result.step.tokens_per_second
+    assert math.isclose(result.budget.ideal_days, seconds / 86400) and result.budget.days > result.budget.ideal_days
+    assert math.isclose(result.budget.device_hours, result.budget.days * 24 * 8)
+    assert math.isclose(result.budget.kilowatt_hours, result.budget.device_hours / 2)
+    assert math.isclose(result.budget.cost, result.budget.device_hours * 2)
     own = plan(tokens=3e9).budget
     assert own.cost is None and math.isclose(own.kilowatt_hours, own.device_hours * 0.7)
     assert plan(hardware="v5p:2x2x2", tokens=3e9).budget.kilowatt_hours is None  # nobody says what one takes
@@ -82,14 +82,15 @@ def test_the_best_interval_loses_least():
 
 def test_a_run_with_restarts_is_as_worked_out_by_hand():
     # 8 devices that fail every 80 hours each, a run every 10; saved hourly at 1 kB/s; training goes on after 6 minutes
-    found = plan(tokens=3e12, price=2.0, restarts=Restarts(80, 1000, 3600, 360)).budget
+    result = plan(tokens=3e12, price=2.0, restarts=Restarts(80, 1000, 3600, 360)).budget
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(blueprint_of(TINY)[0].infos))
-    assert found.checkpoint == pytest.approx(3 * 4 * weights, abs=64)  # float32, AdamW's two moments, and counters
-    d, t, m, r = found.checkpoint / 1000, 3600, 36000, 360
-    assert (found.save, found.every, found.between, found.restart) == (d, t, m, r)
+    assert result.checkpoint == pytest.approx(3 * 4 * weights, abs=64)  # float32, AdamW's two moments, and counters
+    d, t, m, r = result.checkpoint / 1000, 3600, 36000, 360
+    assert (result.save, result.every, result.between, result.restart) == (d, t, m, r)
     factor = m * math.exp(r / m) * (math.exp((t + d) / m) - 1) / t
-    assert found.days == pytest.approx(found.ideal_days * factor) and factor > 1 + d / t
-    assert found.failures == pytest.approx(found.days * 2.4) and found.cost == pytest.approx(found.days * 24 * 8 * 2)
+    assert result.days == pytest.approx(result.ideal_days * factor) and factor > 1 + d / t
+    assert result.failures == pytest.approx(result.days * 2.4)
+    assert result.cost == pytest.approx(result.days * 24 * 8 * 2)
     words = str(plan(tokens=3e12, restarts=Restarts(80, 1000, 3600, 360)))
     assert "if nothing fails" in words and "a failure every 10.0 hours" in words and "every 60.0 minutes" in words
 
@@ -105,9 +106,9 @@ def test_more_devices_fail_more_often_and_llama_3s_run_as_often_as_it_did():
 
 @pytest.mark.parametrize("name", ["gb200:72", "b300:8", "mi355x:8x4"])
 def test_a_gpu_that_nothing_can_be_compiled_for_is_planned_by_arithmetic(name):
-    found = plan_for(dataclasses.replace(TINY, batch_size=72), name)
-    assert found.compiled is None and found.basis.startswith("analytic: XLA's compiler has no description of ")
-    assert found.fits and 0 < found.step.mfu < 1
+    result = plan_for(dataclasses.replace(TINY, batch_size=72), name)
+    assert result.compiled is None and result.basis.startswith("analytic: XLA's compiler has no description of ")
+    assert result.fits and 0 < result.step.mfu < 1
 
 
 @pytest.mark.parametrize("text, count", [("300B", 3e11), ("1.5T", 1.5e12), ("2e12", 2e12), ("512", 512), ("10m", 1e7)])
@@ -140,26 +141,26 @@ def test_more_devices_take_less_time_and_the_slower_network_shows():
 
 def test_slices_are_crossed_by_the_axis_that_the_layout_names():
     layout = js.Layout("data=2,fsdp=8", across="data")
-    found = plan(dataclasses.replace(TINY, layout=layout, batch_size=32), "v5p:2x2x2*2")
-    assert {t.axes: t.link for t in found.step.traffic}[("data",)] == "dcn"
-    assert {t.axes: t.link for t in found.step.traffic}[("fsdp",)] == "ici"
+    result = plan(dataclasses.replace(TINY, layout=layout, batch_size=32), "v5p:2x2x2*2")
+    assert {t.axes: t.link for t in result.step.traffic}[("data",)] == "dcn"
+    assert {t.axes: t.link for t in result.step.traffic}[("fsdp",)] == "ici"
 
 
 def test_a_hardware_file_of_ones_own_plans(tmp_path):
     fields = topology("h100:8").chip.to_json() | {"name": "mine", "memory": 1000, "usable": None}
     (tmp_path / "mine.json").write_text(json.dumps(fields))
-    found = plan(hardware=f"{tmp_path / 'mine.json'}:8")
-    assert not found.fits and "does not fit" in str(found)
+    result = plan(hardware=f"{tmp_path / 'mine.json'}:8")
+    assert not result.fits and "does not fit" in str(result)
     assert plan_for(TINY, f"{tmp_path / 'mine.json'}:8").basis.startswith("analytic: ")
 
 
 def test_a_plan_prints_as_tables_html_and_json():
-    found = plan(tokens=1e9, price=1.0)
+    result = plan(tokens=1e9, price=1.0)
     words = ("memory of a device", "a step's time", "sent by a device", "fsdp", "tensor", "MFU", "device-hours")
-    assert not [w for w in words if w not in str(found)]
-    assert "<pre" in found._repr_mimebundle_()["text/html"]
-    data = json.loads(json.dumps(found.to_json()))
-    assert data["how"].startswith("analytic") and data["step"]["total"] == found.step.total
+    assert not [w for w in words if w not in str(result)]
+    assert "<pre" in result._repr_mimebundle_()["text/html"]
+    data = json.loads(json.dumps(result.to_json()))
+    assert data["how"].startswith("analytic") and data["step"]["total"] == result.step.total
     assert sum(data["memory"].values()) - data["memory"]["host"] == data["bytes"]
 
 
@@ -266,16 +267,16 @@ def test_odd_arguments_are_refused():
 
 def test_terms_of_two_plans_add_up_and_name_what_only_one_has():
     other = dataclasses.replace(TINY, layout=js.Layout("fsdp=8"))
-    found = compare(TINY, other, "h100:8", compile="never")
-    terms = found.to_json()["terms"]
-    for key, plan_ in (("a", found.a), ("b", found.b)):
+    result = compare(TINY, other, "h100:8", compile="never")
+    terms = result.to_json()["terms"]
+    for key, plan_ in (("a", result.a), ("b", result.b)):
         spent = {name: t[key] for name, t in terms["seconds"].items()}
         assert math.isclose(spent.pop("total"), sum(spent.values())) and spent["products"] and spent["attention"]
         held = {name: t[key] for name, t in terms["memory"].items()}
         assert not held.pop("in host memory") and held.pop("on a device") == sum(held.values()) == plan_.bytes
         assert terms["throughput"]["tokens/s"][key] == plan_.step.tokens_per_second
     assert terms["seconds"]["exposed, tensor"]["a"] > 0 == terms["seconds"]["exposed, tensor"]["b"]
-    assert "exposed, tensor" in str(found)
+    assert "exposed, tensor" in str(result)
     same = compare(TINY, TINY, "h100:8", compile="never")
     assert all(t.a == t.b for t in same.terms)
 
@@ -322,9 +323,9 @@ def test_what_is_no_config_and_numbers_that_are_not_finite_are_one_sentence():
 
 
 def test_a_plan_says_why_memory_is_traced_and_how_the_compiled_step_stands_to_its_bar():
-    found = plan(tokens=None)
-    assert any("the traced step, as for all runs with h100 devices" in note for note in found.notes)
-    ratio = found.error_bar.high + 1
-    compiled = Compiled(round(found.memory.device * ratio), None, 0.0)
-    said = _compared_with_compiled(compiled, found.memory, found.error_bar, found.hardware)
-    assert f"{ratio:.2f} times the predicted memory, outside the error bar" in said
+    result = plan(tokens=None)
+    assert any("the traced step, as for all runs with h100 devices" in note for note in result.notes)
+    ratio = result.error_bar.high + 1
+    compiled = Compiled(round(result.memory.device * ratio), None, 0.0)
+    note = _compared_with_compiled(compiled, result.memory, result.error_bar, result.hardware)
+    assert f"{ratio:.2f} times the predicted memory, outside the error bar" in note

@@ -131,12 +131,12 @@ def test_a_policy_whose_compilation_runs_out_of_memory_here_is_over_the_budget_a
     def pretend(config, topology, *, guards):
         tried.append(config.model.memory)
         if len(tried) <= fails:
-            raise jax.errors.JaxRuntimeError(said)
+            raise jax.errors.JaxRuntimeError(message)
         return Program()
 
     monkeypatch.setattr(policies, "compile_step", pretend)
     names = {n: POLICIES[n] for n in ("none", "dots_and_attention", "full")}
-    said, fails = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", 1
+    message, fails = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", 1
     choice = choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
     first, second, last = choice.rows
     assert first.compiled_bytes is None and first.verdict.startswith("over the budget")
@@ -144,15 +144,15 @@ def test_a_policy_whose_compilation_runs_out_of_memory_here_is_over_the_budget_a
     assert isinstance(choice.program, Program) and choice.policy == second.policy and len(tried) == 2
     # one that names its bytes is over the budget as well, be they fewer
     tried.clear()
-    said = "RESOURCE_EXHAUSTED: Used 16.00G of 15.00G hbm"
+    message = "RESOURCE_EXHAUSTED: Used 16.00G of 15.00G hbm"
     choice = choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
     assert choice.rows[0].compiled_bytes == 2**34 and choice.rows[1].verdict == "chosen"
     tried.clear()
-    said, fails = "RESOURCE_EXHAUSTED: Out of memory", 3
+    message, fails = "RESOURCE_EXHAUSTED: Out of memory", 3
     with raises_saying(ConfigError, "no memory policy fits", "full", "ran out while it was compiled"):
         choose(TINY, TOPOLOGY, 2**30, policies=names, here=True)
     tried.clear()
-    said = "INTERNAL: another failure"
+    message = "INTERNAL: another failure"
     with pytest.raises(jax.errors.JaxRuntimeError, match="another failure"):
         choose(TINY, TOPOLOGY, 2**40, policies=names, here=True)
 
@@ -164,9 +164,9 @@ def test_a_mixtures_estimate_counts_active_experts_and_its_choice_leaves_tiles_o
     held = model.activations(8, 512)
     per_device = lambda name: sum(local_bytes(i, config.layout) for i in held[name])  # noqa: E731
     assert per_device("mlp_up") == 2 * 3 * up and per_device("mlp_hidden") == 3 * up
-    found = estimate(dataclasses.replace(config, model=dataclasses.replace(model, memory="full")), TOPOLOGY)
+    result = estimate(dataclasses.replace(config, model=dataclasses.replace(model, memory="full")), TOPOLOGY)
     forward = model.flops(8, 512, training=False)
     last = model.products(8, 512)["mlp_down"] + model.products(8, 512)["logits"]
-    assert found.extra_flops == (forward - last) / (3 * forward)
+    assert result.extra_flops == (forward - last) / (3 * forward)
     with raises_saying(ConfigError, "none of the memory policies minimal"):
         choose(config, TOPOLOGY, 10**9, policies={"minimal": POLICIES["minimal"]})

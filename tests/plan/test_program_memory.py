@@ -99,17 +99,17 @@ class Written:
 def test_a_program_written_by_hand_is_counted_as_by_hand():
     """Fullest in the loop: the stream, the stack that the loop fills in place, the feed-forward's inner layer. What the
     loop hands on lies where it came from, and the new weight where the old one was."""
-    found = program_memory(Written())
-    assert [(b.name, b.shape, b.bytes) for b in found.buffers] == [
+    result = program_memory(Written())
+    assert [(b.name, b.shape, b.bytes) for b in result.buffers] == [
         ("runs/0", "f32[4,100]", 1600),
         ("runs/0/blocks/0/mlp/up", "f32[300]", 1200),
         ("batch/tokens", "f32[100]", 400),
         ("runs/0/blocks/0/mlp/down", "f32[100]", 400),
         ("params/embed/weight", "f32[50]", 200),
     ]
-    assert "while/body" in found.moment
-    assert found.total == 600 + 204 - 200 + 3300
-    assert found.groups == {"parameters": 200, "other arguments": 400, "activations": 3200, "between buffers": 104}
+    assert "while/body" in result.moment
+    assert result.total == 600 + 204 - 200 + 3300
+    assert result.groups == {"parameters": 200, "other arguments": 400, "activations": 3200, "between buffers": 104}
 
 
 def test_what_is_found_is_what_a_compiler_allocates():
@@ -119,7 +119,7 @@ def test_what_is_found_is_what_a_compiler_allocates():
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2)
 
     w, x = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32)
-    found = program_memory(jax.jit(jax.grad(loss)).lower(w, x).compile())
-    seen = sum(b.bytes for b in found.buffers)
+    result = program_memory(jax.jit(jax.grad(loss)).lower(w, x).compile())
+    seen = sum(b.bytes for b in result.buffers)
     assert seen > 2 * 6 * 64 * 64 * 4 + 6 * 512 * 64 * 4  # weights and gradients, and each layer's activation
-    assert abs(found.groups["between buffers"]) < 0.15 * found.total
+    assert abs(result.groups["between buffers"]) < 0.15 * result.total

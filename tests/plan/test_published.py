@@ -52,9 +52,9 @@ def test_a_run_names_its_source_its_model_and_a_layout_of_ours(name):
 
 @pytest.mark.parametrize("name", chips())
 def test_constants_are_fitted_on_runs_for_fitting_alone(name):
-    said = chip(name).sources.get("efficiency", "")
-    assert bool(said) == bool(chip(name).efficiency)
-    runs = re.findall(r"[a-z]+(?:-[a-z0-9]+){3,}", said)
+    source = chip(name).sources.get("efficiency", "")
+    assert bool(source) == bool(chip(name).efficiency)
+    runs = re.findall(r"[a-z]+(?:-[a-z0-9]+){3,}", source)
     assert set(runs) <= set(FILES["split"]["fit"])
     assert all(RUNS[run][1]["topology"].startswith(name + ":") for run in runs)
     long = [run for run in runs if RUNS[run][1]["sequence"] >= 16384]

@@ -28,32 +28,32 @@ V5E = topology("v5e:2x2")
 
 
 @pytest.fixture(scope="module")
-def found():
+def result():
     return remedies(CONFIG, V5E, 2**33)
 
 
-def test_a_remedy_saves_what_the_estimates_differ_by(found):
+def test_a_remedy_saves_what_the_estimates_differ_by(result):
     base = estimate(CONFIG, V5E)
-    for r in found:
+    for r in result:
         assert r.saves == base.device - estimate(r.config, V5E).device > 0, r.change
         assert r.fits == (r.device <= 2**33), r.change
 
 
-def test_every_kind_of_remedy_is_tried(found):
-    changes = " | ".join(r.change for r in found)
+def test_every_kind_of_remedy_is_tried(result):
+    changes = " | ".join(r.change for r in result)
     for kind in ("memory = 'full'", "@CutLoss()", "accumulate = 2", "mesh = 'fsdp=4'", "@AdamW8bit()", "@OnHost()",
                  "@flash_attention"):  # fmt: skip
         assert kind in changes, kind
-    (eight,) = [r for r in found if "8bit" in r.change]
+    (eight,) = [r for r in result if "8bit" in r.change]
     assert isinstance(eight.config.optimizer, AdamW8bit) and eight.config.optimizer.b2 == CONFIG.optimizer.b2
 
 
-def test_what_fits_comes_first_and_the_cheapest_of_it_foremost(found):
-    fits = [r.fits for r in found]
+def test_what_fits_comes_first_and_the_cheapest_of_it_foremost(result):
+    fits = [r.fits for r in result]
     assert any(fits) and fits == sorted(fits, reverse=True)
-    roomy = [r.extra_flops for r in found if r.fits and r.device <= 0.95 * 2**33]
+    roomy = [r.extra_flops for r in result if r.fits and r.device <= 0.95 * 2**33]
     assert roomy == sorted(roomy)
-    rest = [r.saves for r in found if not r.fits]
+    rest = [r.saves for r in result if not r.fits]
     assert rest == sorted(rest, reverse=True)
 
 
@@ -89,10 +89,10 @@ def test_a_report_on_adapters_knows_that_what_is_frozen_may_be_kept_in_half_the_
     assert "by arithmetic" in str(out_of_memory(jax.errors.JaxRuntimeError(TPU), adapted, "v5e:2x2"))
 
 
-@pytest.mark.parametrize("said", ["allocating 17179869184 bytes.", "while trying to allocate 16.00GiB."])
-def test_a_run_that_does_not_fit_this_machine_says_so(tmp_path, monkeypatch, said):
+@pytest.mark.parametrize("message", ["allocating 17179869184 bytes.", "while trying to allocate 16.00GiB."])
+def test_a_run_that_does_not_fit_this_machine_says_so(tmp_path, monkeypatch, message):
     def refuse(*_, **__):
-        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory {said}")
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory {message}")
 
     monkeypatch.setattr(sys.modules["jaxscale.step.prepare"], "jit_step", lambda *_: refuse)
     with pytest.raises(OutOfMemory) as raised:

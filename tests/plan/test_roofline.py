@@ -37,12 +37,12 @@ def _work(ops=(), collectives=(), **more) -> Work:
 
 @pytest.mark.parametrize("preset", [gpt2, llama3_8b, qwen3, gemma3, mixtral_8x7b, deepseek_moe_16b])
 def test_products_have_the_sizes_that_make_the_models_flops(preset):
-    model, found = preset(), {}
+    model, result = preset(), {}
     for p in products(model, 4096):
-        found[p.name] = found.get(p.name, 0) + p.flops * 4096
+        result[p.name] = result.get(p.name, 0) + p.flops * 4096
     known = model.products(1, 4096)
-    assert {n: known[n] for n in found} == found
-    assert set(known) - set(found) <= {"scores", "attn_out", "router"}
+    assert {n: known[n] for n in result} == result
+    assert set(known) - set(result) <= {"scores", "attn_out", "router"}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_experts_are_computed_where_they_are():
 def test_products_of_experts_have_a_kind_of_their_own():
     model = deepseek_moe_16b()
     config = TrainConfig(model=model, layout=js.Layout("data=1"), batch_size=1, seq_len=1024)
-    found = [(op.name, op.kind) for op in work_of(config, config.layout, NOTHING, ()).ops if op.name == "mlp_up"]
-    assert sorted(found) == [("mlp_up", "experts"), ("mlp_up", "matmul"), ("mlp_up", "matmul")]
+    result = [(op.name, op.kind) for op in work_of(config, config.layout, NOTHING, ()).ops if op.name == "mlp_up"]
+    assert sorted(result) == [("mlp_up", "experts"), ("mlp_up", "matmul"), ("mlp_up", "matmul")]
 
 
 def test_dense_attention_computes_what_its_mask_hides():
@@ -116,10 +116,10 @@ def test_dense_attention_computes_what_its_mask_hides():
 
 def test_an_operation_takes_the_longer_of_its_arithmetic_and_its_bytes():
     ops = [Op("a", "matmul", 10e12, 1, "bfloat16"), Op("b", "matmul", 1e12, 50 * GB, "bfloat16")]
-    found = step_time(_work([*ops, Op("c", "memory", 0, 20 * GB, "bfloat16")]), HERE)
-    assert math.isclose(found.compute, 0.11) and math.isclose(found.memory, 0.04 + 0.02)
-    assert math.isclose(found.total, 0.17)
-    assert math.isclose(found.mfu, 1600e12 / 0.17 / 3200e12) and math.isclose(found.tokens_per_second, 1000 / 0.17)
+    result = step_time(_work([*ops, Op("c", "memory", 0, 20 * GB, "bfloat16")]), HERE)
+    assert math.isclose(result.compute, 0.11) and math.isclose(result.memory, 0.04 + 0.02)
+    assert math.isclose(result.total, 0.17)
+    assert math.isclose(result.mfu, 1600e12 / 0.17 / 3200e12) and math.isclose(result.tokens_per_second, 1000 / 0.17)
 
 
 def test_efficiencies_are_shares_of_the_data_sheet():
@@ -128,8 +128,8 @@ def test_efficiencies_are_shares_of_the_data_sheet():
         Op(kind, kind, 10e12 * (kind != "memory"), 8 * GB * (kind == "memory"), "bfloat16")
         for kind in ("matmul", "attention", "experts", "memory")
     ]
-    found = step_time(_work(ops), Topology("", chip, (32,)))
-    assert math.isclose(found.compute, 0.2 + 0.4 + 0.2) and math.isclose(found.memory, 0.01)
+    result = step_time(_work(ops), Topology("", chip, (32,)))
+    assert math.isclose(result.compute, 0.2 + 0.4 + 0.2) and math.isclose(result.memory, 0.01)
     chip = dataclasses.replace(chip, efficiency={**chip.efficiency, "experts": 0.1})
     assert math.isclose(step_time(_work(ops), Topology("", chip, (32,))).compute, 0.2 + 0.4 + 1.0)
 
@@ -139,10 +139,10 @@ def test_efficiencies_are_shares_of_the_data_sheet():
     [("v6e:4x8", 128, 2), ("v6e:4x8", 192, 4 / 3), ("v6e:4x8", 256, 1), ("v5e:4x8", 128, 1), ("h100:8x4", 64, 1)],
 )
 def test_heads_narrower_than_a_tpus_systolic_array_take_as_long_as_ones_that_fill_it(hardware, width, times):
-    there = topology(hardware)
+    target = topology(hardware)
     plain, narrow = (Op("scores", "attention", 1e15, 0, "bfloat16", width=w) for w in (None, width))
-    whole, found = (step_time(_work([op]), there).compute for op in (plain, narrow))
-    assert math.isclose(found, whole * times)
+    whole, result = (step_time(_work([op]), target).compute for op in (plain, narrow))
+    assert math.isclose(result, whole * times)
 
 
 @pytest.mark.parametrize("attention", [flash_attention, js.nn.dot_product_attention])
@@ -185,8 +185,8 @@ def test_what_may_run_beside_arithmetic_is_exposed_only_where_it_lasts_longer():
     wait = dataclasses.replace(gather, axes=("tensor",))
     for arithmetic, exposed in ((0.04, 0.0), (0.02, 0.01), (0.0, 0.03)):
         ops = [Op("a", "matmul", 100e12 * arithmetic, 0, "bfloat16")]
-        found = step_time(_work(ops, [gather]), HERE)
-        assert math.isclose(found.exposed, exposed, abs_tol=1e-5)
+        result = step_time(_work(ops, [gather]), HERE)
+        assert math.isclose(result.exposed, exposed, abs_tol=1e-5)
         assert math.isclose(step_time(_work(ops, [wait]), HERE).exposed, 0.03, abs_tol=1e-5)
     assert hides_behind(wait) is None and hides_behind(wait, ("tensor",)) == hides_behind(gather) == "layers"
     assert hides_behind(dataclasses.replace(wait, ring="all-gather")) == "layers"
@@ -195,8 +195,8 @@ def test_what_may_run_beside_arithmetic_is_exposed_only_where_it_lasts_longer():
 def test_axes_through_one_switch_wait_for_each_other():
     gather = Collective("all-gather", ("fsdp",), 4, 4 * GB)
     both = [gather, dataclasses.replace(gather, axes=("tensor",), ring="all-gather")]  # 30 ms each, beside 40
-    found = step_time(_work([Op("a", "matmul", 4e12, 0, "bfloat16")], both), HERE)
-    assert math.isclose(found.exposed, 0.02, abs_tol=1e-5)
+    result = step_time(_work([Op("a", "matmul", 4e12, 0, "bfloat16")], both), HERE)
+    assert math.isclose(result.exposed, 0.02, abs_tol=1e-5)
 
 
 def test_a_pipeline_idles_as_its_schedule_says():
@@ -208,9 +208,9 @@ def test_a_pipeline_idles_as_its_schedule_says():
     )
     work = work_of(config, config.layout, NOTHING, ())
     assert math.isclose(work.bubble, 3 / 11, rel_tol=0.01)  # (K - 1) / (M + K - 1), Huang et al. 2019
-    found = step_time(work, HERE)
+    result = step_time(work, HERE)
     staged = sum(op.flops for op in work.ops if op.staged) / 100e12
-    assert found.bubble > 3 / 8 * staged * 0.99
+    assert result.bubble > 3 / 8 * staged * 0.99
 
 
 def test_host_transfers_hide_behind_layers():

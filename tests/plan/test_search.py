@@ -40,17 +40,17 @@ def devices_of(memory: int, count: int = 4) -> Topology:
 @pytest.fixture(scope="module")
 def every():
     """Seconds and bytes of every candidate, worked out one by one."""
-    there, found = devices_of(2**40), []
-    for c in candidates(CONFIG, there.devices, SMALL):
+    target, result = devices_of(2**40), []
+    for c in candidates(CONFIG, target.devices, SMALL):
         with contextlib.suppress(LayoutError):
-            plan = plan_for(c.config, there, compile="never")
-            found.append((plan.step.total, plan.bytes))
-    return sorted(found)
+            plan = plan_for(c.config, target, compile="never")
+            result.append((plan.step.total, plan.bytes))
+    return sorted(result)
 
 
 def test_meshes_are_all_factorings():
-    found = [tuple(m.values()) for m in meshes(64, ("data", "fsdp", "tensor"))]
-    assert len(found) == len(set(found)) == math.comb(6 + 2, 2) and all(math.prod(m) == 64 for m in found)
+    result = [tuple(m.values()) for m in meshes(64, ("data", "fsdp", "tensor"))]
+    assert len(result) == len(set(result)) == math.comb(6 + 2, 2) and all(math.prod(m) == 64 for m in result)
 
 
 def test_axes_are_those_that_the_model_can_be_cut_along():
@@ -67,37 +67,37 @@ def test_what_is_found_is_the_best_of_all(every, share):
     memory = sizes[int(share * (len(sizes) - 1))]
     fitting = [(t, size) for t, size in every if size <= memory]
     upper = error_bar(CONFIG, devices_of(memory), memory).bytes(memory)[1]
-    found = search(CONFIG, devices_of(upper), space=SMALL, compile="never", within=1.5)
-    assert found.winner.step.total == fitting[0][0] and found.winner.fits
+    result = search(CONFIG, devices_of(upper), space=SMALL, compile="never", within=1.5)
+    assert result.winner.step.total == fitting[0][0] and result.winner.fits
     near = [(t, size) for t, size in fitting if t <= 1.5 * fitting[0][0]]
     front = [(t, size) for i, (t, size) in enumerate(near) if all(size < other for _, other in near[:i])]
-    assert [(f.step.total, f.bytes) for f in found.front] == front
+    assert [(f.step.total, f.bytes) for f in result.front] == front
 
 
 def test_what_cannot_be_the_fastest_is_not_worked_out(every):
-    found = search(CONFIG, devices_of(2**40), space=SMALL, compile="never", within=1)
-    assert found.winner.step.total == every[0][0] and found.worked_out < found.considered == len(every)
+    result = search(CONFIG, devices_of(2**40), space=SMALL, compile="never", within=1)
+    assert result.winner.step.total == every[0][0] and result.worked_out < result.considered == len(every)
 
 
 def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkeypatch):
-    asked = []
+    calls = []
 
-    def pretend(config, there, *, compile, **_):
+    def pretend(config, target, *, compile, **_):
         """A compiler whose programs take half as long again, the first of which does not fit."""
-        plan = plan_for(config, there, compile="never")
+        plan = plan_for(config, target, compile="never")
         if compile == "never":
             return plan
-        asked.append(plan)
+        calls.append(plan)
         slow = dataclasses.replace(plan.step, compute=plan.step.compute * 1.5)
-        size = plan.bytes if len(asked) > 1 else there.chip.memory + 1
+        size = plan.bytes if len(calls) > 1 else target.chip.memory + 1
         return dataclasses.replace(plan, compiled=Compiled(size, slow, 0.0), basis="compiled")
 
     monkeypatch.setattr(searching, "plan_for", pretend)
-    monkeypatch.setattr(searching, "why_not_compiled", lambda there: None)
-    found = search(CONFIG, devices_of(2**30), space=SMALL, within=2)
-    assert 1 < found.compiled == len(asked) <= 4
-    assert found.winner.compiled is not None and found.winner.bytes == asked[1].bytes
-    assert "does not fit" in str(found)
+    monkeypatch.setattr(searching, "why_not_compiled", lambda target: None)
+    result = search(CONFIG, devices_of(2**30), space=SMALL, within=2)
+    assert 1 < result.compiled == len(calls) <= 4
+    assert result.winner.compiled is not None and result.winner.bytes == calls[1].bytes
+    assert "does not fit" in str(result)
 
 
 def test_where_nothing_fits_the_closest_is_named():
@@ -111,10 +111,10 @@ def test_where_nothing_fits_the_closest_is_named():
 def test_layouts_that_training_refuses_are_counted_and_not_chosen():
     model = dataclasses.replace(MODEL, kv_heads=2, attention=UlyssesAttention())
     space = Space(axes=("data", "context"), policies=("none", "full"), accumulate=(1,))
-    found = search(dataclasses.replace(CONFIG, model=model), devices_of(2**40), space=space, compile="never", within=9)
-    assert found.refused == 2 and found.considered == 6  # context=4, of 2 key heads, with either policy
-    assert "2 that training refuses" in str(found) and found.to_json()["refused"] == 2
-    assert not [f for f in found.front if "context=4" in f.candidate.config.layout.mesh]
+    result = search(dataclasses.replace(CONFIG, model=model), devices_of(2**40), space=space, compile="never", within=9)
+    assert result.refused == 2 and result.considered == 6  # context=4, of 2 key heads, with either policy
+    assert "2 that training refuses" in str(result) and result.to_json()["refused"] == 2
+    assert not [f for f in result.front if "context=4" in f.candidate.config.layout.mesh]
     short = dataclasses.replace(MODEL, positions=js.models.Learned(16))
     with raises_saying(ConfigError, "64 tokens", "16 learned positions"):
         search(dataclasses.replace(CONFIG, model=short), devices_of(2**40), space=space, compile="never")
@@ -153,16 +153,16 @@ OTHER = dataclasses.replace(CONFIG, model=Bigram(vocab=512, width=64))
 
 def test_a_model_without_formulas_is_searched_by_tracing_its_steps():
     space = Space(axes=("data", "fsdp"), accumulate=(1, 2))
-    found = search(OTHER, devices_of(2**40), space=space, compile="never", within=99)
+    result = search(OTHER, devices_of(2**40), space=space, compile="never", within=99)
     plans = [plan_for(c.config, devices_of(2**40), compile="never") for c in candidates(OTHER, 4, space)]
-    assert found.considered == found.worked_out == found.fitting == len(plans) == 6
-    assert any("of the traced step" in note for note in found.winner.notes)
-    assert found.winner.step.total == min(p.step.total for p in plans)
+    assert result.considered == result.worked_out == result.fitting == len(plans) == 6
+    assert any("of the traced step" in note for note in result.winner.notes)
+    assert result.winner.step.total == min(p.step.total for p in plans)
     least = min(plans, key=lambda p: p.bytes)
-    assert found.front[-1].bytes == least.bytes
-    shown = " ".join(str(found).split())
-    assert "Bigram: 6 steps were traced in" in shown and "its own" in shown and "were not traced" not in shown
-    assert found.to_json()["tracing"] == found.tracing > 0
+    assert result.front[-1].bytes == least.bytes
+    text = " ".join(str(result).split())
+    assert "Bigram: 6 steps were traced in" in text and "its own" in text and "were not traced" not in text
+    assert result.to_json()["tracing"] == result.tracing > 0
     upper = least.bytes_range[1]  # fits at the upper end of the error bar, and so does nothing larger
     assert {f.bytes for f in search(OTHER, devices_of(upper), space=space, compile="never").front} == {least.bytes}
     with raises_saying(ConfigError, "nothing fits", "the closest", "may take"):
@@ -171,9 +171,9 @@ def test_a_model_without_formulas_is_searched_by_tracing_its_steps():
 
 def test_tracing_ends_when_its_time_is_over_and_what_was_left_out_is_said():
     space = Space(axes=("data", "fsdp"), accumulate=(1, 2))
-    found = search(OTHER, devices_of(2**40), space=space, compile="never", tracing=0)
-    assert found.worked_out == 1 and found.winner.config.accumulate == 1
-    assert "5 candidates were not traced, and a faster one may be among them" in " ".join(str(found).split())
+    result = search(OTHER, devices_of(2**40), space=space, compile="never", tracing=0)
+    assert result.worked_out == 1 and result.winner.config.accumulate == 1
+    assert "5 candidates were not traced, and a faster one may be among them" in " ".join(str(result).split())
 
 
 def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
@@ -186,22 +186,22 @@ def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
 
 
 def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is_passed_over(monkeypatch):
-    there, quiet = devices_of(2**40), lambda *_: None
-    found = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), there, 99.0, quiet)[0])
-    assert len(found) > 3
-    asked = []
+    target, quiet = devices_of(2**40), lambda *_: None
+    result = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), target, 99.0, quiet)[0])
+    assert len(result) > 3
+    calls = []
 
-    def plan(config, there, **_):
-        asked.append(config)
-        if len(asked) == 1:
+    def plan(config, target, **_):
+        calls.append(config)
+        if len(calls) == 1:
             raise LayoutError("the compiler does not like it")
-        planned = plan_for(config, there, compile="never")
-        return dataclasses.replace(planned, compiled=Compiled(there.chip.capacity + 1, None, 0.0))
+        planned = plan_for(config, target, compile="never")
+        return dataclasses.replace(planned, compiled=Compiled(target.chip.capacity + 1, None, 0.0))
 
     monkeypatch.setattr(searching, "plan_for", plan)
-    done, refused = searching._compile(found, there, 3, quiet)
-    assert asked == [found[0].candidate.config, found[1].candidate.config, found[-1].candidate.config]
-    assert sorted(done) == [1, len(found) - 1] and "does not like it" in refused[0]
+    done, refused = searching._compile(result, target, 3, quiet)
+    assert calls == [result[0].candidate.config, result[1].candidate.config, result[-1].candidate.config]
+    assert sorted(done) == [1, len(result) - 1] and "does not like it" in refused[0]
 
 
 def test_a_misspelt_option_is_named_before_the_one_that_is_missing(tmp_path, capfd):

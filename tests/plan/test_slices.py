@@ -56,17 +56,17 @@ def test_only_the_named_axis_sends_between_slices():
         return w - jax.lax.with_sharding_constraint(jax.grad(loss)(w, x), PartitionSpec("fsdp"))
 
     batch = PartitionSpec(("data", "fsdp"))
-    there = layout.on(topology_devices(TWO))
-    shape = lambda spec, *s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=jax.NamedSharding(there.device_mesh, spec))  # noqa: E731
+    placed = layout.on(topology_devices(TWO))
+    shape = lambda spec, *s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=jax.NamedSharding(placed.device_mesh, spec))  # noqa: E731
     arrays = (shape(PartitionSpec("fsdp"), 256, 128), shape(batch, 64, 256))
     compiled = compile_for(step, TWO, *arrays, layout=layout)
-    found = collectives(compiled, there.sizes, across="data")
-    between = [c for c in found if "data" in c.axes]
-    assert {c.axes for c in found} == {("data",), ("fsdp",)}
+    result = collectives(compiled, placed.sizes, across="data")
+    between = [c for c in result if "data" in c.axes]
+    assert {c.axes for c in result} == {("data",), ("fsdp",)}
     # each device's quarter of the gradient, summed over two slices: what one of them sends is that quarter
     assert [(c.kind, c.devices, c.sent) for c in between] == [("all-reduce", 2, 256 * 128 * 4 // 4)]
     with raises_saying(LayoutError, "several slices", "across"):
-        collectives(compiled, there.sizes)
+        collectives(compiled, placed.sizes)
 
 
 def test_the_axis_over_slices_is_a_mesh_axis():

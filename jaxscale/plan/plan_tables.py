@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxscale.plan.printing import table_of
 from jaxscale.plan.waterfall import step_terms, waterfall
 from jaxscale.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from jaxscale.plan.planner import Plan
 
 LARGEST = 10
 """Number of groups of buffers that the memory table lists by name."""
 
 
-def plan_tables(plan: Plan) -> Iterator[Any]:
+def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """Yield all tables and lines of a plan, top to bottom."""
     devices = plan.config.layout.devices  # type: ignore[union-attr]
     yield f"{plan.hardware.name}, {devices} devices: {plan.config.layout}; {plan.basis}\n"
@@ -52,7 +55,7 @@ def plan_tables(plan: Plan) -> Iterator[Any]:
     yield from plan.notes
 
 
-def memory_table(plan: Plan) -> Any:
+def memory_table(plan: Plan) -> Table:
     """Table of the bytes on a device by kind, beside its capacity."""
     from jaxscale.plan.planner import groups
 
@@ -75,7 +78,7 @@ def memory_table(plan: Plan) -> Any:
     return table
 
 
-def step_table(plan: Plan) -> Any:
+def step_table(plan: Plan) -> Table:
     """Table of a step's seconds by term: analytic, and with the compiled program's traffic if there is one."""
     columns = {"by arithmetic": step_terms(plan.work, plan.step, plan.hardware)}
     if plan.compiled is not None and plan.compiled.step is not None:
@@ -88,7 +91,7 @@ def step_table(plan: Plan) -> Any:
     return table
 
 
-def traffic_table(plan: Plan) -> Any:
+def traffic_table(plan: Plan) -> Table:
     """Table of the bytes that a device sends along each mesh axis in a step, and the link that it uses."""
     table = table_of(
         "sent by a device in a step", "axes", "link", "GB/s", "bytes", "takes", "exposed", "compiled bytes"

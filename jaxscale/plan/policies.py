@@ -20,6 +20,7 @@ from jaxscale.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 COMPILES = 4
 """Most programs that are compiled for one choice."""
@@ -170,7 +171,7 @@ def compiled_bytes(config: TrainConfig, topology: str) -> int:
         return bytes_needed(e)
 
 
-def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Any:
+def policy_table(rows: tuple[PolicyRow, ...], topology: str, budget: int) -> Table:
     """Rich table of policies: estimated and compiled bytes per device, bytes in host memory, extra FLOPs, verdict."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

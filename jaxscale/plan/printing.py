@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxscale.units import WIDTH
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 
 class Printable:
@@ -27,12 +28,12 @@ _HTML = '<pre style="line-height: normal; overflow-x: auto; font-family: monospa
 """Has no background and text colours, so that it is readable on dark and light pages."""
 
 
-def text_of(table: Any) -> str:
+def text_of(table: RenderableType) -> str:
     """Return a rich table as text."""
     return _recorded(table).export_text()
 
 
-def table_of(title: str, *columns: str) -> Any:
+def table_of(title: str, *columns: str) -> Table:
     """Return an empty rich table in our style.
 
     Args:
@@ -48,7 +49,7 @@ def table_of(title: str, *columns: str) -> Any:
     return table
 
 
-def _recorded(what: Any) -> Console:
+def _recorded(what: object) -> Console:
     from rich.console import Console
 
     # Write to a string, because in a notebook the console would also display its output.

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from jaxscale.step import CutLoss, LoRA, NextToken, TrainConfig, token_loss
 from jaxscale.step.loss import holds_logits
 from jaxscale.step.state import describe_model
 from jaxscale.units import human_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ROWS, LARGEST = 16, 10
 """Numbers of remedies and of buffers that the tables list."""
@@ -119,13 +122,13 @@ def _attention(config: TrainConfig, target: Topology) -> Changes:
     model: Any = config.model
     if model.attention is dot_product_attention:
         changed = dataclasses.replace(config, model=dataclasses.replace(model, attention=flash_attention))
-        yield "no scores held: Transformer.attention = @flash_attention", changed
+        yield "no stored scores: Transformer.attention = @flash_attention", changed
 
 
 def _loss(config: TrainConfig, target: Topology) -> Changes:
     if isinstance(config.objective, NextToken) and holds_logits(token_loss(config)):
         objective = dataclasses.replace(config.objective, loss=CutLoss())
-        yield "no logits held: NextToken.loss = @CutLoss()", dataclasses.replace(config, objective=objective)
+        yield "no stored logits: NextToken.loss = @CutLoss()", dataclasses.replace(config, objective=objective)
 
 
 def _accumulation(config: TrainConfig, target: Topology) -> Changes:
@@ -165,7 +168,7 @@ def _layouts(config: TrainConfig, target: Topology) -> Changes:
     if sizes["tensor"] > 1 and not config.layout.sequence_sharded and isinstance(config.layout.rules, str):
         changed = dataclasses.replace(config.layout, sequence_sharded=True)
         yield (
-            "residual stream split over tensor: Layout.sequence_sharded = True",
+            "residual stream sharded over tensor: Layout.sequence_sharded = True",
             dataclasses.replace(config, layout=changed),
         )
     for source, to in (("data", "fsdp"), ("data", "tensor"), ("fsdp", "tensor"), ("tensor", "fsdp")):
@@ -285,7 +288,7 @@ def _bytes_in(pattern: str, text: str) -> int | None:
     return None if match is None else int(float(match[1]) * 1024 ** (" KMGT".index(match[2] or " ")))
 
 
-def estimate_table(memory: Estimate, budget: int | None = None) -> Any:
+def estimate_table(memory: Estimate, budget: int | None = None) -> Table:
     """Rich table of an estimate: bytes by group and the largest buffers at peak memory, with shares of the budget."""
     whole = budget or memory.device
     share = "of the device" if budget else "share"
@@ -300,15 +303,15 @@ def estimate_table(memory: Estimate, budget: int | None = None) -> Any:
     for name, n in groups.items():
         table.add_row(name, human_bytes(n), f"{n / whole:.0%}")
     table.add_section()
-    table.add_row("at once", human_bytes(memory.device), f"{memory.device / whole:.0%}")
+    table.add_row("peak", human_bytes(memory.device), f"{memory.device / whole:.0%}")
     for b in memory.at_peak[:LARGEST]:
-        table.add_row(f"  of it: {b.what}", human_bytes(b.size), f"{b.size / whole:.0%}")
+        table.add_row(f"  buffer: {b.what}", human_bytes(b.size), f"{b.size / whole:.0%}")
     if memory.host:
-        table.add_row("in host memory besides", human_bytes(memory.host), "")
+        table.add_row("in host memory", human_bytes(memory.host), "")
     return table
 
 
-def remedy_table(rows: list[Remedy]) -> Any:
+def remedy_table(rows: list[Remedy]) -> Table:
     """Rich table of remedies: change, bytes saved and left, extra FLOPs, whether the step then fits."""
     table = table_of("remedies, each alone, by arithmetic", "change", "saves", "leaves", "extra FLOPs", "fits")
     for r in rows:

@@ -44,6 +44,7 @@ from pallas_kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 COMPILES = 4
 """Most programs that are compiled for one search."""
@@ -350,7 +351,7 @@ def _words(f: FittingCandidate) -> dict[str, Any]:
     }
 
 
-def search_table(result: Search) -> Any:
+def search_table(result: Search) -> Table:
     """Rich table of the Pareto front of time and memory."""
     title = f"time against memory on {result.hardware.name}, at most {result.within:g} times the fastest"
     columns = (

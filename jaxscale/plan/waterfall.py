@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxscale.hardware import Topology
 from jaxscale.plan.printing import table_of
 from jaxscale.plan.roofline import StepTime, Work, op_times
 from jaxscale.units import human_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ARITHMETIC = ("products", "experts", "attention", "memory-bound", "optimizer")
 """Terms of computation."""
@@ -58,7 +61,7 @@ def waterfall(
     columns: Mapping[str, Mapping[str, float]],
     picture: str,
     ratios: Mapping[str, float] | None = None,
-) -> Any:
+) -> Table:
     """Rich table of terms with their seconds and shares, and a bar for each that begins where the last one ended.
 
     Args:

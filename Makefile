@@ -44,7 +44,7 @@ lint: install-$(or $(EXTRAS),dev)
 	@'$(VENV)/bin/mypy'
 	@'$(VENV)/bin/lint-imports' --no-logo --no-cache
 
-# Warnings are errors. The environment gets an extra more, so that it is the one that other targets use.
+# Warnings are errors. The extra goes into the environment of the other targets.
 docs: install-$(or $(EXTRAS),docs)
 	@JAX_PLATFORMS=cpu '$(VENV)/bin/python' -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 	@echo "the site: $$(pwd -P)/docs/_build/html/index.html"

@@ -360,7 +360,7 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--mesh", "data"], ["axis=size"]),
         (["train", "GIN", "--mesh", "data=16"], ["needs 16 devices", "has 8", "--devices 16"]),
         (["train", "GIN", "--mesh", "data=3"], ["the batch", "cuts 8 into 3 pieces"]),
-        (["train", "GIN", "--mesh", "tensor=4"], ["cuts 2 into 4 pieces"]),
+        (["train", "GIN", "--mesh", "tensor=4"], ["shards 2 over 4 devices"]),
         (["train", "GIN", "--mesh", "data=2", "--pipeline", "1f1b:4"], ["--pipeline 1f1b:4", "--mesh pipeline=2"]),
         (["train", "GIN", "--devices", "0"], ["0 devices"]),
         (["train", "GIN", "--devices", "4"], ["already runs on 8 cpu", "simulate_devices(4)"]),
@@ -387,7 +387,7 @@ def test_the_version_is_shown(capfd):
         (["sample", "RUN", "--gin.train.seed=3"], ["no settings to change", "--gin.train.seed"]),
         (["explain"], ["name a gin file"]),
         (["explain", "nowhere.gin"], ["no config file 'nowhere.gin'"]),
-        (["explain", "GIN", "--mesh", "tensor=4"], ["cuts 2 into 4 pieces", "attn"]),
+        (["explain", "GIN", "--mesh", "tensor=4"], ["shards 2 over 4 devices", "attn"]),
     ],
     ids=lambda v: " ".join(v) if v and v[0] in ("train", "sample", "explain", "trian") else "",
 )

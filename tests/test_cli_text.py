@@ -149,7 +149,7 @@ def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
         (["--draft", "nowhere"], ["nowhere is not a run folder"]),
         (["--draft", "RUN", "--draft-tokens", "0"], ["draft_tokens = 0"]),
         (["--mesh", "tensor=16"], ["needs 16 devices"]),
-        (["--mesh", "tensor=4"], ["cuts 2 into 4 pieces"]),
+        (["--mesh", "tensor=4"], ["shards 2 over 4 devices"]),
         (["--step", "77"], ["77"]),
     ],
     ids=lambda v: " ".join(v) if v and v[0].startswith("-") else "",

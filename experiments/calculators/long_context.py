@@ -91,11 +91,11 @@ def costs(
 
 
 def cache_bytes(config: TransformerConfig, context: int, itemsize: int = 2) -> int:
-    """Bytes of one user's KV cache; a layer with a sliding window caches at most the window.
+    """Bytes of the cache for one user: `config.cache_width` a position and layer, of a window its length.
 
     A position of a layer has `config.kept_width` numbers: 2 x kv heads x head dim, or for multi-head latent attention
     the latent vector and the rotary key.
     """
     covered_model(config)
     positions = sum(min(window or context, context) for window in config.layer_windows())
-    return positions * config.kept_width * itemsize
+    return positions * config.cache_width * itemsize

@@ -333,9 +333,9 @@ def _cache_length(models: Sequence[Any], need: int, positions: int | None) -> in
 
 def _same_positions(model: Any, need: int, length: int) -> int:
     """The largest length up to `length` with the position encoding of `need` tokens."""
-    if not isinstance(model, ExtendsContext) or model.for_texts_of(need) != model:
+    if not isinstance(model, ExtendsContext) or model.for_length(need) != model:
         return length
-    return need + bisect.bisect_left(range(need + 1, length + 1), True, key=lambda n: model.for_texts_of(n) != model)
+    return need + bisect.bisect_left(range(need + 1, length + 1), True, key=lambda n: model.for_length(n) != model)
 
 
 def _warn_resident(stepper: Streamed) -> None:

@@ -101,7 +101,7 @@ def for_length(model: Any, length: int | None) -> Any:
     """
     if length is None or not isinstance(model, ExtendsContext):
         return model
-    extended = model.for_texts_of(length)
+    extended = model.for_length(length)
     if extended != model:
         log.warning("sequences may reach %d tokens: using LongRoPE's long factors for every position", length)
     return extended

@@ -1,4 +1,4 @@
-"""Names, meshes and rules: what each dimension is, and where each name lives."""
+"""Logical axis names, device meshes and the rules that map one to the other."""
 
 from jaxscale.layout.axes import AXES, MESH_AXES, STACKED
 from jaxscale.layout.boxing import Boxes, Move, infer, rebox

@@ -1,7 +1,7 @@
-"""Split, broadcast, partial: what each device holds of a tensor, what an einsum makes of that, and what a change costs.
+"""Split, broadcast and partial tensors: the result of an einsum of them, and the bytes sent by a change between them.
 
-The algebra of OneFlow (Yuan et al. 2021, section 3.1). Along a mesh axis a tensor is *split* (each device has a piece
-of one dimension), *broadcast* (each has all of it) or *partial* (each has a term of a sum).
+The SBP signatures of OneFlow (Yuan et al. 2021, section 3.1). Along a mesh axis a tensor is *split* (each device has a
+shard of one dimension), *broadcast* (each has all of it) or *partial* (each has a term of a sum).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxscale.layout.axes import MESH_AXES, check_mesh_axis
 
 @dataclasses.dataclass(frozen=True)
 class Boxes:
-    """A tensor's signature: along which mesh axes it is split and partial; along all others it is broadcast.
+    """A tensor's SBP signature: the mesh axes along which it is split or partial; along all others it is broadcast.
 
     Args:
-      split: for each dimension, the mesh axes that cut it, outermost first.
-      partial: the mesh axes over which the devices' arrays are yet to be summed.
+      split: for each dimension, the mesh axes that it is split over, outermost first.
+      partial: the mesh axes over which the devices' arrays must still be summed.
 
     Raises:
       LayoutError: a mesh axis that does not exist, or that is named twice.
@@ -45,22 +45,26 @@ class Boxes:
 
     @classmethod
     def of(cls, spec: PartitionSpec | Sequence[Any], ndim: int | None = None) -> Boxes:
-        """The signature of an array laid out by a partition spec, which is never partial."""
+        """Return the signature of an array with this partition spec; `ndim` fills up a spec that is too short."""
         parts = tuple(spec)
         return cls(parts + (None,) * ((len(parts) if ndim is None else ndim) - len(parts)))
 
     @property
     def spec(self) -> PartitionSpec:
-        """The partition spec of the split dimensions; of a partial tensor, that of each term."""
+        """The partition spec; for a partial tensor, that of each term of the sum."""
         return PartitionSpec(*(s[0] if len(s) == 1 else s or None for s in self.split))
 
     def along(self, axis: str) -> str:
-        """What the tensor is along one mesh axis: "S(dimension)", "B" or "P"."""
+        """Return what the tensor is along a mesh axis: "S(dimension)", "B" or "P"."""
         at = next((d for d, s in enumerate(self.split) if axis in s), None)
         return "P" if axis in self.partial else "B" if at is None else f"S({at})"
 
     def words(self, sizes: Mapping[str, int]) -> str:
-        """The signature over the mesh axes of more than one device, as "data:B tensor:S(1)"."""
+        """Write the signature for the mesh axes of more than one device, such as "data:B tensor:S(1)".
+
+        Args:
+          sizes: devices by mesh axis.
+        """
         return " ".join(f"{a}:{self.along(a)}" for a, n in sizes.items() if n > 1) or "one device"
 
     def __str__(self) -> str:
@@ -70,14 +74,14 @@ class Boxes:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One step of a change of signature.
+    """One step of a change from one signature to another.
 
     Args:
       kind: "slice", "mask" or "pad" (nothing is sent), "all-to-all", "reduce-scatter", "all-gather" or "all-reduce".
       axis: the mesh axis along which it happens.
-      gathered: the dimension that was split along `axis` before, or `None`.
-      cut: the dimension that is split along `axis` afterwards, or `None`.
-      sent: bytes that each device sends, by the ring algorithms.
+      gathered: the dimension that was split over `axis` before, or `None`.
+      cut: the dimension that is split over `axis` afterwards, or `None`.
+      sent: bytes that each device sends, with ring algorithms.
     """
 
     kind: str
@@ -88,22 +92,25 @@ class Move:
 
 
 def infer(equation: str, *operands: Boxes) -> Boxes:
-    """The signature of an einsum's result, with no communication.
+    """Return the signature of an einsum's result when nothing is communicated.
 
     Along each mesh axis: operands that split one letter and broadcast the rest give a result split along that letter,
-    or partial when the letter is summed; a partial operand among broadcast ones gives a partial result, since the
+    or partial when the letter is summed; a partial operand among broadcast ones gives a partial result, because the
     product is linear in it.
 
     Args:
-      equation: with its output, as "bse,ef->bsf".
-      *operands: a signature each.
+      equation: the einsum with its output, such as "bse,ef->bsf".
+      *operands: the signature of each operand.
 
     Raises:
-      LayoutError: along some axis the devices' pieces do not give a piece of the result; says what would.
+      LayoutError: along some mesh axis the devices cannot compute their part of the result without communication; the
+        message gives a change that makes it possible.
     """
     inputs, output = _letters(equation)
     if len(inputs) != len(operands):
-        raise LayoutError(f"einsum '{equation}' has {len(inputs)} operands and was given {len(operands)} signatures")
+        raise LayoutError(
+            f"einsum '{equation}' has {len(inputs)} operands and there are {len(operands)} signatures; give one each"
+        )
     for letters, boxes in zip(inputs, operands, strict=True):
         if len(letters) != len(boxes.split):
             raise LayoutError(
@@ -126,7 +133,7 @@ def infer(equation: str, *operands: Boxes) -> Boxes:
         if len(cut) > 1:
             raise LayoutError(
                 f"einsum '{equation}': '{axis}' splits both {' and '.join(map(repr, sorted(cut)))}, so no device has "
-                "the pieces that belong together; re-box one operand so that it splits the same letter or none"
+                "matching shards; reshard one operand so that it splits the same letter or none"
             )
         for letter in cut:
             if any(letter in letters and k == "B" for letters, k in zip(inputs, kinds, strict=True)):
@@ -138,29 +145,30 @@ def infer(equation: str, *operands: Boxes) -> Boxes:
                 partial.add(axis)
         if "P" in kinds:
             partial.add(axis)
-    for letter, found in cuts.items():
-        if len(found) > 1:  # the same axes, or the loop would have said so
+    for letter, orders in cuts.items():
+        if len(orders) > 1:  # the same mesh axes in another order: the loop has refused other axes
             raise LayoutError(
-                f"einsum '{equation}': '{letter}' is cut by {' and by '.join(map(str, sorted(found)))}; nest the mesh "
-                "axes in one order"
+                f"einsum '{equation}': '{letter}' is split over {' and over '.join(map(str, sorted(orders)))}; nest "
+                "the mesh axes in one order"
             )
     return Boxes(tuple(next(iter(cuts[letter])) for letter in output), frozenset(partial))
 
 
 def rebox(before: Boxes, after: Boxes, shape: Sequence[int], itemsize: int, sizes: Mapping[str, int]) -> list[Move]:
-    """The moves from one signature to another, and the bytes each sends.
+    """Return the moves that change one signature into another, and the bytes that each sends.
 
     Moves that shrink what a device holds come first, so that the later ones send less: slices and reduce-scatters, then
-    all-to-alls, then what makes it grow.
+    all-to-alls, then all-gathers.
 
     Args:
-      before, after: signatures over the same mesh; every pair is possible.
-      shape: of the whole tensor.
+      before: the signature now.
+      after: the signature to reach, over the same mesh; every pair is possible.
+      shape: the global shape.
       itemsize: bytes of an element.
       sizes: devices by mesh axis.
 
     Raises:
-      LayoutError: another number of dimensions, or a dimension that does not divide.
+      LayoutError: the signatures and the shape differ in their number of dimensions, or a dimension does not divide.
     """
     if not len(before.split) == len(after.split) == len(shape):
         raise LayoutError(f"{before} and {after} must both have the {len(shape)} dimensions of {tuple(shape)}")
@@ -170,8 +178,8 @@ def rebox(before: Boxes, after: Boxes, shape: Sequence[int], itemsize: int, size
             if shape[d] % pieces:
                 near = max(1, (2 * shape[d] + pieces) // (2 * pieces)) * pieces
                 raise LayoutError(
-                    f"{boxes} cuts dimension {d} of {tuple(shape)} into {pieces} pieces, which does not divide; the "
-                    f"nearest size that does is {near}"
+                    f"{boxes} splits dimension {d} of {tuple(shape)} over {pieces} devices, and {pieces} does not "
+                    f"divide {shape[d]}; the nearest size that it divides is {near}"
                 )
     whole = math.prod(shape) * itemsize
     moves: list[Move] = []
@@ -195,17 +203,17 @@ def _next_move(
     split: list[list[str]], partial: set[str], after: Boxes, held: int, sizes: Mapping[str, int]
 ) -> Move | None:
     cut = {a for s in split for a in s}
-    # what each dimension is to be cut by next, if all it is cut by now may stay
+    # mesh axis -> the dimension to split over it next, where the dimension's present axes are a prefix of its target's
     due = {
-        wanted[len(now)]: d
-        for d, (now, wanted) in enumerate(zip(split, after.split, strict=True))
-        if list(wanted[: len(now)]) == now and len(wanted) > len(now)
+        target[len(now)]: d
+        for d, (now, target) in enumerate(zip(split, after.split, strict=True))
+        if list(target[: len(now)]) == now and len(target) > len(now)
     }
-    # only the innermost cut of a dimension can be undone in place, and it is undone if any below it has to go
+    # only a dimension's innermost mesh axis can be removed in place; it is removed if any of its axes has to be
     loose = {
         now[-1]: d
-        for d, (now, wanted) in enumerate(zip(split, after.split, strict=True))
-        if now and list(wanted[: len(now)]) != now
+        for d, (now, target) in enumerate(zip(split, after.split, strict=True))
+        if now and list(target[: len(now)]) != now
     }
 
     def move(kind: str, axis: str, share: float, gathered: int | None = None, cut: int | None = None) -> Move:
@@ -234,11 +242,11 @@ def _next_move(
 
 
 def _letters(equation: str) -> tuple[list[str], str]:
-    found = re.fullmatch(r"([a-zA-Z,]*)->([a-zA-Z]*)", equation.replace(" ", ""))
-    if not found:
+    match = re.fullmatch(r"([a-zA-Z,]*)->([a-zA-Z]*)", equation.replace(" ", ""))
+    if not match:
         raise LayoutError(f"'{equation}' is not an einsum with its output written out, such as 'bse,ef->bsf'")
-    inputs, output = found[1].split(","), found[2]
+    inputs, output = match[1].split(","), match[2]
     for letter in output:
         if not any(letter in i for i in inputs):
-            raise LayoutError(f"einsum '{equation}': '{letter}' is in the output only{near(letter, set(found[1]))}")
+            raise LayoutError(f"einsum '{equation}': '{letter}' is in the output only{near(letter, set(match[1]))}")
     return inputs, output

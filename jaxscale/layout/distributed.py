@@ -1,4 +1,4 @@
-"""Starting JAX on several hosts."""
+"""Start JAX on several hosts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ log = logging.getLogger("jaxscale")
 def init_distributed(
     address: str | None = None, processes: int | None = None, process: int | None = None, *, timeout: int = 300
 ) -> None:
-    """Joins this process to the others; call it first thing, before any device is touched.
+    """Connect this process to the others; call it before anything uses a JAX device.
 
-    With no arguments the cluster is recognised by JAX itself: SLURM, Cloud TPU and GKE, Open MPI. Elsewhere give all
-    three arguments, or the environment variables `JAXSCALE_COORDINATOR`, `JAXSCALE_PROCESSES`, `JAXSCALE_PROCESS`.
+    Without arguments, JAX recognises the cluster: SLURM, Cloud TPU and GKE, Open MPI. Elsewhere give all three
+    arguments, or the environment variables `JAXSCALE_COORDINATOR`, `JAXSCALE_PROCESSES`, `JAXSCALE_PROCESS`.
 
     Args:
-      address: `host:port` of process 0, reachable from all.
-      processes: number of processes.
+      address: `host:port` of process 0, reachable from all processes.
+      processes: the number of processes.
       process: this process's number, from 0.
-      timeout: seconds to wait for the others.
+      timeout: seconds to wait for the other processes.
 
     Raises:
-      LayoutError: some of the three are missing, nothing was recognised, or the others did not come.
+      LayoutError: some of the three are missing, no cluster was recognised, or the other processes did not connect.
     """
     env = os.environ
     address = address or env.get("JAXSCALE_COORDINATOR")
@@ -40,8 +40,8 @@ def init_distributed(
         process = process if process is not None else _number(env.get("JAXSCALE_PROCESS"))
     except ValueError as e:
         raise LayoutError(f"JAXSCALE_PROCESSES and JAXSCALE_PROCESS must be whole numbers: {e}") from None
-    given = {"address": address, "processes": processes, "process": process}
-    missing = [k for k, v in given.items() if v is None]
+    arguments = {"address": address, "processes": processes, "process": process}
+    missing = [k for k, v in arguments.items() if v is None]
     if 0 < len(missing) < 3:
         raise LayoutError(f"init_distributed got no {' and no '.join(missing)}; give address, processes and process")
     if processes is not None and process is not None and not 0 <= process < processes:
@@ -58,13 +58,13 @@ def init_distributed(
 
 
 def compile_anew(devices: Sequence[Any]) -> None:
-    """Keeps programs whose collectives would be reordered out of JAX's compilation cache; see `program_cache`.
+    """Keep programs whose collectives would be reordered out of JAX's compilation cache; see `program_cache`.
 
-    Over the CPUs of several processes the whole cache is turned off, and this is said: process 0 alone writes, and
-    would read what the others compile.
+    With CPU devices of several processes the whole cache is turned off, with a warning: only process 0 writes to it, so
+    that process 0 could load a program that the other processes compile.
 
     Args:
-      devices: those that programs will go over.
+      devices: the devices that programs will run on.
     """
     cpus = [d for d in devices if d.platform == "cpu"]
     if len(cpus) < 2 or (len({d.process_index for d in cpus}) == 1 and compile_reordered_anew()):
@@ -72,12 +72,12 @@ def compile_anew(devices: Sequence[Any]) -> None:
     values = jax.config.values
     if values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"]:
         log.warning(
-            "programs over several CPU devices are compiled anew, and JAX's compilation cache (%s) is off: "
-            "those that come from it can mix up the devices' messages",
+            "JAX's compilation cache (%s) is off for programs over several CPU devices: a cached program can run its "
+            "collectives in another order on each device",
             values["jax_compilation_cache_dir"],
         )
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # whether there is one is asked once
+        compilation_cache.reset_cache()  # JAX reads the setting once
 
 
 def _number(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Pictures of where a tensor lives."""
+"""Pictures of how a tensor is sharded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from jaxscale.layout.rules import Kind
 
 
 def blocks_of(layout: Layout, axes: Sequence[str | None], shape: Sequence[int], *, kind: Kind = "params") -> np.ndarray:
-    """Which block of a tensor each device holds. Needs no devices.
+    """Return which shard of a tensor each device of the mesh holds. Needs no devices.
 
     Args:
-      layout, axes, shape, kind: as in `Layout.spec`.
+      layout: the layout.
+      axes: a logical axis or `None` per dimension.
+      shape: the global shape.
+      kind: which of the rules' four maps to read.
 
     Returns:
-      int array (devices, dimensions): the block's index along each dimension.
+      int array (devices, dimensions): the shard's index along each dimension.
 
     Raises:
       LayoutError: see `Layout.spec`.
@@ -46,13 +49,16 @@ def draw(
     title: str | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draws a tensor cut into blocks, each labelled with the devices that hold it.
+    """Draw a tensor's shards, each labelled with the devices that hold it.
 
-    Of a tensor with more than two dimensions the first two that are cut are drawn.
+    Of a tensor with more than two dimensions the first two that are sharded are drawn.
 
     Args:
-      layout, axes, shape, kind: as in `Layout.spec`.
-      title: of the picture.
+      layout: the layout.
+      axes: a logical axis or `None` per dimension.
+      shape: the global shape.
+      kind: which of the rules' four maps to read.
+      title: the picture's title.
       ax: matplotlib axes to draw into; a new figure by default.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`Layout`: a mesh and the rules that lay named dimensions on it."""
+"""`Layout`: a device mesh and the rules that shard named dimensions over it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jaxscale.layout.rules import Kind, Rules, preset
 
 log = logging.getLogger("jaxscale")
 
-# The layout in force. A user context is part of the key under which JAX caches traces: in a global or a context
-# variable, a second layout on the same mesh would silently reuse the first one's specs.
+# The layout in force. A user context is part of the key of JAX's trace cache; with a global or a context variable, a
+# second layout on the same mesh would silently reuse the first one's specs.
 _active = jax.make_user_context(None)
 
 
 class _Stacks(threading.local):
-    """What each thread has entered, the innermost layout last."""
+    """The `with layout:` blocks that each thread has entered, the innermost last."""
 
     def __init__(self) -> None:
         self.entered: list[contextlib.ExitStack] = []
@@ -40,24 +40,24 @@ _stacks = _Stacks()
 
 
 def current() -> Layout | None:
-    """The layout whose `with` block we are in, or `None`."""
+    """Return the layout whose `with` block the caller is in, or `None`."""
     return _active.value
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Lays named dimensions over devices.
+    """A device mesh and the rules that shard named dimensions over it.
 
-    `with layout:` puts it in force: `constrain` reads it, and `jit` sees its mesh.
+    Inside `with layout:`, `constrain` applies its rules and `jit` uses its mesh.
 
     Args:
-      mesh: sizes by mesh axis, as `"data=2,fsdp=2,tensor=2"`; one may be -1 (the rest of the devices).
+      mesh: sizes by mesh axis, such as `"data=2,fsdp=2,tensor=2"`; one may be -1 (the rest of the devices).
       rules: a preset's name (see `jaxscale.layout.PRESETS`) or a `Rules`.
-      sequence_sharded: with a preset, split the residual stream's sequence over `tensor` too.
-      pipeline: the schedule of a mesh with a `pipeline` axis, as "1f1b:8" or a `Pipeline`; `None` is `Pipeline()`.
-      across: on several TPU slices, the mesh axis that goes over them, as "data": its size counts all slices
-        ("data=2,fsdp=64" over two slices of 64). Without effect on one slice.
+      sequence_sharded: with a preset, also shard the residual stream's sequence over `tensor`.
+      pipeline: the schedule of a mesh with a `pipeline` axis, such as "1f1b:8" or a `Pipeline`; `None` is `Pipeline()`.
+      across: on several TPU slices, the mesh axis that spans them, such as "data"; its size counts all slices
+        ("data=2,fsdp=64" over two slices of 64). Ignored with one slice.
 
     Raises:
       LayoutError: an unknown mesh axis, rule preset, logical axis or schedule (when built); too few devices (when
@@ -72,7 +72,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, str):
-            raise LayoutError(f"a mesh is written as text, such as 'data=2,tensor=4', not {self.mesh!r}")
+            raise LayoutError(f"a mesh is a string, such as 'data=2,tensor=4', not {self.mesh!r}")
         parse_mesh(self.mesh)
         Pipeline.of(self.pipeline)
         if self.across is not None:
@@ -81,63 +81,66 @@ class Layout:
             preset(self.rules)
         elif self.sequence_sharded:
             raise LayoutError(
-                "Layout.sequence_sharded goes with a preset; in your own Rules map 'residual_seq' to "
+                "Layout.sequence_sharded works with a preset only; in your own Rules map 'residual_seq' to "
                 "('context', 'tensor') instead"
             )
 
     @functools.cached_property
     def resolved_rules(self) -> Rules:
-        """The `Rules` themselves, a preset's name looked up."""
+        """The `Rules`, also where `rules` is the name of a preset."""
         if isinstance(self.rules, Rules):
             return self.rules
         return preset(self.rules, sequence_sharded=self.sequence_sharded)
 
     @functools.cached_property
     def schedule(self) -> Pipeline:
-        """The pipeline's schedule, a short form read."""
+        """The pipeline schedule, also where `pipeline` is a string or `None`."""
         return Pipeline.of(self.pipeline)
 
     @property
     def stages(self) -> int:
-        """How many pipeline stages there are; 1 is none."""
+        """The number of pipeline stages; 1 is no pipeline."""
         return self.sizes["pipeline"]
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Every mesh axis and its size. Needs devices only to fill in a -1."""
+        """The size of every mesh axis. Needs devices only to replace a -1."""
         sizes = parse_mesh(self.mesh)
         devices = jax.device_count() if -1 in sizes.values() else math.prod(sizes.values())
         return resolve_sizes(sizes, devices, self.mesh)
 
     @functools.cached_property
     def device_mesh(self) -> Mesh:
-        """The mesh of devices, made when first used."""
+        """The device mesh, made at first use."""
         return make_mesh(self.mesh, across=self.across)
 
     @property
     def specification(self) -> Layout:
-        """The layout without the devices that it is placed on, if it is."""
+        """The layout without devices."""
         return self
 
     def on(self, devices: Sequence[Any]) -> PlacedLayout:
-        """The same layout on these devices, which need not be this machine's (compiling for a pod).
+        """Return this layout placed on some devices.
+
+        Args:
+          devices: the devices, which need not be this machine's (when compiling for a pod).
 
         Raises:
-          LayoutError: too few devices, or a -1 that they do not fill.
+          LayoutError: too few devices, or a number that cannot replace a -1.
         """
         if math.prod(parse_mesh(self.mesh).values()) > len(devices):
             raise LayoutError(
-                f"mesh '{self.mesh}' needs {math.prod(parse_mesh(self.mesh).values())} devices and was given "
+                f"mesh '{self.mesh}' needs {math.prod(parse_mesh(self.mesh).values())} devices and there are "
                 f"{len(devices)}; use a larger topology or a smaller mesh"
             )
         return self._placed(make_mesh(self.mesh, devices, across=self.across))
 
     def abstract(self, devices: int | None = None, *, kind: str | None = None) -> PlacedLayout:
-        """The same layout on devices that do not exist: programs can be traced under it, and nothing can be placed.
+        """Return this layout on an abstract mesh: programs can be traced under it, and no array can be placed.
 
         Args:
-          devices: how many there would be, for a mesh with a -1; else the mesh says.
-          kind: their device kind, as "TPU v5" or "NVIDIA H200", by which kernels are chosen.
+          devices: the number of devices, for a mesh with a -1; by default from the mesh.
+          kind: the device kind, such as "TPU v5" or "NVIDIA H200", which decides which kernels are chosen.
 
         Raises:
           LayoutError: as `on`.
@@ -152,11 +155,11 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """How many devices the layout spans."""
+        """The number of devices of the mesh."""
         return math.prod(self.sizes.values())
 
     def __enter__(self) -> Layout:
-        with contextlib.ExitStack() as stack:  # what fails half-way leaves nothing in force
+        with contextlib.ExitStack() as stack:  # if one context fails, the others are left
             mesh: Any = self.device_mesh
             abstract = isinstance(mesh, AbstractMesh)
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh) if abstract else jax.set_mesh(mesh))
@@ -168,19 +171,20 @@ class Layout:
         _stacks.entered.pop().close()
 
     def __reduce__(self) -> Any:
-        # the specification alone: another process has other devices
+        # without the devices, because another process has other devices
         return functools.partial(Layout, **_fields(self)), ()
 
     def cut(
         self, axis: str, kind: Kind = "activations", *, size: int | None = None, manual: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """The mesh axes of several devices that cut a dimension of this name.
+        """Return the mesh axes, of more than one device, that a logical axis is sharded over.
 
         Args:
           axis: a logical axis.
-          kind: which of the four maps to read.
-          size: the dimension's size, where it is known: key heads that do not divide are not cut (`REPLICABLE`).
-          manual: mesh axes that a `shard_map` around us cuts already.
+          kind: which of the rules' four maps to read.
+          size: the dimension's size, if known: key heads that the mesh axes do not divide are replicated
+            (`jaxscale.layout.axes.REPLICABLE`).
+          manual: mesh axes of an enclosing `shard_map`, which are left out.
 
         Raises:
           LayoutError: no such logical axis.
@@ -190,14 +194,30 @@ class Layout:
         return () if axis in REPLICABLE and size is not None and size % self._pieces(over) else over
 
     def split(self, axis: str, kind: Kind = "activations", *, size: int | None = None) -> int:
-        """Into how many pieces a dimension of this name, and of this size where it is known, is cut; see `cut`."""
+        """Return the number of shards along a logical axis.
+
+        Args:
+          axis: a logical axis.
+          kind: which of the rules' four maps to read.
+          size: the dimension's size, if known; see `cut`.
+
+        Raises:
+          LayoutError: no such logical axis.
+        """
         check_axis(axis, "Layout.split")
         return self._pieces(self.cut(axis, kind, size=size))
 
     def why_whole(
         self, axis: str | None, size: int, kind: Kind = "activations", *, manual: Collection[str] = ()
     ) -> str | None:
-        """Why a dimension stays whole that the rules would cut, as "1 on tensor=2"; else `None`; arguments as `cut`."""
+        """Return why a dimension is replicated that the rules shard, such as "1 on tensor=2", else `None`.
+
+        Args:
+          axis: a logical axis or `None`.
+          size: the dimension's size.
+          kind: which of the rules' four maps to read.
+          manual: mesh axes of an enclosing `shard_map`, which are left out.
+        """
         if axis not in REPLICABLE:
             return None
         over = self.cut(axis, kind, manual=manual)
@@ -206,11 +226,12 @@ class Layout:
         return f"{size} on {' x '.join(f'{m}={self.sizes[m]}' for m in over)}"
 
     def filled(self, axis: str | None, size: int, manual: Collection[str] = ()) -> int:
-        """The size at which a dimension of this name and size is used: of a vocabulary, the next that devices divide.
+        """Return a dimension's size while layers use it: a vocabulary is padded until the mesh divides it.
 
         Args:
-          axis, size: the dimension.
-          manual: mesh axes that a `shard_map` around us cuts already.
+          axis: the dimension's logical axis or `None`.
+          size: the dimension's size.
+          manual: mesh axes of an enclosing `shard_map`, which are left out.
         """
         if axis not in FILLED:
             return size
@@ -226,20 +247,19 @@ class Layout:
         name: str = "",
         manual: Collection[str] = (),
     ) -> PartitionSpec:
-        """The partition spec of a tensor from the names of its dimensions.
+        """Return the partition spec of a tensor from its logical axes.
 
-        A stack of layers that cannot lie on a pipeline stage after stage, because the stages do not divide it or hold
-        several chunks each, is cut along its first other dimension that divides instead; each step then brings every
-        layer to its stage. So is a parameter, its gradient or its state, whose vocabulary does not divide; a vector of
-        a vocabulary is then left whole.
-        Key heads (`kv_heads`) that their mesh axes do not divide are not cut.
+        Exceptions to the rules: a stack of layers that the stages do not divide, or whose stages have several chunks,
+        is sharded along its first other dimension that divides, and each step moves every layer to its stage. The same
+        holds for a parameter, its gradient and its optimizer state whose vocabulary does not divide; a vector over the
+        vocabulary is then replicated. Key heads (`kv_heads`) that their mesh axes do not divide are replicated.
 
         Args:
-          axes: a logical axis (or `None`) per dimension.
-          shape: the dimensions' sizes; when given, divisibility is checked.
-          kind: which of the four maps to read.
+          axes: a logical axis or `None` per dimension.
+          shape: the dimensions' sizes; if set, divisibility is checked.
+          kind: which of the rules' four maps to read.
           name: the tensor's name, for errors.
-          manual: mesh axes that a `shard_map` around us cuts already; `shape` is of what it left.
+          manual: mesh axes of an enclosing `shard_map`, which are left out; `shape` is then the shape inside it.
 
         Raises:
           LayoutError: an unknown name, two dimensions on one mesh axis, or a dimension that does not divide.
@@ -271,7 +291,7 @@ class Layout:
         what: str,
         manual: Collection[str],
     ) -> list[tuple[str, ...]]:
-        """The mesh axes that cut each dimension."""
+        """Return the mesh axes that each dimension is sharded over."""
         targets: list[tuple[str, ...]] = []
         for i, axis in enumerate(axes):
             if axis is not None:
@@ -290,7 +310,7 @@ class Layout:
         return targets
 
     def _moves(self, axis: str | None, size: int, target: Sequence[str], kind: Kind) -> bool:
-        """Whether what would cut a dimension cuts another one of its tensor instead."""
+        """Return whether the mesh axes of this dimension shard another dimension of the tensor instead."""
         divides = size % self._pieces(target) == 0
         if axis == "layers":
             return "pipeline" in target and not (divides and self.schedule.chunks_per_stage == 1)
@@ -301,24 +321,34 @@ class Layout:
 
     def _indivisible(self, axis: str, size: int, target: tuple[str, ...], pieces: int, kind: Kind) -> str:
         below, above = size // pieces * pieces, -(-size // pieces) * pieces
-        fitting = math.gcd(size, pieces)  # which also divides what these pieces divide
+        fitting = math.gcd(size, pieces)
         mesh = " x ".join(f"{m}={self.sizes[m]}" for m in target)
         sizes = f"{below} or {above}" if below else f"{above}"
         return (
-            f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} cuts {size} into {pieces} "
-            f"pieces ({mesh}), which does not divide; the nearest '{axis}' that does is {sizes}, "
-            f"the nearest number of pieces is {fitting}"
+            f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} shards {size} over {pieces} "
+            f"devices ({mesh}), and {pieces} does not divide {size}; the nearest '{axis}' that it divides is {sizes}, "
+            f"the nearest number of devices is {fitting}"
         )
 
     def sharding(
         self, axes: Sequence[str | None], shape: Sequence[int] | None = None, *, kind: Kind = "params", name: str = ""
     ) -> NamedSharding:
-        """`spec`, bound to the devices."""
+        """Return `spec` on the device mesh.
+
+        Args:
+          axes: a logical axis or `None` per dimension.
+          shape: the dimensions' sizes; if set, divisibility is checked.
+          kind: which of the rules' four maps to read.
+          name: the tensor's name, for errors.
+
+        Raises:
+          LayoutError: see `spec`.
+        """
         return NamedSharding(self.device_mesh, self.spec(axes, shape, kind=kind, name=name))
 
     @property
     def replicated(self) -> NamedSharding:
-        """A whole copy on every device."""
+        """The sharding of an array that is whole on every device."""
         return NamedSharding(self.device_mesh, PartitionSpec())
 
     def __str__(self) -> str:
@@ -331,22 +361,22 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedLayout(Layout):
-    """A layout on certain devices, as `Layout.on` and `Layout.abstract` make it.
+    """A layout on certain devices, made by `Layout.on` and `Layout.abstract`.
 
-    Equality and hash include the devices, so that nothing made for some devices (a compiled program, an engine, loaded
-    parameters) is used on others. Pickled, it is the `Layout` without them.
+    Equality and hash include the devices, so that a compiled program, an engine or loaded parameters are never used on
+    other devices. Pickling drops the devices.
 
     Args:
-      placement: the mesh, whose sizes are those of `mesh`.
+      placement: the device mesh, which has the sizes of `mesh`.
     """
 
     placement: Mesh | AbstractMesh | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wanted = parse_mesh(self.mesh)
+        specified = parse_mesh(self.mesh)
         sizes = {} if self.placement is None else dict(self.placement.shape)
-        if tuple(sizes) != MESH_AXES or any(wanted.get(a, 1) not in (-1, n) for a, n in sizes.items()):
+        if tuple(sizes) != MESH_AXES or any(specified.get(a, 1) not in (-1, n) for a, n in sizes.items()):
             raise LayoutError(f"the layout is placed on {sizes}, which is not '{self.mesh}'; place it with Layout.on")
 
     @property
@@ -356,13 +386,13 @@ class PlacedLayout(Layout):
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Every mesh axis and its size."""
+        """The size of every mesh axis."""
         return dict(self.device_mesh.shape)
 
     @functools.cached_property
     def device_mesh(self) -> Mesh:
-        """The mesh of its devices."""
-        return self.placement  # type: ignore[return-value]  # nothing can be put on an abstract one
+        """The device mesh, which may be abstract."""
+        return self.placement  # type: ignore[return-value]  # typed Mesh: an AbstractMesh cannot hold arrays
 
 
 def _fields(layout: Layout) -> dict[str, Any]:
@@ -373,9 +403,7 @@ _NOUN = {"activations": "the activation", "params": "the parameter", "grads": "t
 
 
 def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> jax.Array:
-    """Names an activation's dimensions, so that the layout in force says where it lives.
-
-    A no-op outside of a layout.
+    """Constrain the sharding of an array by the logical axes of its dimensions; a no-op outside of a layout.
 
     Args:
       x: an array, traced or not.
@@ -383,7 +411,8 @@ def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> ja
       kind: which of the rules' four maps to read.
 
     Raises:
-      LayoutError: an unknown name (with or without a layout), a collision, or a dimension that does not divide.
+      LayoutError: an unknown name (with or without a layout), two dimensions on one mesh axis, or a dimension that
+        does not divide.
     """
     layout = current()
     if layout is None:
@@ -391,43 +420,57 @@ def constrain(x: jax.Array, *axes: str | None, kind: Kind = "activations") -> ja
             if a is not None and a not in AXES:
                 check_axis(a, f"constrain(..., {', '.join(map(repr, axes))})")
         return x
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # of a shard_map around us, which has cut those
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # of an enclosing shard_map, over which x is a shard already
     spec = layout.spec(axes, x.shape, kind=kind, name=_NOUN[kind], manual=manual)
     for a, size in zip(axes, x.shape, strict=True):
         if (why := layout.why_whole(a, size, kind, manual=manual)) is not None:
-            say_once(f"key and value heads: {why} do not divide, so every device there holds all of them")
-    return jax.lax.with_sharding_constraint(x, spec)  # of the mesh in scope, which need not be of real devices
+            say_once(f"key and value heads: {why} do not divide, so every device along that axis holds all of them")
+    return jax.lax.with_sharding_constraint(x, spec)  # the mesh in scope may be abstract
 
 
 @functools.cache
 def say_once(sentence: str) -> None:
-    """Warns, the first time it is called with this sentence."""
+    """Log a warning, the first time this function is called with it.
+
+    Args:
+      sentence: the warning.
+    """
     log.warning(sentence)
 
 
 def in_use(param: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:
-    """A parameter as arithmetic wants it: in the compute dtype, and laid out as an activation.
+    """Return a parameter as a layer computes with it: cast, then sharded as an activation.
 
-    Activation rules leave `embed` whole, so this is where FSDP gathers: each weight is whole along `embed` while its
-    layer runs, and only then. Said twice, since XLA would otherwise gather before a scan takes its slice, and copy the
-    whole stack. A vocabulary that devices do not divide has zeros behind it (`fill`).
+    Activation rules do not shard `embed`, so this is FSDP's all-gather. The cast array is first constrained to its
+    stored sharding, so that XLA gathers inside a scan and not the whole stack before it. A vocabulary that the layout
+    does not divide is padded with zeros (`fill`).
+
+    Args:
+      param: the stored parameter.
+      axes: its logical axes.
+      dtype: the compute dtype.
     """
     return constrain(fill(constrain(param.astype(dtype), *axes, kind="params"), *axes), *axes)
 
 
 def fill(x: jax.Array, *axes: str | None) -> jax.Array:
-    """A parameter with zeros behind a vocabulary that the layout in force does not divide; else as it is.
+    """Pad a parameter's vocabulary with zeros until the layout in force divides it.
 
     Args:
       x: the parameter.
-      *axes: its names.
+      *axes: a logical axis or `None` per dimension.
     """
     more = [(0, n - size) for n, size in zip(filled_shape(axes, x.shape), x.shape, strict=True)]
     return constrain(jnp.pad(x, more), *axes, kind="params") if any(n for _, n in more) else x
 
 
 def filled_shape(axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of `fill(x, *axes)`."""
+    """Return the shape of `fill(x, *axes)`.
+
+    Args:
+      axes: a logical axis or `None` per dimension.
+      shape: the shape of `x`.
+    """
     layout, manual = current(), jax.sharding.get_abstract_mesh().manual_axes
     if layout is None:
         return tuple(shape)
@@ -435,7 +478,13 @@ def filled_shape(axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int,
 
 
 def unfill(gradient: jax.Array, shape: Sequence[int], *axes: str) -> jax.Array:
-    """The gradient of a parameter of this shape and these names, from that of what `fill` made of it."""
+    """Return the gradient of a parameter from the gradient of `fill(parameter, *axes)`.
+
+    Args:
+      gradient: of the padded parameter.
+      shape: the parameter's own shape.
+      *axes: a logical axis per dimension.
+    """
     if gradient.shape == tuple(shape):
         return gradient
     return constrain(gradient[tuple(slice(n) for n in shape)], *axes, kind="grads")

@@ -1,4 +1,4 @@
-"""Device meshes from a line of text, and the devices to lay them on."""
+"""Device meshes from a string such as "data=2,fsdp=4"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ log = logging.getLogger("jaxscale")
 
 
 def parse_mesh(spec: str) -> dict[str, int]:
-    """Reads `"data=2,fsdp=-1"` into `{"data": 2, "fsdp": -1}`; at most one size may be -1 (the rest).
+    """Parse `"data=2,fsdp=-1"` into `{"data": 2, "fsdp": -1}`.
+
+    Args:
+      spec: `axis=size` pairs, separated by commas or spaces; at most one size may be -1 (the rest of the devices).
+
+    Returns:
+      sizes by mesh axis, of the named axes only.
 
     Raises:
       LayoutError: an unknown or repeated axis, a size that is no positive integer, or two sizes of -1.
@@ -31,7 +37,7 @@ def parse_mesh(spec: str) -> dict[str, int]:
     for part in filter(None, re.split(r"[,\s]+", spec.strip())):
         name, eq, size = part.partition("=")
         if not eq or not re.fullmatch(r"-?\d+", size):
-            raise LayoutError(f"mesh '{spec}': '{part}' is not of the form axis=size, as 'data=2,fsdp=4'")
+            raise LayoutError(f"mesh '{spec}': '{part}' is not of the form axis=size, such as 'data=2,fsdp=4'")
         check_mesh_axis(name, f"mesh '{spec}'")
         if name in sizes:
             raise LayoutError(f"mesh '{spec}' names '{name}' twice; give each axis once")
@@ -44,10 +50,18 @@ def parse_mesh(spec: str) -> dict[str, int]:
 
 
 def resolve_sizes(sizes: dict[str, int], devices: int, spec: str) -> dict[str, int]:
-    """Fills in -1 from a number of devices, and gives every mesh axis a size (1 where unnamed), in mesh order.
+    """Replace -1 by the number of devices left, and add the axes that are not named, with size 1.
+
+    Args:
+      sizes: from `parse_mesh`.
+      devices: the number of devices.
+      spec: the mesh as written, for messages.
+
+    Returns:
+      the size of every mesh axis, in the order of `MESH_AXES`.
 
     Raises:
-      LayoutError: the devices do not divide, or the mesh is larger than the machine.
+      LayoutError: the number of devices is not a multiple of the other sizes, or the mesh needs more devices.
     """
     fixed = math.prod(s for s in sizes.values() if s != -1)
     if -1 in sizes.values():
@@ -67,17 +81,17 @@ def resolve_sizes(sizes: dict[str, int], devices: int, spec: str) -> dict[str, i
 
 
 def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None, *, across: str | None = None) -> Mesh:
-    """A mesh with all axes (size 1 where unnamed), of `Auto` type.
+    """Make a device mesh that has every mesh axis (size 1 where unnamed), of type `Auto`.
 
     Args:
-      spec: sizes by mesh axis, as `"data=2,fsdp=2,tensor=2"`; one may be -1. The order written does not matter:
-        devices are dealt in the order of `MESH_AXES`, so that two spellings are one mesh.
-      devices: the devices to use; all of them by default. A smaller mesh takes the first ones and says so.
-      across: the axis that goes over several TPU slices, whose other axes stay within one; without effect on one.
+      spec: sizes by mesh axis, such as `"data=2,fsdp=2,tensor=2"`; one may be -1. The order does not matter: devices
+        are always assigned in the order of `MESH_AXES`.
+      devices: the devices to use; all of them by default. A smaller mesh takes the first ones and logs a warning.
+      across: the mesh axis that spans several TPU slices; the other axes stay within a slice. Ignored with one slice.
 
     Raises:
-      LayoutError: see `parse_mesh` and `resolve_sizes`; several slices and no axis over them, or one that does not
-        divide into them.
+      LayoutError: see `parse_mesh` and `resolve_sizes`; or there are several slices and `across` is missing, or its
+        size is not a multiple of their number.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(parse_mesh(spec), len(devices), spec)
@@ -99,12 +113,15 @@ def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None
 
 
 def place(shape: Sequence[int], devices: Sequence[Any], what: str | None = None) -> np.ndarray:
-    """Devices laid over the axes of a mesh as a TPU's torus joins them, by JAX's rules; elsewhere in their order.
+    """Arrange devices on a mesh: on TPUs along the links of the torus, as JAX does it, elsewhere in their order.
 
     Args:
-      shape: sizes of the mesh's axes; a mesh of fewer devices takes the first ones.
-      devices: of one slice.
-      what: the mesh, for warnings; `None` gives none.
+      shape: sizes of the mesh axes; a mesh that needs fewer devices takes the first ones.
+      devices: the devices of one slice.
+      what: what to call the mesh in warnings; `None` gives no warnings.
+
+    Returns:
+      object array of devices, of that shape.
     """
     n = math.prod(shape)
     if n < len(devices):
@@ -117,12 +134,12 @@ def place(shape: Sequence[int], devices: Sequence[Any], what: str | None = None)
 
 
 def _split_if_needed(make: Callable[[bool], np.ndarray], what: str | None) -> np.ndarray:
-    """What `make` places, with dimensions of the torus split only where nothing else will do."""
+    """Call `make(False)`; if no such mesh exists, `make(True)`, which splits a dimension of the torus."""
     try:
         return make(False)
-    except NotImplementedError:  # a mesh axis is a part of a torus's, as tensor=4 of 8x8x16
+    except NotImplementedError:  # a mesh axis is part of a torus dimension, such as tensor=4 on 8x8x16
         if what is not None:
-            log.warning("%s deals one dimension of the torus to several mesh axes, which share its links", what)
+            log.warning("%s places several mesh axes on one dimension of the torus, so they share its links", what)
         return make(True)
 
 
@@ -130,39 +147,44 @@ def _check_slices(spec: str, sizes: dict[str, int], slices: int, devices: int, a
     if math.prod(sizes.values()) != devices:
         raise LayoutError(
             f"mesh '{spec}' has {math.prod(sizes.values())} devices and the {slices} slices have {devices}; a mesh over"
-            f" several slices uses all of their devices, as with {across or 'data'}=-1"
+            f" several slices must use all of their devices; set {across or 'data'}=-1"
         )
     if across is None:
         raise LayoutError(
-            f"the devices are in {slices} slices and mesh '{spec}' does not say which axis goes over them; "
+            f"the devices are in {slices} slices and mesh '{spec}' does not say which axis spans them; "
             f"{over_slices(sizes, slices)}"
         )
     if sizes[across] % slices:
         raise LayoutError(
-            f"mesh '{spec}': {across}={sizes[across]} goes over {slices} slices and does not divide into them; "
+            f"mesh '{spec}': {across}={sizes[across]} spans {slices} slices and is not a multiple of {slices}; "
             f"{over_slices(sizes, slices)}"
         )
 
 
 def over_slices(sizes: Mapping[str, int], slices: int) -> str:
-    """Words for which axis of a mesh can go over several TPU slices."""
+    """Advice for an error message: which mesh axis can span the TPU slices.
+
+    Args:
+      sizes: sizes by mesh axis.
+      slices: the number of slices.
+    """
     axis = next((a for a, size in sizes.items() if size % slices == 0), None)
     if axis is not None:
-        return f"name one that they divide, as Layout.across = '{axis}'"
+        return f"set Layout.across = '{axis}', which is a multiple of {slices}"
     return f"no axis is a multiple of {slices}; use the mesh 'data={slices},fsdp=-1' and Layout.across = 'data'"
 
 
 def simulate_devices(n: int) -> None:
-    """Makes this process's CPU look like `n` devices; call it before anything touches a JAX device.
+    """Make this process's CPU look like `n` devices; call it before anything uses a JAX device.
 
     Args:
-      n: number of devices, at least 1.
+      n: the number of devices, at least 1.
 
     Raises:
       LayoutError: `n` < 1, or JAX has already started with another number of devices.
     """
     if n < 1:
-        raise LayoutError(f"cannot simulate {n} devices; ask for at least 1")
+        raise LayoutError(f"cannot simulate {n} devices; use at least 1")
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:  # JAX has started
@@ -172,10 +194,9 @@ def simulate_devices(n: int) -> None:
                 f"call simulate_devices({n}) first thing in a fresh process"
             ) from None
         return
-    # Nothing here may start JAX: `init_distributed` has to come before that.
+    # This must not start JAX, because `init_distributed` has to run before JAX starts.
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # an XLA_FLAGS setting of the same thing must not win over the call
-    flags = os.environ.get("XLA_FLAGS", "")
-    kept = [f for f in flags.split() if not f.startswith("--xla_force_host_platform_device_count")]
-    os.environ["XLA_FLAGS"] = " ".join(kept)
+    # XLA_FLAGS must not override this call
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith("--xla_force_host_platform_device_count"))

@@ -1,4 +1,4 @@
-"""`Pipeline`: which schedule a layout's `pipeline` axis runs, and with how many micro-batches."""
+"""`Pipeline`: the schedule of a layout's `pipeline` axis and its number of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxscale.layout.schedules import SCHEDULES, from_csv
 from jaxscale.layout.table import Table, validate
 
 AT_MOST = 4
-"""Micro-batches per stage, when nobody says how many: a bubble of about a fifth."""
+"""Most micro-batches per stage by default, which gives a bubble of about a fifth."""
 
 _CHUNKS = {"interleaved": 2}
 
@@ -22,15 +22,16 @@ _CHUNKS = {"interleaved": 2}
 @register
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A pipeline schedule, written `"1f1b"`, `"1f1b:8"` (micro-batches) or `"interleaved:8:2"` (and chunks) for short.
+    """A pipeline schedule; short forms are `"1f1b"`, `"1f1b:8"` (micro-batches) and `"interleaved:8:2"` (and chunks).
 
     Args:
-      schedule: a name of `jaxscale.layout.SCHEDULES`, the path of a `.csv` (see `from_csv`), or a function of stages
-        and micro-batches (and chunks, where it has such a parameter) that returns a `Table`. `"lockstep"`, the
-        default, is what costs least where a layer is split over devices as well.
-      microbatches: into how many parts a step's batch (one accumulation step's rows) is cut. `None` takes as many as
-        divide it over the devices that split the batch, at most 4 per stage; a file brings its own number.
-      chunks: pieces of the model per stage; 1, and 2 for "interleaved", when `None`.
+      schedule: a name of `jaxscale.layout.SCHEDULES`, the path of a `.csv` file (see
+        `jaxscale.layout.schedules.from_csv`), or a function of stages and micro-batches (and chunks, if it has such a
+        parameter) that returns a `Table`. `"lockstep"`, the default, costs least when layers are sharded as well.
+      microbatches: the number of parts that a step's batch (the rows of one accumulation step) is divided into. `None`
+        takes the most that divide it over the devices that the batch is sharded over, at most 4 per stage; a file has
+        its own number.
+      chunks: virtual stages per stage; `None` is 2 for "interleaved" and else 1.
 
     Raises:
       LayoutError: no such schedule, or a number below 1.
@@ -49,7 +50,7 @@ class Pipeline:
                 inspect.signature(name).bind(1, 1, **({"chunks": 1} if self._takes_chunks else {}))
             except TypeError as e:
                 raise LayoutError(
-                    f"Pipeline.schedule = {name!r} must be a name or a function (stages, microbatches): {e}"
+                    f"Pipeline.schedule = {name!r} must be a name or a function of (stages, microbatches): {e}"
                 ) from None
         for field in ("microbatches", "chunks"):
             value = getattr(self, field)
@@ -60,7 +61,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, text: str | Pipeline | None) -> Pipeline:
-        """A pipeline, or what is written for short.
+        """Make a `Pipeline` from its short form; `None` is the default, and a `Pipeline` is returned as it is.
 
         Raises:
           LayoutError: not of that form.
@@ -69,20 +70,20 @@ class Pipeline:
             return text
         if text is None:
             return cls()
-        found = re.fullmatch(r"(.+?)(?::(\d+))?(?::(\d+))?", text) if isinstance(text, str) else None
-        if found is None:
-            raise LayoutError(f"a pipeline is written as text, such as '1f1b:8', or Pipeline('1f1b', 8), not {text!r}")
-        name, *numbers = found.groups()
+        match = re.fullmatch(r"(.+?)(?::(\d+))?(?::(\d+))?", text) if isinstance(text, str) else None
+        if match is None:
+            raise LayoutError(f"a pipeline is a string, such as '1f1b:8', or Pipeline('1f1b', 8), not {text!r}")
+        name, *numbers = match.groups()
         return cls(name, *(None if n is None else int(n) for n in numbers))
 
     @property
     def name(self) -> str:
-        """What the schedule is called."""
+        """The schedule's name."""
         return self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "__name__", "own schedule")
 
     @property
     def chunks_per_stage(self) -> int:
-        """Pieces of the model that a stage holds."""
+        """The number of virtual stages per stage."""
         if self._file:
             return self.chunks or self._file.chunks
         return self.chunks or (_CHUNKS.get(self.schedule, 1) if isinstance(self.schedule, str) else 1)
@@ -98,21 +99,26 @@ class Pipeline:
         return fn is not None and "chunks" in inspect.signature(fn).parameters
 
     def sizes_or(self, stages: int, microbatches: int) -> tuple[int, int]:
-        """Stages and micro-batches: a file's own, else these, of which the second is for when nothing was asked."""
+        """Return the numbers of stages and micro-batches.
+
+        Args:
+          stages: the stages, unless the schedule is a file.
+          microbatches: the micro-batches, where neither a file nor `self.microbatches` has a number.
+        """
         if self._file:
             return self._file.stages, self._file.microbatches
         return stages, self.microbatches or microbatches
 
     def microbatches_of(self, stages: int, rows: int, split: int) -> int:
-        """Into how many micro-batches rows are cut.
+        """Return the number of micro-batches of a batch.
 
         Args:
-          stages: of the layout.
-          rows: of the batch.
-          split: over how many devices rows are split.
+          stages: the layout's number of stages.
+          rows: the batch's rows.
+          split: the number of devices that rows are sharded over.
 
         Raises:
-          LayoutError: they cannot be cut into as many as was asked.
+          LayoutError: the rows cannot be divided into the configured number of micro-batches, or into any.
         """
         fits = [m for m in range(1, rows + 1) if rows % m == 0 and rows // m % split == 0]
         if self.schedule == "interleaved":
@@ -120,29 +126,33 @@ class Pipeline:
         if not fits:
             step = split * (stages if self.schedule == "interleaved" else 1)
             raise LayoutError(
-                f"a batch of {rows} rows over {split} device(s) cannot be cut into micro-batches for the schedule "
+                f"a batch of {rows} rows over {split} device(s) cannot be divided into micro-batches for the schedule "
                 f"'{self.name}' on {stages} stages; the nearest batch that can has {-(-rows // step) * step} rows"
             )
-        wanted = self._file.microbatches if self._file else self.microbatches
-        if wanted is None:
+        configured = self._file.microbatches if self._file else self.microbatches
+        if configured is None:
             return max([m for m in fits if m <= AT_MOST * stages] or fits[:1])
-        if wanted not in fits:
-            fit = min(fits, key=lambda m: abs(m - wanted))
-            rest = "" if self.schedule != "interleaved" else f" (of which 'interleaved' wants a multiple of {stages})"
+        if configured not in fits:
+            fit = min(fits, key=lambda m: abs(m - configured))
+            rest = "" if self.schedule != "interleaved" else f" ('interleaved' needs a multiple of {stages})"
             raise LayoutError(
-                f"{wanted} micro-batches{rest} do not divide a batch of {rows} rows over {split} device(s); the "
+                f"{configured} micro-batches{rest} do not divide a batch of {rows} rows over {split} device(s); the "
                 f"nearest number that does is {fit}"
             )
-        return wanted
+        return configured
 
     def table(self, stages: int, microbatches: int) -> Table:
-        """The schedule's table, valid.
+        """Return the schedule's table, checked.
+
+        Args:
+          stages: the number of stages.
+          microbatches: the number of micro-batches.
 
         Raises:
-          LayoutError: it is not, or is for other sizes.
+          LayoutError: the table is invalid, or has other sizes.
         """
-        # a file may have been written anew since another layout read it
-        return (_table if self._file else _made)(self, stages, microbatches)
+        # not cached for a file, which may have changed since another layout read it
+        return (_table if self._file else _cached_table)(self, stages, microbatches)
 
 
 def _table(p: Pipeline, stages: int, microbatches: int) -> Table:
@@ -157,13 +167,13 @@ def _table(p: Pipeline, stages: int, microbatches: int) -> Table:
     if sizes != (stages, microbatches, p.chunks_per_stage):
         raise LayoutError(
             f"schedule '{p.name}' is a table of {sizes[0]} stages, {sizes[1]} micro-batches and {sizes[2]} chunk(s), "
-            f"and the layout runs {stages}, {microbatches} and {p.chunks_per_stage}; use pipeline={sizes[0]} and "
+            f"and the layout has {stages}, {microbatches} and {p.chunks_per_stage}; use pipeline={sizes[0]} and "
             f"Pipeline(..., microbatches={sizes[1]}, chunks={sizes[2]})"
         )
     validate(table)
     if table.phases < 2:
-        raise LayoutError(f"schedule '{p.name}' has no backward phase, so nothing can be trained with it; add B's")
+        raise LayoutError(f"schedule '{p.name}' has no backward phase, so it cannot train; add backward ops (B)")
     return table
 
 
-_made = functools.lru_cache(64)(_table)
+_cached_table = functools.lru_cache(64)(_table)

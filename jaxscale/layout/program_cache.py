@@ -1,4 +1,4 @@
-"""Which compiled programs may come from JAX's persistent cache."""
+"""Keep programs that XLA for CPU deserialises wrongly out of JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _COLLECTIVE = re.compile(
 
 
 def loses_order(hlo: str) -> bool:
-    """Whether XLA for CPU forgets the order of a program's collectives when it reads the program from a file.
+    """Return whether a program loses the order of its collectives when XLA for CPU loads it from a file.
 
-    A fresh program runs its collectives in one order on every device. Of one that is read back, each loop, branch and
-    call orders only its own: one inside of a loop and one outside may then run in another order on each device, which
-    take each other's numbers for their own (XLA deserialises a communicator for each sequence of operations; jax
-    0.10.2 to 0.12.0.1). So a program is safe when all of its collectives stand in its entry computation.
+    A newly compiled program runs its collectives in one order on every device. In a loaded program, only collectives in
+    the same loop, branch or call are ordered: one inside of a loop and one outside may run in a different order on each
+    device, and devices then use each other's data for the wrong collective (XLA deserialises a communicator for each
+    sequence of operations; jax 0.10.2 to 0.12.0.1). A program is safe when its entry computation has all collectives.
 
     Args:
       hlo: the optimised program's text.
@@ -33,12 +33,12 @@ def loses_order(hlo: str) -> bool:
 
 @functools.cache
 def compile_reordered_anew() -> bool:
-    """Keeps programs for which `loses_order` holds out of JAX's persistent cache, for the rest of this process.
+    """Keep programs for which `loses_order` holds out of JAX's persistent cache, for the rest of this process.
 
-    They are neither written nor, where an older process has written them, used. All others are cached as ever.
+    They are not written to the cache, and not used where an older process has written them. Other programs are cached.
 
     Returns:
-      False where this JAX cannot be changed so: its cache should be off for programs over several CPU devices.
+      False if this version of JAX cannot be patched; the cache should then be off for programs over several CPUs.
     """
     from jax._src import compilation_cache as cache
 

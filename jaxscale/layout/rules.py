@@ -1,4 +1,4 @@
-"""Rules: where each logical axis lives on the mesh, for parameters, gradients, optimizer state and activations."""
+"""Rules: which mesh axes each logical axis is sharded over, in parameters, gradients, optimizer state, activations."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class AxisMap(dict[str, tuple[str, ...]]):
 
     @classmethod
     def of(cls, mapping: Mapping[str, Target], where: str) -> AxisMap:
+        """Check a mapping and write every value as a tuple; `where` is the mapping's name, for messages."""
         out = cls()
         for axis, target in mapping.items():
             check_axis(axis, where)
@@ -38,16 +39,16 @@ class AxisMap(dict[str, tuple[str, ...]]):
 @register
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Four maps from logical axis to mesh axes; what a map does not name is replicated.
+    """Four maps from logical axes to mesh axes; an axis that a map does not name is replicated.
 
-    A value is a mesh axis, a tuple of them (first is outermost), or `None`. A mesh axis of size 1 splits nothing, so
-    one set of rules serves every mesh.
+    A value is a mesh axis, a tuple of them (the first is outermost), or `None`. A mesh axis of size 1 shards nothing,
+    so that one set of rules serves every mesh.
 
     Args:
-      params: where parameters live.
-      grads: where accumulated gradients live; `None` means as `params`.
-      opt_state: where optimizer state of a parameter's shape lives; `None` means as `grads`.
-      activations: where activations live, and weights while they are used.
+      params: for stored parameters.
+      grads: for accumulated gradients; `None` means as `params`.
+      opt_state: for optimizer state that has the shape of a parameter; `None` means as `grads`.
+      activations: for activations, and for weights while a layer uses them.
 
     Raises:
       LayoutError: an unknown logical or mesh axis.
@@ -66,16 +67,21 @@ class Rules:
             object.__setattr__(self, name, AxisMap.of(m, f"Rules.{name}"))
 
     def for_generation(self) -> Rules:
-        """The same for steps of few tokens: what is cut along the sequence is the cache, not the step."""
+        """Return these rules for generation: the KV cache is sharded along the sequence, the step's tokens are not."""
         whole = dict.fromkeys(("seq", "residual_seq", "expert_seq"))
         return dataclasses.replace(self, activations={**self.activations, **whole})
 
     def target(self, kind: Kind, axis: str) -> tuple[str, ...]:
-        """The mesh axes that `axis` is split over in the map `kind`."""
+        """Return the mesh axes that a logical axis is sharded over.
+
+        Args:
+          kind: which of the four maps to read.
+          axis: the logical axis.
+        """
         return getattr(self, kind).get(axis, ())
 
 
-# A batch is split over every axis that holds whole copies of a layer's arithmetic.
+# A batch is sharded over every mesh axis along which a layer's computation is not sharded.
 _BATCH: dict[str, Target] = {
     "batch": ("replica", "data", "fsdp", "expert"),
     "seq": "context",
@@ -85,23 +91,23 @@ _BATCH: dict[str, Target] = {
     "cache_seq": "context",
     "pages": "context",
 }
-# Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel ends.
+# Column- and row-parallel pairs of Megatron-LM (Shoeybi et al. 2019), and its vocabulary-parallel embedding and head.
 _TENSOR: dict[str, Target] = {
     **dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp"), "tensor"),
     "vocab": ("pipeline", "tensor"),
 }
 _EXPERT: dict[str, Target] = {"experts": "expert", "layers": "pipeline"}
-# The vocabulary's two ends are every stage's work, not the first's and the last's.
+# All stages share the work of the embedding and the output head, not only the first and the last stage.
 _ENDS: dict[str, Target] = {"vocab": "pipeline"}
-# Partitioned over every replica of the batch; `embed` is in nearly every weight, `norm` is in the rest.
-# (`expert` splits experts; it is no replica of those.)
+# ZeRO shards over every replica of the batch, along `embed` (in nearly every weight) or `norm` (in the others).
+# `expert` is left out: devices along it hold different experts.
 _WIDTHS = ("embed", "norm", "expert_embed", "latent_in")
 _ALL: dict[str, Target] = dict.fromkeys(_WIDTHS, ("data", "fsdp"))
 _FSDP: dict[str, Target] = {"embed": "fsdp", "expert_embed": "fsdp", "latent_in": "fsdp"}
-# Within FSDP's piece first, so that what crosses `data` is that piece only.
+# `fsdp` is outermost, so that only FSDP's shard crosses `data`.
 _NESTED: dict[str, Target] = dict.fromkeys(_WIDTHS, ("fsdp", "data"))
 _USED: dict[str, Target] = {**_BATCH, **_TENSOR, "experts": "expert"}
-# Experts over the devices that cut attention's heads and sequence, whole, with as many tokens on each (parallel
+# Whole experts over the devices that shard attention's heads and sequence, with as many tokens on each (parallel
 # folding, Liu et al. 2025).
 _FOLDED: dict[str, Target] = {"experts": ("expert", "context", "tensor"), "expert_mlp": None}
 
@@ -148,23 +154,28 @@ PRESETS: dict[str, Callable[[], Rules]] = {
     "fsdp_tensor": _fsdp_tensor,
     "folded": _folded,
 }
-"""Rules by name. `replicated`: data parallelism. `zero1`, `zero2`: optimizer state and gradients split over all
-replicas (Rajbhandari et al. 2020); one set of rules, since each gradient is reduce-scattered as it is made, and stage
-1's whole ones would take more memory and half as many bytes again; over pipeline stages replicas keep whole ones, and
-reduce-scatter them once a step. They go along with `tensor`, `expert` and `pipeline`. `hierarchical`: parameters over
-`fsdp`, the fast axis, gradients and optimizer state over `fsdp` and `data`, so that only the update crosses the slow
-one (Xu et al. 2025, low-bandwidth partitioning). `fsdp`: parameters as well, over the `fsdp` axis (ZeRO-3; hybrid when
-`data` > 1). `tensor`: Megatron-LM. `fsdp_tensor`: both, and the default, since an axis of size 1 changes nothing.
-`folded`: that, with experts over `expert`, `context` and `tensor` together, where attention has its sequence and
-heads."""
+"""Rules by name.
+
+- `replicated`: data parallelism.
+- `zero1`, `zero2`: optimizer state and gradients are sharded over all replicas (Rajbhandari et al. 2020). Both are one
+  set of rules: each gradient is reduce-scattered as soon as it is computed, which takes less memory and communication
+  than ZeRO-1's whole gradients. With pipeline stages, replicas hold whole gradients and reduce-scatter them once a
+  step. Both combine with `tensor`, `expert` and `pipeline`.
+- `hierarchical`: parameters over `fsdp` (the fast axis), gradients and optimizer state over `fsdp` and `data`, so that
+  only the update crosses the slow axis (Xu et al. 2025, low-bandwidth partitioning).
+- `fsdp`: parameters, gradients and optimizer state over `fsdp` (ZeRO-3; hybrid when `data` > 1).
+- `tensor`: Megatron-LM.
+- `fsdp_tensor`, the default: `fsdp` and `tensor`; a mesh axis of size 1 changes nothing.
+- `folded`: `fsdp_tensor`, with experts over `expert`, `context` and `tensor` together, which attention uses for its
+  sequence and heads."""
 
 
 def preset(name: str, *, sequence_sharded: bool = False) -> Rules:
-    """The rules called `name`.
+    """Return the rules called `name`.
 
     Args:
       name: a key of `PRESETS`.
-      sequence_sharded: also split the residual stream between blocks along its sequence over `tensor`
+      sequence_sharded: also shard the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022), which turns each all-reduce into a reduce-scatter and an all-gather.
 
     Raises:
@@ -173,7 +184,7 @@ def preset(name: str, *, sequence_sharded: bool = False) -> Rules:
     if name not in PRESETS:
         if fold(name) in ("sp", "sequence"):
             raise LayoutError(
-                f"there is no rule preset '{name}'; set Layout.sequence_sharded = True beside another one"
+                f"there is no rule preset '{name}'; use another preset with Layout.sequence_sharded = True"
             )
         raise LayoutError(f"there is no rule preset '{name}'{near(name, PRESETS)}")
     rules = PRESETS[name]()

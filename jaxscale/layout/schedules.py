@@ -12,24 +12,28 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout.table import PHASES, B, F, Op, Table, W, needs, validate
 
 Rank = Callable[[int, int, int, np.ndarray], object | None]
-"""(stage, phase, item, how many F, B and W the stage has run) -> an order, least first; `None` holds an op back."""
+"""(stage, phase, item, numbers of F, B and W that the stage has run) -> a sort key; `None`: the op must wait."""
 
 ScheduleFn = Callable[..., Table]
-"""(stages, microbatches) -> a table; `interleaved` takes chunks as well."""
+"""(stages, microbatches) -> a table; `interleaved` also takes chunks."""
 
 
 def place(
     name: str, stages: int, microbatches: int, chunks: int, phases: int, rank: Rank, *, several: bool = False
 ) -> Table:
-    """List scheduling: at each tick, each stage runs the op of least rank among those that can run.
+    """Make a table by list scheduling: at each tick, each stage runs the op of least rank among those that can run.
 
     Args:
-      name, stages, microbatches, chunks, phases: the table's.
+      name: the schedule's name.
+      stages: see `Table`, as the next three.
+      microbatches: see `Table`.
+      chunks: see `Table`.
+      phases: see `Table`.
       rank: see `Rank`.
-      several: one op of each phase in a tick, instead of one.
+      several: run one op of each phase in a tick, instead of one op.
 
     Raises:
-      LayoutError: at some tick nothing can run: the order deadlocks.
+      LayoutError: no op can run at some tick (a deadlock).
     """
     when: dict[Op, int] = {}
     rows: list[np.ndarray] = []
@@ -58,22 +62,24 @@ def place(
         if len(when) == before:
             (s, p), items = next((key, items) for key, items in left.items() if items)
             stuck = Table(name, stages, microbatches, chunks, np.empty((0, stages, 3)), phases).say((p, s, items[0]))
-            raise LayoutError(
-                f"schedule '{name}' deadlocks: at tick {tick} nothing can run, {stuck} among what is left"
-            )
+            raise LayoutError(f"schedule '{name}' deadlocks: at tick {tick} no op can run, and {stuck} has not run yet")
     return Table(name, stages, microbatches, chunks, np.stack(rows), phases)
 
 
 def gpipe(stages: int, microbatches: int) -> Table:
-    """All forwards, then all backwards (Huang et al. 2019). Stash: every micro-batch. Loses nothing in lockstep."""
+    """All forwards, then all backwards (Huang et al. 2019).
+
+    The stash holds every micro-batch. The bubble is the same when devices run their phases in lockstep.
+    """
     m = range(microbatches)
     return place("gpipe", stages, microbatches, 1, 2, _in_order([_warm(m, m, microbatches)] * stages))
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Table:
-    """One forward, one backward in turn (PipeDream-Flush, Narayanan et al. 2021). GPipe's bubble, stash of `stages`.
+    """One forward, one backward in turn (PipeDream-Flush, Narayanan et al. 2021): GPipe's bubble, a stash of `stages`.
 
-    Where devices wait for each other's phases it idles more, since stages alternate out of step: see `lockstep`.
+    When devices run their phases in lockstep the bubble is larger, because stages alternate out of step; see
+    `lockstep`.
     """
     m = range(microbatches)
     orders = [_warm(m, m, min(microbatches, stages - 1 - s)) for s in range(stages)]
@@ -81,16 +87,16 @@ def one_f_one_b(stages: int, microbatches: int) -> Table:
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """1F1B over `chunks` pieces per stage, which divides the bubble by them (Narayanan et al. 2021).
+    """1F1B with `chunks` virtual stages per stage, which divides the bubble by `chunks` (Narayanan et al. 2021).
 
     Raises:
-      LayoutError: micro-batches that are no multiple of the stages.
+      LayoutError: the micro-batches are not a multiple of the stages.
     """
     if microbatches % stages:
         fit = max(stages, round(microbatches / stages) * stages)
         raise LayoutError(
-            f"schedule 'interleaved' goes round in groups of {stages} micro-batches, one a stage, and {microbatches} "
-            f"is no multiple of that; the nearest is {fit}"
+            f"schedule 'interleaved' runs micro-batches in groups of {stages}, one per stage, and {microbatches} is "
+            f"not a multiple of that; the nearest is {fit}"
         )
     n, group = microbatches * chunks, stages * chunks
     forwards = [j // stages % chunks * microbatches + j // group * stages + j % stages for j in range(n)]
@@ -111,20 +117,19 @@ def zero_bubble(stages: int, microbatches: int) -> Table:
 
 
 def lockstep(stages: int, microbatches: int) -> Table:
-    """1F1B for phases that all devices enter together: a forward and a backward of unlike micro-batches in each tick.
+    """1F1B for devices that run each phase together: each tick has a forward and a backward of different micro-batches.
 
-    No phase is entered in vain, so that what a tick costs is what its work costs: the bubble is GPipe's in lockstep
-    too, and the stash up to 2 * stages - 1.
+    The bubble is GPipe's even in lockstep, and the stash is at most 2 * stages - 1.
     """
-    return _together("lockstep", stages, microbatches, 2)
+    return _lockstep("lockstep", stages, microbatches, 2)
 
 
 def lockstep_zero_bubble(stages: int, microbatches: int) -> Table:
-    """`lockstep` with weight gradients apart: all stages make those of a micro-batch in the same tick."""
-    return _together("lockstep-zb", stages, microbatches, 3)
+    """`lockstep` with separate weight gradients: all stages compute those of a micro-batch in the same tick."""
+    return _lockstep("lockstep-zb", stages, microbatches, 3)
 
 
-def _together(name: str, stages: int, microbatches: int, phases: int) -> Table:
+def _lockstep(name: str, stages: int, microbatches: int, phases: int) -> Table:
     m, turn = np.arange(microbatches), 2 * (stages - 1)
     slots = np.full((microbatches + turn, stages, 3), -1)
     for s in range(stages):
@@ -135,7 +140,7 @@ def _together(name: str, stages: int, microbatches: int, phases: int) -> Table:
 
 
 def forward_only(table: Table) -> Table:
-    """The forward phases alone, each stage's in the table's order and as early as can be."""
+    """Return a table of the forward phases only, each stage's in the same order and as early as possible."""
     t = table
     orders = [[(F, int(k)) for k in t.slots[:, s, F] if k >= 0] for s in range(t.stages)]
     return place(t.name, t.stages, t.microbatches, t.chunks, 1, _in_order(orders))
@@ -149,18 +154,21 @@ SCHEDULES: dict[str, ScheduleFn] = {
     "lockstep": lockstep,
     "lockstep-zb": lockstep_zero_bubble,
 }
-"""Schedules by name. `gpipe`, `1f1b`, `interleaved` and `zb-h1` are the papers'; the `lockstep` two are for stages that
-wait for one another in each phase, as they must where a layer's own arithmetic is split over devices."""
+"""Schedules by name. `gpipe`, `1f1b`, `interleaved` and `zb-h1` are those of the papers. The two `lockstep` schedules
+are for stages that wait for each other in each phase, as they must where layers are sharded over devices too."""
 
 
 def from_csv(path: str | Path) -> Table:
-    """A table from a file: a line per tick, a cell per stage, in it the ops of that tick, or nothing.
+    """Read a table from a file: a line per tick, and in it a cell per stage with the ops of that tick, or none.
 
-    An op is a phase and a micro-batch, as `F0`, and with several chunks a point and the chunk, as `F0.1`; several are
-    separated by spaces. Without a `W` anywhere, `B` is the whole backward.
+    An op is a phase and a micro-batch, such as `F0`; with several chunks, a point and the chunk follow, such as `F0.1`.
+    Ops are separated by spaces. In a file without any `W`, `B` is the whole backward pass.
+
+    Args:
+      path: the file.
 
     Raises:
-      LayoutError: a file that cannot be read, or is no valid table.
+      LayoutError: the file cannot be read, or is not a valid table.
     """
     try:
         lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
@@ -171,15 +179,17 @@ def from_csv(path: str | Path) -> Table:
     for tick, line in enumerate(lines):
         for stage, cell in enumerate(line.split(",")):
             for text in cell.split():
-                found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
-                if not found:
+                match = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
+                if not match:
                     raise LayoutError(
-                        f"schedule {path}, line {tick + 1}: '{text}' is no op; write F, B or W and a micro-batch, as "
-                        "F0, or with chunks as F0.1"
+                        f"schedule {path}, line {tick + 1}: '{text}' is not an op; write F, B or W and a micro-batch, "
+                        "such as F0, or with chunks F0.1"
                     )
-                ops.append((tick, stage, PHASES.index(found[1]), int(found[2]), int(found[3] or 0)))
+                ops.append((tick, stage, PHASES.index(match[1]), int(match[2]), int(match[3] or 0)))
     if not ops:
-        raise LayoutError(f"schedule {path} has no ops; write a line per tick, as 'F0,,' for a first tick of 3 stages")
+        raise LayoutError(
+            f"schedule {path} has no ops; write a line per tick, such as 'F0,,' for the first tick of 3 stages"
+        )
     micro, chunks = max(o[3] for o in ops) + 1, max(o[4] for o in ops) + 1
     slots = np.full((len(lines), stages, 3), -1)
     for tick, stage, phase, m, c in ops:
@@ -192,11 +202,11 @@ def from_csv(path: str | Path) -> Table:
 
 
 def _in_order(orders: Sequence[Sequence[tuple[int, int]]]) -> Rank:
-    """Each stage runs its list of (phase, item), waiting where it must."""
+    """Return a rank by which each stage runs its list of (phase, item) in order."""
     return lambda s, p, k, done: 0 if orders[s][done.sum()] == (p, k) else None
 
 
 def _warm(forwards: Sequence[int], backwards: Sequence[int], warm: int) -> list[tuple[int, int]]:
-    """`warm` forwards, then pairs of a forward and a backward, then the backwards that are left."""
+    """`warm` forwards, then pairs of a forward and a backward, then the remaining backwards."""
     pairs = [op for f, b in zip(forwards[warm:], backwards, strict=False) for op in ((F, f), (B, b))]
     return [(F, f) for f in forwards[:warm]] + pairs + [(B, b) for b in backwards[max(0, len(forwards) - warm) :]]

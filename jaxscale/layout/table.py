@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: a table of which stage does what at which tick, checked, timed and drawn."""
+"""Pipeline schedules as tables of which stage does what at which tick: check, simulate and draw them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ F, B, W = 0, 1, 2
 
 PHASES = "FBW"
 Op = tuple[int, int, int]
-"""A phase, a stage, an item."""
+"""(phase, stage, item)"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
     """A pipeline schedule.
 
-    A model cut into `stages * chunks` pieces, virtual stages, is dealt out in turn: chunk c of stage s is virtual stage
-    c * stages + s. What a stage sends at one tick can be used from the next.
+    The model is divided into `stages * chunks` virtual stages; chunk c of stage s is virtual stage c * stages + s. What
+    a stage sends at one tick can be used from the next tick on.
 
     Args:
-      name: what it is called.
-      stages, microbatches, chunks: its sizes.
+      name: the schedule's name.
+      stages: the number of pipeline stages.
+      microbatches: the number of micro-batches of a step.
+      chunks: the number of virtual stages per stage.
       slots: int (ticks, stages, 3), the item that each phase of a stage's tick works on: chunk * microbatches +
-        micro-batch, or -1 for none. A stage may fill one phase of a tick or several.
-      phases: how many of the three it has: 1 forward only, 2 with the whole backward in `B`, 3 with weight gradients
-        apart, in `W`.
+        micro-batch, or -1 for none. A stage may run one phase in a tick or several.
+      phases: how many of the three phases are used: 1 forward only, 2 with the whole backward pass in `B`, 3 with
+        separate weight gradients in `W`.
     """
 
     name: str
@@ -43,22 +45,33 @@ class Table:
 
     @property
     def items(self) -> int:
-        """Pieces of work per stage and phase."""
+        """The number of items per stage and phase: micro-batches times chunks."""
         return self.microbatches * self.chunks
 
     def needs(self, op: Op) -> list[tuple[Op, int]]:
-        """What an op waits for, each with the ticks that must lie between (0: an earlier phase of one tick will do)."""
+        """Return the ops that an op depends on.
+
+        Args:
+          op: (phase, stage, item).
+
+        Returns:
+          pairs of an op and how many ticks later the dependent op can run; 0 allows a later phase of the same tick.
+        """
         return needs(op, self.stages, self.microbatches, self.chunks)
 
     def say(self, op: Op) -> str:
-        """An op in words."""
+        """Write an op for messages, such as "F3.1 on stage 0".
+
+        Args:
+          op: (phase, stage, item).
+        """
         phase, stage, item = op
         chunk, micro = divmod(item, self.microbatches)
         return f"{PHASES[phase]}{micro}" + (f".{chunk}" if self.chunks > 1 else "") + f" on stage {stage}"
 
 
 def needs(op: Op, stages: int, microbatches: int, chunks: int) -> list[tuple[Op, int]]:
-    """As `Table.needs`, of sizes alone."""
+    """Return the ops that an op depends on, as `Table.needs`, for a table of these sizes."""
     phase, stage, item = op
     chunk, micro = divmod(item, microbatches)
     virtual = chunk * stages + stage
@@ -75,10 +88,16 @@ def needs(op: Op, stages: int, microbatches: int, chunks: int) -> list[tuple[Op,
 
 
 def validate(table: Table) -> dict[Op, int]:
-    """The tick of every op.
+    """Check a table.
+
+    Args:
+      table: the table.
+
+    Returns:
+      the tick of every op.
 
     Raises:
-      LayoutError: naming the first op that is skipped, doubled, too early, or of another job.
+      LayoutError: an op that is missing, repeated, too early, or outside of the table's sizes; the message names it.
     """
     t = table
     if t.slots.ndim != 3 or t.slots.shape[1:] != (t.stages, 3):
@@ -90,11 +109,11 @@ def validate(table: Table) -> dict[Op, int]:
         op = phase, stage, int(t.slots[tick, stage, phase])
         if op[2] >= t.items or phase >= t.phases:
             raise LayoutError(
-                f"schedule '{t.name}' has {t.say(op)} at tick {tick}, which is not in a job of {t.microbatches} "
-                f"micro-batches, {t.chunks} chunk(s) and the phases {', '.join(PHASES[: t.phases])}"
+                f"schedule '{t.name}' has {t.say(op)} at tick {tick}, which is outside of its {t.microbatches} "
+                f"micro-batches, {t.chunks} chunk(s) and phases {', '.join(PHASES[: t.phases])}"
             )
         if op in when:
-            raise LayoutError(f"schedule '{t.name}' runs {t.say(op)} twice, at ticks {when[op]} and {tick}; drop one")
+            raise LayoutError(f"schedule '{t.name}' runs {t.say(op)} twice, at ticks {when[op]} and {tick}; remove one")
         when[op] = tick
     for phase in range(t.phases):
         for stage in range(t.stages):
@@ -105,7 +124,7 @@ def validate(table: Table) -> dict[Op, int]:
         for before, gap in t.needs(op):
             if when[before] + gap > tick:
                 raise LayoutError(
-                    f"schedule '{t.name}' runs {t.say(op)} at tick {tick}, and it needs {t.say(before)}, which is at "
+                    f"schedule '{t.name}' runs {t.say(op)} at tick {tick}, and it needs {t.say(before)}, which runs at "
                     f"tick {when[before]}{' (a transfer takes one tick)' if gap else ''}; the earliest it can run is "
                     f"tick {when[before] + gap}"
                 )
@@ -114,15 +133,14 @@ def validate(table: Table) -> dict[Op, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a table costs, in units of a chunk's forward pass.
+    """The simulated cost of a table.
 
     Args:
       ticks: rows of the table.
-      bubble: share of the time that a stage idles, each on its own clock (what the papers count).
-      lockstep_bubble: the same where every device waits for every phase that any of them enters, as the executor's
-        masked phases do.
-      entered: in how many ticks each phase is entered.
-      stash: per stage, the most micro-batches (times chunks) in flight: forwarded, not yet backwarded.
+      bubble: share of the time that stages are idle when they wait for their inputs only (as the papers count it).
+      lockstep_bubble: the same when every device waits for every phase that any device runs, as in the executor.
+      entered: the number of ticks in which any stage runs each phase.
+      stash: per stage, the most items in flight: after their forward and before their last backward phase.
     """
 
     ticks: int
@@ -133,11 +151,11 @@ class Simulation:
 
 
 def simulate(table: Table, cost: Sequence[float] = (1, 1, 1)) -> Simulation:
-    """Times a table.
+    """Simulate a table.
 
     Args:
-      table: what to time.
-      cost: of a chunk's forward, input-gradient and weight-gradient phase; a transfer costs nothing.
+      table: the table.
+      cost: relative times of a chunk's forward, input-gradient and weight-gradient phase; a transfer costs nothing.
 
     Raises:
       LayoutError: see `validate`.
@@ -171,14 +189,14 @@ def simulate(table: Table, cost: Sequence[float] = (1, 1, 1)) -> Simulation:
 
 
 def draw_text(table: Table) -> str:
-    """A line per stage, a column per tick: `F3` is the forward of micro-batch 3, `F3.1` of its chunk 1."""
+    """Draw a table as text: a line per stage, a column per tick; `F3.1` is the forward of micro-batch 3 in chunk 1."""
     cells = [["/".join(_cell(table, tick[s])) or "." for tick in table.slots] for s in range(table.stages)]
     width = max((len(c) for row in cells for c in row), default=1)
     return "\n".join(f"stage {s}  " + " ".join(c.ljust(width) for c in row).rstrip() for s, row in enumerate(cells))
 
 
 def draw_figure(table: Table) -> Any:
-    """The same as a matplotlib figure, each phase in a colour of its own.
+    """Draw a table as a matplotlib figure, with a colour per phase.
 
     Raises:
       LayoutError: matplotlib is not installed.
@@ -209,12 +227,12 @@ def draw_figure(table: Table) -> Any:
 
 
 def _cell(table: Table, slots: np.ndarray, only: int | None = None) -> list[str]:
-    """The ops of one stage's tick, as "F3" or "F3.1"."""
+    """Write the ops of one stage's tick, such as "F3" or "F3.1"."""
     phases = range(3) if only is None else (only,)
     ops = [(p, *divmod(int(slots[p]), table.microbatches)) for p in phases if slots[p] >= 0]
     return [f"{PHASES[p]}{micro}" + (f".{chunk}" if table.chunks > 1 else "") for p, chunk, micro in ops]
 
 
 def to_csv(table: Table) -> str:
-    """A line per tick, a column per stage, as `jaxscale.layout.schedules.from_csv` reads it."""
+    """Write a table with a line per tick and a column per stage, as `jaxscale.layout.schedules.from_csv` reads it."""
     return "\n".join(",".join(" ".join(_cell(table, cell)) for cell in tick) for tick in table.slots) + "\n"

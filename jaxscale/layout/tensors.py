@@ -1,4 +1,4 @@
-"""From a Flax module to the names of its tensors, and from names to shardings and tables."""
+"""The named tensors of a Flax module, and their shardings and table under a layout."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor before it exists: `path` ("embed/weight"), `shape`, `dtype` and a logical axis per dimension.
+    """Description of a tensor whose array need not exist.
 
-    `contracted` are the dimensions that a product sums over, counted from the last as -1, of a parameter that may be
-    kept in another form (see `jaxscale.nn.WeightFormat`); `None` of any other tensor.
+    Args:
+      path: its place in the tree, such as "embed/weight".
+      shape: the global shape.
+      dtype: a NumPy or JAX dtype.
+      axes: a logical axis or `None` per dimension.
+      contracted: the dimensions that a matrix product sums over, counted from the last as -1, of a parameter that can
+        be stored in another format (see `jaxscale.nn.WeightFormat`); `None` for any other tensor.
     """
 
     path: str
@@ -48,7 +53,13 @@ class TensorInfo:
 
 
 def as_used(info: TensorInfo, layout: Layout, manual: Collection[str] = ()) -> TensorInfo:
-    """A tensor while it is used: with zeros behind a vocabulary that devices do not divide. Arguments as `filled`."""
+    """Return a parameter as layers use it: its vocabulary padded to a size that the layout divides.
+
+    Args:
+      info: the parameter.
+      layout: the layout.
+      manual: mesh axes of an enclosing `shard_map`, over which `info.shape` is already per device.
+    """
     shape = tuple(layout.filled(a, n, manual) for a, n in zip(info.axes, info.shape, strict=True))
     return info if shape == info.shape else dataclasses.replace(info, shape=shape)
 
@@ -56,15 +67,15 @@ def as_used(info: TensorInfo, layout: Layout, manual: Collection[str] = ()) -> T
 def named(
     init: Callable[..., jax.Array], *axes: str | None, contracted: tuple[int, ...] | None = None
 ) -> Callable[..., jax.Array]:
-    """An initializer whose parameter carries a logical axis per dimension.
+    """Return an initializer whose parameter carries a logical axis per dimension.
 
-    The names are our own variable metadata (`axes`): Flax's own sharding annotations are resolved when a module is
-    built, and then it cannot be built without a mesh.
+    The names are stored as variable metadata (`axes`). Flax's sharding annotations are not used, because Flax resolves
+    them when it builds a module, which would then need a mesh.
 
     Args:
       init: the initializer.
-      *axes: a name for each dimension.
-      contracted: see `TensorInfo`; of a parameter whose module reads it as a `jaxscale.nn.Weight`.
+      *axes: a logical axis or `None` per dimension.
+      contracted: see `TensorInfo`; for a parameter that its module reads as a `jaxscale.nn.Weight`.
 
     Raises:
       LayoutError: a name that is not in `AXES`.
@@ -76,13 +87,13 @@ def named(
 
 
 def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[nnx.GraphDef[Any], Tree]:
-    """Describes a module without making its arrays.
+    """Describe a module without making its arrays.
 
     Tied and shared parameters stay one leaf.
 
     Args:
       make: builds the module, for example `lambda: Model(rngs=nnx.Rngs(0))`.
-      unnamed: a module none of whose parameters has axis names is taken as it is, each dimension being `None`.
+      unnamed: accept a module none of whose parameters has axis names; every dimension is then `None`.
 
     Returns:
       the graph definition, and a nested dict of `TensorInfo`.
@@ -100,8 +111,8 @@ def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[
         name = path_name(path)
         if not isinstance(v, nnx.Param):
             raise LayoutError(
-                f"{name} is a {type(v).__name__}, and a model here holds parameters (nnx.Param) only; "
-                "pass random keys and statistics in as arguments (set the `rngs` that a module keeps to None in make)"
+                f"{name} is a {type(v).__name__}, and jaxscale models hold parameters (nnx.Param) only; pass random "
+                "keys and statistics as arguments (if a module stores its `rngs`, set that attribute to None in make)"
             )
         value = v.get_value()
         axes = (None,) * value.ndim if unnamed else v.get_metadata().get("axes")
@@ -111,22 +122,36 @@ def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[
                 "named(init, 'embed', 'mlp')"
             )
         if len(axes) != value.ndim:
-            raise LayoutError(f"parameter {name} has {value.ndim} dimensions and the names {axes}; give one each")
+            raise LayoutError(
+                f"parameter {name} has {value.ndim} dimensions and the names {axes}; give one name per dimension"
+            )
         contracted = v.get_metadata().get("contracted")
         infos.append(TensorInfo(name, tuple(value.shape), value.dtype, tuple(axes), contracted))
     return graphdef, jax.tree.unflatten(structure, infos)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A leaf's place in a tree of any nodes, as "runs/0/norm"."""
+    """Write a leaf's place in a tree, such as "runs/0/norm".
+
+    Args:
+      path: the keys from the root, as `jax.tree_util.tree_leaves_with_path` returns them.
+    """
     return "/".join(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
 
 
 def shardings_of(infos: Tree, layout: Layout | None, kind: Kind = "params") -> Tree:
-    """A sharding for each `TensorInfo` of a tree, or `None` without a layout.
+    """Return the sharding of each tensor.
+
+    Args:
+      infos: a tree of `TensorInfo`.
+      layout: the layout; `None` returns `None`.
+      kind: which of the rules' four maps to read.
+
+    Returns:
+      the same tree, with a `NamedSharding` for each `TensorInfo`.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out.
+      LayoutError: a tensor that the layout cannot shard; the message names it.
     """
     if layout is None:
         return None
@@ -135,10 +160,17 @@ def shardings_of(infos: Tree, layout: Layout | None, kind: Kind = "params") -> T
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """A line of the tensor table: what a tensor is, which rules fired, and what it costs a device.
+    """A row of the tensor table: a tensor, the rules that apply to it, and its bytes per device.
 
-    `spec` has a mesh axis, a tuple of them or `None` per dimension; `boxes` says the same per mesh axis, as split
-    along a dimension or broadcast (see `jaxscale.layout.Boxes`).
+    Args:
+      path: its place in the tree.
+      shape: the global shape.
+      dtype: the dtype's name.
+      axes: a logical axis or `None` per dimension.
+      spec: a mesh axis, a tuple of them or `None` per dimension.
+      rules: the rules that apply, such as "vocab→tensor embed→fsdp", or why there are none.
+      bytes_per_device: bytes of the shard that one device holds.
+      boxes: `spec` written per mesh axis, as split along a dimension or broadcast (see `jaxscale.layout.Boxes`).
     """
 
     path: str
@@ -152,10 +184,18 @@ class TensorRow:
 
 
 def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[TensorRow]:
-    """The tensor table: where every tensor lives and why. Needs no devices.
+    """Return the tensor table: how each tensor is sharded, and by which rules. Needs no devices.
+
+    Args:
+      infos: a tree of `TensorInfo`.
+      layout: the layout; `None` is one device.
+      kind: which of the rules' four maps to read.
+
+    Returns:
+      a row per tensor, in the tree's order.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out.
+      LayoutError: a tensor that the layout cannot shard; the message names it.
     """
     rows = []
     for i in jax.tree.leaves(infos):
@@ -171,14 +211,19 @@ def describe(infos: Tree, layout: Layout | None, kind: Kind = "params") -> list[
                     fired.append(f"{a} whole ({why})")
                 elif a is not None and (target := layout.cut(a, kind)):
                     fired.append(f"{a}→{'·'.join(target)}")
-        why = "one device" if layout is None or layout.devices == 1 else "replicated: no rule splits these names"
+        why = "one device" if layout is None or layout.devices == 1 else "replicated: no rule shards these names"
         dtype, rules = np.dtype(i.dtype).name, " ".join(fired) or why
         rows.append(TensorRow(i.path, i.shape, dtype, i.axes, spec, rules, i.nbytes // pieces, boxes))
     return rows
 
 
 def filled_notes(infos: Tree, layout: Layout | None) -> tuple[str, ...]:
-    """What to know of parameters whose vocabulary devices do not divide, a sentence each."""
+    """Return a sentence about each parameter whose vocabulary the layout does not divide.
+
+    Args:
+      infos: a tree of `TensorInfo`.
+      layout: the layout; `None` returns none.
+    """
     if layout is None:
         return ()
     notes = []
@@ -188,17 +233,20 @@ def filled_notes(infos: Tree, layout: Layout | None) -> tuple[str, ...]:
         if at is not None:
             more, axis = used.shape[at] - i.shape[at], i.axes[at]
             notes.append(
-                f"{i.path}: the layout does not divide its {axis} of {i.shape[at]:,}, so it is kept cut along another "
-                f"dimension; each step brings it to its rows, with {more} of zeros behind them, and its gradient back "
-                f"(a {axis} of {used.shape[at]:,} would save this)"
+                f"{i.path}: the layout does not divide its {axis} of {i.shape[at]:,}, so it is stored sharded along "
+                f"another dimension; each step reshards it along {axis}, padded with {more} rows of zeros, and its "
+                f"gradient back (a {axis} of {used.shape[at]:,} would avoid this)"
             )
     return tuple(notes)
 
 
 def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
-    """A rich table of tensors: name, shape, logical axes, spec, bytes per device.
+    """Make a rich table of tensors: name, shape, logical axes, spec, bytes per device.
 
-    With `why`, the signature in place of the spec, and the rules that fired.
+    Args:
+      title: above the table.
+      rows: from `describe`.
+      why: show `boxes` in place of the spec, and the rules that apply.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -206,7 +254,7 @@ def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) ->
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     where = "split S, broadcast B" if why else "spec"
     for name in ("tensor", "shape", "logical axes", where, "per device", *(["because"] if why else [])):
-        right, whole = name == "per device", name == "tensor"  # a name that is cut cannot be searched for
+        right, whole = name == "per device", name == "tensor"  # a name broken over lines cannot be searched for
         table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
     for r in rows:
         spec = " ".join("·".join(p) if isinstance(p, tuple) else str(p or "-") for p in r.spec)

@@ -1,9 +1,9 @@
-"""Names for a model that has none: which dimensions are one, read off the program, and which of them tensor may cut.
+"""Logical axes for a model without names, from its traced program.
 
-Automatic tensor parallelism in the spirit of Redco (Tan et al. 2024), whose two rules cut a first matrix by its
-outputs and the matrix that leads back to the residual stream by its inputs. Here no layer is recognised by its name:
-dimensions that the program adds, multiplies or contracts with each other are one dimension; the one that most weights
-share is the residual stream's; what lies between two of its appearances is hidden, and is cut.
+Automatic tensor parallelism in the spirit of Redco (Tan et al. 2024), whose two rules shard a first matrix along its
+outputs and the matrix back to the residual stream along its inputs. Layers are not recognised by name: dimensions that
+the program adds, multiplies or contracts with each other are the same dimension; the one that most weights share is the
+residual stream's width; a dimension that leads from one weight to another beside it is hidden, and is sharded.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Inferred:
-    """Names for a model's parameters.
+    """Logical axes for a model's parameters.
 
     Args:
-      infos: a `TensorInfo` per parameter, for `shardings_of` and `describe`.
-      notes: what could have been cut and was left whole, and why, a sentence each.
+      infos: a tree of `TensorInfo`, for `shardings_of` and `describe`.
+      notes: a sentence about each dimension that could not be sharded, and why.
     """
 
     infos: Tree
@@ -38,29 +38,29 @@ class Inferred:
 
 
 def infer_names(fn: Callable[..., Any], params: Tree, *inputs: Any, tensor: int = 1) -> Inferred:
-    """Logical axes for the parameters of a model that names none.
+    """Infer logical axes for the parameters of a model that has none.
 
-    Only speed and memory depend on the result: whatever is named, the partitioner computes the same numbers.
+    The names affect speed and memory only: the partitioner computes the same values with any names.
 
     Args:
       fn: `fn(params, *inputs)`, the model or its loss.
       params: a tree of arrays or `jax.ShapeDtypeStruct`.
-      *inputs: likewise; their dimensions (batch, sequence) are never a parameter's to cut.
-      tensor: how many pieces hidden dimensions will be cut into; one that does not divide is left whole.
+      *inputs: likewise; parameters are never sharded along their dimensions (batch, sequence).
+      tensor: the number of shards of hidden dimensions; a dimension that it does not divide is replicated.
 
     Returns:
-      names among "embed" (FSDP's), "norm", "vocab", "mlp" (any hidden dimension that tensor parallelism cuts) and
-      "layers" (a scanned stack); a dimension without a role has none.
+      names among "embed" (sharded by FSDP), "norm", "vocab", "mlp" (any hidden dimension that tensor parallelism
+      shards) and "layers" (a scanned stack); other dimensions are `None`.
 
     Raises:
-      LayoutError: no parameter takes part in a product.
+      LayoutError: no parameter takes part in a matrix product.
     """
     closed = jax.make_jaxpr(fn)(params, *inputs)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     dims = _Dimensions()
-    given = [dims.fresh(v.aval.ndim) for v in closed.jaxpr.invars]
-    owned, data = given[: len(leaves)], given[len(leaves) :]
-    dims.walk(closed.jaxpr, given)
+    arguments = [dims.fresh(v.aval.ndim) for v in closed.jaxpr.invars]
+    owned, data = arguments[: len(leaves)], arguments[len(leaves) :]
+    dims.walk(closed.jaxpr, arguments)
     roles = _roles(dims, [o for o, (_, x) in zip(owned, leaves, strict=True) if x.ndim > 1], data)
     notes: list[str] = []
     infos = [
@@ -71,16 +71,16 @@ def infer_names(fn: Callable[..., Any], params: Tree, *inputs: Any, tensor: int 
 
 
 def fitting_layout(infos: Tree, devices: int, bytes_per_device: int, *, state: int = 3) -> Layout:
-    """The layout that cuts parameters into the fewest pieces that fit, hidden dimensions first.
+    """Return the layout that shards parameters over the fewest devices that fit, hidden dimensions first.
 
     Args:
       infos: from `infer_names`.
-      devices: how many there are.
-      bytes_per_device: for parameters, gradients and optimizer state.
-      state: copies of the parameters' size that are held besides them: a gradient and Adam's two moments by default.
+      devices: the number of devices.
+      bytes_per_device: memory for parameters, gradients and optimizer state.
+      state: how many arrays of the parameters' size there are beside them: by default a gradient and Adam's moments.
 
     Raises:
-      LayoutError: even cut over all devices they do not fit; says what would.
+      LayoutError: they do not fit even when sharded over all devices; the message says how many devices would do.
     """
     best = None
     for pieces in (d for d in range(1, devices + 1) if devices % d == 0):
@@ -94,13 +94,13 @@ def fitting_layout(infos: Tree, devices: int, bytes_per_device: int, *, state: i
             best = min(best or held, held)
     least = (best or 0) * (1 + state)
     raise LayoutError(
-        f"parameters, gradients and optimizer state take {least:,} bytes on each of {devices} devices at least, and "
-        f"{bytes_per_device:,} were given; use {math.ceil(least / max(1, bytes_per_device))} times the devices"
+        f"parameters, gradients and optimizer state take at least {least:,} bytes on each of {devices} devices, which "
+        f"have {bytes_per_device:,}; use {math.ceil(least / max(1, bytes_per_device))} times the devices"
     )
 
 
 def _held(infos: Tree, layout: Layout) -> int | None:
-    """Bytes of the parameters on one device, or `None` where the layout cannot cut one of them."""
+    """Return the bytes of the parameters on one device, or `None` if the layout cannot shard one of them."""
     try:
         return sum(row.bytes_per_device for row in describe(infos, layout))
     except LayoutError:
@@ -108,20 +108,20 @@ def _held(infos: Tree, layout: Layout) -> int | None:
 
 
 def _roles(dims: _Dimensions, weights: list[list[int]], data: list[list[int]]) -> dict[int, str]:
-    """What each dimension that any weight has is: "embed", "vocab", "layers", "mlp" or "" for none."""
+    """Return the role of each dimension of the weights: "embed", "vocab", "layers" or "mlp"."""
     inputs = {dims.find(d) for d in (*(d for ds in data for d in ds), *dims.places)}
     stacks = {dims.find(d) for d in dims.stacks}
     rows = {dims.find(d) for d in dims.looked_up}
-    found = [[d for d in map(dims.find, w) if d not in inputs | stacks] for w in weights]
-    counts = collections.Counter(d for w in found for d in set(w) if d not in rows)
+    own = [[d for d in map(dims.find, w) if d not in inputs | stacks] for w in weights]
+    counts = collections.Counter(d for w in own for d in set(w) if d not in rows)
     if not counts:
-        raise LayoutError("no parameter of the model takes part in a product, so there is nothing to cut")
+        raise LayoutError("no parameter of the model takes part in a matrix product, so there is nothing to shard")
     roles = {d: "layers" for d in stacks} | {d: "vocab" for d in rows} | {counts.most_common(1)[0][0]: "embed"}
-    # What leads somewhere is shared with another weight; an output of the model is its weight's only other dimension.
-    hidden = [[d for d in w if d not in roles] for w in found]
+    # A hidden dimension is shared by two weights; an output of the model is its weight's only other dimension.
+    hidden = [[d for d in w if d not in roles] for w in own]
     shared = {d for d, n in collections.Counter(d for w in hidden for d in set(w)).items() if n > 1}
     hidden = [[d for d in w if d in shared] or (w if len(w) == 1 else []) for w in hidden]
-    # One hidden dimension of a weight is cut, its outermost; one that is inner anywhere (a head's width) is not.
+    # The outermost hidden dimension of a weight is sharded, unless it is an inner one elsewhere (the width of a head).
     inner = {d for w in hidden for d in w[1:]}
     return {d: "mlp" for w in hidden for d in w[:1] if d not in inner} | roles
 
@@ -144,7 +144,7 @@ def _axes(
         if role in axes or (role in ("mlp", "vocab") and cut):
             role = ""
         if role in ("mlp", "vocab") and size % tensor:
-            notes.append(f"{path}: a dimension of {size} was left whole, since tensor={tensor} does not divide it")
+            notes.append(f"{path}: a dimension of {size} is replicated, because tensor={tensor} does not divide it")
             role = ""
         cut = cut or role in ("mlp", "vocab")
         axes.append(role or None)
@@ -152,36 +152,39 @@ def _axes(
 
 
 class _Dimensions:
-    """Dimensions of arrays, joined where a program makes one of two (union-find)."""
+    """Sets of array dimensions that a program treats as the same dimension (union-find)."""
 
     def __init__(self) -> None:
         self.parent: list[int] = []
-        self.looked_up: list[int] = []  # rows of tables
-        self.stacks: list[int] = []  # what scans run over
-        self.places: list[int] = []  # of images: what a convolution leaves of them
+        self.looked_up: list[int] = []  # the rows of embedding tables
+        self.stacks: list[int] = []  # the dimensions that scans run over
+        self.places: list[int] = []  # the spatial dimensions of convolution outputs
 
     def fresh(self, n: int) -> list[int]:
+        """Return `n` new dimensions."""
         self.parent.extend(range(len(self.parent), len(self.parent) + n))
         return self.parent[len(self.parent) - n :] if n else []
 
     def find(self, d: int) -> int:
+        """Return the representative of a dimension's set."""
         while self.parent[d] != d:
             self.parent[d] = self.parent[self.parent[d]]
             d = self.parent[d]
         return d
 
     def join(self, a: Sequence[int], b: Sequence[int]) -> None:
+        """Join the sets of `a[i]` and `b[i]`, for every i."""
         for x, y in zip(a, b, strict=True):
             self.parent[self.find(x)] = self.find(y)
 
     def join_equal(self, a: list[int], sizes: Sequence[int], b: list[int], others: Sequence[int]) -> None:
-        """Joins those, place by place, that have one size."""
+        """Join `a[i]` and `b[i]` where their sizes, `sizes[i]` and `others[i]`, are equal."""
         same = [i for i, (s, o) in enumerate(zip(sizes, others, strict=True)) if s == o]
         self.join([a[i] for i in same], [b[i] for i in same])
 
-    def walk(self, jaxpr: Any, given: Sequence[list[int]]) -> list[list[int]]:
-        """The dimensions of a program's outputs, from those of its inputs."""
-        env: dict[Any, list[int]] = dict(zip(jaxpr.invars, given, strict=True))
+    def walk(self, jaxpr: Any, arguments: Sequence[list[int]]) -> list[list[int]]:
+        """Return the dimensions of a program's outputs, from the dimensions of its arguments."""
+        env: dict[Any, list[int]] = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def read(v: Any) -> list[int]:
             if isinstance(v, jax.extend.core.Literal):
@@ -192,7 +195,7 @@ class _Dimensions:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            outs = _RULES.get(eqn.primitive.name, _whatever)(self, eqn, ins)
+            outs = _RULES.get(eqn.primitive.name, _default)(self, eqn, ins)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -200,8 +203,8 @@ class _Dimensions:
 _Rule = Callable[[_Dimensions, Any, list[list[int]]], list[list[int]]]
 
 
-def _whatever(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    """A program within, or an elementwise operation; of anything else nothing is known."""
+def _default(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
+    """A nested program, or else an operation that is taken to be elementwise."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(name)
         inner = getattr(inner, "jaxpr", inner)
@@ -210,9 +213,9 @@ def _whatever(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[in
     outs = []
     for v in eqn.outvars:
         out = dims.fresh(v.aval.ndim)
-        for given, d in zip(eqn.invars, ins, strict=True):
-            if given.aval.ndim == v.aval.ndim:  # a size of 1 is broadcast
-                dims.join_equal(d, given.aval.shape, out, v.aval.shape)
+        for operand, d in zip(eqn.invars, ins, strict=True):
+            if operand.aval.ndim == v.aval.ndim:  # a size of 1 is broadcast
+                dims.join_equal(d, operand.aval.shape, out, v.aval.shape)
         outs.append(out)
     return outs
 
@@ -249,12 +252,12 @@ def _broadcast(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[i
 
 
 def _reduce(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    kept = [d for i, d in enumerate(ins[0]) if i not in eqn.params["axes"]]
-    return [list(kept) for _ in eqn.outvars]
+    remaining = [d for i, d in enumerate(ins[0]) if i not in eqn.params["axes"]]
+    return [list(remaining) for _ in eqn.outvars]
 
 
 def _reshape(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    """Outermost parts stay what they were: heads are cut as the width they are made of, and the other way round."""
+    """The outermost of merged or split dimensions is the same as the whole: sharding heads shards their width."""
     out = dims.fresh(eqn.outvars[0].aval.ndim)
     old, before = _longer_than_one(ins[0], eqn.invars[0].aval.shape)
     new, after = _longer_than_one(out, eqn.outvars[0].aval.shape)
@@ -278,7 +281,7 @@ def _longer_than_one(dims: list[int], shape: Sequence[int]) -> tuple[list[int], 
 
 
 def _same_sizes(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    """Slices, pads, updates, concatenations, splits: dimensions that keep their size stay what they were."""
+    """Slices, pads, updates, concatenations, splits: dimensions that keep their size are the same."""
     outs = []
     for w in eqn.outvars:
         out = dims.fresh(w.aval.ndim)
@@ -290,8 +293,8 @@ def _same_sizes(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[
 
 
 def _unstack(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
-    kept = [d for i, d in enumerate(ins[0]) if i != eqn.params["axis"]]
-    return [list(kept) for _ in eqn.outvars]
+    remaining = [d for i, d in enumerate(ins[0]) if i != eqn.params["axis"]]
+    return [list(remaining) for _ in eqn.outvars]
 
 
 def _gather(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
@@ -299,8 +302,8 @@ def _gather(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]
     table, shape = ins[0], eqn.invars[0].aval.shape
     out = dims.fresh(eqn.outvars[0].aval.ndim)
     batching = getattr(numbers, "operand_batching_dims", ())
-    kept = [i for i in range(len(table)) if i not in (*numbers.collapsed_slice_dims, *batching)]
-    for at, i in zip(numbers.offset_dims, kept, strict=True):
+    remaining = [i for i in range(len(table)) if i not in (*numbers.collapsed_slice_dims, *batching)]
+    for at, i in zip(numbers.offset_dims, remaining, strict=True):
         if sizes[i] == shape[i]:
             dims.join([table[i]], [out[at]])
     if len(table) == 2 and numbers.collapsed_slice_dims == (0,) and sizes[1] == shape[1]:
@@ -313,7 +316,8 @@ def _gather(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]
 
 def _scan(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
     body = eqn.params["jaxpr"].jaxpr
-    # told from shapes, since versions of JAX name the numbers of each otherwise: slices have a dimension less
+    # Count carries and constants by shapes, because versions of JAX name these parameters differently: the body sees
+    # scanned arrays with one dimension less.
     carry = sum(v.aval.ndim == w.aval.ndim for v, w in zip(eqn.outvars, body.outvars, strict=True))
     consts = sum(v.aval.ndim == w.aval.ndim for v, w in zip(eqn.invars, body.invars, strict=True)) - carry
     xs = ins[consts + carry :]
@@ -341,13 +345,21 @@ def _branches(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[in
     return first
 
 
+def _transpose(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
+    return [[ins[0][i] for i in eqn.params["permutation"]]]
+
+
+def _squeeze(dims: _Dimensions, eqn: Any, ins: list[list[int]]) -> list[list[int]]:
+    return [[d for i, d in enumerate(ins[0]) if i not in eqn.params["dimensions"]]]
+
+
 _RULES: dict[str, _Rule] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda dims, eqn, ins: [[ins[0][i] for i in eqn.params["permutation"]]],
+    "transpose": _transpose,
     "reshape": _reshape,
-    "squeeze": lambda dims, eqn, ins: [[d for i, d in enumerate(ins[0]) if i not in eqn.params["dimensions"]]],
+    "squeeze": _squeeze,
     "unstack": _unstack,
     "gather": _gather,
     "scan": _scan,

@@ -1,4 +1,4 @@
-"""Whole models, each made from a frozen dataclass."""
+"""Models, each made from a config that is a frozen dataclass."""
 
 from jaxscale.models.base import (
     Decodable,

@@ -7,7 +7,7 @@ A config needs only `make` to be trained with a custom objective:
     CountsFlops           flops                             model FLOPs utilisation
     CountsProducts        products                          model FLOPs utilisation with adapters
     Plannable             not_in_formulas                   planning by formulas (else from the traced step)
-    ExtendsContext        for_texts_of                      positions that depend on the sequence length
+    ExtendsContext        for_length                        positions that depend on the sequence length
     HasWidths             at_width                          the coordinate check of parametrisations
 
 The module that it makes needs only parameters with axis names:
@@ -46,7 +46,13 @@ from jaxscale.parallel import Weight
 class ModelConfig(Protocol):
     """Makes a model. Write it as a frozen dataclass, so that a run can save it in its config."""
 
-    def make(self, rngs: nnx.Rngs) -> Any: ...
+    def make(self, rngs: nnx.Rngs) -> Any:
+        """Make the model, a Flax module.
+
+        Args:
+          rngs: random streams of the initial values.
+        """
+        ...
 
 
 @runtime_checkable
@@ -54,36 +60,44 @@ class LanguageModelConfig(ModelConfig, Protocol):
     """Makes a `LanguageModel`, which is causal unless the config has an attribute `causal` that is False."""
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """The number of token ids."""
+        ...
 
 
 @runtime_checkable
 class CountsFlops(Protocol):
     """Counts the matrix-multiplication FLOPs of a pass over `batch` rows of `seq` tokens (see `Transformer.flops`)."""
 
-    def flops(self, batch: int, seq: int, *, training: bool = True) -> int: ...
+    def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
+        """Return the FLOPs of a forward pass, and with `training` also of the backward pass."""
+        ...
 
 
 @runtime_checkable
 class CountsProducts(Protocol):
     """Counts the FLOPs of a forward pass by product; "scores" and "attn_out" multiply two activations."""
 
-    def products(self, batch: int, seq: int) -> dict[str, int]: ...
+    def products(self, batch: int, seq: int) -> dict[str, int]:
+        """Return the FLOPs by the name of the product's result, over all layers."""
+        ...
 
 
 @runtime_checkable
 class NamesActivations(Protocol):
     """Lists the residuals of a layer, by the names of `jaxscale.nn.TENSORS`."""
 
-    def activations(self, batch: int, seq: int, layer: int = -1) -> dict[str, tuple[TensorInfo, ...]]: ...
+    def activations(self, batch: int, seq: int, layer: int = -1) -> dict[str, tuple[TensorInfo, ...]]:
+        """Return the residuals of a layer by name."""
+        ...
 
 
 @runtime_checkable
 class Plannable(CountsProducts, NamesActivations, Protocol):
-    """The planner's formulas may cover it. Any other config is planned from its traced step."""
+    """A config that the planner's formulas can cover. Any other config is planned from its traced step."""
 
     def not_in_formulas(self) -> str | None:
-        """The part that the formulas do not cover, in a few words, or `None`."""
+        """Return the part that the formulas do not cover, in a few words, or `None`."""
         ...
 
 
@@ -91,8 +105,8 @@ class Plannable(CountsProducts, NamesActivations, Protocol):
 class ExtendsContext(Protocol):
     """Has position embeddings that depend on the sequence length (LongRoPE)."""
 
-    def for_texts_of(self, length: int) -> Any:
-        """The config for sequences of up to `length` tokens; the same object if nothing changes."""
+    def for_length(self, length: int) -> Any:
+        """Return the config for sequences of up to `length` tokens; an equal one if nothing changes."""
         ...
 
 
@@ -101,7 +115,7 @@ class DropsTokens(Protocol):
     """Has experts that may drop tokens in training."""
 
     def dropless(self) -> Any:
-        """The config of the same model without dropped tokens; the same object if it drops none."""
+        """Return the config of the same model without dropped tokens; the same object if it drops none."""
         ...
 
 
@@ -109,7 +123,9 @@ class DropsTokens(Protocol):
 class HasWidths(Protocol):
     """Can be scaled to another width."""
 
-    def at_width(self, width: int) -> Any: ...
+    def at_width(self, width: int) -> Any:
+        """Return the config of the same model with another residual width."""
+        ...
 
 
 @runtime_checkable
@@ -118,7 +134,7 @@ class Parametrised(Protocol):
 
     @property
     def widening(self) -> Widening | None:
-        """`None` is the standard parametrisation."""
+        """The changes of the parametrisation; `None` is the standard parametrisation."""
         ...
 
 
@@ -127,7 +143,9 @@ class LimitsLength(Protocol):
     """May limit the sequence length (learned positions)."""
 
     @property
-    def max_length(self) -> int | None: ...
+    def max_length(self) -> int | None:
+        """The most tokens of a sequence, or `None`."""
+        ...
 
 
 @runtime_checkable
@@ -135,23 +153,25 @@ class CutsSequences(Protocol):
     """Restricts the sequence length when devices shard the sequence."""
 
     def length_unit(self) -> int:
-        """The sequence length must be a multiple of this under the current layout."""
+        """Return the number that a sequence's length must be a multiple of under the layout in force."""
         ...
 
 
 @runtime_checkable
 class ChecksRows(Protocol):
-    """Says before it is traced which rows it refuses."""
+    """Checks the length of rows before the model is traced."""
 
     def check_row(self, seq_len: int) -> None:
-        """Raises what a forward pass over rows of `seq_len` tokens would raise under the layout in force."""
+        """Raise what a forward pass over rows of `seq_len` tokens would raise under the layout in force."""
 
 
 @runtime_checkable
 class DescribesLayers(Protocol):
     """Describes at the start of a run how its layers are applied."""
 
-    def describe(self, layout: Layout | None) -> str: ...
+    def describe(self, layout: Layout | None) -> str:
+        """Return a line for the log."""
+        ...
 
 
 @runtime_checkable
@@ -159,7 +179,7 @@ class FindsIdle(Protocol):
     """Lists its settings that have no effect."""
 
     def idle(self, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
-        """Settings that differ from their default and have no effect in a run: name, value, reason."""
+        """Yield the settings that differ from their default and have no effect in a run: name, value, reason."""
         ...
 
 
@@ -168,22 +188,24 @@ class ScansLayers(Protocol):
     """Applies its layers by a scan, or unrolled."""
 
     @property
-    def scan(self) -> bool | str: ...
+    def scan(self) -> bool | str:
+        """True, False (unrolled) or "auto"."""
+        ...
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a config's model is causal, which is assumed if the config has no attribute `causal`."""
+    """Return whether a config's model is causal; True if the config has no attribute `causal`."""
     return bool(getattr(model, "causal", True))
 
 
 def vocab_of(model: Any) -> int:
-    """The vocabulary size of a config's model.
+    """Return the vocabulary size of a config's model.
 
     Raises:
-      ConfigError: it is no language model.
+      ConfigError: it is not a language model.
     """
     if not isinstance(model, LanguageModelConfig):
-        raise ConfigError(f"{type(model).__name__} is no language model, so it has no texts")
+        raise ConfigError(f"{type(model).__name__} is no language model, since it has no `vocab`")
     return model.vocab
 
 
@@ -192,10 +214,12 @@ def vocab_of(model: Any) -> int:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """Final hidden states and a head, never logits, so that a loss can avoid holding them."""
+    """Gives final hidden states and the output head's weight, never logits, so that a loss need not store them."""
 
     @property
-    def logit_softcap(self) -> float | None: ...
+    def logit_softcap(self) -> float | None:
+        """The soft cap on logits that a loss must apply, or `None`."""
+        ...
 
     def hidden(
         self,
@@ -204,9 +228,20 @@ class LanguageModel(Protocol):
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         key: Array | None = None,
-    ) -> Float[Array, "b s e"]: ...
+    ) -> Float[Array, "b s e"]:
+        """Return the final hidden states, normalised.
 
-    def head_weight(self) -> Float[Array, "v e"] | Weight: ...
+        Args:
+          tokens: ids.
+          positions: position of each token in its document; `None` counts from the start of the row.
+          segment_ids: document of each token within the row (packing); 0 is padding.
+          key: random key for dropout; `None` in evaluation.
+        """
+        ...
+
+    def head_weight(self) -> Float[Array, "v e"] | Weight:
+        """Return the stored weight of the output head, an array or a `Weight`."""
+        ...
 
 
 @runtime_checkable
@@ -214,7 +249,7 @@ class ReportsStats(Protocol):
     """A language model whose layers report statistics, and may add to the loss."""
 
     def hidden_and_stats(self, tokens: Int[Array, "b s"], **inputs: Any) -> tuple[Float[Array, "b s e"], Stats]:
-        """As `LanguageModel.hidden`, and what layers report."""
+        """Return what `LanguageModel.hidden` returns, and the statistics of the layers."""
         ...
 
 
@@ -223,7 +258,7 @@ class ReordersTokens(Protocol):
     """Reorders the tokens of a sequence; `hidden` then takes a keyword `arranged`."""
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
-        """The natural place of each column under the layout in force; `None` for the natural order."""
+        """Return the position of each column under the layout in force; `None` for the natural order."""
         ...
 
 
@@ -236,60 +271,108 @@ class Stackable(Protocol):
 
 @runtime_checkable
 class Stageable(Stackable, LanguageModel, Protocol):
-    """A language model that pipeline stages can take apart: `hidden` is `begin`, `layers` and `finish`."""
+    """A language model that can be divided into pipeline stages: `hidden` is `begin`, `layers` and `finish`."""
 
-    def begin(
-        self, tokens: Int[Array, "b s"], positions: Int[Array, "b s"] | None = None, order: Any = None
-    ) -> Any: ...
+    def begin(self, tokens: Int[Array, "b s"], positions: Int[Array, "b s"] | None = None, order: Any = None) -> Any:
+        """Return the input of the first layer (the embedding).
 
-    def context(self, seq: int, **inputs: Any) -> Context: ...
+        Args:
+          tokens: ids.
+          positions: position of each token in its document; `None` counts from the start of the row.
+          order: position of each column, if columns are not in the natural order.
+        """
+        ...
 
-    def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]: ...
+    def context(self, seq: int, **inputs: Any) -> Context:
+        """Return the inputs that all layers share.
 
-    def finish(self, x: Any) -> Float[Array, "b s e"]: ...
+        Args:
+          seq: number of columns.
+          **inputs: `positions`, `segment_ids`, `key`, `rows` and `order`, as of `hidden`.
+        """
+        ...
+
+    def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
+        """Apply the layers; return the result and the statistics of the layers.
+
+        Args:
+          x: the result of `begin`, or of earlier layers.
+          context: the inputs that layers share.
+          parts: for each of `runs`, which repeats of its group these parameters are; `None` is all.
+        """
+        ...
+
+    def finish(self, x: Any) -> Float[Array, "b s e"]:
+        """Return the final hidden states, normalised.
+
+        Args:
+          x: the result of the last layer.
+        """
+        ...
 
 
 @runtime_checkable
 class Decodable(Stackable, LanguageModel, Protocol):
-    """A language model that decodes with a cache; the mixer of each block describes its state (`decode_state`).
-
-    `max_length` is the longest sequence in tokens, or `None`. `refuse_length` raises `ConfigError` if sequences cannot
-    be decoded up to a length, `check_independent` if a sequence would depend on the others of its batch.
-    """
+    """A language model that decodes with a cache; the mixer of each block describes its state (`decode_state`)."""
 
     @property
-    def max_length(self) -> int | None: ...
+    def max_length(self) -> int | None:
+        """The most tokens of a sequence, or `None`."""
+        ...
 
-    def refuse_length(self, length: int) -> None: ...
+    def refuse_length(self, length: int) -> None:
+        """Check that sequences can be decoded up to a length.
 
-    def check_independent(self) -> None: ...
+        Args:
+          length: the most tokens of a sequence.
+
+        Raises:
+          ConfigError: they cannot.
+        """
+        ...
+
+    def check_independent(self) -> None:
+        """Check that the result for a sequence does not depend on the other sequences of a batch.
+
+        Raises:
+          ConfigError: it does.
+        """
+        ...
 
     def hidden_and_stats(
         self, tokens: Int[Array, "b s"], *, cache: Sequence[RunCache] | None = None, **inputs: Any
-    ) -> tuple[Float[Array, "b s e"], Stats]: ...
+    ) -> tuple[Float[Array, "b s e"], Stats]:
+        """Return the final hidden states, normalised, and the statistics of the layers.
+
+        Args:
+          tokens: ids.
+          cache: a cache for each of `runs`, updated in place; `None` is a forward pass without one.
+          **inputs: as of `hidden`.
+        """
+        ...
 
 
 def hidden_and_stats(model: Any, tokens: Int[Array, "b s"], **inputs: Any) -> tuple[Float[Array, "b s e"], Stats]:
-    """Hidden states of a language model and the statistics of its layers; `{}` without a `hidden_and_stats` method."""
+    """Return a language model's hidden states and its layers' statistics (`{}` without a `hidden_and_stats` method)."""
     if isinstance(model, ReportsStats):
         return model.hidden_and_stats(tokens, **inputs)
     return model.hidden(tokens, **inputs), {}
 
 
 def order_of(model: Any, seq_len: int) -> Int[np.ndarray, "s"] | None:
-    """The order in which a model wants a sequence's columns, `None` for the natural one."""
+    """Return the column order that a model needs, `None` for the natural order."""
     return model.order(seq_len) if isinstance(model, ReordersTokens) else None
 
 
 def arrange(tree: Any, order: Int[np.ndarray, "s"]) -> Any:
-    """Every array of `tree`, (B, S) or (B, S, E), with its columns in this order; one of rows (B,) has none."""
+    """Reorder the columns of every array of `tree`, (B, S) or (B, S, E); arrays (B,) are unchanged."""
 
     def one(x: Array) -> Array:
         if x.ndim < 2:
             return x
-        return constrain(taken(x), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
+        return constrain(reordered(x), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
 
-    def taken(x: Array) -> Array:
+    def reordered(x: Array) -> Array:
         if not jax.sharding.get_abstract_mesh().manual_axes:
             return jnp.take(x, order, axis=1)
         # XLA's partitioner aborts on this gather inside a shard_map over a part of the mesh axes (jax 0.10.2).

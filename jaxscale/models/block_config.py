@@ -1,4 +1,4 @@
-"""One block of `Transformer.blocks`, the repeating pattern of a stack of unlike layers."""
+"""One block of `Transformer.blocks`, the repeating pattern of a stack of different layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from jaxscale.nn import Experts, FeedForward, Mixer
 @register(name="Block")
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """A block's two sub-layers (`Block` in gin); three recurrent layers to one of attention are
+    """The two sub-layers of a block (`Block` in gin).
+
+    For example, three recurrent layers for each attention layer:
 
         Transformer.blocks = (@recurrent/Block(), @recurrent/Block(), @recurrent/Block(), @Block())
         recurrent/Block.mixer = @MyRecurrence()
@@ -21,7 +23,7 @@ class BlockConfig:
     Args:
       mixer: makes the layer that mixes tokens; `None` is `Transformer.attention_layer`.
       mlp: makes the feed-forward layer; `None` is `Transformer.mlp`.
-      window: of attention, in tokens; `None` is the whole text.
+      window: the attention window in tokens; `None` is the whole sequence.
     """
 
     mixer: Mixer | None = None
@@ -30,7 +32,7 @@ class BlockConfig:
 
 
 class LayerSpec(NamedTuple):
-    """What one layer is made of, nothing left open; fields as those of `BlockConfig`."""
+    """The parts of one layer: the fields of `BlockConfig` with defaults filled in."""
 
     mixer: Mixer
     mlp: Callable[..., FeedForward | Experts]

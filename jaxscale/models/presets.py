@@ -1,4 +1,4 @@
-"""Published shapes. Each takes any field of `Transformer.Config` as a change: `llama3_8b(depth=2, memory="full")`."""
+"""Configs of published models, any field of which can be changed: `llama3_8b(depth=2, memory="full")`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def llama3_405b(**changes: Any) -> TransformerConfig:
 
 @register
 def sheared_llama_1_3b(**changes: Any) -> TransformerConfig:
-    """Sheared-LLaMA 1.3B (Xia et al. 2024): a Llama 2 cut down to 24 layers, 1,345,423,360 parameters."""
+    """Sheared-LLaMA 1.3B (Xia et al. 2024): a Llama 2 pruned to 24 layers, 1,345,423,360 parameters."""
     config = TransformerConfig(
         depth=24,
         vocab=32000,
@@ -125,7 +125,7 @@ def mixtral_8x7b(**changes: Any) -> TransformerConfig:
 
 @register
 def deepseek_moe_16b(**changes: Any) -> TransformerConfig:
-    """DeepSeekMoE 16B (Dai et al. 2024): a dense layer, then 64 small experts, six of them and two shared a token."""
+    """DeepSeekMoE 16B (Dai et al. 2024): a dense layer, then 64 small experts, six per token, and two shared ones."""
     config = TransformerConfig(
         depth=28,
         vocab=102400,
@@ -187,7 +187,7 @@ def _gemma2(depth: int, width: int, heads: int, hidden: int) -> TransformerConfi
 
 @register
 def gemma2_2b(**changes: Any) -> TransformerConfig:
-    """Gemma 2 2B (Gemma Team 2024): every other layer local, soft caps, norms before and after each sub-layer."""
+    """Gemma 2 2B (Gemma Team 2024): every second layer local, soft caps, norms before and after each sub-layer."""
     return _changed(_gemma2(26, 2304, 8, 9216), "gemma2_2b", changes)
 
 
@@ -199,7 +199,7 @@ def gemma2_9b(**changes: Any) -> TransformerConfig:
 
 @register
 def phi3_mini(**changes: Any) -> TransformerConfig:
-    """Phi-3-mini, 3.8B parameters, the one for 4096 tokens (Abdin et al. 2024)."""
+    """Phi-3-mini, 3.8B parameters, the version for 4096 tokens (Abdin et al. 2024)."""
     config = TransformerConfig(
         depth=32,
         vocab=32064,
@@ -216,7 +216,7 @@ def phi3_mini(**changes: Any) -> TransformerConfig:
 
 @register
 def olmo2_7b(**changes: Any) -> TransformerConfig:
-    """OLMo 2 7B (OLMo Team 2024): norms after the sub-layers alone, and of all heads' queries and keys together."""
+    """OLMo 2 7B (OLMo Team 2024): norms only after sub-layers, and queries and keys normalised over all heads."""
     config = TransformerConfig(
         depth=32,
         vocab=100352,
@@ -256,7 +256,7 @@ def deepseek_v2_lite(**changes: Any) -> TransformerConfig:
 
 @register
 def deepseek_v3(**changes: Any) -> TransformerConfig:
-    """DeepSeek-V3, 671B parameters (Liu et al. 2024), without the layer that predicts a second token."""
+    """DeepSeek-V3, 671B parameters (Liu et al. 2024), without multi-token prediction."""
     config = TransformerConfig(
         depth=61,
         vocab=129280,
@@ -281,7 +281,7 @@ def deepseek_v3(**changes: Any) -> TransformerConfig:
 
 @register
 def gemma3(**changes: Any) -> TransformerConfig:
-    """Gemma 3 4B, text half (Gemma Team 2025): five local layers for each global one."""
+    """Gemma 3 4B, the language model (Gemma Team 2025): five local layers for each global one."""
     config = TransformerConfig(
         depth=34,
         vocab=262208,

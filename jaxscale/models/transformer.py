@@ -1,4 +1,4 @@
-"""The decoder-only transformer, every part of it a value."""
+"""The decoder-only transformer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ from jaxscale.nn.stats import total
 
 
 class Transformer(nnx.Module):
-    """`embed`, runs of stacked blocks, and a head. The loss takes `hidden` and `head_weight`, never logits."""
+    """A decoder-only transformer: an embedding, runs of stacked blocks, and an output head.
+
+    A loss takes `hidden` and `head_weight`, never logits.
+
+    Args:
+      config: the settings.
+      rngs: random streams of the initial values.
+    """
 
     Config = TransformerConfig
 
@@ -42,7 +49,7 @@ class Transformer(nnx.Module):
         self.config = config
         z = config.sizes
         types: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype))
-        # With sqrt(width) as a factor on the embedding, its initial values shrink to match.
+        # a factor on embeddings (Gemma: sqrt(width)) is undone in their initial values
         scale = 0.02 if config.embed_scale is None else 1 / config.embed_scale
         self.embed = config.embedding(config.vocab, z.width, scale=scale, rngs=rngs, **types)
         length = config.max_length
@@ -63,9 +70,14 @@ class Transformer(nnx.Module):
         head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)
         self.head = None if config.tied else head()
 
-    def hidden(self, tokens: Int[Array, "b s"], **told: Any) -> Float[Array, "b s e"]:
-        """The final hidden states, normalised; arguments as `hidden_and_stats`."""
-        return self.hidden_and_stats(tokens, **told)[0]
+    def hidden(self, tokens: Int[Array, "b s"], **inputs: Any) -> Float[Array, "b s e"]:
+        """Return the final hidden states, normalised.
+
+        Args:
+          tokens: ids, integer.
+          **inputs: as of `hidden_and_stats`.
+        """
+        return self.hidden_and_stats(tokens, **inputs)[0]
 
     def hidden_and_stats(
         self,
@@ -78,29 +90,28 @@ class Transformer(nnx.Module):
         arranged: bool = False,
         cache: Sequence[RunCache] | None = None,
     ) -> tuple[Float[Array, "b s e"], Stats]:
-        """The final hidden states, normalised, and what the layers report (nothing, without experts).
+        """Return the final hidden states, normalised, and the statistics of the layers (`{}` without experts).
 
         Args:
           tokens: ids, integer.
-          positions: each token's place in its document; from the start of the row by default.
-          segment_ids: each token's document within the row (packing); 0 is padding.
-          key: randomness for dropout; `None` while evaluating.
-          rows: each row's number in the step's batch; in order by default.
-          arranged: columns stand in the order of `order` already, and stay so; else the natural one comes in and goes
-            out.
-          cache: keys and values of past tokens, for each run; left with these tokens' as well. Attention is then the
-            cache's, `positions` its step's, and columns stand in the order they come in.
+          positions: position of each token in its document; counted from the start of the row by default.
+          segment_ids: document of each token within the row (packing); 0 is padding.
+          key: random key for dropout; `None` in evaluation.
+          rows: number of each row in the step's batch; in order by default.
+          arranged: columns, also those of the result, are in the order of `order`; else in their natural order.
+          cache: the cache of past tokens of each run, to which these tokens are added. The cache then computes
+            attention, `positions` are those of its step, and columns are never reordered.
         """
         order = None if cache is not None else self.order(tokens.shape[1])
         if order is not None and not arranged:
             tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
-        told: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
-        context = self.context(tokens.shape[1], positions=positions, order=order, **told)
+        inputs: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
+        context = self.context(tokens.shape[1], positions=positions, order=order, **inputs)
         x, stats = self.layers(self.begin(tokens, positions, order, packed=cache is not None), context, cache=cache)
         x = self.finish(x)
         return (x if order is None or arranged else arrange(x, np.argsort(order))), stats
 
-    # The steps of `hidden`, which a pipeline takes one by one.
+    # The parts of `hidden`, which pipeline stages call one by one.
 
     def begin(
         self,
@@ -110,7 +121,14 @@ class Transformer(nnx.Module):
         *,
         packed: bool = False,
     ) -> Any:
-        """What the first layer is given; columns stand in the order of `order`, or are `packed` of many texts."""
+        """Return the input of the first layer: the token embedding, with learned positions if there are any.
+
+        Args:
+          tokens: ids, integer.
+          positions: position of each token in its document; counted from the start of the row by default.
+          order: position of each column, if columns are not in the natural order.
+          packed: the columns of a row are tokens of several sequences (generation), so its length is not checked.
+        """
         c = self.config
         with jax.named_scope("embed"):
             x = self.embed(tokens)
@@ -119,7 +137,7 @@ class Transformer(nnx.Module):
             if self.positions is not None:
                 if not packed:
                     check_positions(c, tokens.shape[1])
-                x = x + self.positions(jnp.broadcast_to(_place(tokens.shape[1], positions, order), tokens.shape))
+                x = x + self.positions(jnp.broadcast_to(_positions_of(tokens.shape[1], positions, order), tokens.shape))
             return c.stack.enter(x)
 
     def context(
@@ -129,18 +147,26 @@ class Transformer(nnx.Module):
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         order: Int[np.ndarray, "s"] | None = None,
-        **told: Any,
+        **inputs: Any,
     ) -> Context:
-        """What every layer is told: the arguments of `hidden`, for rows of `seq` tokens in the order of `order`."""
+        """Return the inputs that all layers share.
+
+        Args:
+          seq: number of columns.
+          positions: see `hidden_and_stats`.
+          segment_ids: see `hidden_and_stats`.
+          order: position of each column, if columns are not in the natural order.
+          **inputs: `key` and `rows`, see `hidden_and_stats`.
+        """
         c = self.config
         if positions is not None and segment_ids is not None:
-            # so that all attentions see padding alike: in the order it stands in
-            positions = jnp.where(segment_ids == 0, _place(seq, None, order), positions)
+            # the positions of padding are its columns, as context-parallel attention requires
+            positions = jnp.where(segment_ids == 0, _positions_of(seq, None, order), positions)
         kinds = (rotary_of(c.positions), c.local_positions)
-        place = _place(seq, positions, order)
+        place = _positions_of(seq, positions, order)
         rotary = {r: r.tables(place, c.sizes.rotary_dim) for r in kinds if r is not None}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
-        return Context(positions, segment_ids, rotary, order=columns, **told)
+        return Context(positions, segment_ids, rotary, order=columns, **inputs)
 
     def layers(
         self,
@@ -149,32 +175,49 @@ class Transformer(nnx.Module):
         parts: Sequence[Part | None] | None = None,
         cache: Sequence[RunCache] | None = None,
     ) -> tuple[Any, Stats]:
-        """All runs, or of each the part that these parameters are; and what their layers report."""
+        """Apply the layers; return the result and the statistics of the layers.
+
+        Args:
+          x: the result of `begin`, or of earlier layers.
+          context: the inputs that layers share.
+          parts: for each run, which repeats of its group these parameters are; `None` is all.
+          cache: the cache of each run, or `None`.
+        """
         none = [None] * len(self.runs)
-        found = []
-        for n, (run, part, kept) in enumerate(zip(self.runs, parts or none, cache or none, strict=True)):
+        reported = []
+        for n, (run, part, run_cache) in enumerate(zip(self.runs, parts or none, cache or none, strict=True)):
             with jax.named_scope(f"runs/{n}"):
-                x, stats = run(x, context.caching(kept), part)
-            found.append(stats)
-        return x, total(found)
+                x, stats = run(x, context.caching(run_cache), part)
+            reported.append(stats)
+        return x, total(reported)
 
     def finish(self, x: Any) -> Float[Array, "b s e"]:
-        """The final hidden states, normalised, from what the last layer returns."""
+        """Return the final hidden states, normalised.
+
+        Args:
+          x: the result of the last layer.
+        """
         with jax.named_scope("norm"):
             c = self.config
             x = constrain(self.norm(c.stack.leave(x, jnp.dtype(c.dtype))), "batch", "seq", "embed")
         if c.widening is not None and c.widening.logits != 1:
-            x = x * jnp.asarray(c.widening.logits, x.dtype)  # whatever makes the logits has their factor then
+            x = x * jnp.asarray(c.widening.logits, x.dtype)  # here, so that every loss and head has µP's factor
         return x
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
-        """The natural place of each column, in the order in which layers want them under the layout in force.
+        """Return the position of each column, in the column order that layers need under the layout in force.
 
-        `None` is the natural order. Whoever arranges tokens and whatever goes with them (`arrange`) saves `hidden` the
-        way there and back.
+        A caller that reorders its arrays (`arrange`) and sets `arranged` spares `hidden` reordering there and back.
+
+        Args:
+          seq_len: the global sequence length.
+
+        Returns:
+          int array (seq_len,), or `None` for the natural order.
 
         Raises:
-          LayoutError: it tears groups apart in which experts count their capacity, or a mixer needs the natural order.
+          LayoutError: the order breaks up groups of tokens that share an expert's slots, or a mixer needs the natural
+            order.
         """
         attention = self.config.attention
         order = attention.order(seq_len) if isinstance(attention, ContextKernel) else None
@@ -183,24 +226,31 @@ class Transformer(nnx.Module):
         return order
 
     def refuse_length(self, length: int) -> None:
-        """Raises `ConfigError` where texts that grow up to `length` need other positions than they began with."""
+        """Check that rotary positions do not change while a sequence grows.
+
+        Args:
+          length: the most tokens of a sequence.
+
+        Raises:
+          ConfigError: they do (see `jaxscale.nn.LongRopeScaling`).
+        """
         for rotary in (rotary_of(self.config.positions), self.config.local_positions):
             if rotary is not None and isinstance(rotary.scaling, ScalesByLength):
                 rotary.scaling.refuse_length(length)
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens of a text; `None` where there is no such limit."""
+        """The most tokens of a sequence, or `None`."""
         return self.config.max_length
 
     def check_independent(self) -> None:
-        """Raises `ConfigError` where what layers make of a text depends on the others of a step."""
+        """Raise `ConfigError` if the result for a sequence depends on the other sequences of a step."""
         for run in self.runs:
             for block in run.blocks:
                 block.check_independent()
 
     def head_weight(self) -> Float[Array, "v e"]:
-        """The output head as it is kept: the token embedding when tied."""
+        """Return the stored weight of the output head: the token embedding, if tied."""
         return (self.embed if self.head is None else self.head).weight.get_value()
 
     @property
@@ -209,7 +259,7 @@ class Transformer(nnx.Module):
         return self.config.logit_softcap
 
     def __call__(self, tokens: Int[Array, "b s"], **context: Any) -> Float[Array, "b s v"]:
-        """Logits, float32, soft-capped; for sampling and tests. Arguments as `hidden`."""
+        """Return logits, float32, soft-capped; arguments as `hidden_and_stats`."""
         return head_logits(self.hidden(tokens, **context), self.head_weight(), softcap=self.logit_softcap)
 
 
@@ -240,8 +290,8 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
             rngs=rngs,
             **types,
         )
-        given: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
-        mlp = layer.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **given, **types)
+        overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
+        mlp = layer.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **overlap, **types)
         blocks.append(
             Block(
                 attn,
@@ -258,7 +308,7 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
     return blocks
 
 
-def _place(seq: int, positions: Array | None, order: np.ndarray | None) -> Array:
+def _positions_of(seq: int, positions: Array | None, order: np.ndarray | None) -> Array:
     if positions is not None:
         return positions
     return jnp.asarray(np.arange(seq) if order is None else order, jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""Checks of a `TransformerConfig` beyond those of its parts, and its settings without effect."""
+"""Checks of a `TransformerConfig`, and its settings without effect."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from jaxscale.models.transformer_config import TransformerConfig
 
 KERNEL = (("q", "k", "v"), ("causal", "segment_ids", "positions", "window", "softcap", "scale"))
-"""What an attention kernel is called with: by place, and by name."""
+"""The positional and keyword arguments that an attention kernel is called with."""
 
 
 def check_transformer(c: TransformerConfig) -> None:
-    """That a model's parts can be called as they are, and go together.
+    """Check that a model's parts have the signatures they are called with, and work together.
 
     Raises:
       ConfigError: they do not.
@@ -78,18 +78,18 @@ def check_transformer(c: TransformerConfig) -> None:
         mixer.check(c)
         if c.parametrisation is not None and not mixer.widens:
             raise ConfigError(
-                f"Transformer.parametrisation is not worked out for {type(mixer).__name__}, whose widths are its own; "
-                "use MultiHead()"
+                f"Transformer.parametrisation does not support {type(mixer).__name__}, which has its own widths; use "
+                "MultiHead()"
             )
     if not c.pre_norm and not (c.post_norm and not c.parallel):
         raise ConfigError(
-            "Transformer.pre_norm = False leaves sub-layers one after the other with the norms behind them; set "
+            "Transformer.pre_norm = False needs norms after the sub-layers, one sub-layer after the other; set "
             "post_norm = True and parallel = False"
         )
     if c.parametrisation is not None and c.embedding is not Embedding:
         raise ConfigError(
-            f"Transformer.parametrisation goes with Embedding, whose initial values are the same at any width, and not "
-            f"with {c.embedding.__name__}"
+            f"Transformer.parametrisation needs Embedding, whose initial values are the same at any width, not "
+            f"{c.embedding.__name__}"
         )
     MemoryPolicy.of(c.memory)
     if c.scan not in (True, False, "auto"):
@@ -101,18 +101,18 @@ def check_transformer(c: TransformerConfig) -> None:
         for name, plain in (("windows", (None,)), ("dense_mlp", SwiGLU), ("dense_layers", 0), ("mlp_every", 1)):
             if getattr(c, name) != plain:
                 raise ConfigError(
-                    f"Transformer.{name} has no effect beside Transformer.blocks; say it in the blocks, or leave them "
-                    "out"
+                    f"Transformer.{name} has no effect with Transformer.blocks; set it in the blocks, or remove the "
+                    "blocks"
                 )
     for w in (*c.windows, *(b.window for b in c.blocks)):
         if w is not None and w < 1:
             where = "Block.window =" if c.blocks else "Transformer.windows has"
-            raise ConfigError(f"{where} {w}: a window counts the query's own position, so at least 1")
+            raise ConfigError(f"{where} {w}: must be at least 1, since a window includes the query's own position")
     for b in c.blocks:
         if b.window is not None and b.mixer is not None and not b.mixer.windowed:
             raise ConfigError(
-                f"Block.window = {b.window} has no effect with {type(b.mixer).__name__}, which is no attention; leave "
-                "it out"
+                f"Block.window = {b.window} has no effect with {type(b.mixer).__name__}, which is not attention; "
+                "remove it"
             )
     if not 0.0 <= c.dropout < 1.0:
         raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
@@ -125,10 +125,11 @@ def check_transformer(c: TransformerConfig) -> None:
 
 
 def check_row(c: TransformerConfig, seq: int) -> None:
-    """That a row of `seq` tokens goes with the model's positions, attention and experts under the layout in force.
+    """Check that positions, attention and experts support rows of `seq` tokens under the layout in force.
 
     Raises:
-      ConfigError, LayoutError: what training raises once it traces the model.
+      ConfigError: the positions or experts do not.
+      LayoutError: the attention does not.
     """
     check_positions(c, seq)
     attends = any(layer.mixer.windowed for layer in c.layer_specs())
@@ -142,7 +143,7 @@ def check_row(c: TransformerConfig, seq: int) -> None:
 
 
 def check_order(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
-    """That mixers and experts take a row's tokens in the order of `order`.
+    """Check that mixers and experts support a row's tokens in this column order.
 
     Raises:
       LayoutError: one does not.
@@ -151,8 +152,8 @@ def check_order(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
         if not layer.mixer.any_order:
             kernel, mixer = type(c.attention).__name__, type(layer.mixer).__name__
             raise LayoutError(
-                f"{kernel} deals a row's tokens out to devices in an order of its own, and {mixer} needs the natural "
-                f"one; set {kernel}.zigzag = False"
+                f"{kernel} reorders the tokens of a row, and {mixer} needs their natural order; set {kernel}.zigzag = "
+                "False"
             )
     chunk = math.gcd(len(order), *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
     for mlp in c.layer_mlps():
@@ -165,13 +166,13 @@ def check_order(c: TransformerConfig, order: Int[np.ndarray, "s"]) -> None:
             ways += [] if mlp.router.needs_capacity else ["MixtureOfExperts.capacity = None"]
             ways += [] if piece % slots.group else [f"{type(c.attention).__name__}.zigzag = False"]
             raise LayoutError(
-                f"{type(c.attention).__name__} deals a row of {len(order)} tokens out in chunks of {chunk}, which tear "
-                f"apart the groups of {slots.group} in which experts count their capacity; set {', or '.join(ways)}"
+                f"{type(c.attention).__name__} reorders a row of {len(order)} tokens in chunks of {chunk}, which "
+                f"breaks up the groups of {slots.group} tokens that share an expert's slots; set {', or '.join(ways)}"
             )
 
 
 def check_positions(c: TransformerConfig, seq: int) -> None:
-    """Raises `ConfigError` where a sequence of `seq` tokens has more than there are learned positions."""
+    """Raise `ConfigError` if a sequence of `seq` tokens is longer than the learned positions."""
     if c.max_length is not None and seq > c.max_length:
         raise ConfigError(
             f"a sequence of {seq} tokens is longer than the {c.max_length} learned positions; set "
@@ -180,12 +181,12 @@ def check_positions(c: TransformerConfig, seq: int) -> None:
 
 
 def idle(m: TransformerConfig, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
-    """Settings that differ from their default and have no effect: name, value, reason.
+    """Yield the settings that differ from their default and have no effect: name, value, reason.
 
     Args:
       m: the model's config.
-      seq_len: tokens of a row.
-      layout: where it runs.
+      seq_len: tokens per row.
+      layout: the layout of the run, or `None`.
     """
     mlps = m.layer_mlps()
     if m.dense_mlp not in mlps:
@@ -210,9 +211,9 @@ def idle(m: TransformerConfig, seq_len: int, layout: Layout | None) -> Iterator[
     elif len(m.windows) > m.depth:
         yield "Transformer.windows", m.windows, f"those after the first {m.depth} have no layer (Transformer.depth)"
     if m.qkv_bias and m.bias:
-        yield "Transformer.qkv_bias", True, "Transformer.bias = True gives every projection one"
+        yield "Transformer.qkv_bias", True, "Transformer.bias = True adds a bias to every projection"
     if m.overlap and (layout is None or "tensor" not in layout.cut("residual_seq")):
-        yield "Transformer.overlap", m.overlap, "no tensor axis splits the sequence (Layout.sequence_sharded)"
+        yield "Transformer.overlap", m.overlap, "no tensor axis shards the sequence (Layout.sequence_sharded)"
     yield from _of_memory(MemoryPolicy.of(m.memory), seq_len)
 
 
@@ -220,21 +221,21 @@ def _of_blocks(m: TransformerConfig) -> Iterator[tuple[str, Any, str]]:
     layers = m.layer_specs()
     for name in not_default(m, "mlp"):
         if m.mlp not in m.layer_mlps():
-            yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has an mlp of its own"
+            yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has its own mlp"
     attends = [layer for layer in layers if layer.mixer == m.attention_layer]
     for name in not_default(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
         if not attends:
-            yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has a mixer of its own"
+            yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has its own mixer"
     if len(m.blocks) > m.depth:
         yield "Transformer.blocks", m.blocks, f"those after the first {m.depth} have no layer (Transformer.depth)"
 
 
 def _of_memory(policy: MemoryPolicy, seq_len: int) -> Iterator[tuple[str, Any, str]]:
     if policy.rest == "keep" and policy.keep:
-        yield "MemoryPolicy.keep", policy.keep, "MemoryPolicy.rest = 'keep' keeps everything"
+        yield "MemoryPolicy.keep", policy.keep, "MemoryPolicy.rest = 'keep' saves everything"
     if not policy.tile:
         for name in not_default(policy, "tile_size"):
-            yield f"MemoryPolicy.{name}", policy.tile_size, "MemoryPolicy.tile names nothing"
+            yield f"MemoryPolicy.{name}", policy.tile_size, "MemoryPolicy.tile is empty"
     elif policy.tile_size >= seq_len:
         yield (
             "MemoryPolicy.tile",
@@ -244,6 +245,6 @@ def _of_memory(policy: MemoryPolicy, seq_len: int) -> Iterator[tuple[str, Any, s
 
 
 def not_default(part: Any, *names: str) -> list[str]:
-    """Those of a dataclass's fields that are not at their default."""
+    """Return which of these fields of a dataclass differ from their default."""
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     return [n for n in names if getattr(part, n) != defaults[n]]

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is told, and what follows from it: sizes, parameters, FLOPs, activations."""
+"""The config of a decoder-only transformer, and what follows from it: sizes, parameters, FLOPs, activations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """Learned absolute positions: a table of `length` vectors added to the token embedding (GPT-2)."""
+    """Learned absolute positions: a table of vectors that are added to the token embedding (GPT-2).
+
+    Args:
+      length: number of positions.
+    """
 
     length: int = 1024
 
@@ -65,45 +69,52 @@ class TransformerConfig:
     Args:
       depth: number of layers.
       vocab: number of token ids.
-      width, heads, kv_heads, head_dim, hidden: sizes; `None` follows from `depth` as above, `kv_heads` from `heads`.
-      norm: `RMSNorm`, `LayerNorm` or another of that signature; `norm_eps` goes with it.
-      mlp: `SwiGLU`, `GeGLU`, `GELU` or another of that signature; `MixtureOfExperts(...)` for experts.
-      dense_mlp: what takes its place in the layers that have none of it.
-      dense_layers: so many of the first layers (DeepSeek).
-      mlp_every: of the layers after those, all but every n-th one (GShard: 2).
-      blocks: a pattern of unlike layers, repeated over the depth (see `BlockConfig`), in place of `windows`,
+      width: width of the residual stream; `None` follows from `depth`, as above.
+      heads: number of query heads; `None` follows from `width` and `head_dim`.
+      kv_heads: number of key heads; `None` is `heads`.
+      head_dim: width of a head; `None` follows from `width` and `heads`.
+      hidden: hidden width of the feed-forward layers; `None` follows from `width`.
+      norm: `RMSNorm`, `LayerNorm` or another norm with that signature.
+      norm_eps: epsilon of the norms.
+      mlp: `SwiGLU`, `GeGLU`, `GELU` or another layer with that signature; `MixtureOfExperts(...)` for experts.
+      dense_mlp: the feed-forward layer of the layers that `dense_layers` and `mlp_every` leave without `mlp`.
+      dense_layers: number of first layers that have `dense_mlp` (DeepSeek).
+      mlp_every: after those, every n-th layer has `mlp` and the others `dense_mlp` (GShard: 2).
+      blocks: a pattern of different layers, repeated over the depth (see `BlockConfig`), in place of `windows`,
         `dense_mlp`, `dense_layers` and `mlp_every`.
       attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
-      attention_layer: what makes queries, keys and values for it: `MultiHead()`, or `MultiHeadLatent(...)` (DeepSeek),
-        which has widths of its own.
+      attention_layer: computes queries, keys and values: `MultiHead()`, or `MultiHeadLatent(...)` (DeepSeek), which has
+        its own head widths.
       positions: `Rotary(...)`, `Learned(length)` or `None`.
       windows: attention windows of consecutive layers, repeated over the depth: `(1024, 1024, None)` is two local
         layers for each global one.
-      local_positions: positions of the layers that have a window, when they differ (Gemma 3).
+      local_positions: positions of the layers that have a window, if they differ (Gemma 3).
       qk_norm: RMS-normalise each head's queries and keys; or another `QKNorm(...)`.
-      attention_softcap, logit_softcap: soft caps on attention scores and output logits (Gemma 2).
-      attention_scale: factor on the scores, `1 / sqrt(head_dim)` by default (`MultiHeadLatent` has its own).
-      qkv_bias, bias: biases on the query, key and value projections, and on all the others.
+      attention_softcap: soft cap on attention scores (Gemma 2), or `None`.
+      logit_softcap: soft cap on output logits (Gemma 2), or `None`.
+      attention_scale: factor on the scores; `1 / sqrt(head_dim)` by default (`MultiHeadLatent` has another default).
+      qkv_bias: add biases to the query, key and value projections.
+      bias: add biases to all projections.
       tied: the output head is the token embedding.
-      parallel: attention and feed-forward side by side, of one norm.
-      pre_norm: norms before each sub-layer; without them `post_norm` has to be (OLMo-2).
-      post_norm: norms after each sub-layer as well (Gemma 2).
+      parallel: attention and feed-forward layer read the same normalised input.
+      pre_norm: norms before each sub-layer; without them `post_norm` is needed (OLMo-2).
+      post_norm: norms after each sub-layer (Gemma 2).
       embedding: `Embedding`, or `StableEmbedding` for training with 8-bit optimizer states.
-      embed_scale: factor on token embeddings (Gemma: sqrt of the width).
-      dropout: probability on each sub-layer's output while training.
-      dtype, param_dtype: of the arithmetic and of the parameters; norms, softmax and loss are float32 regardless.
-      memory: what becomes of activations before the backward pass: a `MemoryPolicy`, or a key of
-        `jaxscale.nn.POLICIES`.
-      overlap: sub-layers ("attention", "mlp") whose products run beside the collectives of a sequence that `tensor`
-        cuts (`Layout(..., sequence_sharded=True)`), piece by piece, instead of before and after them.
-      stack: `Run`, or `ReversibleRun`, whose activations do not grow with depth.
+      embed_scale: factor on token embeddings (Gemma: sqrt of the width), or `None`.
+      dropout: dropout probability on each sub-layer's output in training.
+      dtype: dtype of the computation; norms, softmax and loss are float32 in any case.
+      param_dtype: dtype of the parameters.
+      memory: which activations are saved for the backward pass: a `MemoryPolicy`, or a key of `jaxscale.nn.POLICIES`.
+      overlap: sub-layers ("attention", "mlp") that overlap matrix products with the collectives of a sequence sharded
+        over `tensor` (`Layout(..., sequence_sharded=True)`).
+      stack: `Run`, or `ReversibleRun`, whose activation memory does not grow with depth.
       scan: apply each run of layers by one scan, whose compile time does not grow with depth; `False` unrolls them.
         "auto" unrolls up to 8 layers on one CPU or GPU without recomputation (see `jaxscale.nn.stack.scanned`).
-      parametrisation: how initial values, learning rates and logits follow the width, such as `MuP(base_width=64)` (see
-        `jaxscale.optim.mup`); `None` is the standard parametrisation.
+      parametrisation: how initial values, learning rates and logits depend on the width, such as `MuP(base_width=64)`
+        (see `jaxscale.optim.mup`); `None` is the standard parametrisation.
 
     Raises:
-      ConfigError: sizes that do not go together.
+      ConfigError: settings that do not work together.
     """
 
     depth: int = 4
@@ -151,13 +162,13 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Iterable):
                 nearest = () if value is None and name != "windows" else (value,)
-                raise ConfigError(f"Transformer.{name} = {value!r}: must be a tuple, as {nearest!r}")
+                raise ConfigError(f"Transformer.{name} = {value!r}: must be a tuple, such as {nearest!r}")
             object.__setattr__(self, name, tuple(value))
         check_transformer(self)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """All sizes, those left to `depth` worked out."""
+        """All sizes, including those that follow from others."""
         width = self.width or max(64, 64 * self.depth)
         head_dim = self.head_dim or (width // self.heads if self.heads else 64 if width >= 256 else 32)
         dims = self.attention_layer.dims(head_dim)
@@ -165,38 +176,50 @@ class TransformerConfig:
         hidden = self.hidden or (math.ceil(width * 8 / 3 / 64) * 64 if gated(self.mlp) else 4 * width)
         return Sizes(width, heads, self.kv_heads or heads, dims.key, hidden, dims.value, dims.rotary)
 
-    def for_texts_of(self, length: int) -> TransformerConfig:
-        """The same model for texts that may reach `length`, where its positions go by that (LongRoPE)."""
+    def for_length(self, length: int) -> TransformerConfig:
+        """Return the config for sequences that may grow to a length, which LongRoPE depends on.
+
+        Args:
+          length: the most tokens of a sequence.
+        """
         changes: dict[str, Any] = {}
         for name in ("positions", "local_positions"):
             rotary = getattr(self, name)
             if isinstance(rotary, Rotary) and isinstance(rotary.scaling, ScalesByLength):
-                changes[name] = dataclasses.replace(rotary, scaling=rotary.scaling.for_texts_of(length))
+                changes[name] = dataclasses.replace(rotary, scaling=rotary.scaling.for_length(length))
         return dataclasses.replace(self, **changes) if changes else self
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens of a text, that is of learned positions; `None` where there is no such limit."""
+        """The most tokens of a sequence: the number of learned positions, or `None`."""
         return self.positions.length if isinstance(self.positions, Learned) else None
 
     def dropless(self) -> TransformerConfig:
-        """The same model without dropped tokens, if its router does not need a capacity."""
-        free = lambda mlp: mlp.dropless() if isinstance(mlp, MixtureOfExperts) else mlp  # noqa: E731
-        blocks = tuple(dataclasses.replace(b, mlp=free(b.mlp)) for b in self.blocks)
-        if (free(self.mlp), blocks) == (self.mlp, self.blocks):
+        """Return the config of the same model without dropped tokens, if its router does not need a capacity."""
+
+        def dropless(mlp: Any) -> Any:
+            return mlp.dropless() if isinstance(mlp, MixtureOfExperts) else mlp
+
+        blocks = tuple(dataclasses.replace(b, mlp=dropless(b.mlp)) for b in self.blocks)
+        if (dropless(self.mlp), blocks) == (self.mlp, self.blocks):
             return self
-        return dataclasses.replace(self, mlp=free(self.mlp), blocks=blocks)
+        return dataclasses.replace(self, mlp=dropless(self.mlp), blocks=blocks)
 
     def idle(self, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
-        """Settings that differ from their default and change nothing: name, value, and why."""
+        """Yield the settings that differ from their default and have no effect: name, value, reason.
+
+        Args:
+          seq_len: tokens per row.
+          layout: the layout of the run, or `None`.
+        """
         return idle(self, seq_len, layout)
 
     def not_in_formulas(self) -> str | None:
-        """See `jaxscale.models.Plannable`: they know attention, and experts or one kind of dense feed-forward."""
+        """See `jaxscale.models.Plannable`: formulas cover attention, and experts or one kind of dense feed-forward."""
         if not self.causal:
             return "Bidirectional"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
-        if uncovered or self.other_mixers:  # the formulas take all layers for alike
+        if uncovered or self.other_mixers:  # the formulas assume one kind of mixer
             return " and ".join(dict.fromkeys(type(m).__name__ for m in uncovered or self.other_mixers))
         mlps = dict.fromkeys(b.mlp for b in self.blocks if b.mlp not in (None, self.mlp))
         if len(mlps) > 1 or any(isinstance(mlp, MixtureOfExperts) for mlp in mlps):
@@ -204,27 +227,31 @@ class TransformerConfig:
         return None
 
     def at_width(self, width: int) -> TransformerConfig:
-        """The same model with another residual width, and all else that is width in proportion.
+        """Return the config of the same model with another residual width, and hidden widths and heads in proportion.
 
-        What follows from the width by itself goes on to do so. Heads given without a `head_dim` stay as many and widen;
-        else there are more of them, and of key heads with them.
+        Sizes that are `None` still follow from the width. If `head_dim` is set, the numbers of heads and key heads
+        scale; else heads become wider.
+
+        Args:
+          width: the new width of the residual stream.
 
         Raises:
-          ConfigError: a size that does not come out whole, or an attention whose sizes do not follow the width.
+          ConfigError: a size that does not scale to a whole number, or an attention whose sizes do not depend on the
+            width.
         """
         was = self.sizes
         for layer in self.layer_specs():
             if not layer.mixer.widens:
                 raise ConfigError(
-                    f"{type(layer.mixer).__name__} has widths of its own, of which it is not worked out how they "
-                    "follow the model's; use MultiHead()"
+                    f"{type(layer.mixer).__name__} has its own widths, which do not scale with the model's; use "
+                    "MultiHead()"
                 )
 
         def scaled(name: str, value: int | None, new: int, old: int) -> int | None:
             if value is not None and value * new % old:
                 raise ConfigError(
-                    f"{name} = {value} does not come out whole at width {width}, from {was.width}; take a width whose "
-                    "sizes divide, or leave the size to follow"
+                    f"{name} = {value} at width {was.width} does not scale to a whole number at width {width}; choose "
+                    f"another width, or leave out {name}, which then follows from the width"
                 )
             return None if value is None else value * new // old
 
@@ -243,26 +270,30 @@ class TransformerConfig:
         return dataclasses.replace(wide, kv_heads=key_heads)
 
     def length_unit(self) -> int:
-        """Of what a sequence's length has to be a multiple under the layout in force, as far as attention goes."""
+        """Return the number that attention needs a sequence's length to be a multiple of under the layout in force."""
         return self.attention.unit() if isinstance(self.attention, ContextKernel) else 1
 
     def check_row(self, seq_len: int) -> None:
-        """See `jaxscale.models.base.ChecksRows`."""
+        """Check rows of a length under the layout in force; see `jaxscale.models.base.ChecksRows`.
+
+        Args:
+          seq_len: tokens per row.
+        """
         check_row(self, seq_len)
 
     @functools.cached_property
     def widening(self) -> Widening | None:
-        """What its parametrisation makes of it; `None` of the standard one."""
+        """The changes of the parametrisation; `None` is the standard parametrisation."""
         return None if self.parametrisation is None else self.parametrisation.of(self)
 
     @property
     def qk_norm_of(self) -> QKNorm | None:
-        """What normalises queries and keys."""
+        """The normalisation of queries and keys, or `None`."""
         return (QKNorm() if self.qk_norm else None) if isinstance(self.qk_norm, bool) else self.qk_norm
 
     @property
     def score_scale(self) -> float:
-        """The factor on attention scores that is in force."""
+        """The factor on attention scores, including defaults and parametrisation."""
         scale = self.attention_scale if self.widening is None else self.widening.attention_scale
         if scale is not None:
             return scale
@@ -270,7 +301,7 @@ class TransformerConfig:
 
     @property
     def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
-        """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a run of its own."""
+        """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a separate run."""
         windows, dense = self.layer_windows(), self.dense_layers
         runs: list[tuple[tuple[int | None, ...], int]] = []
         for first, last, period in ((0, dense, len(self.windows)), (dense, self.depth, self._period)):
@@ -281,50 +312,58 @@ class TransformerConfig:
 
     @property
     def _period(self) -> int:
-        """After how many layers the pattern of blocks is the same again."""
+        """The number of layers after which the pattern of blocks repeats."""
         return len(self.blocks) or math.lcm(len(self.windows), self.mlp_every)
 
     def layer_specs(self) -> list[LayerSpec]:
-        """What every layer is made of."""
+        """Return the parts of every layer."""
         if self.blocks:
-            whole = [LayerSpec(b.mixer or self.attention_layer, b.mlp or self.mlp, b.window) for b in self.blocks]
-            return [whole[i % len(whole)] for i in range(self.depth)]
-        after = range(1 - self.dense_layers, self.depth + 1 - self.dense_layers)  # the place behind the dense layers
+            specs = [LayerSpec(b.mixer or self.attention_layer, b.mlp or self.mlp, b.window) for b in self.blocks]
+            return [specs[i % len(specs)] for i in range(self.depth)]
+        after = range(1 - self.dense_layers, self.depth + 1 - self.dense_layers)  # 1 is the first after the dense ones
         mlps = [self.mlp if i > 0 and i % self.mlp_every == 0 else self.dense_mlp for i in after]
         windows = [self.windows[i % len(self.windows)] for i in range(self.depth)]
         return [LayerSpec(self.attention_layer, mlp, window) for mlp, window in zip(mlps, windows, strict=True)]
 
     @property
     def other_mixers(self) -> tuple[Mixer, ...]:
-        """Mixers of blocks, each once, that are not `attention_layer`."""
+        """The mixers of `blocks`, each once, other than `attention_layer`."""
         mixers = (b.mixer for b in self.blocks[: self.depth])
         return tuple(dict.fromkeys(m for m in mixers if m is not None and m != self.attention_layer))
 
     def layer_mlps(self) -> list[Callable[..., FeedForward | Experts]]:
-        """What makes the feed-forward of every layer."""
+        """Return what makes the feed-forward layer of every layer."""
         return [layer.mlp for layer in self.layer_specs()]
 
     def describe(self, layout: Layout | None) -> str:
-        """How the layers run on a layout, for the start of a run."""
+        """Return a line for the log about how layers are applied on a layout.
+
+        Args:
+          layout: the layout of the run, or `None`.
+        """
         with layout or contextlib.nullcontext():
             memory = MemoryPolicy.of(self.memory)
             counts = [len(group) * repeats for group, repeats in self.runs]
             ways = ["scanned" if self.stack.scans(self.scan, n, memory) else "unrolled" for n in counts]
-        said = ", ".join(f"{n} {way}" for n, way in zip(counts, ways, strict=True))
-        return f"layers: {said} (Transformer.scan = {self.scan!r})"
+        layers = ", ".join(f"{n} {way}" for n, way in zip(counts, ways, strict=True))
+        return f"layers: {layers} (Transformer.scan = {self.scan!r})"
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees those before it and no other."""
+        """Whether a token attends to itself and earlier tokens only."""
         return getattr(self.attention, "causal", True)
 
     def layer_windows(self) -> list[int | None]:
-        """The window of every layer."""
+        """Return the attention window of every layer."""
         return [layer.window for layer in self.layer_specs()]
 
     def make(self, rngs: nnx.Rngs) -> Transformer:
-        """The model itself."""
-        from jaxscale.models.transformer import Transformer  # which takes this configuration
+        """Make the model.
+
+        Args:
+          rngs: random streams of the initial values.
+        """
+        from jaxscale.models.transformer import Transformer  # late, because that module imports this one
 
         model = Transformer(self, rngs=rngs)
         if self.widening is not None:
@@ -332,36 +371,43 @@ class TransformerConfig:
         return model
 
     def param_count(self) -> int:
-        """Number of parameters, tied ones once; counted from the module, which is described but not made."""
+        """Return the number of parameters, tied ones once, without making them."""
         _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
         return sum(i.size for i in jax.tree.leaves(infos))
 
     def active_param_count(self) -> int:
-        """Number of parameters that one token meets: of a layer's experts, those it is given to."""
+        """Return the number of parameters that a token uses: of a layer's experts, those that are chosen for it."""
         _, infos = abstract(lambda: self.make(nnx.Rngs(0)))
-        mlps, first, unmet = self.layer_mlps(), 0, 0
+        mlps, first, unused = self.layer_mlps(), 0, 0
         for run, (group, repeats) in zip(infos["runs"].values(), self.runs, strict=True):
             for block, mlp in zip(run["blocks"].values(), mlps[first:], strict=False):
                 if isinstance(mlp, MixtureOfExperts):
-                    unmet_share = 1 - mlp.top_k / mlp.experts
-                    unmet += sum(round(i.size * unmet_share) for i in jax.tree.leaves(block) if "experts" in i.axes)
+                    share = 1 - mlp.top_k / mlp.experts
+                    unused += sum(round(i.size * share) for i in jax.tree.leaves(block) if "experts" in i.axes)
             first += len(group) * repeats
-        return sum(i.size for i in jax.tree.leaves(infos)) - unmet
+        return sum(i.size for i in jax.tree.leaves(infos)) - unused
 
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
-        """Matrix-multiplication FLOPs of one pass over `batch` rows of `seq` tokens.
+        """Return the FLOPs of matrix products in one pass over a batch.
 
-        A multiply-add is two; of a layer's experts, those count that a token is given to. Attention counts the causal
-        (and windowed) pairs only, not the square; a backward pass counts as two forward ones, recomputation not at
-        all. Lookups, norms and softmax are left out.
+        A multiply-add is two FLOPs. Of a layer's experts, those chosen for a token count. Attention counts only pairs
+        of tokens that the causal mask and window leave. A backward pass counts as two forward passes, and
+        recomputation is not counted, nor are lookups, norms and softmax.
 
         Args:
-          training: forward and backward; else forward.
+          batch: number of rows.
+          seq: tokens per row.
+          training: forward and backward pass; else the forward pass only.
         """
         return sum(self.products(batch, seq).values()) * (3 if training else 1)
 
     def products(self, batch: int, seq: int) -> dict[str, int]:
-        """The forward part of `flops`, by what is made, over all layers."""
+        """Return the FLOPs of a forward pass by the name of the product's result, over all layers.
+
+        Args:
+          batch: number of rows.
+          seq: tokens per row.
+        """
         z = self.sizes
         mixed: dict[str, int] = {}
         for layer in self.layer_specs():
@@ -377,21 +423,26 @@ class TransformerConfig:
         }
 
     @property
-    def kept_width(self) -> int:
-        """How many numbers the cache of a layer that attends keeps of a token."""
-        return self.attention_layer.kept_width(self.sizes.kv_heads, self.sizes.head_dim)
+    def cache_width(self) -> int:
+        """How many numbers the KV cache of an attention layer stores per token."""
+        return self.attention_layer.cache_width(self.sizes.kv_heads, self.sizes.head_dim)
 
     def projections(self) -> tuple[Projection, ...]:
-        """The products with weights before one layer's scores."""
+        """Return the matrix products before one layer's attention scores."""
         z = self.sizes
         return self.attention_layer.projections(z.width, z.heads, z.kv_heads, z.head_dim)
 
     def activations(self, batch: int, seq: int, layer: int = -1) -> dict[str, tuple[TensorInfo, ...]]:
-        """What one layer, by default the last, leaves for its backward pass, by the tensors that memory policies name.
+        """Return the residuals of one layer, by the tensor names of memory policies.
 
-        Two have no such name: "scores", attention's weights, which only `dot_product_attention` holds, and "unnamed",
-        which only a policy that keeps all of it keeps: norms' float32 inputs and what they scale, a gate's sigmoid,
-        activation and slope.
+        Two more names are not of memory policies: "scores" are the attention weights, which only
+        `dot_product_attention` stores; "unnamed" are tensors that only a policy with rest="keep" saves: float32 inputs
+        of norms and of their scales, and a gate's sigmoid, activation and slope.
+
+        Args:
+          batch: number of rows.
+          seq: tokens per row.
+          layer: the layer's number; by default the last.
 
         Raises:
           ConfigError: the layer's mixer is not `attention_layer`.
@@ -399,8 +450,8 @@ class TransformerConfig:
         mixer = self.layer_specs()[layer].mixer
         if mixer != self.attention_layer:
             raise ConfigError(
-                f"what {type(mixer).__name__} leaves for its backward pass is not known here; `jaxscale plan` takes it "
-                "from the traced step"
+                f"the residuals of {type(mixer).__name__} have no formula; `jaxscale plan` takes them from the traced "
+                "step"
             )
         z = self.sizes
 
@@ -445,9 +496,16 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A transformer's sizes: residual width, heads, key/value heads, width of a query and key, feed-forward width.
+    """A transformer's sizes.
 
-    And of a value, and of what rotary positions turn; both as wide as a key but in attentions that say otherwise.
+    Args:
+      width: width of the residual stream.
+      heads: number of query heads.
+      kv_heads: number of key heads.
+      head_dim: width of a query and key.
+      hidden: hidden width of the feed-forward layers.
+      value_dim: width of a value.
+      rotary_dim: width of the part of queries and keys that rotary positions rotate.
     """
 
     width: int
@@ -460,12 +518,12 @@ class Sizes:
 
 
 def gated(mlp: Any) -> bool:
-    """Whether a feed-forward layer, or each of its experts, multiplies by a gate."""
+    """Return whether a feed-forward layer, or each of its experts, has a gate."""
     return getattr(mlp, "gated", False)
 
 
 def _hidden(mlp: Any, hidden: int) -> int:
-    """The hidden width that one token meets."""
+    """Return the hidden width of all experts that one token uses."""
     if not isinstance(mlp, MixtureOfExperts):
         return hidden
     one, shared = mlp.widths(hidden)
@@ -477,5 +535,5 @@ def _scores(mlp: Any) -> int:
 
 
 def rotary_of(positions: Rotary | Learned | None) -> Rotary | None:
-    """What turns queries and keys, which learned positions do not."""
+    """Return the rotary positions, or `None` if positions are learned or absent."""
     return None if isinstance(positions, Learned) else positions

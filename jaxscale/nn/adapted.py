@@ -1,4 +1,4 @@
-"""A frozen kernel and the low-rank product that is added to it."""
+"""A frozen weight with a low-rank adapter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jaxscale.parallel import Weight, as_weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted(Weight):
-    """A kernel to which `scale · a · b` is added; stands in a `Linear` where its kernel stood (Hu et al. 2021).
+    """The weight `kernel + scale · a · b`, in place of the kernel of a `Linear` (LoRA, Hu et al. 2021).
+
+    Each array can have a leading dimension of stacked layers.
 
     Args:
-      kernel: (*inputs, *outputs), which gets no gradient; an array or another weight.
+      kernel: (*inputs, *outputs), an array or another weight, which gets no gradient.
       a: (*inputs, rank).
       b: (rank, *outputs).
       scale: factor on the product.
-
-    A stack of layers may come before each one's dimensions.
     """
 
     kernel: Float[Array, "..."] | Weight
@@ -34,20 +34,20 @@ class Adapted(Weight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The kernel's."""
+        """The shape of the kernel."""
         return tuple(self.kernel.shape)
 
     def matmul(
         self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], dtype: Any, out_dtype: Any
     ) -> Float[Array, "..."]:
-        """The frozen kernel's product, and the one of low rank."""
+        """Return the product with the frozen kernel plus the low-rank product."""
         y = as_weight(jax.lax.stop_gradient(self.kernel)).matmul(x, axes, contracted, dtype, out_dtype)
         inputs, outputs = axes[: len(contracted)], axes[len(contracted) :]
         h = as_weight(self.a).matmul(x, (*inputs, "rank"), contracted, dtype, dtype) * self.scale
         return y + as_weight(self.b).matmul(h, ("rank", *outputs), (0,), dtype, out_dtype)
 
     def dense(self, dtype: Any = None) -> Float[Array, "..."]:
-        """The sum, as one kernel, by default in the frozen one's own type; added in float32."""
+        """Return the sum as one array, added in float32; the default dtype is the kernel's."""
         base, rank = as_weight(self.kernel).dense(), self.a.shape[-1]
         lead = self.a.ndim + self.b.ndim - base.ndim - 2
         stack, inputs = self.a.shape[:lead], self.a.shape[lead:-1]

@@ -1,4 +1,4 @@
-"""Self-attention, with the kernel that scores and mixes passed in as a value."""
+"""Self-attention, with an attention kernel (softmax of scores times values) that is passed in."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from pallas_kernels.flash_attention.masks import first_seen
 
 
 class AttentionKernel(Protocol):
-    """The attention signature: every kernel, local or across devices, is a callable of this shape.
+    """The signature of attention kernels, on one device or across devices.
 
-    One names what it returns for memory policies (`checkpoint_name`), by a name of `jaxscale.nn.TENSORS["attn_out"]`.
+    A kernel names its result for memory policies with `checkpoint_name`, by a name of
+    `jaxscale.nn.TENSORS["attn_out"]`.
     """
 
     def __call__(
@@ -43,27 +44,45 @@ class AttentionKernel(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
-    ) -> Float[Array, "b s h dv"]: ...
+    ) -> Float[Array, "b s h dv"]:
+        """Compute attention; see `dot_product_attention` for the arguments."""
+        ...
 
 
 @runtime_checkable
 class ContextKernel(Protocol):
-    """An `AttentionKernel` for sequences that devices cut (context parallelism)."""
+    """An `AttentionKernel` for sequences that are sharded over devices (context parallelism)."""
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
-        """The natural place of each token, in the order in which it wants them; `None` for the natural order."""
+        """Return the position in the sequence of each column, in the column order that the kernel needs.
+
+        Args:
+          seq_len: the global sequence length.
+
+        Returns:
+          int array (seq_len,), or `None` for the natural order.
+        """
 
     def unit(self) -> int:
-        """Of what a sequence's length has to be a multiple under the layout in force."""
+        """Return the number that a sequence's length must be a multiple of under the layout in force."""
         ...
 
 
 @runtime_checkable
 class CheckedKernel(Protocol):
-    """An `AttentionKernel` that says what it refuses before it is called."""
+    """An `AttentionKernel` that can check the layout before it is called."""
 
     def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
-        """Raises `LayoutError` where the layout in force cuts what it cannot take cut."""
+        """Check that the kernel supports the layout in force.
+
+        Args:
+          seq_len: the global sequence length.
+          heads: the number of query heads.
+          kv_heads: the number of key heads.
+
+        Raises:
+          LayoutError: the layout shards a dimension that the kernel needs whole, or heads that it cannot divide.
+        """
 
 
 @register
@@ -79,13 +98,15 @@ def dot_product_attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Float[Array, "b s h dv"]:
-    """Softmax attention by `jax.nn.dot_product_attention`; holds the S x S scores.
+    """Softmax attention by `jax.nn.dot_product_attention`, which stores the S x S scores.
 
     Args:
-      q, k, v: queries, keys and values; the number of query heads is a multiple of that of key heads.
-      causal: a query attends to its own position and earlier ones.
-      segment_ids: attend within equal ids only; 0 is padding. One sequence serves queries and keys.
-      positions: the order of tokens within a segment; `None` means the order they stand in.
+      q: queries; the number of query heads is a multiple of the number of key heads.
+      k: keys.
+      v: values.
+      causal: a query attends to its own position and earlier ones only.
+      segment_ids: attend within equal ids only; 0 is padding. Queries and keys are then of the same sequence.
+      positions: the order of tokens within a segment; `None` is the order of the columns.
       window: attend to this many latest positions only, the query's own included.
       softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
       scale: factor on the scores; `1 / sqrt(D)` by default.
@@ -117,9 +138,17 @@ def attention_mask(
     positions: Int[Array, "b s"] | None,
     window: int | None,
 ) -> Bool[Array, "#b 1 s t"] | None:
-    """Where a query may look, broadcastable to (B, heads, S, T); `None` when everywhere.
+    """Return which keys each query attends to, broadcastable to (B, heads, S, T); `None` for all.
 
-    Without positions, the last query stands at the last key (S < T while decoding).
+    Without positions, the last query has the position of the last key (S < T while decoding).
+
+    Args:
+      s: number of queries.
+      t: number of keys.
+      causal: a query attends to its own position and earlier ones only.
+      segment_ids: attend within equal ids only.
+      positions: the order of tokens within a segment, or `None`.
+      window: attend to this many latest positions only, or `None`; without `causal`, in both directions.
     """
     mask = None
 
@@ -144,16 +173,17 @@ def attention_mask(
 @register
 @dataclasses.dataclass(frozen=True)
 class Bidirectional:
-    """Attention without a causal mask, for encoders (BERT, Devlin et al. 2019): every token sees its whole document.
+    """Attention without a causal mask, for encoders (BERT, Devlin et al. 2019): tokens attend to their whole document.
 
     Args:
-      kernel: the attention kernel that scores and mixes.
+      kernel: the attention kernel.
     """
 
     kernel: AttentionKernel = dot_product_attention
     causal: ClassVar[bool] = False
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: bool = True, **options: Any) -> Array:
+        """Call the kernel without a causal mask, whatever `causal` is."""
         return self.kernel(q, k, v, causal=False, **options)
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
@@ -174,17 +204,24 @@ class Attention(nnx.Module):
     """Multi-head, grouped-query or multi-query self-attention (Vaswani et al. 2017; Ainslie et al. 2023).
 
     Args:
-      width: the residual stream's.
-      heads, kv_heads, head_dim: `heads` is a multiple of `kv_heads`.
+      width: width of the residual stream.
+      heads: number of query heads, a multiple of `kv_heads`.
+      kv_heads: number of key heads.
+      head_dim: width of a head.
       kernel: an `AttentionKernel`.
       rotary: rotates queries and keys, or `None`.
-      window: see `dot_product_attention`; likewise `softcap` and `scale`.
+      window: see `dot_product_attention`.
+      softcap: see `dot_product_attention`.
+      scale: see `dot_product_attention`.
       qk_norm: normalise queries and keys, or `None`.
-      bias, out_bias: biases on the input and output projections.
+      bias: add biases to queries, keys and values.
+      out_bias: add a bias to the output projection.
       out_scale: multiplies the initial standard deviation of the output projection.
-      norm_eps: of the query and key norms.
-      overlap: as for `FeedForward`.
-      dtype, param_dtype: of the arithmetic and of the parameters.
+      norm_eps: epsilon of the query and key norms.
+      overlap: see `FeedForward`.
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
     """
 
     def __init__(
@@ -219,9 +256,10 @@ class Attention(nnx.Module):
         self.k_norm = None if qk_norm is None else qk_norm.make("kv_heads", kv_heads, head_dim, **types)
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
-        self.decode_state = KeyValues(kv_heads, head_dim, head_dim, dtype)  # of a token, by a cache
+        self.decode_state = KeyValues(kv_heads, head_dim, head_dim, dtype)
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        """Apply the layer; with a cache in the context, append keys and values to it."""
         with jax.named_scope("qkv"):
             q, k, v = into(x, self.q, self.k, self.v, overlap=self.overlap)
             q = constrain(q, "batch", "seq", "heads", "head_dim")
@@ -234,11 +272,11 @@ class Attention(nnx.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q, k, v = (checkpoint_name(x, "qkv") for x in (q, k, v))
         with jax.named_scope("mix"):
-            given: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
+            options: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
             if isinstance(context.cache, LayerCache):
-                out = context.cache.mix(q, k, v, **given)
+                out = context.cache.mix(q, k, v, **options)
             else:
-                told: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
-                out = self.kernel(q, k, v, causal=True, **told, **given)
+                tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
+                out = self.kernel(q, k, v, causal=True, **tokens, **options)
         with jax.named_scope("out"):
             return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)

@@ -1,4 +1,4 @@
-"""What a `Transformer` takes as `attention_layer`: it makes a block's attention, and says how wide its heads are."""
+"""Values of `Transformer.attention_layer`: they make a block's attention layer and define the widths of its heads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from jaxscale.nn.mixer import Mixer
 from jaxscale.nn.rotary import Rotary, ScalesScores
 
 _OF_MULTI_HEAD = ("qk_norm", "bias", "out_bias", "norm_eps", "overlap")
-"""What `Attention` is told and others need not take, whose `check` refuses what would have no effect."""
+"""Arguments of `Attention` only; the `check` of other layers refuses those that would have no effect."""
 
 
 class HeadDims(NamedTuple):
-    """Widths of a head: of queries and keys, of values, and of what rotary positions turn."""
+    """Widths of a head.
+
+    Args:
+      key: of queries and keys.
+      value: of values.
+      rotary: of the part of queries and keys that rotary positions rotate.
+    """
 
     key: int
     value: int
@@ -27,7 +33,13 @@ class HeadDims(NamedTuple):
 
 
 class Width(NamedTuple):
-    """A width that a product has: a dimension of this logical axis and size, with so many columns for each of it."""
+    """An output dimension of a matrix product.
+
+    Args:
+      axis: its logical axis.
+      size: its size.
+      columns: matrix columns per index of it, such as the width of a head.
+    """
 
     axis: str
     size: int
@@ -35,14 +47,19 @@ class Width(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A product (tokens x inner) @ (inner x outer) on the way to queries, keys or values, and the outer's parts."""
+    """A matrix product (tokens x inner) @ (inner x outer) that computes queries, keys or values.
+
+    Args:
+      inner: the summed dimension.
+      parts: the output dimensions.
+    """
 
     inner: int
     parts: tuple[Width, ...]
 
     @property
     def outer(self) -> int:
-        """Columns."""
+        """The number of output columns."""
         return sum(p.size * p.columns for p in self.parts)
 
     @property
@@ -52,34 +69,62 @@ class Projection(NamedTuple):
 
 
 class AttentionLayer(Mixer, Protocol):
-    """A mixer that attends: `Transformer.attention_layer`, by which a model's heads have their widths."""
+    """A mixer that is attention; as `Transformer.attention_layer` it defines the widths of a model's heads."""
 
     widens: ClassVar[bool] = True
     windowed: ClassVar[bool] = True
     any_order: ClassVar[bool] = True
 
     def dims(self, head_dim: int) -> HeadDims:
-        """Of one of its heads, in a model whose own is `head_dim`."""
+        """Return the widths of a head.
+
+        Args:
+          head_dim: the model's `head_dim`.
+        """
         ...
 
     def score_scale(self, head_dim: int, rotary: Rotary | None) -> float:
-        """The factor on scores, where a model sets none."""
+        """Return the default factor on the attention scores.
+
+        Args:
+          head_dim: the model's `head_dim`.
+          rotary: the layer's rotary embedding, or `None`.
+        """
         ...
 
     def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
-        """Its products with weights before the scores."""
+        """Return the matrix products before the scores.
+
+        Args:
+          width: width of the residual stream.
+          heads: number of query heads.
+          kv_heads: number of key heads.
+          head_dim: the model's `head_dim`.
+        """
         ...
 
-    def kept_width(self, kv_heads: int, head_dim: int) -> int:
-        """How many numbers a cache keeps of a token."""
+    def cache_width(self, kv_heads: int, head_dim: int) -> int:
+        """Return how many numbers a KV cache stores per token and layer.
+
+        Args:
+          kv_heads: number of key heads.
+          head_dim: the model's `head_dim`.
+        """
         ...
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
-        """See `Mixer`: of scores and values, those pairs of tokens count of which one sees the other."""
+        """Return the FLOPs of a layer's matrix products; of scores and values, only those of visible pairs of tokens.
+
+        Args:
+          config: the `TransformerConfig`.
+          batch: number of rows.
+          seq: tokens per row.
+          window: the block's window, or `None`.
+        """
         z = config.sizes
         w = min(window or seq, seq)
         pairs = w * (w + 1) // 2 + (seq - w) * w
-        pairs = pairs if config.causal else 2 * pairs - seq  # as many behind a token as before it, and itself
+        pairs = pairs if config.causal else 2 * pairs - seq  # as many pairs after a token as before it
         projections = self.projections(z.width, z.heads, z.kv_heads, z.head_dim)
         key, value, _ = self.dims(z.head_dim)
         return {
@@ -109,41 +154,41 @@ class MultiHead(AttentionLayer):
         """See `AttentionLayer`."""
         return (Projection(width, (Width("heads", heads, head_dim), Width("kv_heads", kv_heads, 2 * head_dim))),)
 
-    def kept_width(self, kv_heads: int, head_dim: int) -> int:
+    def cache_width(self, kv_heads: int, head_dim: int) -> int:
         """See `AttentionLayer`."""
         return 2 * kv_heads * head_dim
 
     def check(self, config: Any) -> None:
         """See `AttentionLayer`."""
         z = config.sizes
-        turned = isinstance(config.positions, Rotary) or config.local_positions  # pairs, so a head's width is even
+        rotates = isinstance(config.positions, Rotary) or config.local_positions  # pairs, so a head's width is even
         if config.heads and not config.head_dim and z.width % config.heads:
-            fits = [d for d in range(1, config.heads + 1) if z.width % d == 0 and not (turned and z.width // d % 2)]
+            fits = [d for d in range(1, config.heads + 1) if z.width % d == 0 and not (rotates and z.width // d % 2)]
             nearest = f"the nearest that does is {max(fits)}, or " if fits else ""
             raise ConfigError(
                 f"Transformer.heads = {config.heads} does not divide width = {z.width}; {nearest}set head_dim"
             )
         _check_heads(config)
 
-    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
         """See `AttentionLayer`."""
-        return Attention(width, heads, kv_heads, head_dim, **told)
+        return Attention(width, heads, kv_heads, head_dim, **options)
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class MultiHeadLatent(AttentionLayer):
-    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): keys and values of all heads from one narrow vector.
+    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): all heads' keys and values from one narrow vector.
 
-    A cache keeps that vector and one rotary key for all heads (`jaxscale.nn.LatentAttention`).
+    The KV cache stores that vector and one rotary key for all heads (`jaxscale.nn.LatentAttention`).
 
     Args:
-      kv_rank: width of the vector that keys and values are made of.
-      q_rank: of the one that queries are made of; `None` makes them of the residual stream.
-      plain_dim: width of the part of queries and keys that is not turned.
-      rotary_dim: of the part that is, which all heads' keys have in common.
+      kv_rank: width of the vector that keys and values are projected from.
+      q_rank: width of the vector that queries are projected from; `None` projects them from the residual stream.
+      plain_dim: width of the part of queries and keys that is not rotated.
+      rotary_dim: width of the rotated part; all heads share that part of the key.
       value_dim: width of a value.
-      norm_eps: of the norms of those vectors.
+      norm_eps: epsilon of the norms of the two vectors.
 
     Raises:
       ConfigError: a width below 1, or an odd `rotary_dim`.
@@ -166,7 +211,8 @@ class MultiHeadLatent(AttentionLayer):
                 raise ConfigError(f"MultiHeadLatent.{name} = {value!r}: must be a whole number of at least 1")
         if self.rotary_dim % 2:
             raise ConfigError(
-                f"MultiHeadLatent.rotary_dim = {self.rotary_dim}: rotary positions turn pairs, so make it even"
+                f"MultiHeadLatent.rotary_dim = {self.rotary_dim}: rotary positions rotate pairs of dimensions; make it "
+                "even"
             )
 
     def dims(self, head_dim: int) -> HeadDims:
@@ -174,24 +220,24 @@ class MultiHeadLatent(AttentionLayer):
         return HeadDims(self.plain_dim + self.rotary_dim, self.value_dim, self.rotary_dim)
 
     def score_scale(self, head_dim: int, rotary: Rotary | None) -> float:
-        """See `AttentionLayer`: one over the root of a query's width, times `YarnScaling.score_factor`."""
+        """See `AttentionLayer`: `1 / sqrt(plain_dim + rotary_dim)`, times `YarnScaling.score_factor`."""
         scaling = None if rotary is None else rotary.scaling
         factor = scaling.score_factor if isinstance(scaling, ScalesScores) else 1.0
         return (self.plain_dim + self.rotary_dim) ** -0.5 * factor
 
     def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
         """See `AttentionLayer`."""
-        found = []
+        query_products = []
         if self.q_rank is not None:
-            found = [Projection(width, (Width("latent", self.q_rank),))]
+            query_products = [Projection(width, (Width("latent", self.q_rank),))]
         return (
-            *found,
+            *query_products,
             Projection(self.q_rank or width, (Width("heads", heads, self.plain_dim + self.rotary_dim),)),
             Projection(width, (Width("latent", self.kv_rank + self.rotary_dim),)),
             Projection(self.kv_rank, (Width("heads", heads, self.plain_dim + self.value_dim),)),
         )
 
-    def kept_width(self, kv_heads: int, head_dim: int) -> int:
+    def cache_width(self, kv_heads: int, head_dim: int) -> int:
         """See `AttentionLayer`."""
         return self.kv_rank + self.rotary_dim
 
@@ -199,36 +245,36 @@ class MultiHeadLatent(AttentionLayer):
         """See `AttentionLayer`."""
         if config.attention_layer != self:
             raise ConfigError(
-                "Block.mixer = MultiHeadLatent(...) has widths of its own, and rotary tables are made for those of "
-                "Transformer.attention_layer; set that to the same one"
+                "Block.mixer = MultiHeadLatent(...) has other head widths than Transformer.attention_layer, which "
+                "decides the widths of rotary tables; set Transformer.attention_layer to the same value"
             )
         _check_heads(config)
         for name, why in (
             ("head_dim", "its heads are plain_dim + rotary_dim wide"),
-            ("kv_heads", "each of its heads has keys of its own"),
-            ("qk_norm", "what it normalises are the narrow vectors"),
+            ("kv_heads", "each of its heads has its own keys"),
+            ("qk_norm", "it normalises the narrow vectors"),
             ("qkv_bias", "it has no biases"),
             ("bias", "it has no biases"),
         ):
             if getattr(config, name):
                 raise ConfigError(
                     f"Transformer.{name} = {getattr(config, name)!r} has no effect with MultiHeadLatent: {why}; "
-                    "leave it out"
+                    "remove it"
                 )
         if "attention" in config.overlap:
             raise ConfigError(
-                "Transformer.overlap names 'attention', and MultiHeadLatent's first products are not cut by tensor, so "
-                "that there is nothing to overlap; take it out"
+                "Transformer.overlap names 'attention', and MultiHeadLatent's first products are not sharded over "
+                "tensor, so that there is nothing to overlap; remove it"
             )
 
-    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **told: Any) -> nnx.Module:
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
         """See `AttentionLayer`."""
-        taken = {name: value for name, value in told.items() if name not in _OF_MULTI_HEAD}
-        return LatentAttention(width, heads, self, **taken)
+        options = {name: value for name, value in options.items() if name not in _OF_MULTI_HEAD}
+        return LatentAttention(width, heads, self, **options)
 
 
 def _check_heads(config: Any) -> None:
-    """That a model's heads go together."""
+    """Check a model's numbers and widths of heads."""
     z = config.sizes
     if z.head_dim < 1:
         raise ConfigError(
@@ -240,4 +286,6 @@ def _check_heads(config: Any) -> None:
             f"Transformer.kv_heads = {z.kv_heads} does not divide heads = {z.heads}; the nearest that does is {fit}"
         )
     if z.rotary_dim % 2 and (isinstance(config.positions, Rotary) or config.local_positions):
-        raise ConfigError(f"Transformer.head_dim = {z.head_dim}: rotary positions turn pairs, so make it even")
+        raise ConfigError(
+            f"Transformer.head_dim = {z.head_dim}: rotary positions rotate pairs of dimensions; make it even"
+        )

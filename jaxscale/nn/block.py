@@ -21,23 +21,27 @@ _NONE = POLICIES["none"]
 
 @runtime_checkable
 class SharesCapacity(Protocol):
-    """A feed-forward layer that may drop tokens depending on the rest of the batch."""
+    """A feed-forward layer whose result for a sequence can depend on the rest of the batch (experts)."""
 
     def check_independent(self) -> None:
-        """Raises `ConfigError` where it does."""
+        """Raise `ConfigError` if it does."""
 
 
 class Block(nnx.Module):
-    """`x + attn(norm(x))`, then `x + mlp(norm(x))`; or both of one norm side by side (`parallel`).
+    """`x + attn(norm(x))`, then `x + mlp(norm(x))`; with `parallel`, `x + attn(norm(x)) + mlp(norm(x))`.
+
+    A block returns its output and the statistics of its feed-forward layer (see `jaxscale.nn.stats`).
 
     Args:
-      attn, mlp: the two sub-layers; attention is called as `Attention`. An mlp that `reports` is told which tokens are
-        no padding and returns statistics beside its output, and so does the block.
-      attn_norm, mlp_norm: before them, or `None` (OLMo-2).
-      attn_post_norm, mlp_post_norm: after them, before the addition (Gemma 2), or `None`.
-      parallel: both sub-layers of one norm, `attn_norm` (Wang & Komatsuzaki 2021).
-      memory: what is made in tiles; the rest of a policy is `Run`'s to follow.
-      dropout: probability on each sub-layer's output, when the context carries a key.
+      attn: the mixer, called as `Attention`.
+      mlp: the feed-forward layer. If it `reports`, it also gets a mask of padding and returns statistics.
+      attn_norm: the norm before attention, or `None` (OLMo-2).
+      mlp_norm: the norm before the feed-forward layer, or `None`.
+      attn_post_norm: the norm after attention, before the addition (Gemma 2), or `None`.
+      mlp_post_norm: the norm after the feed-forward layer, or `None`.
+      parallel: both sub-layers read `attn_norm(x)` (Wang & Komatsuzaki 2021).
+      memory: the policy, of which a block follows `tile`; `Run` follows the rest.
+      dropout: probability on each sub-layer's output, if the context has a key.
     """
 
     def __init__(
@@ -59,41 +63,55 @@ class Block(nnx.Module):
         self.parallel, self.memory, self.dropout = parallel, memory, dropout
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
+        """Apply the block to the residual stream; also return the statistics of its feed-forward layer."""
         x = checkpoint_name(x, "residual")
         if self.parallel:
             h = self._norm(self.attn_norm, x)
             y, stats = self._feed(h, context)
-            # one reduction for both sub-layers
+            # added first, so that one all-reduce serves both sub-layers
             return x + self._drop(self._attend(h, context) + y, context, 0), stats
         x = checkpoint_name(x + self.attend(x, context), "residual_mid")
         y, stats = self.feed(x, context)
         return x + y, stats
 
     def attend(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        """What attention adds to the residual stream."""
+        """Return what attention adds to the residual stream.
+
+        Args:
+          x: the residual stream.
+          context: the inputs that layers share.
+        """
         return self._drop(self._attend(self._norm(self.attn_norm, x), context), context, 0)
 
     def feed(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
-        """What the feed-forward layer adds, of a block whose sub-layers follow each other, and what it reports."""
+        """Return what the feed-forward layer adds to the residual stream, and its statistics; not for `parallel`.
+
+        Args:
+          x: the residual stream, after attention.
+          context: the inputs that layers share.
+        """
         assert not self.parallel
         y, stats = self._feed(self._norm(self.mlp_norm, x), context)
         return self._drop(y, context, 1), stats
 
     @property
     def decode_state(self) -> DecodeState:
-        """What its mixer keeps of a text between tokens.
+        """What the mixer stores of a sequence between tokens.
 
         Raises:
-          ConfigError: the mixer does not say.
+          ConfigError: the mixer has no `decode_state`.
         """
         state: DecodeState | None = getattr(self.attn, "decode_state", None)
         if state is None:
             name = type(self.attn).__name__
-            raise ConfigError(f"{name} does not say what it keeps of a text (its `decode_state`)")
+            raise ConfigError(
+                f"{name} cannot generate with a cache, because it has no attribute `decode_state` (what it stores of a "
+                "sequence)"
+            )
         return state
 
     def check_independent(self) -> None:
-        """Raises `ConfigError` where what it makes of a text depends on the others of a step."""
+        """Raise `ConfigError` if the result for a sequence depends on the other sequences of a step."""
         if isinstance(self.mlp, SharesCapacity):
             self.mlp.check_independent()
 
@@ -125,15 +143,19 @@ class Block(nnx.Module):
 
 
 def reports(layer: nnx.Module) -> bool:
-    """Whether a feed-forward layer is given which tokens are no padding, and returns statistics (an `Experts` does)."""
+    """Return whether a feed-forward layer takes a mask of padding and returns statistics, as `Experts` does.
+
+    Args:
+      layer: the feed-forward layer.
+    """
     return getattr(layer, "reports", False)
 
 
 def _for(layer: nnx.Module, h: Array) -> Array:
-    """Gathers the sequence where the residual stream is split along it, unless the layer does while it multiplies."""
+    """Gather the sequence of a sequence-sharded residual stream, unless the layer overlaps that with its products."""
     return h if getattr(layer, "overlap", False) else constrain(h, "batch", "seq", "embed")
 
 
 def _cut(y: Array) -> Array:
-    """As the residual stream is split."""
+    """Shard as the residual stream."""
     return constrain(y, "batch", "residual_seq", "embed")

@@ -1,4 +1,4 @@
-"""What every block of a model is told besides its input."""
+"""`Context`: the inputs that all blocks of a forward pass share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxscale.nn.rotary import Rotary
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """One forward pass over a batch: what all layers share, worked out once.
+    """Inputs that all layers share in a forward pass over a batch.
 
     Args:
-      positions: each token's place in its document, int32; `None` counts from the start of the row.
-      segment_ids: each token's document within the row, int32, 0 for padding; `None` is one document a row.
+      positions: position of each token in its document, int32; `None` counts from the start of the row.
+      segment_ids: document of each token within the row, int32, 0 for padding; `None` is one document per row.
       rotary: cosine and sine tables by `Rotary`.
-      key: randomness of this pass (dropout), or `None` for none.
-      order: each column's natural place in the row, int32, where an attention wants another order than that.
-      rows: each row's number in the step's batch, int32, of which these may be some; `None` is all of them in order.
-      cache: keys and values of past tokens (a `RunCache`, for one layer a `LayerCache`), or `None` while training.
+      key: random key of this pass, for dropout; `None` is no dropout.
+      order: position of each column in the row, int32, if an attention kernel needs columns in another order.
+      rows: number of each row in the step's batch, int32, if these are some of its rows; `None` is all, in order.
+      cache: the cache of past tokens (a `RunCache`, for one layer a `LayerCache`), or `None` in training.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -40,21 +40,33 @@ class Context:
     cache: RunCache | LayerCache | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
-        """The same for one layer, with a key of its own."""
+        """Return the context for one layer, which has its own random key.
+
+        Args:
+          layer: the layer's number in the model.
+        """
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
 
     def caching(self, cache: RunCache | LayerCache | None) -> Context:
-        """The same with that cache."""
+        """Return the context with another cache.
+
+        Args:
+          cache: the cache, or `None`.
+        """
         return self if cache is self.cache else dataclasses.replace(self, cache=cache)
 
     def arrays(self) -> tuple[Any, ...]:
-        """Everything here that may be traced, as a tree of arrays."""
+        """Return everything that can be traced, as a tree of arrays; the cache is not part of it."""
         return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key, self.rows, self.order
 
     def holding(self, arrays: tuple[Any, ...]) -> Context:
-        """The same with other arrays, in the form of `arrays()`."""
+        """Return the context with other arrays, and without a cache.
+
+        Args:
+          arrays: in the form that `arrays()` returns.
+        """
         positions, segment_ids, tables, key, rows, order = arrays
         tables = dict(zip(self.rotary, tables, strict=True))
         return Context(positions, segment_ids, tables, key, rows=rows, order=order)
@@ -67,21 +79,22 @@ def dropout(
     rows: Int[Array, " b"] | None = None,
     order: Int[Array, "s"] | None = None,
 ) -> Float[Array, "b s e"]:
-    """Zeroes elements with probability `rate` and scales the rest (Srivastava et al. 2014); no key, no dropout.
+    """Set elements to zero with probability `rate` and scale the others (Srivastava et al. 2014).
 
-    The bits of a token depend on the key, its row's number in the batch, its natural place and the width alone: not on
-    the layout, nor on the micro-batches in which the batch is worked off.
+    The random bits of a token depend only on the key, its row in the batch, its position in the row and the width, so
+    they are the same for every layout and every division into micro-batches.
 
     Args:
       x: activations.
       rate: the probability.
-      key: of this sub-layer.
-      rows, order: as in `Context`.
+      key: random key of this sub-layer; `None` is no dropout.
+      rows: see `Context`.
+      order: see `Context`.
     """
     if key is None or rate == 0.0:
         return x
     b, s, e = x.shape
-    # A key for each token: to draw in the natural order and arrange the bits would move them between devices.
+    # One key per token: drawing in the natural order and reordering would send bits between devices.
     each = jax.vmap(jax.random.fold_in, (None, 0))
     keys = each(key, jnp.arange(b, dtype=jnp.int32) if rows is None else rows)
     keys = jax.vmap(each, (0, None))(keys, jnp.arange(s, dtype=jnp.int32) if order is None else order)

@@ -1,14 +1,16 @@
-"""Attention over a sequence that the layout cuts: `Transformer.attention = @RingAttention()`.
+"""Attention over a sequence that the layout shards: `Transformer.attention = @RingAttention()`.
 
-| value | moves | a device sends, per layer, forward and backward |
+P devices share a sequence; a part is one device's shard of an array.
+
+| value | communicates | each device sends, per layer, forward; backward |
 |---|---|---|
-| `RingAttention` | keys and values, one way round | (P - 1) parts of each; and of their float32 gradients |
-| `TokenRingAttention` | queries one way, outputs the other | (P - 1) parts of each; cotangents with the queries |
-| `UlyssesAttention` | all four, by all-to-all | (P - 1) / P of a part of each; the same |
-| `GatherAttention` | keys and values, to everybody | (P - 1) parts of each; twice, and the gradients' scatter |
+| `RingAttention` | keys and values, around a ring | (P - 1) parts of each; as many, and their float32 gradients |
+| `TokenRingAttention` | queries one way around, outputs the other | (P - 1) parts of each; with cotangents |
+| `UlyssesAttention` | queries, keys, values and outputs, by all-to-all | (P - 1) / P of a part of each; the same |
+| `GatherAttention` | keys and values, by all-gather | (P - 1) parts of each; twice that, and scattered gradients |
 
-Each is an `AttentionKernel`, and flash attention where nothing cuts `seq`. Tokens come in the order that `order` says:
-the model arranges them once, before the first layer.
+Each is an `AttentionKernel`, and is flash attention where the layout does not shard `seq`. Tokens must be in the order
+that `order` returns: the model reorders them once, before the first layer.
 """
 
 from __future__ import annotations
@@ -40,26 +42,27 @@ from jaxscale.parallel.sharded import cut_over
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
-    """What the four have in common.
+    """Base class of the four context-parallel attentions.
 
     Args:
-      zigzag: cut a sequence so that a causal mask gives every device the same work; its length is then a multiple of
-        twice the ring.
-      deterministic, implementation: those of `pallas_kernels.flash_attention.flash_attention`.
+      zigzag: shard the sequence so that with a causal mask every device has the same work; its length must then be a
+        multiple of twice the ring.
+      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
+      implementation: see `pallas_kernels.flash_attention.flash_attention`.
     """
 
     _over: ClassVar[Callable[..., Array]]
-    """The same of one device's part, inside `shard_map`."""
+    """The attention of one device, inside `shard_map`."""
 
     zigzag: bool = True
     deterministic: bool = False
     implementation: str | None = None
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
-        """The natural place of each token, in the order in which this wants them; `None` is the natural order.
+        """See `ContextKernel`.
 
         Raises:
-          LayoutError: the sequence does not divide.
+          LayoutError: the length is not a multiple of `unit()`.
         """
         ring = self._ring()
         if ring is None or self._each(ring) == 1:
@@ -80,15 +83,16 @@ class ContextParallel:
         softcap: float | None = None,
         scale: float | None = None,
     ) -> Float[Array, "b s h dv"]:
-        """What `dot_product_attention` computes, of tokens in the order of `order`.
+        """Compute `dot_product_attention` of tokens in the order of `order`.
 
-        With `segment_ids`, the tokens of a segment stand in the order of their positions, as packing leaves them, and
-        so does padding, whose positions are its places in the row. With `positions` alone nothing is known of the
-        order, and no product of chunks is passed over.
+        With `segment_ids`, the tokens of a segment must be in the order of their positions, as packing leaves them, and
+        so must padding, whose positions are its columns. With `positions` and no `segment_ids` any order is allowed,
+        and no product of chunks is skipped.
 
         Raises:
-          LayoutError: a sequence or heads that do not divide, or other keys than queries.
-          KernelError: what the kernel cannot do.
+          LayoutError: a sequence length or heads that the devices do not divide, or different numbers of queries and
+            keys.
+          KernelError: arguments that the kernel does not support.
         """
         name, ring = type(self).__name__, self._ring()
         if ring is None:
@@ -98,8 +102,8 @@ class ContextParallel:
             )  # fmt: skip
         if q.shape[1] != k.shape[1]:
             raise LayoutError(
-                f"{name} cuts one sequence into queries and keys alike, and was given {q.shape[1]} queries and "
-                f"{k.shape[1]} keys; use a mesh without {' and '.join(ring.axes)}, or attention=dot_product_attention"
+                f"{name} needs as many keys as queries, and there are {q.shape[1]} queries and {k.shape[1]} keys; use "
+                f"a mesh without {' and '.join(ring.axes)}, or attention=dot_product_attention"
             )
         self.check(q.shape[1], q.shape[2], k.shape[2])
         attend = Attend(causal, window, softcap, scale, self.deterministic, self.implementation, each=self._each(ring))
@@ -110,15 +114,15 @@ class ContextParallel:
         return over_devices(local, q, k, v, segment_ids, positions, keys="seq", name=name)
 
     def _ring(self) -> Ring | None:
-        """The devices that the layout in force cuts a sequence over, if any."""
+        """Return the devices that the layout in force shards a sequence over, or `None`."""
         layout = current()
         if layout is None:
             return None
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if around := [m for m in layout.resolved_rules.target("activations", "seq") if m in manual]:
             raise LayoutError(
-                f"{type(self).__name__} was called inside a shard_map over '{around[0]}', which splits 'seq'; call it "
-                "outside, or the functions of jaxscale.parallel.context there"
+                f"{type(self).__name__} was called inside a shard_map over '{around[0]}', which shards 'seq'; call it "
+                "outside of the shard_map, or use the functions of jaxscale.parallel.context inside"
             )
         over = cut_over("seq")
         return Ring(over, math.prod(layout.sizes[m] for m in over)) if over else None
@@ -127,12 +131,12 @@ class ContextParallel:
         return 2 if self.zigzag and ring.size > 1 else 1
 
     def unit(self) -> int:
-        """Of what a sequence's length has to be a multiple under the layout in force."""
+        """See `ContextKernel`."""
         ring = self._ring()
         return 1 if ring is None else math.lcm(ring.size * ring.inner, ring.size * self._each(ring))
 
     def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
-        """See `CheckedKernel`: a sequence or heads that do not divide."""
+        """See `CheckedKernel`: the devices must divide the sequence and the heads."""
         if (ring := self._ring()) is not None:
             refuse_split(type(self).__name__, "head_dim")
             self._check_length(seq_len, ring)
@@ -146,24 +150,25 @@ class ContextParallel:
             zig = " in zigzag order" if self._each(ring) == 2 else ""
             plain = seq_len % (ring.size * ring.inner) == 0
             raise LayoutError(
-                f"{type(self).__name__} cuts a sequence of {seq_len} over {ring.size * ring.inner} devices{zig}, which "
-                f"needs a multiple of {unit}; the nearest is {f'{below} or {above}' if below else above}"
+                f"{type(self).__name__} shards a sequence of {seq_len} over {ring.size * ring.inner} devices{zig}, "
+                f"which needs a multiple of {unit}; the nearest is {f'{below} or {above}' if below else above}"
                 + (", or set zigzag=False" if plain else "")
             )
 
     def _check_heads(self, heads: int, kv_heads: int, ring: Ring) -> None:
-        """Raises where there are too few for what this does."""
+        """Raise `LayoutError` if the devices do not divide the heads; only Ulysses attention shards them."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class RingAttention(ContextParallel):
-    """Keys and values go round (`jaxscale.parallel.context.ring_attention`).
+    """Ring attention: keys and values travel around a ring (`jaxscale.parallel.context.ring_attention`).
 
     Args:
-      zigzag: cut a sequence so that a causal mask gives every device the same work; its length is then a multiple of
-        twice the ring.
-      deterministic, implementation: those of `pallas_kernels.flash_attention.flash_attention`.
+      zigzag: shard the sequence so that with a causal mask every device has the same work; its length must then be a
+        multiple of twice the ring.
+      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
+      implementation: see `pallas_kernels.flash_attention.flash_attention`.
     """
 
     _over = staticmethod(ring_attention)
@@ -172,9 +177,12 @@ class RingAttention(ContextParallel):
 @register
 @dataclasses.dataclass(frozen=True)
 class TokenRingAttention(ContextParallel):
-    """Queries go round, and what they found returns (`jaxscale.parallel.context.token_ring_attention`).
+    """Queries travel around a ring, and their outputs return (`jaxscale.parallel.context.token_ring_attention`).
 
-    Args: those of `RingAttention`.
+    Args:
+      zigzag: see `RingAttention`.
+      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
+      implementation: see `pallas_kernels.flash_attention.flash_attention`.
     """
 
     _over = staticmethod(token_ring_attention)
@@ -185,7 +193,10 @@ class TokenRingAttention(ContextParallel):
 class GatherAttention(ContextParallel):
     """Every device gathers all keys and values (`jaxscale.parallel.context.gather_attention`).
 
-    Args: those of `RingAttention`.
+    Args:
+      zigzag: see `RingAttention`.
+      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
+      implementation: see `pallas_kernels.flash_attention.flash_attention`.
     """
 
     _over = staticmethod(gather_attention)
@@ -194,12 +205,14 @@ class GatherAttention(ContextParallel):
 @register
 @dataclasses.dataclass(frozen=True)
 class UlyssesAttention(ContextParallel):
-    """Every device gets whole sequences of a few heads (`jaxscale.parallel.context.ulysses_attention`).
+    """Every device gets whole sequences of some heads by all-to-all (`jaxscale.parallel.context.ulysses_attention`).
 
     Args:
-      ring: into so many groups the devices are split; each makes an all-to-all, and together they are a ring. 1 is
-        the all-to-all alone, for which heads have to be as many as devices.
-      zigzag, deterministic, implementation: those of `RingAttention`; `zigzag` is about the ring.
+      zigzag: see `RingAttention`; with `ring` = 1 it has no effect.
+      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
+      implementation: see `pallas_kernels.flash_attention.flash_attention`.
+      ring: number of groups of devices: an all-to-all within each group, and ring attention between groups. With 1,
+        the all-to-all is over all devices, which must divide the heads.
     """
 
     _over = staticmethod(ulysses_attention)
@@ -229,7 +242,7 @@ class UlyssesAttention(ContextParallel):
         fit = next(d for d in range(ring.inner, 0, -1) if devices % d == 0 and all(n % d == 0 for n in mine))
         tensor = f"{' x '.join(cut_over('heads'))}={cut} and " if cut > 1 else ""
         raise LayoutError(
-            f"UlyssesAttention(ring={self.ring}) cuts {heads} heads and {kv_heads} key heads over {tensor}{ring.inner} "
-            f"devices of {' and '.join(ring.axes)}, which does not divide; ring={devices // fit} makes a ring of "
-            f"{devices // fit} groups, each with an all-to-all of {fit}"
+            f"UlyssesAttention(ring={self.ring}) shards {heads} heads and {kv_heads} key heads over "
+            f"{tensor}{ring.inner} devices of {' and '.join(ring.axes)}, which does not divide; ring={devices // fit} "
+            f"makes a ring of {devices // fit} groups, each with an all-to-all of {fit} devices"
         )

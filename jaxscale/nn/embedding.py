@@ -1,4 +1,4 @@
-"""Tables that are looked up: token embeddings and learned positions."""
+"""Embedding tables of tokens and learned positions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Embedding(nnx.Module):
     Args:
       rows: number of ids.
       width: size of a vector.
-      axis: logical name of the rows, "vocab" or "positions".
+      axis: logical axis of the rows, "vocab" or "positions".
       scale: standard deviation of the initial values (normal).
-      init: another initializer, in its place.
-      dtype: what a lookup gives.
-      param_dtype: what the table is kept in.
+      init: another initializer, in place of `scale`.
+      dtype: dtype of the result.
+      param_dtype: dtype of the table.
+      rngs: random streams of the initial values.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.axis, self.dtype = axis, dtype
-        contracted = (-1,) if axis == "vocab" else None  # a head's; few learned positions are not worth it
+        contracted = (-1,) if axis == "vocab" else None  # as a tied output head; positions stay plain arrays
         values = named(init or jax.nn.initializers.normal(scale), axis, "embed", contracted=contracted)
         self.weight = nnx.Param(values(rngs.params(), (rows, width), param_dtype))
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+        """Look up integer ids."""
         return sharded_lookup(as_weight(self.weight.get_value()).dense(), ids, self.axis, self.dtype)
 
 
@@ -52,9 +54,17 @@ class Embedding(nnx.Module):
 class StableEmbedding(Embedding):
     """An embedding that trains stably with 8-bit optimizers (Dettmers et al. 2022, section 2.3).
 
-    Xavier-uniform initial values, and a layer norm on what is looked up, before positions are added. Its optimizer
-    state stays in 32 bits, as every embedding's does by default (`jaxscale.optim.EightBit.keep`). Arguments as
-    `Embedding`, but that `scale` has no effect: Xavier's depends on the sizes alone.
+    Xavier-uniform initial values, and a layer norm on the embeddings before positions are added. Its optimizer state
+    stays in 32 bits, as that of every embedding by default (`jaxscale.optim.EightBit.keep`).
+
+    Args:
+      rows: number of ids.
+      width: size of a vector.
+      axis: logical axis of the rows.
+      scale: has no effect; Xavier's scale depends on the sizes only.
+      dtype: dtype of the result.
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
     """
 
     def __init__(
@@ -73,4 +83,5 @@ class StableEmbedding(Embedding):
         self.norm = LayerNorm(width, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+        """Look up integer ids and normalise the vectors."""
         return constrain(self.norm(super().__call__(ids)), "batch", "residual_seq", "embed")

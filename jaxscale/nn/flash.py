@@ -17,11 +17,11 @@ from pallas_kernels.flash_attention import flash_attention as _flash_attention
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
 _WHOLE = {
-    "seq": ("sees whole sequences", "RingAttention() or dot_product_attention"),
-    "kv_seq": ("sees whole sequences", "dot_product_attention"),
-    "head_dim": ("multiplies whole heads", "dot_product_attention"),
+    "seq": ("needs whole sequences", "RingAttention() or dot_product_attention"),
+    "kv_seq": ("needs whole sequences", "dot_product_attention"),
+    "head_dim": ("needs whole heads", "dot_product_attention"),
 }
-"""What no device may have a part of, why, and which attention lets it."""
+"""Logical axis -> why `flash_attention` cannot have it sharded, and the attention that can."""
 
 
 @register
@@ -39,15 +39,24 @@ def flash_attention(
     deterministic: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "b s h dv"]:
-    """What `dot_product_attention` computes, without the S x S scores; under a layout, over its batch and heads.
+    """Softmax attention without the S x S scores; sharded over batch and heads under a layout.
 
     Args:
-      q, k, v, causal, segment_ids, positions, window, softcap, scale: those of `dot_product_attention`.
-      deterministic, implementation: those of `pallas_kernels.flash_attention.flash_attention`.
+      q: queries; the number of query heads is a multiple of the number of key heads.
+      k: keys.
+      v: values.
+      causal: a query attends to its own position and earlier ones only.
+      segment_ids: attend within equal ids only; 0 is padding.
+      positions: the order of tokens within a segment; `None` is the order of the columns.
+      window: attend to this many latest positions only, the query's own included.
+      softcap: scores become `softcap * tanh(scores / softcap)`.
+      scale: factor on the scores; `1 / sqrt(D)` by default.
+      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
+      implementation: see `pallas_kernels.flash_attention.flash_attention`.
 
     Raises:
-      LayoutError: the layout splits the sequence or a head, or heads and key heads over different mesh axes.
-      KernelError: what the kernel cannot do.
+      LayoutError: the layout shards the sequence or `head_dim`, or heads and key heads over different mesh axes.
+      KernelError: arguments that the kernel does not support.
     """
     refuse_split("flash_attention", *_WHOLE)
 
@@ -80,30 +89,34 @@ def over_devices(
     keys: str,
     name: str,
 ) -> Float[Array, "b s h dv"]:
-    """`local(q, k, v, segment_ids, positions)` of every device's own part, under the layout in force.
+    """Call `local(q, k, v, segment_ids, positions)` on every device's shards, under the layout in force.
 
     Args:
-      local: attention; a device has the key heads that its query heads read.
-      q, k, v, segment_ids, positions: global arrays.
+      local: attention on one device, which gets the key heads that its query heads read.
+      q: global array.
+      k: global array.
+      v: global array.
+      segment_ids: global array, or `None`.
+      positions: global array, or `None`.
       keys: the logical axis of the keys' sequence.
-      name: of the attention, for errors.
+      name: the attention's name, for errors.
 
     Raises:
-      LayoutError: heads and key heads are split over different mesh axes.
-      KernelError: ids or positions that int32 does not hold.
+      LayoutError: heads and key heads are sharded over different mesh axes.
+      KernelError: ids or positions out of int32's range.
     """
     groups = q.shape[2] // k.shape[2]
     over, whole = heads_over(k.shape[2], name)
-    # Here, since `shard_map` would wrap what int32 does not hold.
+    # Checked here, because inside `shard_map` values out of int32's range would wrap around.
     named = {"segment_ids": segment_ids, "positions": positions}
     tokens = [as_int32(name, n, x) for n, x in named.items() if x is not None]
 
     def read(q: Array, k: Array, v: Array, *rest: Array) -> Array:
-        given = iter(rest)
+        remaining = iter(rest)
         if whole:
             k, v = (heads_read_by(x, q.shape[2], groups, lax.axis_index(over)) for x in (k, v))
-        segments = None if segment_ids is None else next(given)
-        return local(q, k, v, segments, None if positions is None else next(given))
+        segments = None if segment_ids is None else next(remaining)
+        return local(q, k, v, segments, None if positions is None else next(remaining))
 
     of_keys = ("batch", keys, "kv_heads", "head_dim")
     axes = (_QUERIES, of_keys, of_keys, *[("batch", "seq")] * len(tokens))
@@ -111,24 +124,35 @@ def over_devices(
 
 
 def heads_over(kv_heads: int, name: str) -> tuple[tuple[str, ...], bool]:
-    """The mesh axes that cut query heads here, and whether a device has more key heads than its queries read.
+    """Return the mesh axes that shard query heads, and whether a device has more key heads than its queries read.
+
+    Args:
+      kv_heads: the number of key heads.
+      name: the attention's name, for errors.
 
     Raises:
-      LayoutError: key heads are cut over other mesh axes; `name` is the attention's.
+      LayoutError: key heads are sharded over other mesh axes.
     """
     over, keys = cut_over("heads"), cut_over("kv_heads", size=kv_heads)
     if keys not in ((), over):
         raise LayoutError(
-            f"{name}'s layout splits 'heads' over {over} and 'kv_heads' over {keys}; give both the same rule, or "
+            f"{name}'s layout shards 'heads' over {over} and 'kv_heads' over {keys}; give both the same rule, or "
             "'kv_heads' none"
         )
     return over, over != keys and kv_heads > 1
 
 
 def heads_read_by(x: Array, heads: int, groups: int, device: Array, *, axis: int = 2) -> Array:
-    """Of all key heads, which stand along `axis`, those that a device's query heads read.
+    """Select the key heads that a device's query heads read.
 
-    Where a device's query heads are neither whole groups nor part of one, each gets a key head of its own.
+    If a device's query heads are neither whole groups nor part of one group, a key head is repeated for each of them.
+
+    Args:
+      x: an array with all key heads along `axis`.
+      heads: query heads per device.
+      groups: query heads per key head.
+      device: the device's index along the mesh axes that shard heads.
+      axis: the dimension of key heads.
     """
     if heads % groups and groups % heads:
         return jnp.take(x, (device * heads + jnp.arange(heads)) // groups, axis=axis, mode="clip")
@@ -136,17 +160,25 @@ def heads_read_by(x: Array, heads: int, groups: int, device: Array, *, axis: int
 
 
 def key_heads_read(heads: int, groups: int) -> int:
-    """How many key heads a device has for its `heads` query heads, of which `groups` share one; see `heads_read_by`."""
+    """Return the number of key heads that `heads_read_by` selects."""
     return heads if heads % groups and groups % heads else max(1, heads // groups)
 
 
 def refuse_split(name: str, *axes: str) -> None:
-    """Raises `LayoutError` when the layout in force splits one of these, of which an attention needs all."""
+    """Check that the layout in force does not shard dimensions that an attention needs whole.
+
+    Args:
+      name: the attention's name, for errors.
+      *axes: logical axes.
+
+    Raises:
+      LayoutError: the layout shards one of them.
+    """
     layout = current()
     for axis in axes:
         if cut := cut_over(axis):
             why, instead = _WHOLE[axis]
             raise LayoutError(
-                f"{name} {why}, and the layout {layout} splits '{axis}' over {' and '.join(cut)}; use a mesh "
+                f"{name} {why}, and the layout {layout} shards '{axis}' over {' and '.join(cut)}; use a mesh "
                 f"without {' and '.join(cut)}, or attention={instead}"
             )

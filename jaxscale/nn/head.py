@@ -15,32 +15,45 @@ _AXES = ("vocab", "embed")
 def head_logits(
     hidden: Float[Array, "b s e"], weight: Float[Array, "v e"] | Weight, *, softcap: float | None = None
 ) -> Float[Array, "b s v"]:
-    """Logits, float32, named ("batch", "seq", "vocab"); whole along a vocabulary that devices do not divide.
+    """Compute logits from final hidden states.
 
     Args:
-      hidden: final hidden states; the multiplication is in their dtype.
-      weight: the head's weight as the model keeps it, an array or a `Weight`.
+      hidden: final hidden states; the product is computed in their dtype.
+      weight: the output head's stored weight, an array or a `Weight`.
       softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+
+    Returns:
+      float32 logits with logical axes ("batch", "seq", "vocab"); replicated along a vocabulary that the layout does not
+      divide.
     """
     vocab, filled = weight.shape[0], filled_shape(_AXES, weight.shape)[0]
     if filled == vocab:
         return filled_logits(hidden, weight, softcap=softcap)
-    # Sums of few tokens' logits, as a step of generation wants, are less to send than the weight.
+    # For few tokens, as in a step of generation, all-reducing logits sends less than resharding the weight.
     sums = hidden.shape[0] * hidden.shape[1] * vocab * 2 * 4
     moved = vocab * weight.shape[1] * hidden.dtype.itemsize
     if sums * current().split("vocab") > moved:  # type: ignore[union-attr]
         return constrain(filled_logits(hidden, weight, softcap=softcap)[..., :vocab], "batch", "seq", None)
-    kept = constrain(as_weight(weight).dense(hidden.dtype), *_AXES, kind="params")
-    logits = jnp.einsum("bse,ve->bsv", constrain(hidden, None, None, None), kept, preferred_element_type=jnp.float32)
+    stored = constrain(as_weight(weight).dense(hidden.dtype), *_AXES, kind="params")
+    logits = jnp.einsum("bse,ve->bsv", constrain(hidden, None, None, None), stored, preferred_element_type=jnp.float32)
     return _capped(constrain(constrain(logits, None, None, None), "batch", "seq", None), softcap)
 
 
 def filled_logits(
     hidden: Float[Array, "b s e"], weight: Float[Array, "v e"] | Weight, *, softcap: float | None = None
 ) -> Float[Array, "b s w"]:
-    """`head_logits`, cut, and of a vocabulary that devices do not divide with zeros behind. Arguments as there."""
+    """Compute logits that stay sharded over the vocabulary; one that the layout does not divide is padded.
+
+    Args:
+      hidden: final hidden states; the product is computed in their dtype.
+      weight: the output head's stored weight, an array or a `Weight`.
+      softcap: logits become `softcap * tanh(logits / softcap)`.
+
+    Returns:
+      float32 logits; those of the padding are 0.
+    """
     if filled_shape(_AXES, weight.shape) != tuple(weight.shape):
-        weight = as_weight(weight).dense()  # other products know of no zeros behind the vocabulary
+        weight = as_weight(weight).dense()  # products of other weights do not pad the vocabulary
     logits = project(hidden, weight, _AXES, (1,), hidden.dtype, jnp.dtype(jnp.float32))
     return _capped(constrain(logits, "batch", "seq", "vocab"), softcap)
 

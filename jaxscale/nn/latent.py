@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads made of one narrow vector, which is what a cache keeps."""
+"""Multi-head latent attention: the KV cache holds one narrow vector per token, shared by all heads."""
 
 from __future__ import annotations
 
@@ -27,19 +27,27 @@ _HEADS = ("batch", "seq", "heads", "head_dim")
 
 
 class LatentAttention(nnx.Module):
-    """Made by `MultiHeadLatent` (DeepSeek-V2, Liu et al. 2024, section 2.1).
+    """Multi-head latent attention, made by `MultiHeadLatent` (DeepSeek-V2, Liu et al. 2024, section 2.1).
 
-    A head's query and key have a plain part and one that is turned by position; the turned part of the key is the same
-    for all heads. Over a whole text every head's keys and values are made, and `kernel` mixes them. With a cache the
-    matrices that would make them act on queries and outputs instead (the paper's absorbed form, equal but for
-    rounding): all heads then attend to the kept vectors themselves, as to one key head whose first widths are values.
+    A head's query and key have a plain part and a rotary part; the rotary part of the key is the same for all heads.
+    Without a cache, each head's keys and values are computed and `kernel` mixes them. With a cache, the matrices that
+    project the latent to keys and values are multiplied into queries and outputs instead (the paper's absorbed form,
+    equal up to rounding): all heads then attend to the cached latents, as to one key head whose values are its first
+    `kv_rank` dimensions.
 
     Args:
-      width: the residual stream's.
-      heads: how many.
-      sizes: what made it.
-      kernel, rotary, window, softcap, out_scale, dtype, param_dtype: as `Attention`; likewise `scale`, by
-        default `MultiHeadLatent.score_scale`.
+      width: width of the residual stream.
+      heads: number of heads.
+      sizes: the ranks and head widths.
+      kernel: an `AttentionKernel`.
+      rotary: rotates the rotary part of queries and keys, or `None`.
+      window: see `dot_product_attention`.
+      softcap: see `dot_product_attention`.
+      scale: factor on the scores; `MultiHeadLatent.score_scale` by default.
+      out_scale: multiplies the initial standard deviation of the output projection.
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
     """
 
     def __init__(
@@ -78,31 +86,31 @@ class LatentAttention(nnx.Module):
         self.decode_state = KeyValues(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True)
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        """Apply the layer; with a cache in the context, append latents and rotary keys to it."""
         with jax.named_scope("qkv"):
             x = constrain(x, "batch", "seq", "embed")
-            # before queries: of the cotangents that x gets, those that heads on other devices add to come side by side,
-            # and are summed over them once
+            # before the queries, so that x's cotangents from tensor-sharded heads are adjacent and all-reduced once
             latent = self.kv_norm(constrain(self.kv_down(x), "batch", "seq", "latent"))
-            k_turned = constrain(self.k_rotary(x), "batch", "seq", "head_dim")[:, :, None]
+            k_rotated = constrain(self.k_rotary(x), "batch", "seq", "head_dim")[:, :, None]
             q_from = x
             if self.q_down is not None and self.q_norm is not None:
                 q_from = self.q_norm(constrain(self.q_down(x), "batch", "seq", "latent"))
-            q, q_turned = (constrain(m(q_from), *_HEADS) for m in (self.q, self.q_rotary))
+            q, q_rotated = (constrain(m(q_from), *_HEADS) for m in (self.q, self.q_rotary))
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
-                q_turned, k_turned = rotate(q_turned, cos, sin), rotate(k_turned, cos, sin)
-        given: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
+                q_rotated, k_rotated = rotate(q_rotated, cos, sin), rotate(k_rotated, cos, sin)
+        options: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
         if isinstance(context.cache, LayerCache):
-            mixed = self._absorbed(context.cache, q, q_turned, latent, k_turned, given)
+            mixed = self._absorbed(context.cache, q, q_rotated, latent, k_rotated, options)
         else:
             with jax.named_scope("qkv"):
                 k, v = constrain(self.k(latent), *_HEADS), constrain(self.v(latent), *_HEADS)
-                k = jnp.concatenate([k, jnp.broadcast_to(k_turned, (*k.shape[:-1], k_turned.shape[-1]))], axis=-1)
-                q, k = (constrain(y, *_HEADS) for y in (jnp.concatenate([q, q_turned], axis=-1), k))
+                k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:-1], k_rotated.shape[-1]))], axis=-1)
+                q, k = (constrain(y, *_HEADS) for y in (jnp.concatenate([q, q_rotated], axis=-1), k))
                 q, k, v = (checkpoint_name(y, "qkv") for y in (q, k, v))
             with jax.named_scope("mix"):
-                told: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
-                mixed = self.kernel(q, k, v, causal=True, **told, **given)
+                tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
+                mixed = self.kernel(q, k, v, causal=True, **tokens, **options)
         with jax.named_scope("out"):
             return self.out(constrain(mixed, *_HEADS))
 
@@ -110,18 +118,21 @@ class LatentAttention(nnx.Module):
         self,
         cache: LayerCache,
         q: Float[Array, "b s h p"],
-        q_turned: Float[Array, "b s h r"],
+        q_rotated: Float[Array, "b s h r"],
         latent: Float[Array, "b s l"],
-        k_turned: Float[Array, "b s 1 r"],
-        given: dict[str, Any],
+        k_rotated: Float[Array, "b s 1 r"],
+        options: dict[str, Any],
     ) -> Float[Array, "b s h v"]:
-        """Queries and outputs multiplied by what makes keys and values, and kept vectors attended to as they are."""
-        used = lambda m: in_use(as_weight(m.kernel.get_value()).dense(), m.axes, self.dtype)  # noqa: E731
+        """Multiply the key and value projections into queries and outputs, and attend to the cached latents."""
+
+        def used(m: Linear) -> Array:
+            return in_use(as_weight(m.kernel.get_value()).dense(), m.axes, self.dtype)
+
         latent = latent[:, :, None]
         with jax.named_scope("qkv"):
-            q = jnp.concatenate([jnp.einsum("bshp,lhp->bshl", q, used(self.k)), q_turned], axis=-1)
+            q = jnp.concatenate([jnp.einsum("bshp,lhp->bshl", q, used(self.k)), q_rotated], axis=-1)
             q = constrain(q.astype(self.dtype), *_HEADS)
         with jax.named_scope("mix"):
-            mixed = cache.mix(q, jnp.concatenate([latent, k_turned], axis=-1), latent, **given)
+            mixed = cache.mix(q, jnp.concatenate([latent, k_rotated], axis=-1), latent, **options)
         with jax.named_scope("out"):
             return jnp.einsum("bshl,lhv->bshv", mixed, used(self.v)).astype(self.dtype)

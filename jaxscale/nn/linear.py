@@ -23,45 +23,51 @@ def project(
     dtype: Any,
     out_dtype: Any,
 ) -> Float[Array, "..."]:
-    """`x · kernel`, over the last dimensions of `x` and the `contracted` ones of `kernel`.
+    """Compute `x · kernel`, summed over the last dimensions of `x` and the `contracted` ones of `kernel`.
 
-    Written with its derivative so that three things hold under any layout: a weight split along `embed` (FSDP) is cast
-    first and gathered second, in the smaller type; it is gathered again for the backward pass rather than kept; and
-    its gradient leaves the matrix multiplication in the parameter's own type, so that the sum over devices is taken
-    there, and lands where the rules for gradients say (a reduce-scatter when they split it).
+    Its custom derivative makes sure that, under any layout, a weight sharded along `embed` (FSDP) is cast before it is
+    all-gathered, in the smaller dtype; that it is gathered again in the backward pass instead of saved; and that its
+    gradient is computed in the parameter's dtype, in which it is summed over devices, and sharded by the rules for
+    gradients (by a reduce-scatter if they shard it).
 
     Args:
       x: activations.
-      kernel: the parameter, in the type it is kept in, or a `Weight` in its place, whose `matmul` is called.
+      kernel: the stored parameter, or a `Weight`, whose `matmul` is called.
       axes: logical axis per dimension of `kernel`.
       contracted: dimensions of `kernel` that are summed over, all leading or all trailing.
-      dtype: of the multiplication's inputs.
-      out_dtype: of the result.
+      dtype: dtype of the inputs of the product.
+      out_dtype: dtype of the result.
 
     Returns:
-      the remaining dimensions of `x`, then those of `kernel`; a vocabulary that devices do not divide has zeros behind.
+      the remaining dimensions of `x`, then those of `kernel`; a vocabulary that the layout does not divide is padded.
     """
     return as_weight(kernel).matmul(x, axes, contracted, dtype, out_dtype)
 
 
-_CUT_STD = 0.87962566103423978  # of a unit normal cut off at -2 and 2
+_TRUNCATED_STD = 0.87962566103423978  # the standard deviation of a unit normal truncated at -2 and 2
 
 
 def truncated_std(fan_in: int, scale: float = 1.0) -> float:
-    """What to give a truncated normal, so that a sum of `fan_in` unit numbers has a standard deviation of `scale`."""
-    return scale / math.sqrt(fan_in) / _CUT_STD
+    """Return the parameter of a truncated normal by which a weight has the standard deviation `scale / sqrt(fan_in)`.
+
+    Args:
+      fan_in: number of inputs of the product.
+      scale: standard deviation of the product with unit inputs.
+    """
+    return scale / math.sqrt(fan_in) / _TRUNCATED_STD
 
 
 class Linear(nnx.Module):
     """`y = x · kernel + bias`, contracting the last dimensions of `x` with the first of `kernel`.
 
     Args:
-      inputs: size by logical axis of the contracted dimensions, in order, as `{"embed": 128}`.
-      outputs: size by logical axis of the new dimensions, as `{"heads": 4, "head_dim": 32}`.
-      bias: whether to add one.
+      inputs: size by logical axis of the contracted dimensions, in order, such as `{"embed": 128}`.
+      outputs: size by logical axis of the new dimensions, such as `{"heads": 4, "head_dim": 32}`.
+      bias: add a bias.
       scale: multiplies the initial standard deviation `1 / sqrt(fan_in)` (truncated normal).
-      dtype: what the product is computed in (accumulation is the backend's, float32 or wider for bfloat16).
-      param_dtype: what the parameters are kept in.
+      dtype: dtype of the computation (the backend accumulates bfloat16 in float32 or wider).
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
     """
 
     def __init__(
@@ -82,32 +88,40 @@ class Linear(nnx.Module):
         from_last = tuple(range(-len(self.axes), -len(outputs)))
         init = named(jax.nn.initializers.truncated_normal(std), *self.axes, contracted=from_last)
         self.kernel = nnx.Param(init(rngs.params(), (*inputs.values(), *outputs.values()), param_dtype))
-        # A bias along the residual stream is too small to be worth FSDP's gather: "norm", not "embed".
+        # FSDP does not shard the small bias of the residual stream: its axis is "norm", not "embed".
         zeros = named(jax.nn.initializers.zeros, *("norm" if a == "embed" else a for a in outputs))
         self.bias = nnx.Param(zeros(rngs.params(), tuple(outputs.values()), param_dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Multiply `x` by the kernel and add the bias."""
         return self.biased(project(x, self.kernel.get_value(), self.axes, self.contracted, self.dtype, self.dtype))
 
     def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """`y` and the bias, if there is one."""
+        """Add the bias, if there is one.
+
+        Args:
+          y: the product.
+        """
         if self.bias is not None:
-            # added in float32, so that its gradient is summed in float32
+            # in float32, so that its gradient is summed in float32
             y = (y.astype(jnp.float32) + self.bias.get_value()).astype(self.dtype)
         return y
 
 
 def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> list[Float[Array, "b s ..."]]:
-    """What each of `linears` makes of the residual stream.
+    """Apply linear layers to the residual stream.
 
     Args:
-      x: whole along its sequence; with `overlap` as it is between blocks.
-      *linears: from ("embed",) to dimensions that `tensor` cuts.
-      overlap: gather x's sequence while it is multiplied (see `jaxscale.parallel.gather_matmul`), where a layout cuts
-        it over `tensor`.
+      x: the residual stream, whole along its sequence; with `overlap` sharded as it is between blocks.
+      *linears: layers from ("embed",) to dimensions that are sharded over `tensor`.
+      overlap: overlap the all-gather of x's sequence with the products (see `jaxscale.parallel.gather_matmul`), if the
+        layout shards it over `tensor`.
+
+    Returns:
+      the result of each layer.
 
     Raises:
-      LayoutError: `overlap`, and the layout cuts `tensor` but not so that there is a ring.
+      LayoutError: with `overlap`, the layout has a `tensor` axis and does not shard as the overlap needs.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
         kernels, axes = tuple(map(_whole, linears)), tuple(m.axes for m in linears)
@@ -117,14 +131,23 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
 
 
 def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False) -> Float[Array, "b s e"]:
-    """What `linear` makes of a hidden activation for the residual stream; arguments as `into`."""
+    """Apply a linear layer from a hidden activation back to the residual stream.
+
+    Args:
+      h: the hidden activation.
+      linear: a layer from dimensions that are sharded over `tensor` to ("embed",).
+      overlap: overlap the reduce-scatter over x's sequence with the product; see `into`.
+
+    Raises:
+      LayoutError: see `into`.
+    """
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
         return linear.biased(matmul_scatter(h, _whole(linear), linear.axes, linear.dtype))
     return linear(h)
 
 
 def _whole(linear: Linear) -> Array:
-    """The kernel as one array, for products that are not `project`'s."""
+    """Return the kernel as one array, for products other than `project`."""
     return as_weight(linear.kernel.get_value()).dense()
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a layer's activations between its forward and its backward pass, tensor by tensor."""
+"""Memory policies: which activations of a layer are saved, offloaded or recomputed for the backward pass."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "mlp_up": ("mlp_up",),
     "mlp_hidden": ("mlp_hidden",),
 }
-"""A layer's tensors and the names (`jax.ad_checkpoint.checkpoint_name`) they go by: the residual stream that a block is
-given, and between its sub-layers; what comes out of its norms; queries, keys and values, rotated; what attention mixes,
-and `flash_attention`'s log-sum-exp; what the feed-forward layer's first matrices make, and the product or activation
-that its last one takes."""
+"""A layer's tensors and their names (`jax.ad_checkpoint.checkpoint_name`): the residual stream before a block
+(`residual`) and between its sub-layers (`residual_mid`); the results of its norms; queries, keys and values after
+rotation; the result of the attention kernel and `flash_attention`'s log-sum-exp (`lse`); the results of the
+feed-forward layer's first matrices (`mlp_up`), and the input of its last matrix (`mlp_hidden`)."""
 
 TILED = ("norm", "mlp_hidden")
-"""What can be made one tile of the sequence at a time: each position on its own."""
+"""The tensors that can be computed one tile of the sequence at a time, because positions are independent."""
 
 
 _NARROW, _WIDER = 128, 16
-"""A product of at most so many numbers for each that it makes, and that makes so many times more of them, such as an
-adapter's second, is soon made again."""
+"""A product with a summed dimension of at most `_NARROW` and an output at least `_WIDER` times as wide, such as an
+adapter's second, is cheap to recompute."""
 
 
 def _products_with_weights(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -47,9 +47,9 @@ def _products_with_weights(primitive: Any, *args: Any, **params: Any) -> bool:
         return True
     if primitive.name == "dot_general":
         (left, right), _ = params["dimension_numbers"]
-        taken = math.prod(args[0].shape[i] for i in left)
-        given = math.prod(n for i, n in enumerate(args[1].shape) if i not in right)
-        if taken <= _NARROW and given >= _WIDER * taken:
+        summed = math.prod(args[0].shape[i] for i in left)
+        outputs = math.prod(n for i, n in enumerate(args[1].shape) if i not in right)
+        if summed <= _NARROW and outputs >= _WIDER * summed:
             return False
     return policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
@@ -59,26 +59,26 @@ REST: dict[str, Callable[..., Any]] = {
     "recompute": policies.nothing_saveable,
     "dots": _products_with_weights,
 }
-"""What becomes of tensors that a policy does not name; "dots" keeps the products with weights (but not of
-experts with slots, which are batched: name 'mlp_up' for those)."""
+"""What happens to tensors that a policy does not name; "dots" saves products with weights (except those of experts with
+slots, which are batched: name 'mlp_up' for those)."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class MemoryPolicy:
-    """What the backward pass finds, and where. Values and gradients are the same whatever it says.
+    """Which activations are saved, offloaded or recomputed. Values and gradients are the same with every policy.
 
-    A tensor of `TENSORS` stands in at most one of the three lists; `rest` says what becomes of all others. Recomputing
-    keeps each layer group's input, `residual`, whatever the lists say.
+    Each tensor of `jaxscale.nn.TENSORS` is in at most one of the three lists; `rest` applies to all others. With
+    recomputation, the input of each group of layers (`residual`) is saved in any case.
 
     Args:
-      keep: kept on the device.
-      offload: kept in host memory, moved there and back (Rajbhandari et al. 2021; MEMO, Zhao et al. 2024). On hardware
-        without any it is kept on the device, and a warning says so.
-      tile: made, and in the backward pass made again, one tile of the sequence at a time (ALST, Bekman et al. 2025):
-        `mlp_hidden`, `norm`.
-      rest: "recompute", "keep" or "dots" (keep the products with weights).
-      tile_size: positions of a tile; a multiple of the devices that a sequence is split over, else the next below.
+      keep: tensors saved on the device.
+      offload: tensors moved to host memory and back (Rajbhandari et al. 2021; MEMO, Zhao et al. 2024). On hardware
+        without host memory they are saved on the device, with a warning.
+      tile: tensors computed, and recomputed in the backward pass, one tile of the sequence at a time (ALST, Bekman et
+        al. 2025): `mlp_hidden`, `norm`.
+      rest: "recompute", "keep" or "dots" (save the products with weights).
+      tile_size: positions of a tile, rounded down to a multiple of the devices that a sequence is sharded over.
 
     Raises:
       ConfigError: an unknown tensor, one in two lists, or one that cannot be tiled.
@@ -93,11 +93,11 @@ class MemoryPolicy:
     def __post_init__(self) -> None:
         seen: dict[str, str] = {}
         for fate in ("keep", "offload", "tile"):
-            given = getattr(self, fate)
-            if isinstance(given, str) or not isinstance(given, tuple | list):
-                raise ConfigError(f"MemoryPolicy.{fate} = {given!r}: give a tuple of tensors, as ('attn_out',)")
-            object.__setattr__(self, fate, tuple(given))
-            for tensor in given:
+            tensors = getattr(self, fate)
+            if isinstance(tensors, str) or not isinstance(tensors, tuple | list):
+                raise ConfigError(f"MemoryPolicy.{fate} = {tensors!r}: give a tuple of tensors, such as ('attn_out',)")
+            object.__setattr__(self, fate, tuple(tensors))
+            for tensor in tensors:
                 if tensor not in TENSORS:
                     raise ConfigError(
                         f"MemoryPolicy.{fate} names '{tensor}', which no layer has{near(str(tensor), TENSORS)}"
@@ -108,8 +108,8 @@ class MemoryPolicy:
                     )
                 if fate == "tile" and tensor not in TILED:
                     raise ConfigError(
-                        f"MemoryPolicy.tile names '{tensor}', whose positions are not worked out one by one; it takes "
-                        f"{' and '.join(TILED)}"
+                        f"MemoryPolicy.tile names '{tensor}', which cannot be computed in tiles of the sequence; only "
+                        f"{' and '.join(TILED)} can"
                     )
                 seen[tensor] = fate
         if self.rest not in REST:
@@ -119,7 +119,7 @@ class MemoryPolicy:
 
     @classmethod
     def of(cls, policy: str | MemoryPolicy) -> MemoryPolicy:
-        """A policy, or the preset of that name.
+        """Return the preset of that name; a policy is returned as it is.
 
         Raises:
           ConfigError: there is no such preset.
@@ -132,25 +132,30 @@ class MemoryPolicy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is recomputed or moved, tiles aside."""
+        """Whether nothing is recomputed or offloaded, except in tiles."""
         return self.rest == "keep" and not self.offload
 
     def checkpoint(self, layer: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-        """`layer`, differentiated as the policy says.
+        """Wrap a layer in `jax.checkpoint` with this policy.
 
         Args:
           layer: a function of arrays that names its tensors.
-          prevent_cse: as of `jax.checkpoint`; a scan's body does without.
+          prevent_cse: see `jax.checkpoint`; False in the body of a scan.
         """
         if self.keeps_all:
             return layer
         host = not self.offload or host_memory_or_say(
-            ", ".join(f"'{t}'" for t in self.offload), "stays on the device, though the memory policy offloads it"
+            ", ".join(f"'{t}'" for t in self.offload), "stays on the device, although the memory policy offloads it"
         )
         return jax.checkpoint(layer, policy=_jax_policy(self, host), prevent_cse=prevent_cse)
 
     def tiled(self, tensor: str, fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
-        """`fn`, which makes `tensor`, in tiles of the sequence where the policy says so."""
+        """Return `fn`, computed in tiles of the sequence if the policy tiles a tensor.
+
+        Args:
+          tensor: the name of the tensor that `fn` computes, of `TILED`.
+          fn: a function of activations that treats each position by itself.
+        """
         return functools.partial(in_tiles, fn, size=self.tile_size) if tensor in self.tile else fn
 
 
@@ -163,22 +168,26 @@ POLICIES: dict[str, MemoryPolicy] = {
     "offload_residual": MemoryPolicy(offload=("residual",)),
     "minimal": MemoryPolicy(offload=("residual",), tile=("norm", "mlp_hidden")),
 }
-"""Policies by name. `none` keeps everything; `full` only each group's input (Chen et al. 2016); `dots` the products
-with weights as well, and `dots_and_attention` attention's output with them; `attention_only` what keeps attention from
-running again; `offload_residual` is `full` with that input in host memory; `minimal` is that in tiles."""
+"""Policies by name.
+
+- `none` saves everything.
+- `full` saves only the input of each group of layers (Chen et al. 2016).
+- `dots` also saves the products with weights, and `dots_and_attention` the output of attention as well.
+- `attention_only` is `full`, and saves the output and log-sum-exp of attention, so that it does not run again.
+- `offload_residual` is `full` with the inputs in host memory.
+- `minimal` is `offload_residual` with norms and the feed-forward layer in tiles."""
 
 
 @functools.cache
 def _jax_policy(policy: MemoryPolicy, host: bool) -> Callable[..., Any]:
-    """As `jax.checkpoint` wants it; cached, since a new function would be traced anew."""
-    names = lambda tensors: [n for t in tensors for n in TENSORS[t]]  # noqa: E731
-    kept, moved = names(policy.keep), names(policy.offload)
+    """Return a policy for `jax.checkpoint`; cached, because JAX traces again for each new function."""
+    saved, offloaded = ([n for t in tensors for n in TENSORS[t]] for tensors in (policy.keep, policy.offload))
     if not host:
-        kept, moved = kept + moved, []
+        saved, offloaded = saved + offloaded, []
     of_named = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=kept, names_which_can_be_offloaded=moved, offload_src=DEVICE, offload_dst=HOST
+        names_which_can_be_saved=saved, names_which_can_be_offloaded=offloaded, offload_src=DEVICE, offload_dst=HOST
     )
-    listed, rest = {*kept, *moved}, REST[policy.rest]
+    listed, rest = {*saved, *offloaded}, REST[policy.rest]
 
     def decide(primitive: Any, *args: Any, **params: Any) -> Any:
         named = primitive.name == "name" and params["name"] in listed
@@ -188,16 +197,16 @@ def _jax_policy(policy: MemoryPolicy, host: bool) -> Callable[..., Any]:
 
 
 def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: int) -> Float[Array, "b s f"]:
-    """`fn(x)`, worked out one tile of the sequence after the other, forward and backward.
+    """Compute `fn(x)` one tile of the sequence after the other, forward and backward.
 
-    What `fn` makes on its way exists for one tile at a time; the backward pass makes it again. A tile is every n-th
-    position, so that a sequence split over devices is tiled on each and nothing moves.
+    The intermediate activations of `fn` exist for one tile at a time; the backward pass recomputes them. A tile is
+    every n-th position, so that each device tiles its shard of the sequence and nothing is sent.
 
     Args:
-      fn: treats every position by itself; may close over parameters.
+      fn: a function that treats each position by itself; it may close over parameters.
       x: activations.
-      size: positions of a tile, at most, but one for each device that a sequence is split over; what remains of a
-        sequence is a tile of its own.
+      size: most positions of a tile; at least one per device that the sequence is sharded over. The rest of the
+        sequence is one more tile.
     """
     s, layout = x.shape[1], current()
     pieces = 1 if layout is None else layout.split("residual_seq")

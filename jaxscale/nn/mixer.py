@@ -1,4 +1,4 @@
-"""What a `Transformer` takes as a block's mixer: it makes the layer that mixes tokens (attention, a recurrence)."""
+"""`Mixer`: makes the layer of a block that mixes tokens (attention, a recurrence)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MADE_WITH = (
     "kernel", "rotary", "window", "softcap", "scale", "qk_norm", "bias", "out_bias", "out_scale", "norm_eps", "overlap",
     "rngs", "dtype", "param_dtype",
 )  # fmt: skip
-"""The keywords that every mixer is called with."""
+"""The keyword arguments that every mixer is called with."""
 
 
 class Mixer(Protocol):
-    """Makes a layer `layer(x, context)` that mixes a text's tokens; `jaxscale.nn.Context` is what a pass shares.
+    """Makes a layer `layer(x, context)` that mixes the tokens of a sequence; `context` is a `jaxscale.nn.Context`.
 
-    A layer keeps documents of one row apart (`Context.segment_ids`, 0 is padding). One that is to generate says what
-    it keeps of a text in an attribute `decode_state`: a `KeyValues` or a `RecurrentState`.
+    The layer must not mix documents of one row (`Context.segment_ids`, 0 is padding). To generate, it needs an
+    attribute `decode_state` for what it stores of a sequence: a `KeyValues` or a `RecurrentState`.
 
     Attributes:
-      widens: its sizes follow the model's width, so that µP and `TransformerConfig.at_width` know them.
-      windowed: it takes a window.
-      any_order: it takes a row's tokens in the order of `Context.order`, as attention and `recurrence` do; else it
-        needs them in their natural one.
-      in_formulas: the planner's formulas know its arithmetic and memory; else a run is planned by compiling.
+      widens: its sizes are proportional to the model's width, as µP and `TransformerConfig.at_width` need.
+      windowed: it supports a window.
+      any_order: it supports columns in the order of `Context.order`, as attention and `recurrence` do; else it needs
+        them in their natural order.
+      in_formulas: the planner has formulas for its FLOPs and memory; else a run is planned by compiling.
     """
 
     widens: ClassVar[bool] = False
@@ -34,20 +34,28 @@ class Mixer(Protocol):
     in_formulas: ClassVar[bool] = False
 
     def check(self, config: Any) -> None:
-        """Raises `ConfigError` for fields of a `TransformerConfig` that do not go with it."""
-
-    @abstractmethod
-    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
-        """Matrix-multiplication FLOPs of one layer's forward pass, by a name for each product.
+        """Check the model's config.
 
         Args:
           config: the `TransformerConfig`.
-          batch, seq: rows, and tokens of each.
-          window: the block's.
+
+        Raises:
+          ConfigError: a field that the mixer does not support.
+        """
+
+    @abstractmethod
+    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
+        """Return the FLOPs of the matrix products in a layer's forward pass, by the product's name.
+
+        Args:
+          config: the `TransformerConfig`.
+          batch: number of rows.
+          seq: tokens per row.
+          window: the block's window, or `None`.
         """
         ...
 
     @abstractmethod
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
-        """The layer; `options` are those of `MADE_WITH`, of which it takes what it has a use for."""
+        """Make the layer; `options` are those of `MADE_WITH`, of which a mixer may ignore some."""
         ...

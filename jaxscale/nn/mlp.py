@@ -1,4 +1,4 @@
-"""Feed-forward layers. All take the same arguments, so that a model holds one by reference."""
+"""Feed-forward layers, which all take the same arguments."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ class FeedForward(nnx.Module):
     """`down(act(up(x)))`, or with a gate `down(act(gate(x)) * up(x))` (Shazeer 2020).
 
     Args:
-      width: the residual stream's.
+      width: width of the residual stream.
       hidden: the hidden width.
-      bias: biases on every matrix.
-      out_scale: multiplies the initial standard deviation of `down` (models shrink it with depth).
-      overlap: products run beside the collectives of a sequence that `tensor` cuts (see `jaxscale.nn.linear.into`).
-      dtype, param_dtype: of the arithmetic and of the parameters.
+      bias: add a bias after every matrix.
+      out_scale: multiplies the initial standard deviation of `down` (models reduce it with depth).
+      overlap: overlap matrix products with the collectives of a sequence sharded over `tensor` (see
+        `jaxscale.nn.linear.into`).
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
     """
 
     gated: bool = False
@@ -52,6 +55,7 @@ class FeedForward(nnx.Module):
         self.down = linear({"mlp": hidden}, {"embed": width}, scale=out_scale)
 
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        """Apply the layer to every position."""
         act = type(self).activation
         with jax.named_scope("up"):
             if self.gate is None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a feed-forward layer of which each token sees a part."""
+"""Mixtures of experts: feed-forward layers of which each token uses some."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from jaxscale.signatures import check_method
 @register
 @dataclasses.dataclass(frozen=True)
 class MixtureOfExperts:
-    """What a `Transformer` takes as `mlp` to have experts: makes an `Experts` layer.
+    """A mixture of experts as `Transformer.mlp`: makes an `Experts` layer.
 
     Args:
-      experts: how many there are.
-      top_k: how many a token is given to; with an expert-choice router, on average with `capacity = 1`.
-      hidden: the hidden width of one; the model's own `hidden` by default.
-      router: which ones: `SoftmaxRouter()`, `SigmoidRouter()`, `ExpertChoiceRouter()`.
-      shared: as many more that every token is given to (Dai et al. 2024), kept as one feed-forward layer.
-      shared_gate: what the shared ones add is weighed by a sigmoid of its own for each token (Qwen1.5-MoE).
-      expert: what they are: `SwiGLU`, `GeGLU`, `GELU`.
-      capacity: an expert takes `capacity * top_k / experts` of a group's tokens and drops the others; `None` drops
-        none.
-      group: consecutive tokens of a row among which slots are given out; a whole row by default.
+      experts: number of experts.
+      top_k: experts per token; with an expert-choice router, the average at `capacity = 1`.
+      hidden: the hidden width of one expert; the model's `hidden` by default.
+      router: chooses the experts of a token: `SoftmaxRouter()`, `SigmoidRouter()`, `ExpertChoiceRouter()`.
+      shared: number of shared experts, which every token uses (Dai et al. 2024); they are one feed-forward layer.
+      shared_gate: multiply the output of the shared experts by a sigmoid gate per token (Qwen1.5-MoE).
+      expert: the kind of expert: `SwiGLU`, `GeGLU`, `GELU`.
+      capacity: an expert takes at most `capacity * top_k / experts` of a group's tokens and drops the others; `None`
+        drops none.
+      group: number of consecutive tokens of a row that share an expert's slots; a whole row by default.
       balance_loss: weight of the load-balance loss (0.01 in Switch).
       z_loss: weight of the squared log-partition of the router's scores (0.001 in ST-MoE, Zoph et al. 2022).
 
@@ -77,41 +77,46 @@ class MixtureOfExperts:
         check_method("MixtureOfExperts.router", self.router, "probabilities", ("scores",), ())
         if self.capacity is not None and not self.capacity > 0:
             raise ConfigError(
-                f"MixtureOfExperts.capacity = {self.capacity}: must be above 0, 1.0 for as many slots as choices, or "
-                "None to drop nothing"
+                f"MixtureOfExperts.capacity = {self.capacity}: must be above 0 (1.0 for as many slots as choices), or "
+                "None to drop no tokens"
             )
         if self.capacity is None and self.router.needs_capacity:
             raise ConfigError(
-                f"{type(self.router).__name__} fills slots and needs to know how many; set MixtureOfExperts.capacity, "
-                "1.0 for as many as there are choices"
+                f"{type(self.router).__name__} needs a number of slots per expert; set MixtureOfExperts.capacity, 1.0 "
+                "for as many slots as choices"
             )
         limit = getattr(self.router, "limit", None)
         if limit is not None:
             limit.check(self.experts, self.top_k)
         if self.shared_gate and not self.shared:
             raise ConfigError(
-                "MixtureOfExperts.shared_gate = True weighs shared experts; set shared, or leave it False"
+                "MixtureOfExperts.shared_gate = True has no effect without shared experts; set shared or remove it"
             )
         for name in ("balance_loss", "z_loss"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
 
     def check(self, config: Any) -> None:
-        """Raises `ConfigError` for fields of a `TransformerConfig` that experts have no place for."""
+        """Check the model's config.
+
+        Args:
+          config: the `TransformerConfig`.
+
+        Raises:
+          ConfigError: a field that experts do not support.
+        """
         if "mlp" in config.overlap:
-            raise ConfigError(
-                "Transformer.overlap names 'mlp', and experts exchange tokens in a way of their own; use ('attention',)"
-            )
+            raise ConfigError("Transformer.overlap names 'mlp', and experts have other collectives; use ('attention',)")
         if config.bias:
-            raise ConfigError("Transformer.bias = True goes with a plain mlp, and experts have none; set it to False")
+            raise ConfigError("Transformer.bias = True needs a plain mlp, and experts have no biases; set it to False")
         if "mlp_hidden" in MemoryPolicy.of(config.memory).tile:
             raise ConfigError(
-                "Transformer.memory tiles 'mlp_hidden' position by position, and experts take tokens of all positions; "
-                "take it out of MemoryPolicy.tile"
+                "Transformer.memory tiles 'mlp_hidden' along the sequence, and experts take tokens of all positions; "
+                "remove it from MemoryPolicy.tile"
             )
 
     def dropless(self) -> MixtureOfExperts:
-        """The same without a capacity; itself where there is none, or where its router cannot do without one."""
+        """Return this mixture without a capacity, unless its router needs one."""
         if self.capacity is None or self.router.needs_capacity:
             return self
         return dataclasses.replace(self, capacity=None)
@@ -122,15 +127,22 @@ class MixtureOfExperts:
         return self.expert.gated
 
     def widths(self, hidden: int) -> tuple[int, int]:
-        """Hidden widths, of one expert and of the shared ones together, in a model whose own is `hidden`."""
+        """Return the hidden widths of one expert and of all shared experts together.
+
+        Args:
+          hidden: the model's `hidden`.
+        """
         one = self.hidden or hidden
         return one, self.shared * one
 
     def slots(self, seq: int) -> Capacity | None:
-        """An expert's capacity for rows of `seq` tokens.
+        """Return an expert's capacity, or `None` if no tokens are dropped.
+
+        Args:
+          seq: tokens per row.
 
         Raises:
-          ConfigError: groups that do not fill the row.
+          ConfigError: `group` does not divide the row.
         """
         if self.capacity is None:
             return None
@@ -153,10 +165,10 @@ class MixtureOfExperts:
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> Experts:
-        """The layer; arguments as `FeedForward`.
+        """Make the layer; arguments as `FeedForward`.
 
         Raises:
-          ConfigError: biases, which experts do not have.
+          ConfigError: `bias` is set, and experts have no biases.
         """
         if bias:
             raise ConfigError("MixtureOfExperts has no biases; set Transformer.bias = False")
@@ -164,10 +176,19 @@ class MixtureOfExperts:
 
 
 class Experts(nnx.Module):
-    """A router and its experts, made by `MixtureOfExperts`; arguments as there and as `FeedForward`.
+    """A router and its experts, made by `MixtureOfExperts`.
 
-    Returns what the layer adds, and statistics (see `jaxscale.nn.stats`). Where not all tokens are `real`, padding is
-    given to no expert, takes no slot and is in no statistic.
+    Called with activations and a mask of tokens that are not padding (`real`), it returns what the layer adds and its
+    statistics (see `jaxscale.nn.stats`). Padding goes to no expert, takes no slot and is in no statistic.
+
+    Args:
+      config: the settings.
+      width: width of the residual stream.
+      hidden: the model's hidden width.
+      out_scale: multiplies the initial standard deviation of `down`.
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
     """
 
     reports = True
@@ -186,42 +207,43 @@ class Experts(nnx.Module):
         c = self.config = config
         one, shared = c.widths(hidden)
 
-        def made(axes: tuple[str, ...], *shape: int, scale: float = 1.0) -> nnx.Param[Any]:
+        def parameter(axes: tuple[str, ...], *shape: int, scale: float = 1.0) -> nnx.Param[Any]:
             init = jax.nn.initializers.truncated_normal(truncated_std(shape[-2], scale))
             contracted = (-2,) if axes in (UP, DOWN) else None
             return nnx.Param(named(init, *axes, contracted=contracted)(rngs.params(), shape, param_dtype))
 
-        self.router = made(("embed", "router"), width, c.experts)
+        self.router = parameter(("embed", "router"), width, c.experts)
         zeros = named(jax.nn.initializers.zeros, "router")
         balanced = c.router.balanced
         self.load_bias = nnx.Param(zeros(rngs.params(), (c.experts,), jnp.float32)) if balanced else None
-        self.gate = made(UP, c.experts, width, one) if c.gated else None
-        self.up = made(UP, c.experts, width, one)
-        self.down = made(DOWN, c.experts, one, width, scale=out_scale)
+        self.gate = parameter(UP, c.experts, width, one) if c.gated else None
+        self.up = parameter(UP, c.experts, width, one)
+        self.down = parameter(DOWN, c.experts, one, width, scale=out_scale)
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.shared = c.expert(width, shared, out_scale=out_scale, rngs=rngs, **types) if shared else None
         normal = jax.nn.initializers.truncated_normal(truncated_std(width))
-        gate = named(normal, "norm")  # as long as a norm's scale, and as little worth gathering
+        gate = named(normal, "norm")  # a vector that FSDP does not shard, as a norm's scale
         self.shared_gate = nnx.Param(gate(rngs.params(), (width,), param_dtype)) if c.shared_gate else None
         self.dtype = dtype
 
     def check_independent(self) -> None:
-        """Raises `ConfigError` where what it makes of a text depends on the others of a step."""
+        """Raise `ConfigError` if the result for a sequence depends on the other sequences of a step."""
         c = self.config
         if c.router.needs_capacity:
             raise ConfigError(
-                f"{type(c.router).__name__} chooses among all tokens of a batch, later ones and padding included, so "
-                "that a sequence would depend on the others; train a model for generation with SoftmaxRouter"
+                f"{type(c.router).__name__} chooses among all tokens of a group, later ones included, so that a "
+                "sequence would depend on the others; train a model for generation with SoftmaxRouter"
             )
         if c.capacity is not None:
             raise ConfigError(
-                f"MixtureOfExperts.capacity = {c.capacity} drops tokens depending on the rest of the batch, so "
-                "that a sequence would depend on the others; generate with MixtureOfExperts.capacity = None"
+                f"MixtureOfExperts.capacity = {c.capacity} drops tokens depending on the rest of the batch, so that a "
+                "sequence would depend on the others; generate with MixtureOfExperts.capacity = None"
             )
 
     def __call__(
         self, x: Float[Array, "b s e"], real: Bool[Array, "b s"] | None = None
     ) -> tuple[Float[Array, "b s e"], Stats]:
+        """Apply the layer; `real` are the tokens that are not padding (`None` is all)."""
         c = self.config
         capacity = c.slots(x.shape[1])
         if capacity is not None:
@@ -238,19 +260,23 @@ class Experts(nnx.Module):
             y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
         if self.shared is not None:
             with jax.named_scope("shared"):
-                y = y + self._weighed(self.shared(constrain(x, "batch", "seq", "embed")), x)
+                y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)
         with jax.named_scope("router"):
             return y, self._stats(scores, routed, bias, capacity, real)
 
     def scores(self, x: Float[Array, "b s e"]) -> Float[Array, "b s x"]:
-        """The router's scores, float32 all the way."""
+        """Return the router's scores, computed in float32.
+
+        Args:
+          x: the layer's input.
+        """
         x = constrain(x, "expert_batch", "expert_seq", "embed").astype(jnp.float32)
         kernel = in_use(self.router.get_value(), ("embed", "router"), jnp.float32)
         scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
         return constrain(scores, "expert_batch", "expert_seq", None)
 
-    def _weighed(self, y: Array, x: Array) -> Array:
-        """What shared experts make, by their gate, which is float32 as a router's scores are."""
+    def _gated(self, y: Array, x: Array) -> Array:
+        """Multiply the output of the shared experts by their gate, computed in float32."""
         if self.shared_gate is None:
             return y
         gate = self.shared_gate.get_value().astype(jnp.float32)
@@ -258,7 +284,7 @@ class Experts(nnx.Module):
         return (y.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(y.dtype)
 
     def _stats(self, scores: Array, routed: Any, bias: Array | None, capacity: Capacity | None, real: Array) -> Stats:
-        """Over all real tokens of the batch that the layer was given, wherever they are."""
+        """Return the statistics over all tokens of the batch that are not padding, on all devices."""
         c = self.config
         x = scores.shape[-1]
         tokens = jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
@@ -271,7 +297,7 @@ class Experts(nnx.Module):
         balance = x * jnp.sum(share * mean)
         z = jnp.sum(jnp.where(real, jnp.square(jax.nn.logsumexp(scores, axis=-1)), 0.0)) / tokens
         loss = c.balance_loss * balance + c.z_loss * z
-        if bias is not None:  # worth nothing; its derivative is each expert's load above the mean
+        if bias is not None:  # its value is 0, and its derivative is each expert's load above the mean
             loss = loss + jnp.sum((bias - lax.stop_gradient(bias)) * (share - 1 / x))
         return {
             "loss": loss,
@@ -284,20 +310,20 @@ class Experts(nnx.Module):
 
 
 def _choices_load(ids: Int[Array, "b s k"], experts: int, capacity: Capacity | None) -> tuple[Array, Array]:
-    """The share of choices that found no slot, and how often each expert was chosen."""
+    """Return the share of choices without a slot, and how often each expert was chosen."""
     b, s, k = ids.shape
     group = s if capacity is None else capacity.group
     chosen = jax.nn.one_hot(ids, experts, dtype=jnp.float32).reshape(b, s // group, group * k, experts)
-    asked = jnp.sum(chosen, axis=2)
-    lost = jnp.zeros([]) if capacity is None else jnp.sum(jnp.maximum(asked - capacity.slots, 0.0))
-    return lost / jnp.maximum(jnp.sum(asked), 1.0), jnp.sum(asked, axis=(0, 1))
+    counts = jnp.sum(chosen, axis=2)
+    dropped = jnp.zeros([]) if capacity is None else jnp.sum(jnp.maximum(counts - capacity.slots, 0.0))
+    return dropped / jnp.maximum(jnp.sum(counts), 1.0), jnp.sum(counts, axis=(0, 1))
 
 
 def _slots_load(slots: Slots, real: Bool[Array, "b s"]) -> tuple[Array, Array]:
-    """The share of real tokens that no expert took, and how many each took."""
+    """Return the share of tokens that no expert chose, and how many each expert chose."""
     b, n, x, c = slots.token.shape
     group = real.shape[1] // n
-    taken = jax.nn.one_hot(slots.token, group, dtype=jnp.float32)
-    none = (jnp.sum(taken, axis=(2, 3)) == 0) & real.reshape(b, n, group)
+    chosen = jax.nn.one_hot(slots.token, group, dtype=jnp.float32)
+    none = (jnp.sum(chosen, axis=(2, 3)) == 0) & real.reshape(b, n, group)
     share = jnp.sum(none, dtype=jnp.float32) / jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
-    return share, jnp.sum(taken, axis=(0, 1, 3, 4))
+    return share, jnp.sum(chosen, axis=(0, 1, 3, 4))

@@ -1,6 +1,6 @@
-"""Normalisations, computed in float32 whatever the activations are.
+"""Normalisation layers, computed in float32 for activations of any dtype.
 
-`x * x` and not `jnp.square(x)`: the derivative of the latter keeps `2 * x` for the backward pass besides `x`.
+They compute `x * x` and not `jnp.square(x)`, whose derivative saves `2 * x` for the backward pass as well as `x`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RMSNorm(nnx.Module):
 
     Args:
       width: size of the last dimension.
-      axis: its logical name in the parameters.
+      axis: logical axis of the parameters.
       eps: added to the mean square.
-      dtype: what comes out.
-      param_dtype: what the scale is kept in.
+      dtype: dtype of the result.
+      param_dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class RMSNorm(nnx.Module):
         self.scale = _parameter(jax.nn.initializers.ones, width, axis, param_dtype)
 
     def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+        """Normalise the last dimension."""
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return (y * self.scale.get_value()).astype(self.dtype)
@@ -54,7 +55,15 @@ class RMSNorm(nnx.Module):
 
 @register
 class UnitOffsetRMSNorm(RMSNorm):
-    """`x / rms(x) * (1 + scale)`, whose scale begins at zero (Gemma). Arguments as `RMSNorm`."""
+    """`x / rms(x) * (1 + scale)` over the last dimension, with a scale that starts at zero (Gemma).
+
+    Args:
+      width: size of the last dimension.
+      axis: logical axis of the parameters.
+      eps: added to the mean square.
+      dtype: dtype of the result.
+      param_dtype: dtype of the parameters.
+    """
 
     def __init__(
         self,
@@ -69,6 +78,7 @@ class UnitOffsetRMSNorm(RMSNorm):
         self.scale = _parameter(jax.nn.initializers.zeros, width, axis, param_dtype)
 
     def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+        """Normalise the last dimension."""
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return (y * (1.0 + self.scale.get_value().astype(jnp.float32))).astype(self.dtype)
@@ -76,7 +86,15 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 @register
 class LayerNorm(nnx.Module):
-    """`(x - mean(x)) / std(x) * scale + bias` over the last dimension (Ba et al. 2016). Arguments as `RMSNorm`."""
+    """`(x - mean(x)) / std(x) * scale + bias` over the last dimension (Ba et al. 2016).
+
+    Args:
+      width: size of the last dimension.
+      axis: logical axis of the parameters.
+      eps: added to the variance.
+      dtype: dtype of the result.
+      param_dtype: dtype of the parameters.
+    """
 
     def __init__(
         self,
@@ -92,6 +110,7 @@ class LayerNorm(nnx.Module):
         self.bias = _parameter(jax.nn.initializers.zeros, width, axis, param_dtype)
 
     def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+        """Normalise the last dimension."""
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
@@ -101,24 +120,36 @@ class LayerNorm(nnx.Module):
 @register
 @dataclasses.dataclass(frozen=True)
 class QKNorm:
-    """How queries and keys are normalised before they are turned.
+    """Normalisation of queries and keys before rotary positions.
 
     Args:
-      norm: by what; called as `norm(width, axis=..., eps=..., dtype=..., param_dtype=...)`.
-      across_heads: all heads of a token together (OLMo-2), rather than each by itself (Henry et al. 2020).
+      norm: makes the layer; called as `norm(width, axis=..., eps=..., dtype=..., param_dtype=...)`.
+      across_heads: normalise all heads of a token together (OLMo-2); else each by itself (Henry et al. 2020).
     """
 
     norm: Callable[..., nnx.Module] = RMSNorm
     across_heads: bool = False
 
     def make(self, axis: str, heads: int, head_dim: int, **types: Any) -> nnx.Module:
-        """The norm of projections (..., heads, head_dim) whose heads go by the name `axis`."""
+        """Make the norm of queries or keys.
+
+        Args:
+          axis: logical axis of the heads, "heads" or "kv_heads".
+          heads: number of heads.
+          head_dim: width of a head.
+          **types: further arguments of `norm`: `eps`, `dtype` and `param_dtype`.
+        """
         if self.across_heads:
             return self.norm(heads * head_dim, axis=axis, **types)
         return self.norm(head_dim, axis="head_dim", **types)
 
     def apply(self, norm: nnx.Module, x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:
-        """Projections normalised by what `make` made."""
+        """Normalise queries or keys.
+
+        Args:
+          norm: the layer that `make` returned.
+          x: queries or keys.
+        """
         if not self.across_heads:
             return norm(x)
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""What a recurrent mixer is made of: a linear recurrence that begins anew with each document."""
+"""Parts of recurrent mixers: a linear recurrence that restarts at each document."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxscale.parallel import linear_scan
 
 
 def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
-    """Which tokens begin a document, so that nothing of the tokens before may reach them; padding always does.
+    """Return which tokens start a document, at which a recurrence restarts; padding tokens always do.
 
     Args:
-      context: of the pass.
-      seq: columns.
+      context: the inputs that layers share.
+      seq: number of columns.
     """
     segments, order = context.segment_ids, context.order
     if segments is None:
@@ -32,25 +32,29 @@ def recurrence(
     decay: Float[Array, "b s ..."],
     update: Float[Array, "b s ..."],
     context: Context,
-    kept: RecurrentState,
+    decode_state: RecurrentState,
     name: str = "h",
 ) -> Float[Array, "b s ..."]:
-    """`h[t] = decay[t] * h[t - 1] + update[t]` within every document, from zero; see `jaxscale.parallel.linear_scan`.
+    """Compute `h[t] = decay[t] * h[t - 1] + update[t]` within each document, starting from zero.
 
-    In generation it goes on from what is kept of each text, and leaves there what the next step goes on from.
+    In generation, it starts from each sequence's cached state, and writes the new state to the cache. See
+    `jaxscale.parallel.linear_scan`.
 
     Args:
-      decay, update: of one shape, float32 as a rule.
-      context: of the pass.
-      kept: the layer's `decode_state`.
-      name: of the array in it that `h` of one token is, whose logical axes are those of a token's `decay`.
+      decay: usually float32.
+      update: of the same shape.
+      context: the inputs that layers share.
+      decode_state: the layer's `decode_state`.
+      name: the array of `decode_state` that stores `h`; its axes are those of `decay` without batch and sequence.
     """
     starts = document_starts(context, update.shape[1])
     starts = starts.reshape(*starts.shape, *(1,) * (update.ndim - 2))
     cache = context.cache
     if isinstance(cache, LayerCache):
-        update = jnp.where(starts, decay * cache.before(kept, name) + update, update)
-    h = linear_scan(jnp.where(starts, 0, decay), update, ("batch", "seq", *kept.array(name).axes), context.order)
+        update = jnp.where(starts, decay * cache.before(decode_state, name) + update, update)
+    h = linear_scan(
+        jnp.where(starts, 0, decay), update, ("batch", "seq", *decode_state.array(name).axes), context.order
+    )
     if isinstance(cache, LayerCache):
-        cache.after(kept, name, h)
+        cache.after(decode_state, name, h)
     return h

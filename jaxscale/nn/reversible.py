@@ -1,4 +1,4 @@
-"""Reversible runs: the backward pass works out each layer's inputs from its outputs, so depth holds no activations."""
+"""Reversible runs of blocks: the backward pass computes each layer's inputs from its outputs instead of saving them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ Streams = tuple[Float[Array, "b s e"], Float[Array, "b s e"]]
 
 @register
 class ReversibleRun(Run):
-    """A run over two residual streams, `a + attn(b)` and then `b + mlp(a)`, each step of which can be undone.
+    """A run of blocks over two residual streams, `a + attn(b)` and then `b + mlp(a)`, which can both be inverted.
 
-    (Gomez et al. 2017; Kitaev et al. 2020.) Whatever the depth, one layer's activations exist at a time. The streams
-    are float32, since what is subtracted again has to be what was added. The arithmetic is that of recomputing every
-    layer once, the function another one than `Run`'s. Arguments as `Run`.
+    (Gomez et al. 2017; Kitaev et al. 2020.) At any depth, the activations of one layer exist at a time. The streams are
+    float32, so that subtracting restores what was added to. It costs as much as recomputing every layer once, and
+    computes another function than `Run`.
+
+    Args:
+      *args: as `Run`.
+      **kwargs: as `Run`.
 
     Raises:
-      ConfigError: blocks whose sub-layers stand side by side, or a memory policy for activations that do not exist.
+      ConfigError: parallel blocks, or a memory policy that saves, moves or recomputes activations.
     """
 
     decodable = False
@@ -38,59 +42,60 @@ class ReversibleRun(Run):
         super().__init__(*args, **kwargs)
         if any(block.parallel for block in self.blocks):
             raise ConfigError(
-                "ReversibleRun needs attention and feed-forward one after the other; set Transformer.parallel = False"
+                "ReversibleRun needs the feed-forward layer after attention; set Transformer.parallel = False"
             )
         if not self.memory.keeps_all:
             raise ConfigError(
-                "ReversibleRun keeps no activations that a memory policy could recompute or move; set "
+                "ReversibleRun saves no activations that a memory policy could recompute or move; set "
                 "Transformer.memory = 'none', or a MemoryPolicy of rest='keep' that only tiles"
             )
 
     @staticmethod
     def scans(scan: bool | str, layers: int, memory: MemoryPolicy) -> bool:
-        """Unless it is told not to: outside of a loop, activations that are made again would all exist at a time."""
+        """True unless `scan` is False: outside of a loop, all recomputed activations would exist at the same time."""
         return bool(scan)
 
     @staticmethod
     def enter(x: Float[Array, "b s e"]) -> Streams:
-        """Both streams start as the embedding."""
+        """Return two streams that both start as the embedding."""
         x = x.astype(jnp.float32)
         return x, x
 
     @staticmethod
     def leave(x: Streams, dtype: Any) -> Float[Array, "b s e"]:
-        """Their mean, in the model's type."""
+        """Return the mean of the streams, in the model's dtype."""
         return ((x[0] + x[1]) / 2).astype(dtype)
 
     def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
+        """See `Run`."""
         graphs, params = zip(*((g, nnx.to_pure_dict(p)) for g, p in map(nnx.split, self.blocks)), strict=True)
         part = Part(jnp.arange(self.repeats)) if part is None else part
         unroll = 1 if self.scans(self.scan, self.repeats, self.memory) else part.at.shape[0]
 
-        def told(arrays: Any, i: Array, j: int) -> Context:
+        def context_of(arrays: Any, i: Array, j: int) -> Context:
             return context.holding(arrays).at(self.first + i * len(graphs) + j)
 
         def forward(params: Any, x: Streams, arrays: Any) -> tuple[Streams, Stats]:
             def group(x: Streams, layer: Any) -> tuple[Streams, Stats]:
-                (params, (i, real)), found = layer, []
+                (params, (i, real)), reported = layer, []
                 before = x
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
                     with jax.named_scope(f"blocks/{j}"):
-                        a = x[0] + block.attend(x[1], told(arrays, i, j))
-                        y, stats = block.feed(a, told(arrays, i, j))
+                        a = x[0] + block.attend(x[1], context_of(arrays, i, j))
+                        y, stats = block.feed(a, context_of(arrays, i, j))
                     x = a, x[1] + y
-                    found.append(stats)
-                return chosen(real, (x, total(found)), (before, none_of(total(found))))
+                    reported.append(stats)
+                return chosen(real, (x, total(reported)), (before, none_of(total(reported))))
 
             x, stats = jax.lax.scan(group, x, (params, part), unroll=unroll)
             return x, over_layers(stats)
 
-        def keep_the_end(params: Any, x: Streams, arrays: Any) -> tuple[tuple[Streams, Stats], Any]:
+        def forward_with_residuals(params: Any, x: Streams, arrays: Any) -> tuple[tuple[Streams, Stats], Any]:
             x, stats = forward(params, x, arrays)
             return (x, stats), (params, x, arrays)
 
-        def backward(kept: Any, cotangents: tuple[Streams, Stats]) -> tuple[Any, Streams, None]:
-            (params, x, arrays), (dx, dstats) = kept, cotangents
+        def backward(saved: Any, cotangents: tuple[Streams, Stats]) -> tuple[Any, Streams, None]:
+            (params, x, arrays), (dx, dstats) = saved, cotangents
 
             def group(carry: tuple[Streams, Streams], layer: Any) -> tuple[tuple[Streams, Streams], Any]:
                 params, (i, real) = layer
@@ -98,7 +103,7 @@ class ReversibleRun(Run):
                 after = carry
                 for j in reversed(range(len(graphs))):
                     with jax.named_scope(f"blocks/{j}"):
-                        carry, dparams = _undo(graphs[j], params[j], *carry, dstats, told(arrays, i, j))
+                        carry, dparams = _undo(graphs[j], params[j], *carry, dstats, context_of(arrays, i, j))
                     grads.insert(0, dparams)
                 none = jax.tree.map(jnp.zeros_like, tuple(grads))
                 return chosen(real, carry, after), chosen(real, tuple(grads), none)
@@ -107,14 +112,17 @@ class ReversibleRun(Run):
             return grads, dx, None
 
         run = jax.custom_vjp(forward)
-        run.defvjp(keep_the_end, backward)
+        run.defvjp(forward_with_residuals, backward)
         return run(params, x, context.arrays())
 
 
 def _undo(
     graph: Any, params: Any, x: Streams, dx: Streams, dstats: Stats, context: Context
 ) -> tuple[tuple[Streams, Streams], Any]:
-    """One block backwards: its inputs, their cotangents, and those of its parameters; `dstats` is that of a sum."""
+    """Return a block's inputs with their cotangents, and its parameters' cotangents, from its outputs and theirs.
+
+    `dstats` are the cotangents of the summed statistics.
+    """
 
     def attend(params: Any, b: Array) -> Array:
         block: Block = nnx.merge(graph, params)

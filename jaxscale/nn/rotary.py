@@ -15,39 +15,59 @@ from jaxscale.errors import ConfigError
 
 
 class RotaryScaling(Protocol):
-    """Stretches a rotary embedding: new inverse frequencies, and a factor on cosine and sine.
+    """Extends a rotary embedding to longer sequences: new inverse frequencies, and a factor on cosine and sine.
 
-    `positions` (B, S) are for those that go by the length of a text; what they return is (D,), or (B, 1, D).
+    It is called with inverse frequencies (D,), the base `theta`, and `positions` (B, S), which scalings that depend on
+    the length of a sequence use. The frequencies that it returns are (D,) or (B, 1, D).
     """
 
     def __call__(
         self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
-    ) -> tuple[Any, float]: ...
+    ) -> tuple[Any, float]:
+        """Return new inverse frequencies and the factor on cosine and sine."""
+        ...
 
 
 @runtime_checkable
 class ScalesScores(Protocol):
-    """A `RotaryScaling` that scales all attention scores besides."""
+    """A `RotaryScaling` that also scales all attention scores."""
 
     @property
-    def score_factor(self) -> float: ...
+    def score_factor(self) -> float:
+        """The factor on attention scores."""
+        ...
 
 
 @runtime_checkable
 class ScalesByLength(Protocol):
-    """A `RotaryScaling` whose factors are others for long texts."""
+    """A `RotaryScaling` that has other factors for long sequences."""
 
-    def for_texts_of(self, length: int) -> Any:
-        """The same for texts that may reach `length` tokens."""
+    def for_length(self, length: int) -> Any:
+        """Return the scaling for sequences that may grow to a length.
+
+        Args:
+          length: the most tokens of a sequence.
+        """
 
     def refuse_length(self, length: int) -> None:
-        """Raises `ConfigError` where texts that grow up to `length` would change from some factors to others."""
+        """Check that the factors do not change while a sequence grows.
+
+        Args:
+          length: the most tokens of a sequence.
+
+        Raises:
+          ConfigError: sequences that grow to `length` would change their factors.
+        """
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Divides positions by a factor (position interpolation, Chen et al. 2023).
+
+    Args:
+      factor: the factor.
+    """
 
     factor: float = 1.0
 
@@ -55,13 +75,18 @@ class LinearScaling:
         _check_positive(self, "factor")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+        """See `RotaryScaling`."""
         return inv_freq / self.factor, 1.0
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class NTKScaling:
-    """A larger base, so that the lowest frequency is stretched by `factor` and the highest not at all."""
+    """NTK-aware scaling: a larger base, which divides the lowest frequency by `factor` and leaves the highest.
+
+    Args:
+      factor: how many times longer sequences become.
+    """
 
     factor: float = 1.0
 
@@ -69,6 +94,7 @@ class NTKScaling:
         _check_positive(self, "factor")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+        """See `RotaryScaling`."""
         n = len(inv_freq)
         base = theta * self.factor ** (n / max(n - 1, 1))
         return base ** (-np.arange(n) / n), 1.0
@@ -77,7 +103,14 @@ class NTKScaling:
 @register
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies stretched, high ones kept, a blend between (Llama 3.1)."""
+    """Divides low frequencies, leaves high ones, and interpolates between (Llama 3.1).
+
+    Args:
+      factor: divides the low frequencies.
+      low_freq_factor: rotations over `original_length` below which a frequency is divided by `factor`.
+      high_freq_factor: rotations over `original_length` above which a frequency is unchanged.
+      original_length: the sequence length of pre-training.
+    """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -93,6 +126,7 @@ class Llama3Scaling:
             )
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+        """See `RotaryScaling`."""
         turns = self.original_length * inv_freq / (2 * math.pi)
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = np.clip(keep, 0.0, 1.0)
@@ -102,15 +136,15 @@ class Llama3Scaling:
 @register
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """Blend by number of turns, and a temperature on the logits (Peng et al. 2023, YaRN).
+    """YaRN: interpolates frequencies by their number of rotations, with a temperature (Peng et al. 2023).
 
     Args:
-      factor: how many times longer texts become.
-      beta_fast, beta_slow: turns over the original length from which, and up to which, frequencies are kept and
-        divided by `factor`.
-      original_length: that the model was trained on.
-      mscale, mscale_all_dim: DeepSeek-V2's: the temperature is `(0.1 * mscale * ln(factor) + 1)`, and the same of
-        `mscale_all_dim` is taken from cosine and sine, to stand in the scale of all scores (`score_factor`).
+      factor: how many times longer sequences become.
+      beta_fast: rotations over `original_length` above which a frequency is unchanged.
+      beta_slow: rotations over `original_length` below which a frequency is divided by `factor`.
+      original_length: the sequence length of pre-training.
+      mscale: the factor on cosine and sine is `t(mscale) / t(mscale_all_dim)`, where `t(m) = 0.1 * m * ln(factor) + 1`.
+      mscale_all_dim: `t(mscale_all_dim) ** 2` multiplies all scores of `MultiHeadLatent` (DeepSeek-V2).
     """
 
     factor: float = 4.0
@@ -124,10 +158,11 @@ class YarnScaling:
         _check_positive(self, "factor", "beta_fast", "beta_slow", "original_length")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+        """See `RotaryScaling`."""
         n = len(inv_freq)
 
-        def index(turns: float) -> float:
-            return n * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+        def index(rotations: float) -> float:
+            return n * math.log(self.original_length / (rotations * 2 * math.pi)) / math.log(theta)
 
         low, high = max(math.floor(index(self.beta_fast)), 0), min(math.ceil(index(self.beta_slow)), 2 * n - 1)
         stretch = np.clip((np.arange(n) - low) / max(high - low, 0.001), 0.0, 1.0)
@@ -136,7 +171,7 @@ class YarnScaling:
 
     @property
     def score_factor(self) -> float:
-        """What `MultiHeadLatent` multiplies its scores by, besides."""
+        """The factor on the attention scores of `MultiHeadLatent`."""
         return self._temperature(self.mscale_all_dim) ** 2
 
     def _temperature(self, mscale: float) -> float:
@@ -146,17 +181,19 @@ class YarnScaling:
 @register
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
-    """Each frequency divided by a factor of its own, short texts by others than long ones (Ding et al. 2024, LongRoPE).
+    """LongRoPE: a factor for each frequency, with other factors for long sequences (Ding et al. 2024).
 
-    Which of the two is decided once for a whole text, since keys that are kept cannot be turned anew: by `length`, or,
-    of rows that are seen whole, by the largest position of each (in a packed row, of its longest document).
+    Short or long factors are chosen once for a whole sequence, because cached keys cannot be rotated again: by
+    `length`, or, without a cache, by the largest position of each row (in a packed row, that of its longest document).
 
     Args:
-      short, long: a factor for each pair of dimensions, of texts up to `original_length` tokens and of longer ones.
-      original_length: that the model was trained on.
-      factor: how many times longer texts become, for the temperature `sqrt(1 + ln(factor) / ln(original_length))`.
-      attention_factor: another temperature.
-      length: that texts may reach, when it is known; generation past `original_length` needs it.
+      short: a factor per pair of dimensions, for sequences of up to `original_length` tokens.
+      long: a factor per pair of dimensions, for longer sequences.
+      original_length: the sequence length of pre-training.
+      factor: how many times longer sequences become; the factor on cosine and sine is
+        `sqrt(1 + ln(factor) / ln(original_length))`.
+      attention_factor: another factor on cosine and sine.
+      length: the most tokens of a sequence, if known; generation past `original_length` needs it.
     """
 
     short: tuple[float, ...] = ()
@@ -176,11 +213,12 @@ class LongRopeScaling:
             raise ConfigError("LongRopeScaling.original_length = 1: must be at least 2 to be stretched")
 
     def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[Any, float]:
+        """See `RotaryScaling`."""
         for name in ("short", "long"):
             if len(getattr(self, name)) != len(inv_freq):
                 raise ConfigError(
                     f"LongRopeScaling.{name} has {len(getattr(self, name))} factors and there are {len(inv_freq)} "
-                    f"pairs of dimensions to turn; give {len(inv_freq)}"
+                    f"pairs of dimensions; give {len(inv_freq)} factors"
                 )
         short, long = inv_freq / np.asarray(self.short), inv_freq / np.asarray(self.long)
         if self.length is not None or positions is None:
@@ -195,33 +233,33 @@ class LongRopeScaling:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length)) if self.factor > 1 else 1.0
 
-    def for_texts_of(self, length: int) -> LongRopeScaling:
-        """The same, told that texts may reach `length`, where that is more than it began with."""
+    def for_length(self, length: int) -> LongRopeScaling:
+        """See `ScalesByLength`: sets `length` if it is more than `original_length`."""
         if self.length is not None or length <= self.original_length:
             return self
         return dataclasses.replace(self, length=length)
 
     def refuse_length(self, length: int) -> None:
-        """Raises `ConfigError` where texts that grow up to `length` would change from some factors to others."""
+        """See `ScalesByLength`."""
         if self.length is None and length > self.original_length:
             raise ConfigError(
-                f"LongRopeScaling has other factors for texts of more than {self.original_length} tokens, and a cache "
-                f"for {length} keeps keys that were turned by the first ones; set LongRopeScaling.length = {length} "
-                f"(the long factors for all texts) or generate at most {self.original_length} tokens"
+                f"LongRopeScaling has other factors for sequences of more than {self.original_length} tokens, and a "
+                f"cache for {length} tokens has keys that were rotated by the short ones; set LongRopeScaling.length = "
+                f"{length} (the long factors for all sequences) or generate at most {self.original_length} tokens"
             )
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotates pairs of a head's dimensions by an angle that grows with position.
+    """Rotary positions: rotates pairs of a head's dimensions by an angle proportional to the position.
 
     The pairs are (i, i + D/2), as in GPT-NeoX and Llama's converted weights.
 
     Args:
       theta: base of the frequencies.
       scaling: a `RotaryScaling`, or `None`.
-      fraction: the part of a head's dimensions, the first ones, that is turned (GPT-NeoX; Phi-4: 0.75).
+      fraction: the share of a head's dimensions, from the first, that is rotated (GPT-NeoX; Phi-4: 0.75).
     """
 
     theta: float = 10000.0
@@ -236,10 +274,17 @@ class Rotary:
     def tables(
         self, positions: Int[Array, "b s"], head_dim: int
     ) -> tuple[Float[Array, "b s d"], Float[Array, "b s d"]]:
-        """Cosine and sine for every position, float32, with D half of the turned dimensions; made once for all layers.
+        """Compute the cosines and sines of all positions, once for all layers.
+
+        Args:
+          positions: position of each token.
+          head_dim: width of a head.
+
+        Returns:
+          cosine and sine, float32; their last dimension is half of the rotated dimensions.
 
         Raises:
-          ConfigError: an odd number of dimensions.
+          ConfigError: an odd number of rotated dimensions.
         """
         if head_dim % 2:
             raise ConfigError(f"rotary embedding needs an even head_dim, not {head_dim}; use {head_dim + 1}")
@@ -247,8 +292,8 @@ class Rotary:
         if head_dim % 2 or not head_dim:
             near = max(2, head_dim - 1)
             raise ConfigError(
-                f"Rotary.fraction = {self.fraction} turns {head_dim} of a head's {whole} dimensions, and only an even "
-                f"number can be turned; the nearest is {near}, Rotary.fraction = {_fraction(near, whole)}"
+                f"Rotary.fraction = {self.fraction} rotates {head_dim} of a head's {whole} dimensions, and only an "
+                f"even number can be rotated; the nearest is {near}, Rotary.fraction = {_fraction(near, whole)}"
             )
         inv_freq = self.theta ** (-np.arange(head_dim // 2, dtype=np.float64) * 2 / head_dim)
         factor = 1.0
@@ -261,19 +306,25 @@ class Rotary:
 def rotate(
     x: Float[Array, "b s h d"], cos: Float[Array, "#b s half"], sin: Float[Array, "#b s half"]
 ) -> Float[Array, "b s h d"]:
-    """Applies `Rotary.tables` to queries or keys, in float32; dimensions beyond the tables' stay as they are."""
-    turned = 2 * cos.shape[-1]
-    if turned < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
+    """Rotate queries or keys, in float32; dimensions beyond those of the tables are unchanged.
+
+    Args:
+      x: queries or keys.
+      cos: cosines, from `Rotary.tables`.
+      sin: sines, from `Rotary.tables`.
+    """
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _fraction(part: int, whole: int) -> float:
-    """The fraction of a number that gives another, rounded down."""
-    found = part / whole
-    return found if int(whole * found) == part else math.nextafter(found, 1.0)
+    """Return a fraction for which `int(whole * fraction)` is `part`."""
+    fraction = part / whole
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1.0)
 
 
 def _check_positive(part: Any, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""Routers: which tokens go to which experts. Each is a value; adding one is adding a class."""
+"""Routers, which choose the experts of each token."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ _SCORES = ("expert_batch", "expert_seq", None)
 
 
 class Router(Protocol):
-    """How scores become a choice.
-
-    `balanced` says whether the router adds a bias per expert to what it chooses by, which training moves until all
-    experts are chosen as often (Wang et al. 2024); `needs_capacity` whether it works with slots alone.
-    """
+    """Chooses experts from scores."""
 
     @property
-    def balanced(self) -> bool: ...
+    def balanced(self) -> bool:
+        """Whether experts are chosen with a bias that training adjusts to equalise their loads (Wang et al. 2024)."""
+        ...
 
     @property
-    def needs_capacity(self) -> bool: ...
+    def needs_capacity(self) -> bool:
+        """Whether experts choose tokens, so that each needs a number of slots."""
+        ...
 
     def probabilities(self, scores: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
-        """What the load-balance loss takes for the probability of each expert; sums to 1 over experts."""
+        """Return the probability of each expert for the load-balance loss; sums to 1 over experts.
+
+        Args:
+          scores: of every token with every expert, float32.
+        """
         ...
 
     def __call__(
@@ -45,15 +49,15 @@ class Router(Protocol):
         capacity: Capacity | None,
         real: Bool[Array, "b s"],
     ) -> Choices | Slots:
-        """Routes tokens.
+        """Route tokens.
 
         Args:
           scores: of every token with every expert, float32, before any softmax or sigmoid.
-          bias: added to what is chosen by and to nothing else, when `balanced`.
-          top_k: experts of a token.
-          capacity: of an expert, for those that `needs_capacity`.
-          real: tokens that are no padding; the others are given to no expert, which `Choices` write as one past the
-            last, and `Slots` as an empty slot.
+          bias: per expert, if `balanced`: added to the values that experts are chosen by, and not to the weights.
+          top_k: experts per token.
+          capacity: slots per expert, if `needs_capacity`.
+          real: which tokens are not padding. Padding goes to no expert: its ids in `Choices` are one past the last
+            expert, and `Slots` do not have it.
         """
         ...
 
@@ -61,12 +65,12 @@ class Router(Protocol):
 @register
 @dataclasses.dataclass(frozen=True)
 class GroupLimit:
-    """A token's experts are all of a few groups, so that it goes to few devices (DeepSeek-V2, Liu et al. 2024).
+    """Chooses a token's experts from a few groups only, so that it goes to few devices (DeepSeek-V2, Liu et al. 2024).
 
     Args:
-      groups: into so many consecutive ones the experts are split.
-      chosen: those that a token's experts may be of, the ones of the highest scores.
-      best: a group's score is the sum of so many of its best experts' (1 in DeepSeek-V2, 2 in V3).
+      groups: number of groups of consecutive experts.
+      chosen: number of groups that a token's experts can be in: those of the highest scores.
+      best: a group's score is the sum of the scores of this many of its best experts (1 in DeepSeek-V2, 2 in V3).
     """
 
     groups: int = 8
@@ -76,22 +80,30 @@ class GroupLimit:
     def __post_init__(self) -> None:
         if not (self.best >= 1 and 1 <= self.chosen <= self.groups):
             raise ConfigError(
-                f"GroupLimit(groups={self.groups}, chosen={self.chosen}, best={self.best}): each is at least 1, and no "
-                "more are chosen than there are"
+                f"GroupLimit(groups={self.groups}, chosen={self.chosen}, best={self.best}): each must be at least 1, "
+                "and chosen at most groups"
             )
 
     def check(self, experts: int, top_k: int) -> None:
-        """Raises `ConfigError` where it leaves fewer than `top_k` of `experts`, or cannot split them."""
+        """Check that the limit works with a number of experts.
+
+        Args:
+          experts: the number of experts.
+          top_k: experts per token.
+
+        Raises:
+          ConfigError: the groups do not divide the experts, or the chosen groups have fewer than `top_k`.
+        """
         each = experts // self.groups
         if experts % self.groups or self.best > each or self.chosen * each < top_k:
             raise ConfigError(
-                f"GroupLimit(groups={self.groups}, chosen={self.chosen}, best={self.best}) does not go with {experts} "
-                f"experts of which {top_k} are chosen: groups have to be of one size, of at least {self.best}, and "
-                f"{self.chosen} of them hold {top_k}"
+                f"GroupLimit(groups={self.groups}, chosen={self.chosen}, best={self.best}) does not work with "
+                f"{experts} experts and top_k = {top_k}: groups must have the same size, at least {self.best}, and "
+                f"{self.chosen} groups must have at least {top_k} experts"
             )
 
     def __call__(self, values: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
-        """The values that experts are chosen by, -inf outside of the chosen groups."""
+        """Replace the values outside of the chosen groups by -inf."""
         grouped = rearrange(values, "b s (groups x) -> b s groups x", groups=self.groups)
         score = jnp.sum(lax.top_k(grouped, self.best)[0], axis=-1)
         chosen = lax.top_k(score, self.chosen)[1]
@@ -102,14 +114,14 @@ class GroupLimit:
 @register
 @dataclasses.dataclass(frozen=True)
 class SoftmaxRouter:
-    """The `top_k` experts of the largest softmax (Shazeer et al. 2017; Fedus et al. 2022 with `top_k = 1`).
+    """Chooses the `top_k` experts of the largest softmax (Shazeer et al. 2017; Fedus et al. 2022 with `top_k = 1`).
 
     Args:
-      normalized: weights are divided by their sum over the chosen (Mixtral, Jiang et al. 2024); else they are the
-        probabilities themselves (Switch; DeepSeekMoE).
-      balanced: choose by probability plus a bias that training balances.
+      normalized: divide the weights by their sum over the chosen experts (Mixtral, Jiang et al. 2024); else they are
+        the probabilities (Switch; DeepSeekMoE).
+      balanced: choose by probability plus a bias that training adjusts.
       scale: multiplies the weights (16 in DeepSeek-V2).
-      limit: to a few groups of experts, or `None`.
+      limit: choose from a few groups of experts only; `None` chooses from all.
     """
 
     normalized: bool = True
@@ -135,13 +147,13 @@ class SoftmaxRouter:
 @register
 @dataclasses.dataclass(frozen=True)
 class SigmoidRouter:
-    """The `top_k` experts of the largest sigmoid plus bias (DeepSeek-V3, Liu et al. 2024).
+    """Chooses the `top_k` experts of the largest sigmoid plus bias (DeepSeek-V3, Liu et al. 2024).
 
     Args:
-      normalized: weights are sigmoids divided by their sum over the chosen; else the sigmoids themselves.
+      normalized: weights are sigmoids divided by their sum over the chosen experts; else the sigmoids.
       scale: multiplies the weights (2.5 in DeepSeek-V3).
-      balanced: choose by sigmoid plus a bias that training balances, without an auxiliary loss.
-      limit: to a few groups of experts, or `None`.
+      balanced: choose by sigmoid plus a bias that training adjusts, without an auxiliary loss.
+      limit: choose from a few groups of experts only; `None` chooses from all.
     """
 
     normalized: bool = True
@@ -154,7 +166,7 @@ class SigmoidRouter:
         _check_scale(self)
 
     def probabilities(self, scores: Array) -> Array:
-        """Sigmoids, divided by their sum over experts."""
+        """The sigmoids, divided by their sum over experts."""
         s = jax.nn.sigmoid(scores)
         return s / jnp.sum(s, axis=-1, keepdims=True)
 
@@ -168,10 +180,10 @@ class SigmoidRouter:
 @register
 @dataclasses.dataclass(frozen=True)
 class ExpertChoiceRouter:
-    """Each expert takes the tokens of its group whose softmax over experts is largest (Zhou et al. 2022).
+    """Each expert takes the tokens of a group whose softmax over experts is largest (Zhou et al. 2022).
 
-    All experts have the same load by construction; a token may have many experts, or none. An expert's choice depends
-    on the whole group, later tokens included, so a model that writes one token after the other cannot repeat it.
+    All experts have the same load; a token may have many experts, or none. An expert's choice depends on the whole
+    group, later tokens included, so it cannot be reproduced when tokens are generated one by one.
     """
 
     balanced = False
@@ -184,7 +196,7 @@ class ExpertChoiceRouter:
     def __call__(
         self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
     ) -> Slots:
-        """The choice, of every expert."""
+        """The tokens that each expert chooses."""
         assert capacity is not None
         probabilities = jnp.where(real[..., None], self.probabilities(scores), 0.0)
         probabilities = rearrange(probabilities, "b (n group) x -> b n x group", group=capacity.group)
@@ -210,7 +222,7 @@ def _choose(
 ) -> Choices:
     limit = router.limit or (lambda v: v)
     by = lax.stop_gradient(values if bias is None else values + bias)
-    # by hand, since a partitioner may bring all tokens to one place to sort them
+    # in a shard_map, because the partitioner may gather all tokens to sort them
     ids = sharded_op(
         lambda v: lax.top_k(limit(v), top_k)[1], by, axes=(_SCORES,), out_axes=_SCORES, name="the routers' scores"
     )
@@ -222,6 +234,6 @@ def _choose(
 
 
 def _picked(values: Float[Array, "... n"], at: Int[Array, "... k"]) -> Float[Array, "... k"]:
-    """`take_along_axis` of the last axis, by comparison: no gather, and no scatter behind it."""
+    """`take_along_axis` of the last axis by comparisons, which needs no gather and no scatter in the backward pass."""
     hit = at[..., None] == jnp.arange(values.shape[-1])
     return jnp.sum(jnp.where(hit, values[..., None, :], 0.0), axis=-1)

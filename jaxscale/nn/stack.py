@@ -1,4 +1,4 @@
-"""Runs: a repeating group of blocks, stacked along `layers` and applied by one scan."""
+"""Runs of blocks: a repeating group of blocks, stacked along `layers` and applied by one scan."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _NONE = POLICIES["none"]
 
 
 UNROLLED = 8
-"""Layers of a run up to which "auto" unrolls it."""
+"""The most layers of a run that "auto" unrolls."""
 
 
 def scanned(scan: bool | str, layers: int, memory: MemoryPolicy, *, decoding: bool = False) -> bool:
-    """Whether a run's layers are applied by `lax.scan`; decides what "auto" is, under the layout in force.
+    """Return whether a run's layers are applied by `lax.scan`; decides "auto" for the layout in force.
 
-    Unrolled, XLA neither copies activations into stacked arrays nor slices them out again, which costs a shallow model
-    on a CPU or GPU up to a sixth of its step. "auto" scans nevertheless where
+    When layers are unrolled, XLA does not copy activations into stacked arrays and out again, which takes a shallow
+    model on a CPU or GPU up to a sixth of its step. "auto" still scans if
 
-    - a run has more than `UNROLLED` layers, whose compile time would grow with their number;
-    - a mesh has several devices, since the partitioner takes several times longer than the compiler;
+    - a run has more than `UNROLLED` layers, because compile time grows with their number;
+    - the mesh has several devices, because partitioning takes several times longer than compiling;
     - the backend is a TPU, whose compiler overlaps a loop's transfers;
-    - the memory policy recomputes: XLA for CPU undoes recomputation outside of a loop (652 against 184 MB of
+    - the memory policy recomputes, because XLA for CPU undoes recomputation outside of a loop (652 instead of 184 MB of
       temporaries, 6 layers of width 384 under "full");
-    - tokens are decoded, where each step has many shapes to compile.
+    - tokens are decoded, because many shapes of a step are compiled.
 
     Args:
       scan: the setting: True, False or "auto".
-      layers: of the run.
+      layers: layers of the run.
       memory: the memory policy.
-      decoding: with a cache of past tokens.
+      decoding: there is a cache of past tokens.
     """
     if scan != "auto":
         return bool(scan)
@@ -54,11 +54,11 @@ def scanned(scan: bool | str, layers: int, memory: MemoryPolicy, *, decoding: bo
 
 
 class Part(NamedTuple):
-    """Some copies of a run's group, of which a pipeline's stage holds n.
+    """The n repeats of a run's group that a pipeline stage holds.
 
     Args:
-      at: the number of each among the run's, int32 (n,).
-      real: which of them are there, the rest being padding to pass over, bool (n,); `None` is all.
+      at: the number of each repeat within the run, int32 (n,).
+      real: which of them are not padding, bool (n,); padding is skipped. `None` is all.
     """
 
     at: Int[Array, " n"]
@@ -67,21 +67,23 @@ class Part(NamedTuple):
 
 @register
 class Run(nnx.Module):
-    """`repeats` copies of a group of (possibly unlike) blocks.
+    """A group of blocks, which can be of different kinds, repeated.
 
     Parameters are stacked along a leading `layers` dimension, one stack per block of the group, so that compile time
     does not grow with depth.
 
     Args:
-      make_group: builds one copy of the group from its own random streams.
-      repeats: number of copies.
-      first: how many layers of the model come before this run (each layer's randomness is its own).
-      memory: what the backward pass finds, and where.
-      scan: apply by `lax.scan`; else unrolled, the same parameters and values; "auto" is as `scanned` says.
+      make_group: builds one group of blocks from its own random streams.
+      repeats: number of repeats of the group.
+      first: number of the model's layers before this run, since each layer has its own random key.
+      memory: which activations are saved.
+      scan: apply the layers by `lax.scan`; False unrolls them, with the same parameters and values; "auto" chooses (see
+        `jaxscale.nn.stack.scanned`).
+      rngs: random streams of the initial values.
     """
 
     decodable: ClassVar[bool] = True
-    """Whether it can go on from a cache."""
+    """Whether it can decode with a cache."""
 
     def __init__(
         self,
@@ -96,30 +98,30 @@ class Run(nnx.Module):
         self.blocks = nnx.List(jax.vmap(lambda r: list(make_group(r)))(rngs.split(repeats)))
         for _, variable in nnx.iter_graph(self.blocks):
             axes = variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
-            if axes is not None:  # a parameter without names is refused, by its own name, where names are collected
+            if axes is not None:  # `jaxscale.layout.abstract` refuses a parameter without axes
                 variable.set_metadata(axes=("layers", *axes))
         self.repeats, self.first, self.memory, self.scan = repeats, first, memory, scan
 
     @staticmethod
     def scans(scan: bool | str, layers: int, memory: MemoryPolicy) -> bool:
-        """Whether a run of so many layers would be scanned; see `scanned`."""
+        """Return whether a run of this many layers would be scanned; see `scanned`."""
         return scanned(scan, layers, memory)
 
     @staticmethod
     def enter(x: Float[Array, "b s e"]) -> Any:
-        """What the first run is given, from the embedding."""
+        """Return the input of the first run from the embedding."""
         return x
 
     @staticmethod
     def leave(x: Any, dtype: Any) -> Float[Array, "b s e"]:
-        """The hidden states, from what the last run returns."""
+        """Return the hidden states from the output of the last run."""
         return x
 
     def decode_states(self) -> list[tuple[DecodeState, int]]:
-        """What each block of the group keeps of a text, and how many copies of it there are.
+        """Return what each block of the group stores of a sequence, and its number of repeats.
 
         Raises:
-          ConfigError: a mixer without `decode_state`, or a stack that cannot decode with a cache.
+          ConfigError: a mixer without `decode_state`, or a run that cannot decode with a cache.
         """
         if not self.decodable:
             raise ConfigError(
@@ -128,28 +130,27 @@ class Run(nnx.Module):
         return [(block.decode_state, self.repeats) for block in self.blocks]
 
     def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
-        """Applies every layer, to what `enter` or the run before returned; sums what they report.
+        """Apply all layers, and sum their statistics.
 
         Args:
-          part: which copies of the group these parameters are, when they are not all.
-
-        A cache in the context is left with its new states.
+          x: the result of `enter`, or of the run before.
+          context: the inputs that layers share; a `RunCache` in it is updated in place.
+          part: which repeats of the group these parameters are, if not all.
         """
-
-        kept = context.cache
-        states = kept.states if isinstance(kept, RunCache) else ()
+        cache = context.cache
+        states = cache.states if isinstance(cache, RunCache) else ()
 
         def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Any:
-            ((x, states), (blocks, (i, real))), found = (carry, slice_), []
+            ((x, states), (blocks, (i, real))), reported = (carry, slice_), []
             before = x
             for j, block in enumerate(blocks):
-                layer = kept.layer(states, j, i) if isinstance(kept, RunCache) else None
+                layer = cache.layer(states, j, i) if isinstance(cache, RunCache) else None
                 with jax.named_scope(f"blocks/{j}"):
                     x, stats = block(x, context.caching(layer).at(self.first + i * len(blocks) + j))
                 if layer is not None:
                     states = (*states[:j], layer.state, *states[j + 1 :])
-                found.append(stats)
-            x, stats = chosen(real, (x, total(found)), (before, none_of(total(found))))
+                reported.append(stats)
+            x, stats = chosen(real, (x, total(reported)), (before, none_of(total(reported))))
             return (x, states), stats
 
         layers = self.repeats * len(self.blocks)
@@ -161,17 +162,17 @@ class Run(nnx.Module):
             (x, states), by_layer = jax.lax.scan(group, (x, states), stacked)
             stats = over_layers(by_layer)
         else:
-            found = []
+            reported = []
             for i in range(part.at.shape[0]):
                 with jax.named_scope(f"[{i}]"):
                     (x, states), one = group((x, states), jax.tree.map(lambda a, i=i: a[i], stacked))
-                found.append(one)
-            stats = total(found)
-        if isinstance(kept, RunCache):
-            kept.states = states
+                reported.append(one)
+            stats = total(reported)
+        if isinstance(cache, RunCache):
+            cache.states = states
         return x, stats
 
 
 def chosen(real: Bool[Array, ""] | None, x: Any, before: Any) -> Any:
-    """What a copy made of its input, or of one that is padding, the input."""
+    """Return `x`, a repeat's output, or `before`, its input, if the repeat is padding."""
     return x if real is None else jax.tree.map(lambda a, b: jnp.where(real, a, b), x, before)

@@ -1,8 +1,8 @@
-"""What layers report of a forward pass besides their output: float32 scalars by name, an empty dict for most.
+"""Statistics of a forward pass that layers return beside their output: float32 scalars by name; most layers have none.
 
-A block returns them, a run sums them over its layers, a model over its runs; so a slice of the layers has the sum of
-its own, and the sum of those is the model's. "loss" is what the layers add to the training loss; "layers" counts those
-that report; the rest means something as an average over them.
+A block returns them, a run of blocks sums them over its layers, and a model over its runs, so a pipeline stage has the
+sum of its own layers. "loss" is what the layers add to the training loss; "layers" counts the layers with statistics;
+the others are meaningful as an average over those layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Stats = dict[str, Float[Array, ""]]
 
 
 def total(parts: Iterable[Stats]) -> Stats:
-    """The sum by name."""
+    """Sum statistics by name."""
     out: Stats = {}
     for part in parts:
         out |= {k: out[k] + v if k in out else v for k, v in part.items()}
@@ -25,20 +25,28 @@ def total(parts: Iterable[Stats]) -> Stats:
 
 
 def none_of(stats: Stats) -> Stats:
-    """Zeros by those names: what a layer that is passed over reports."""
+    """Return zeros by the same names: the statistics of a layer that is skipped."""
     return jax.tree.map(jnp.zeros_like, stats)
 
 
 def over_layers(stacked: dict[str, Float[Array, " l"]]) -> Stats:
-    """The sum of what a scan returned of each layer."""
+    """Sum the statistics that a scan returned for each layer."""
     return jax.tree.map(lambda v: jnp.sum(v, axis=0), stacked)
 
 
 def auxiliary_loss(stats: Stats) -> Float[Array, ""]:
-    """What the layers add to the training loss."""
+    """Return what the layers add to the training loss.
+
+    Args:
+      stats: the model's statistics.
+    """
     return stats.get("loss", jnp.zeros([], jnp.float32))
 
 
 def metrics(stats: Stats) -> dict[str, Float[Array, ""]]:
-    """Averages over the layers that report, as training's metrics are called."""
+    """Return averages over the layers with statistics, by metric name (`moe_load_balance`).
+
+    Args:
+      stats: the model's statistics.
+    """
     return {f"moe_{k}": v / stats["layers"] for k, v in stats.items() if k not in ("loss", "layers")}

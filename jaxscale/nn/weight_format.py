@@ -1,4 +1,4 @@
-"""Forms in which weights that are not trained are kept, such as quantised ones."""
+"""Storage formats of weights that are not trained, such as quantised ones."""
 
 from __future__ import annotations
 
@@ -16,46 +16,50 @@ Tree = Any
 
 
 class WeightFormat(abc.ABC):
-    """Turns a model's matrices into weights of another form; `LoRA.base` and `generate(weights=...)` take one.
+    """Converts a model's matrices to another storage format; a value of `LoRA.base` and `generate(weights=...)`.
 
-    A subclass is a frozen dataclass with `encode`. The arrays of the weights it makes are what is laid out, counted and
-    streamed, by the names and sizes that `Weight.infos` gives.
+    A subclass is a frozen dataclass with a method `encode`. The arrays of the weights that it makes are sharded,
+    counted and streamed by the names and sizes of `Weight.infos`.
     """
 
     @abc.abstractmethod
     def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> Weight | Array:
-        """A matrix in this form.
+        """Convert a matrix to this format.
 
         Args:
-          kernel: as the model has it; a stack of layers, and of experts, may come before its dimensions. Every array of
-            the weight begins with the same stack, since scans and streamed layers take one layer's part of each.
+          kernel: the model's matrix; dimensions of stacked layers and experts may come first. Every array of the
+            returned weight must have the same leading dimensions, since scans and streaming take one layer of each.
           contracted: the dimensions that a product sums over, counted from the last as -1.
         """
 
     def covers(self, info: TensorInfo) -> bool:
-        """Whether a parameter is kept in this form.
+        """Return whether a parameter is converted to this format.
 
-        By default every matrix of the layers and experts, and not the tables of the vocabulary (embedding and head).
+        By default all matrices of layers and experts are, and the embedding and output head are not.
 
         Args:
-          info: the parameter's; `contracted` is set.
+          info: the parameter; `contracted` is set.
         """
         return "vocab" not in info.axes
 
     def infos(self, infos: Tree) -> Tree:
-        """A model's tree of `TensorInfo` with those of the weights' arrays in place of the matrices'."""
+        """Describe a model in this format: the arrays of converted weights in place of the matrices.
+
+        Args:
+          infos: the model's tree of `TensorInfo`.
+        """
         return jax.tree.map(lambda i: self._infos(i) if self._takes(i) else i, infos)
 
     def encoded(self, params: Tree, infos: Tree, layout: Layout | None) -> Tree:
-        """A model's parameters with weights in place of the matrices, one after the other.
+        """Convert a model's parameters to this format, one matrix after the other.
 
         Args:
-          params: laid out by `layout`; an array nobody else holds is freed as soon as it is encoded.
-          infos: the model's, a `TensorInfo` for each parameter.
-          layout: onto whose devices the weights' arrays go, each its shards.
+          params: the parameters, sharded by `layout`; an array without other references is freed once it is converted.
+          infos: the model's tree of `TensorInfo`.
+          layout: the layout by which the converted arrays are sharded, or `None`.
 
         Raises:
-          LayoutError: naming an array that cannot be laid out.
+          LayoutError: an array that the layout cannot shard; the message names it.
         """
         leaves, structure = jax.tree.flatten(params)
         del params

@@ -138,7 +138,7 @@ def test_an_einsum_of_pieces_has_the_signature_inferred(equation):
 
 def test_what_an_einsum_refuses_is_wrong_when_done_anyway():
     x, y = Boxes(((), ("data",))), Boxes(((), ("data",)))  # ij,jk: j split in one, k in the other
-    with raises_saying(LayoutError, "'data' splits both 'j' and 'k'", "re-box"):
+    with raises_saying(LayoutError, "'data' splits both 'j' and 'k'", "reshard"):
         infer("ij,jk->ik", x, y)
     with raises_saying(LayoutError, "splits 'j' in one operand and not in another", "slice"):
         infer("ij,jk->ik", x, Boxes(((), ())))

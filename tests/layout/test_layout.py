@@ -1,4 +1,4 @@
-"""Names to specs, errors before compiling, and traces that belong to the layout they were made under."""
+"""Names to specs, errors before compiling, and traces that are not shared between layouts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_neares
         "('embed', 'heads', 'head_dim')",
         "(64, 6, 16)",
         "params['heads'] = 'tensor'",
-        "cuts 6 into 4",
+        "shards 6 over 4",
         "tensor=4",
         "4 or 8",
-        "pieces is 2",
+        "devices is 2",
     ):
         layout.spec(("embed", "heads", "head_dim"), (64, 6, 16), name="q/kernel")
 
@@ -62,12 +62,12 @@ def test_whole_key_heads_are_announced_once(caplog):
     with Layout("tensor=4"):
         for _ in range(2):
             jax.eval_shape(lambda x: constrain(x, "batch", "seq", "kv_heads", "head_dim"), jnp.zeros((2, 4, 2, 8)))
-    said = [r.getMessage() for r in caplog.records if "key and value heads" in r.getMessage()]
-    assert len(said) == 1 and "2 on tensor=4" in said[0]
+    warnings = [r.getMessage() for r in caplog.records if "key and value heads" in r.getMessage()]
+    assert len(warnings) == 1 and "2 on tensor=4" in warnings[0]
 
 
-def test_a_dimension_smaller_than_the_mesh_is_told_the_smallest_that_divides():
-    with raises_saying(LayoutError, "cuts 3 into 8", "('data', 'fsdp')", "data=2 x fsdp=4", "that does is 8"):
+def test_a_dimension_smaller_than_the_mesh_names_the_smallest_that_divides():
+    with raises_saying(LayoutError, "shards 3 over 8", "('data', 'fsdp')", "data=2 x fsdp=4", "that it divides is 8"):
         Layout("data=2,fsdp=4").spec(("batch",), (3,), kind="activations")
 
 
@@ -118,7 +118,7 @@ def test_constrain_says_which_activation_does_not_divide():
         constrain(jnp.ones((6, 4)), "batch", "seq")
 
 
-def test_constrain_reads_the_map_it_is_asked_for():
+def test_constrain_reads_the_map_of_its_kind():
     x = jnp.ones((8, 8))
     with Layout("fsdp=4,tensor=2"):
         jaxpr = jax.make_jaxpr(lambda x: (constrain(x, "embed", "mlp"), constrain(x, "embed", "mlp", kind="grads")))(x)
@@ -156,11 +156,11 @@ def _wrapped_once():
 def test_two_rule_sets_on_one_mesh_do_not_share_traces(wrapper):
     f = _wrapped_once()[wrapper]
     x = jnp.ones((4, 8))
-    found = []
+    specs = []
     for target in ("data", "fsdp", "data"):
         with Layout("data=4,fsdp=2", Rules(activations={"embed": target})):
-            found += constraints(jax.make_jaxpr(lambda x: f(x))(x).jaxpr)
-    assert found == [P(None, "data"), P(None, "fsdp"), P(None, "data")]
+            specs += constraints(jax.make_jaxpr(lambda x: f(x))(x).jaxpr)
+    assert specs == [P(None, "data"), P(None, "fsdp"), P(None, "data")]
 
 
 def test_two_rule_sets_on_one_mesh_do_not_share_a_compiled_function():
@@ -185,16 +185,16 @@ def test_equal_layouts_share_a_compiled_function():
 
 
 def constraints(jaxpr):
-    """The specs of every sharding constraint in a jaxpr and the ones within."""
-    found = []
+    """The specs of every sharding constraint in a jaxpr and of nested ones."""
+    specs = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint":
-            found.append(eqn.params["sharding"].spec)
+            specs.append(eqn.params["sharding"].spec)
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found += constraints(inner)
-    return found
+                specs += constraints(inner)
+    return specs
 
 
 def test_a_layout_that_cannot_be_entered_is_not_left_in_force():

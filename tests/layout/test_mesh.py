@@ -1,4 +1,4 @@
-"""Meshes from text, and what is said when one cannot be."""
+"""Meshes from strings, and the errors for those that cannot be made."""
 
 from __future__ import annotations
 

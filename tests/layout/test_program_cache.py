@@ -1,4 +1,4 @@
-"""A program whose collectives lose their order in JAX's cache is compiled anew; others come from the cache."""
+"""A program whose collectives lose their order in JAX's cache is compiled again; others come from the cache."""
 
 from __future__ import annotations
 

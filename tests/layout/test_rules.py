@@ -1,4 +1,4 @@
-"""What each preset splits, and what is said of rules that name nothing."""
+"""What each preset shards, and errors for rules with unknown names."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ BUBBLES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages,microbatches", SIZES, ids=lambda n: str(n))
 def test_a_schedules_bubble_is_its_closed_form(name, stages, microbatches):
-    found = simulate(SCHEDULES[name](stages, microbatches))
-    assert found.bubble == pytest.approx(BUBBLES[name](stages, microbatches))
+    result = simulate(SCHEDULES[name](stages, microbatches))
+    assert result.bubble == pytest.approx(BUBBLES[name](stages, microbatches))
 
 
 @pytest.mark.parametrize("name,bubble", [("gpipe", 3 / 11), ("lockstep", 3 / 11), ("lockstep-zb", 6 / 30)])
@@ -46,9 +46,9 @@ def test_what_is_made_for_lockstep_idles_no_more_in_lockstep(name, bubble):
 
 def test_a_classical_table_idles_more_in_lockstep():
     # 14 ticks in which some stage goes forward, 15 in which one goes back, of which 8 each are any stage's own work.
-    found = simulate(one_f_one_b(2, 4))
-    assert found.entered == (7, 8, 0)
-    assert found.lockstep_bubble == pytest.approx(1 - 4 * 3 / (7 + 2 * 8))
+    result = simulate(one_f_one_b(2, 4))
+    assert result.entered == (7, 8, 0)
+    assert result.lockstep_bubble == pytest.approx(1 - 4 * 3 / (7 + 2 * 8))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def _weights(slots):
     [
         (_drop, ["never runs B1 on stage 1"]),
         (_double, ["runs F0 on stage 1 twice, at ticks 0 and 1"]),
-        (_reorder, ["runs F0 on stage 1 at tick 0, and it needs F0 on stage 0, which is at tick 1", "is tick 2"]),
-        (_foreign, ["at tick 0, which is not in a job of 2 micro-batches"]),
+        (_reorder, ["runs F0 on stage 1 at tick 0, and it needs F0 on stage 0, which runs at tick 1", "is tick 2"]),
+        (_foreign, ["at tick 0, which is outside of its 2 micro-batches"]),
         (_weights, ["has W0 on stage 0", "phases F, B"]),
     ],
     ids=lambda x: getattr(x, "__name__", "")[1:],
@@ -176,7 +176,7 @@ def test_a_pipeline_is_written_in_a_word():
         ("1f1bb", ["'1f1bb'", "did you mean '1f1b'"]),
         ("gpipe:0", ["microbatches = 0", "at least 1"]),
         ("gpipe:4:2", ["'gpipe' has 1 chunk", "interleaved"]),
-        (3, ["written as text", "3"]),
+        (3, ["is a string", "3"]),
     ],
     ids=str,
 )
@@ -192,7 +192,7 @@ def test_a_schedule_that_is_no_function_of_stages_and_micro_batches_is_refused()
 
 
 @pytest.mark.parametrize(
-    "pipeline,stages,rows,split,found",
+    "pipeline,stages,rows,split,expected",
     [
         ("lockstep", 2, 64, 1, 8),  # at most 4 a stage
         ("lockstep", 4, 24, 2, 12),
@@ -202,23 +202,23 @@ def test_a_schedule_that_is_no_function_of_stages_and_micro_batches_is_refused()
         ("interleaved", 3, 16, 1, None),
     ],
 )
-def test_micro_batches_are_as_many_as_fit(pipeline, stages, rows, split, found):
+def test_micro_batches_are_as_many_as_fit(pipeline, stages, rows, split, expected):
     pipeline = Pipeline.of(pipeline)
-    if found is not None:
-        assert pipeline.microbatches_of(stages, rows, split) == found
+    if expected is not None:
+        assert pipeline.microbatches_of(stages, rows, split) == expected
     else:
         with raises_saying(LayoutError, f"{rows} rows", f"'{pipeline.name}'", "nearest batch"):
             pipeline.microbatches_of(stages, rows, split)
 
 
-def test_micro_batches_that_do_not_divide_the_batch_are_told_the_nearest():
+def test_micro_batches_that_do_not_divide_the_batch_are_refused_with_the_nearest():
     with raises_saying(LayoutError, "5 micro-batches", "8 rows over 2", "the nearest number that does is 4"):
         Pipeline("1f1b", 5).microbatches_of(2, 8, 2)
     with raises_saying(LayoutError, "6 micro-batches", "multiple of 4", "is 4"):
         Pipeline("interleaved", 6).microbatches_of(4, 48, 2)
 
 
-def test_micro_batches_that_do_not_go_round_are_told_the_nearest():
+def test_micro_batches_that_are_no_multiple_of_the_stages_are_refused_with_the_nearest():
     with raises_saying(LayoutError, "'interleaved'", "groups of 4", "6", "is 8"):
         interleaved(4, 6)
 
@@ -227,26 +227,26 @@ def test_a_table_for_other_sizes_is_refused(tmp_path):
     (tmp_path / "t.csv").write_text(to_csv(gpipe(2, 4)))
     own = Pipeline(str(tmp_path / "t.csv"))
     assert own.microbatches_of(2, 8, 1) == 4
-    with raises_saying(LayoutError, "t.csv", "2 stages, 4 micro-batches and 1 chunk", "runs 4, 4 and 1", "pipeline=2"):
+    with raises_saying(LayoutError, "t.csv", "2 stages, 4 micro-batches and 1 chunk", "has 4, 4 and 1", "pipeline=2"):
         own.table(4, 4)
-    with raises_saying(LayoutError, "2 chunk(s)", "runs 2, 4 and 1", "chunks=2"):
+    with raises_saying(LayoutError, "2 chunk(s)", "has 2, 4 and 1", "chunks=2"):
         Pipeline(lambda stages, micro: interleaved(stages, micro)).table(2, 4)
     with raises_saying(LayoutError, "returned ndarray"):
         Pipeline(lambda stages, micro: np.zeros((stages, micro))).table(2, 4)
 
 
-def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+def test_a_file_that_was_changes_is_read_again(tmp_path):
     for table in (gpipe(2, 4), one_f_one_b(2, 4)):
         (tmp_path / "t.csv").write_text(to_csv(table))
         assert draw_text(Pipeline(str(tmp_path / "t.csv")).table(2, 4)) == draw_text(table)
 
 
-def test_a_stack_that_stages_do_not_divide_is_kept_cut_along_its_width():
+def test_a_stack_that_stages_do_not_divide_is_sharded_along_its_width():
     names = ("layers", "embed", "mlp")
     spec = lambda pipeline, layers: tuple(  # noqa: E731
         Layout("pipeline=2,fsdp=2,tensor=2", pipeline=pipeline).spec(names, (layers, 16, 32))
     )
     assert spec("gpipe", 4) == ("pipeline", "fsdp", "tensor")
     assert spec("gpipe", 5) == spec("interleaved", 4) == (None, ("fsdp", "pipeline"), "tensor")
-    with raises_saying(LayoutError, "'layers'", "cuts 5 into 2"):
+    with raises_saying(LayoutError, "'layers'", "shards 5 over 2"):
         Layout("pipeline=2").spec(("layers", "norm"), (5, 7))

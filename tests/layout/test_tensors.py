@@ -138,7 +138,7 @@ def test_without_a_layout_there_is_nothing_to_shard():
 
 
 def test_a_tensor_that_cannot_be_laid_out_is_named():
-    with raises_saying(LayoutError, "runs/0/blocks/0/attn/", "heads", "4 into 8"):
+    with raises_saying(LayoutError, "runs/0/blocks/0/attn/", "heads", "4 over 8"):
         shardings_of(describe_model(SMALL)[1], Layout("tensor=8"))
 
 

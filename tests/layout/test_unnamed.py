@@ -1,4 +1,4 @@
-"""Names inferred for models that have none: three, written as their authors would, with no thought of a mesh."""
+"""Logical axes inferred for models without names, written without a mesh in mind."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ CUTS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_matrices_are_cut_in_pairs(name):
     fn, params, data = MODELS[name]()
-    found = {i.path: i.axes for i in jax.tree.leaves(infer_names(fn, params, data, tensor=4).infos)}
-    assert {path: found[path] for path in CUTS[name]} == CUTS[name]
+    axes = {i.path: i.axes for i in jax.tree.leaves(infer_names(fn, params, data, tensor=4).infos)}
+    assert {path: axes[path] for path in CUTS[name]} == CUTS[name]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -157,19 +157,19 @@ def test_a_layer_is_summed_over_tensor_twice_and_nothing_is_gathered():
         batch = jax.device_put(ids, LAYOUT.sharding(("batch", None), kind="activations"))
         compiled = jax.jit(fn).lower(placed, batch).compile()
     stream, places = 2 * 8 * 16 * 4, 8 * 16 * 4  # bytes that a device has of the residual stream, and of positions
-    found = [c for c in collectives(compiled, LAYOUT.sizes) if c.axes == ("tensor",) and c.payload > 4]
-    assert {c.kind for c in found} == {"all-reduce"}
+    tensor_collectives = [c for c in collectives(compiled, LAYOUT.sizes) if c.axes == ("tensor",) and c.payload > 4]
+    assert {c.kind for c in tensor_collectives} == {"all-reduce"}
     # the lookups in two tables whose rows are cut, and after attention and feed-forward of each layer
-    assert sorted(c.payload for c in found) == [stream] * 4 + [stream + places]
+    assert sorted(c.payload for c in tensor_collectives) == [stream] * 4 + [stream + places]
 
 
-def test_what_does_not_divide_is_left_whole_and_said():
+def test_what_does_not_divide_is_left_whole_with_a_note():
     fn, params, images = mixer()
     notes = infer_names(fn, params, images, tensor=5).notes
     assert any("channels/0/0/kernel" in n and "64" in n and "tensor=5" in n for n in notes)
 
 
-def test_a_layout_is_found_for_the_memory_there_is():
+def test_the_layout_fits_the_memory_there_is():
     fn, params, ids = decoder()
     infos = infer_names(fn, params, ids, tensor=4).infos
     size = sum(i.nbytes for i in jax.tree.leaves(infos))

@@ -1,4 +1,4 @@
-"""Stacks of unlike layers: a gated linear recurrence defined here, three layers of it to one of attention."""
+"""Stacks of different layers: a gated linear recurrence defined here, three layers of it to one of attention."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, words",
     [
         (dict(windows=(4, None)), ["Transformer.windows has no effect beside Transformer.blocks"]),
         (dict(blocks=(BlockConfig(mixer=GatedRecurrence(), window=4),)), ["Block.window = 4", "GatedRecurrence"]),
@@ -129,8 +129,8 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
         (dict(parametrisation=MuP(base_width=16)), ["Transformer.parametrisation", "GatedRecurrence", "MultiHead()"]),
     ],
 )
-def test_blocks_that_do_not_go_together_are_refused_before_anything_is_made(change, said):
-    with raises_saying(ConfigError, *said):
+def test_blocks_that_do_not_work_together_are_refused_before_anything_is_made(change, words):
+    with raises_saying(ConfigError, *words):
         dataclasses.replace(MIXED, **change)
 
 
@@ -197,7 +197,7 @@ def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
             formula()
     with raises_saying(ConfigError, "GatedRecurrence", "jaxscale plan"):
         MIXED.activations(2, 16, layer=0)
-    with raises_saying(ConfigError, "GatedRecurrence", "widths of its own"):
+    with raises_saying(ConfigError, "GatedRecurrence", "its own widths"):
         MIXED.at_width(32)
     kinds = (BlockConfig(), BlockConfig(mlp=GELU), BlockConfig(mlp=GeGLU))
     with raises_saying(ConfigError, "no formula covers", "several kinds besides Transformer.mlp"):

@@ -93,12 +93,12 @@ def test_the_pattern_of_windows_is_kept_through_runs(depth, dense, every):
 def test_experts_stand_where_the_pattern_says():
     def of(**pattern):
         config = TransformerConfig(depth=7, width=32, mlp=MixtureOfExperts(), **pattern)
-        found = []
+        has_router = []
         for run in describe_model(config)[1]["runs"].values():
             group = ["router" in block["mlp"] for block in run["blocks"].values()]
             repeats = jax.tree.leaves(run)[0].shape[0]
-            found += group * repeats
-        return [i for i, experts in enumerate(found) if experts]
+            has_router += group * repeats
+        return [i for i, experts in enumerate(has_router) if experts]
 
     assert of() == list(range(7))
     assert of(dense_layers=2) == [2, 3, 4, 5, 6]
@@ -168,7 +168,7 @@ def test_flops_are_those_counted_by_hand(config, batch, seq):
         (dict(mlp=MixtureOfExperts(), memory="minimal"), ["Transformer.memory", "'mlp_hidden'", "MemoryPolicy.tile"]),
         (dict(mlp=MixtureOfExperts(), overlap=("mlp",)), ["Transformer.overlap", "'mlp'", "('attention',)"]),
         (dict(windows=()), ["windows", "empty", "(None,)"]),
-        (dict(windows=None), ["Transformer.windows = None", "must be a tuple, as (None,)"]),
+        (dict(windows=None), ["Transformer.windows = None", "must be a tuple, such as (None,)"]),
         (dict(windows=1024), ["Transformer.windows = 1024", "as (1024,)"]),
         (dict(overlap="mlp"), ["Transformer.overlap = 'mlp'", "as ('mlp',)"]),
         (dict(blocks=None), ["Transformer.blocks = None", "as ()"]),
@@ -196,12 +196,12 @@ def test_a_config_is_a_value():
     assert hash(gemma3()) == hash(gemma3())
 
 
-def test_what_an_attention_from_latents_has_no_place_for_is_refused():
+def test_settings_without_effect_on_latent_attention_are_refused():
     layer = MultiHeadLatent()
     for field, value in (("head_dim", 64), ("kv_heads", 2), ("qk_norm", True), ("qkv_bias", True)):
-        with raises_saying(ConfigError, f"Transformer.{field} = {value}", "MultiHeadLatent", "leave it out"):
+        with raises_saying(ConfigError, f"Transformer.{field} = {value}", "MultiHeadLatent", "remove it"):
             TransformerConfig(width=64, heads=4, attention_layer=layer, **{field: value})
-    with raises_saying(ConfigError, "MultiHeadLatent has widths of its own", "MultiHead()"):
+    with raises_saying(ConfigError, "MultiHeadLatent has its own widths", "MultiHead()"):
         TransformerConfig(width=64, heads=4, attention_layer=layer).at_width(128)
 
 
@@ -212,5 +212,5 @@ def test_a_model_without_any_norms_is_refused():
 
 def test_groups_that_experts_cannot_be_limited_to_are_refused():
     for limit in (GroupLimit(3, 2), GroupLimit(8, 1), GroupLimit(4, 2, best=3)):
-        with raises_saying(ConfigError, "does not go with 8 experts of which 2 are chosen"):
+        with raises_saying(ConfigError, "does not work with 8 experts and top_k = 2"):
             MixtureOfExperts(experts=8, top_k=2, router=SoftmaxRouter(limit=limit))

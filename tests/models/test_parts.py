@@ -1,4 +1,4 @@
-"""Parts of one's own: what a Transformer asks of them, and what it says when they do not fit."""
+"""Parts of one's own: what a Transformer asks of them, and the errors when they do not fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_heads_that_leave_width_over_are_refused_with_the_nearest_that_fit():
         TransformerConfig(width=128, heads=3)
 
 
-def test_an_attention_kernel_is_used_as_given():
+def test_an_attention_kernel_is_used_unchanged():
     seen = []
 
     def kernel(q, k, v, **options):

@@ -51,12 +51,12 @@ def test_training_gives_the_same_numbers_as_on_one_device(layout):
 def test_hidden_states_padding_too_come_out_in_the_order_that_tokens_came_in():
     model = TRAINED[Layout("context=4")]
     graphdef, infos = describe_model(model)
-    given = random_params(infos), {k: PACKED[k] for k in ("tokens", "segment_ids", "positions")}
+    arguments = random_params(infos), {k: PACKED[k] for k in ("tokens", "segment_ids", "positions")}
     assert (PACKED["segment_ids"] == 0).any()
-    f = jax.jit(lambda p, told: nnx.merge(graphdef, p).hidden(**told))
-    want = f(*given)
+    f = jax.jit(lambda p, inputs: nnx.merge(graphdef, p).hidden(**inputs))
+    want = f(*arguments)
     with Layout("context=4"):
-        assert_leaves_agree(f.lower(*given).compile(QUICKLY)(*given), want)
+        assert_leaves_agree(f.lower(*arguments).compile(QUICKLY)(*arguments), want)
 
 
 def test_dropout_is_each_tokens_own_wherever_it_stands():
@@ -138,7 +138,7 @@ def test_gin_chooses_it_with_its_options():
 
 
 @pytest.mark.parametrize(
-    ("attend", "mesh", "shapes", "says"),
+    ("attend", "mesh", "shapes", "words"),
     [
         (RingAttention(), "context=4", (20, 4, 2), ("sequence of 20", "multiple of 8", "16 or 24", "zigzag=False")),
         (RingAttention(zigzag=False), "context=4", (18, 4, 2), ("sequence of 18", "multiple of 4", "16 or 20")),
@@ -149,10 +149,10 @@ def test_gin_chooses_it_with_its_options():
     ],
     ids=["ring length", "plain ring length", "Ulysses length", "heads on tensor", "heads", "ring"],
 )  # fmt: skip
-def test_what_does_not_divide_is_refused(attend, mesh, shapes, says):
+def test_what_does_not_divide_is_refused(attend, mesh, shapes, words):
     s, h, kv = shapes
     q, k = jnp.ones((2, s, h, 8)), jnp.ones((2, s, kv, 8))
-    with Layout(mesh), raises_saying(LayoutError, type(attend).__name__, *says):
+    with Layout(mesh), raises_saying(LayoutError, type(attend).__name__, *words):
         jax.eval_shape(attend, q, k, k)
 
 

@@ -66,13 +66,13 @@ def test_it_runs_on_each_devices_own_heads_and_rows():
     assert "shard_map" in text and "f32[2,8,2,8]" in text
 
 
-@pytest.mark.parametrize("given", [{}, {"window": 3}, {"segment_ids": np.array([[1] * 5 + [0] * 3] * 2, np.int32)}])
-def test_decoding_and_masks_are_those_of_dot_product_attention(given):
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"segment_ids": np.array([[1] * 5 + [0] * 3] * 2, np.int32)}])
+def test_decoding_and_masks_are_those_of_dot_product_attention(options):
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, 8, n, 8)), jnp.float32) for n in (4, 2, 2))
-    if "segment_ids" not in given:
+    if "segment_ids" not in options:
         q = q[:, -3:]
-    assert_leaves_agree(flash_attention(q, k, v, **given), dot_product_attention(q, k, v, **given))
+    assert_leaves_agree(flash_attention(q, k, v, **options), dot_product_attention(q, k, v, **options))
 
 
 def test_a_layout_that_splits_the_sequence_is_refused():
@@ -117,16 +117,16 @@ def test_key_heads_that_every_device_has_are_read_by_the_right_queries(heads, kv
 
 
 @pytest.mark.parametrize(
-    ("rules", "says"),
+    ("rules", "words"),
     [
         ({"head_dim": "tensor"}, ("'head_dim'", "tensor")),
         ({"heads": "tensor", "kv_heads": "data"}, ("'heads'", "'kv_heads'")),
     ],
     ids=["head_dim", "heads apart"],
 )
-def test_a_layout_that_splits_a_head_or_heads_apart_is_refused(rules, says):
+def test_a_layout_that_splits_a_head_or_heads_apart_is_refused(rules, words):
     q = jnp.ones((2, 8, 4, 8))
-    with Layout("data=2,tensor=2", Rules(activations=rules)), raises_saying(LayoutError, "flash_attention", *says):
+    with Layout("data=2,tensor=2", Rules(activations=rules)), raises_saying(LayoutError, "flash_attention", *words):
         flash_attention(q, q[:, :, :2], q[:, :, :2])
 
 

@@ -1,4 +1,4 @@
-"""Memory policies: the same numbers whatever is kept, recomputed, offloaded or tiled, and the memory they promise."""
+"""Memory policies: every policy gives the same numbers, and uses the memory it promises."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_policy_gives_the_gradients_of_none(name):
     assert_leaves_agree(got[1], want[1], what="gradients")
 
 
-def test_each_policy_recomputes_what_it_says():
+def test_each_policy_recomputes_what_it_names():
     products = {}
     policies = {**POLICIES, "tiles": TILES, "qkv": MemoryPolicy(keep=("qkv",)), "up": MemoryPolicy(keep=("mlp_up",))}
     policies |= {"up to the host": MemoryPolicy(offload=("mlp_up",)), "mid": MemoryPolicy(keep=("residual_mid",))}
@@ -82,7 +82,7 @@ def test_each_policy_recomputes_what_it_says():
     }  # fmt: skip
 
 
-def test_an_adapters_second_product_is_made_again_where_products_are_kept():
+def test_an_adapters_second_product_is_recomputed_where_products_are_saved():
     kernel, x, a, b = (jnp.ones(shape) for shape in ((64, 64), (4, 64), (64, 2), (2, 64)))
 
     def layer(x, a, b):
@@ -137,15 +137,15 @@ def test_tiles_bound_what_exists_at_once():
     assert temporaries(MemoryPolicy(tile=("mlp_hidden",), tile_size=32)) < hidden / 8
 
 
-def test_hardware_without_host_memory_keeps_on_the_device_and_says_so_once(monkeypatch, caplog):
+def test_without_host_memory_tensors_stay_on_the_device_with_one_warning(monkeypatch, caplog):
     f, params = _loss_and_grads_of(Small(memory="offload_residual"))
     monkeypatch.setattr(host, "HOST", "memory of no machine")
     host.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "jaxscale"):
         text = str(jax.make_jaxpr(f)(params))
         jax.make_jaxpr(f)(params)
-    (said,) = caplog.messages
-    assert "no 'memory of no machine' memory" in said and "'residual' stays on the device" in said
+    (warning,) = caplog.messages
+    assert "no 'memory of no machine' memory" in warning and "'residual' stays on the device" in warning
     assert "<host>" not in text
     host.say_once.cache_clear()
 

@@ -30,7 +30,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-def test_queries_are_turned_by_the_published_angles(scaling, theta):
+def test_queries_are_rotated_by_the_published_angles(scaling, theta):
     head_dim, length = 32, 48
     x = np.random.default_rng(0).normal(size=(2, length, 3, head_dim)).astype(np.float32)
     place = np.stack([np.arange(length), np.arange(length)[::-1] * 3]).astype(np.int32)
@@ -66,7 +66,7 @@ def test_only_distances_matter():
     assert abs(score(3, 7) - score(3, 8)) > 1e-3
 
 
-def test_bfloat16_queries_are_turned_in_float32():
+def test_bfloat16_queries_are_rotated_in_float32():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 2, 16)), jnp.bfloat16)
     cos, sin = Rotary().tables(jnp.arange(8)[None], 16)
     got = rotate(x, cos, sin)
@@ -74,7 +74,7 @@ def test_bfloat16_queries_are_turned_in_float32():
     np.testing.assert_array_equal(got, rotate(x.astype(jnp.float32), cos, sin).astype(jnp.bfloat16))
 
 
-def test_a_fraction_of_a_head_is_turned_and_the_rest_is_as_it_was():
+def test_a_fraction_of_a_head_is_rotated_and_the_rest_is_unchanged():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 2, 16)), jnp.float32)
     turned = rotate(x, *Rotary(fraction=0.5).tables(jnp.arange(4)[None], 16))
     np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])

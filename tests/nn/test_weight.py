@@ -91,12 +91,12 @@ THREE = "data=2,fsdp=2,tensor=2"
 
 
 def _exact(weight):
-    """The matrix that codes stand for, in float64."""
+    """The matrix of these codes, in float64."""
     return np.asarray(weight.codes, np.float64) * np.asarray(weight.scale, np.float64)
 
 
 def _both(model):
-    """A module with weights, and the same with the arrays that they stand for."""
+    """A module with weights, and the same module with dense arrays."""
     graphdef, infos = abstract(lambda: model)
     weights = Int8().encoded(jax.tree.map(jnp.asarray, random_params(infos)), infos, None)
     dense = jax.tree.map(lambda i, w: as_weight(w).dense(), infos, weights)
@@ -127,14 +127,14 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_computes_what_it_does_with_the_arrays_that_weights_stand_for(name):
+def test_every_layer_computes_what_it_does_with_dense_arrays(name):
     make, call = LAYERS[name]
     weighted, dense, weights = _both(_made(make))
     assert any(isinstance(w, Int8Weight) for w in jax.tree.leaves(weights, is_leaf=lambda w: isinstance(w, Weight)))
     want = jax.jit(call)(dense)
     with js.Layout(THREE):
-        found = jax.jit(call)(weighted)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))
+        results = jax.jit(call)(weighted)
+    np.testing.assert_allclose(results, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 def test_products_of_weights_are_those_of_float64():
@@ -202,13 +202,13 @@ def test_a_checkpoint_holds_weights_and_gives_them_to_another_mesh(tmp_path):
     checkpoints.save(TrainState(jnp.int32(3), weights, {}, jax.random.key(0)), {"params": own, "extra": {}}, {})
     checkpoints.close()
     assert "params/embed/weight/codes" in checkpoints.manifest(3)["leaves"]
-    found = checkpoints.restore_params(3, own, other)
-    assert jax.tree.structure(found) == jax.tree.structure(weights)
-    jax.tree.map(np.testing.assert_array_equal, found, weights)
-    assert found["embed"]["weight"].codes.sharding == other.sharding(("vocab", "embed"), (32, 16))
+    results = checkpoints.restore_params(3, own, other)
+    assert jax.tree.structure(results) == jax.tree.structure(weights)
+    jax.tree.map(np.testing.assert_array_equal, results, weights)
+    assert results["embed"]["weight"].codes.sharding == other.sharding(("vocab", "embed"), (32, 16))
 
 
-def test_the_planner_counts_the_arrays_that_are_there(base):
+def test_the_planner_counts_the_bytes_of_weights(base):
     layout = js.Layout(THREE)
     config = settled(TrainConfig(**_settings(base, layout)))
     blueprint, _ = blueprint_of(config)
@@ -216,10 +216,10 @@ def test_the_planner_counts_the_arrays_that_are_there(base):
     device = layout.device_mesh.devices.flat[0]
     local = [s.data for x in jax.tree.leaves((state.params, state.frozen)) for s in x.addressable_shards
              if s.device == device]  # fmt: skip
-    there = sum(x.nbytes for x in local)
-    assert dry_run(config).parameter_bytes == there
+    local_bytes = sum(x.nbytes for x in local)
+    assert dry_run(config).parameter_bytes == local_bytes
     rows = explain(config).params
-    assert sum(r.bytes_per_device for r in rows) == there
+    assert sum(r.bytes_per_device for r in rows) == local_bytes
     codes = {r.path: r.dtype for r in rows}
     assert codes["embed/weight/codes"] == "int8" and codes["runs/0/blocks/0/mlp/up/scale"] == "float32"
     with raises_saying(ConfigError, "no formula covers", "Int8", "traced step"):
@@ -254,11 +254,11 @@ ASKED = dict(temperature=0, max_tokens=4, ignore_end=True)
 @pytest.mark.parametrize(
     "options", [{}, *({"stream_layers": n} for n in ("host", "disk")), *({"layout": n} for n in (THREE, "pipeline=2"))]
 )
-def test_greedy_texts_are_those_of_the_arrays_that_weights_stand_for(base, greedy, options):
+def test_greedy_completions_are_those_of_dense_arrays(base, greedy, options):
     run = js.load(base.path)
     options = {**options, **({"layout": js.Layout(options["layout"])} if "layout" in options else {})}
-    found = run.generate(PROMPTS, weights=Int8(), **ASKED, **options)
-    assert [list(text.ids) for text in found] == greedy
+    results = run.generate(PROMPTS, weights=Int8(), **ASKED, **options)
+    assert [list(text.ids) for text in results] == greedy
 
 
 def test_a_server_s_engine_takes_them(base, greedy):
@@ -267,11 +267,11 @@ def test_a_server_s_engine_takes_them(base, greedy):
     assert engine.stepper._params["head"]["weight"].codes.dtype == jnp.int8
     for i, prompt in enumerate(PROMPTS):
         engine.submit(Request(tuple(prompt), Sampling(temperature=0, max_tokens=4), i))
-    found = [[] for _ in PROMPTS]
+    results = [[] for _ in PROMPTS]
     while engine.busy:
         for event in engine.step():
-            found[event.id].append(event.token)
-    assert found == greedy
+            results[event.id].append(event.token)
+    assert results == greedy
 
 
 def test_a_layer_from_disk_is_read_once_for_all_arrays_of_its_weights(base, monkeypatch):

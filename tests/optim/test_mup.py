@@ -210,12 +210,12 @@ REFUSED = {
     "an optax transformation": (lambda: _run(optax.sgd(0.1)), "has its own; use an optimizer such as AdamW()"),
     "heads that do not divide": (
         lambda: Small(kv_heads=2, parametrisation=MuP(8)).widening,
-        "MuP.base_width = 8: Transformer.kv_heads = 2 does not come out whole at width 8, from 64",
+        "MuP.base_width = 8: Transformer.kv_heads = 2 at width 64 does not scale to a whole number at width 8",
     ),
     "a width that is none": (lambda: MuP(base_width=0), "MuP.base_width = 0: must be a whole number of at least 1"),
     "an embedding that follows the width": (
         lambda: Small(embedding=StableEmbedding, parametrisation=MuP()),
-        "Transformer.parametrisation goes with Embedding",
+        "Transformer.parametrisation needs Embedding",
     ),
     "a tied head with two rates": (
         lambda: Small(tied=True, parametrisation=NTK(16)).widening,

@@ -108,11 +108,11 @@ class Row:
         """(on the layout, on one device)."""
         lengths = (7, 2, 4) if self.packed else None
         batch = random_batch(self.vocab, rows=ROWS, seq=SEQ, **({} if lengths is None else {"lengths": lengths}))
-        given = dict(batch=batch, objective=NextToken(z_loss=1e-3), steps=STEPS)
-        got = train(self.model, self.layout, accumulate=self.accumulate, **given)
+        options = dict(batch=batch, objective=NextToken(z_loss=1e-3), steps=STEPS)
+        got = train(self.model, self.layout, accumulate=self.accumulate, **options)
         # experts balance their load over a micro-batch, so one device must have the same ones
         plain = dataclasses.replace(self.model, attention=flash_attention)
-        return got, train(plain, None, accumulate=self.accumulate * self.microbatches, **given)
+        return got, train(plain, None, accumulate=self.accumulate * self.microbatches, **options)
 
 
 def table() -> list[Row]:
@@ -173,28 +173,28 @@ def main() -> None:
     args.add_argument("--only", default="", help="rows whose name has this in it")
     args.add_argument("--devices", type=int, default=8, help="rows of so many: 8, 16 or 64")
     args.add_argument("--keep", action="store_true", help="keep good rows that older sources measured")
-    given = args.parse_args()
-    simulate_devices(given.devices)
+    options = args.parse_args()
+    simulate_devices(options.devices)
     git = lambda *a: subprocess.run(["git", *a], capture_output=True, text=True).stdout.strip()  # noqa: E731
     sources, commit = git("rev-parse", "HEAD:jaxscale"), git("rev-parse", "--short", "HEAD")
     LINES.parent.mkdir(exist_ok=True)
     lines = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-    seen = {line["name"]: line for line in lines if given.keep or line["sources"] == sources}
+    seen = {line["name"]: line for line in lines if options.keep or line["sources"] == sources}
     for row in table():
-        wanted = given.only in row.name and row.layout.devices == given.devices
-        if not wanted or _agrees(seen.get(row.name, {"error": "not measured"})):
+        selected = options.only in row.name and row.layout.devices == options.devices
+        if not selected or _agrees(seen.get(row.name, {"error": "not measured"})):
             continue
         begun = time.monotonic()
         try:
-            found: dict[str, object] = dict(disagreement(*row.run()))
+            errors: dict[str, object] = dict(disagreement(*row.run()))
         except Exception as e:  # a row that cannot run is a line of the table, not the end of it
-            found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"}
+            errors = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"}
         line = {
             "name": row.name,
             "sources": sources,
             "commit": commit,
             "seconds": round(time.monotonic() - begun),
-            **found,
+            **errors,
         }
         seen[row.name] = line
         with LINES.open("a") as file:

@@ -47,10 +47,10 @@ def plainly(x, q, up, down):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_values_and_gradients_are_those_of_the_plain_products(layout):
-    given = arrays()
-    want = jax.value_and_grad(plainly, argnums=(0, 1, 2, 3))(*given)
+    arguments = arrays()
+    want = jax.value_and_grad(plainly, argnums=(0, 1, 2, 3))(*arguments)
     with layout:
-        got = jax.jit(jax.value_and_grad(through, argnums=(0, 1, 2, 3)))(*given)
+        got = jax.jit(jax.value_and_grad(through, argnums=(0, 1, 2, 3)))(*arguments)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     assert_leaves_agree(got[1], want[1], what=str(layout))
 
@@ -69,11 +69,11 @@ def test_overlapped_products_send_permutes_and_nothing_else():
     layout = LAYOUTS[0]
     with layout:
         compiled = jax.jit(jax.grad(through, argnums=(0, 1, 2, 3))).lower(*arrays()).compile()
-    found = [c for c in collectives(compiled, layout.sizes) if c.axes == ("tensor",) and c.payload > 4]
-    assert {c.kind for c in found} == {"collective-permute"}
+    sent = [c for c in collectives(compiled, layout.sizes) if c.axes == ("tensor",) and c.payload > 4]
+    assert {c.kind for c in sent} == {"collective-permute"}
     # Four rings of three steps: x, the sum y, dy, the sum dx. x's second round, for the kernels' gradients, is the
     # same instructions as its first, which the compiler merges here. A piece: 2 of 4 rows, 4 of 16 places, 8 wide.
-    assert sum(c.sent for c in found) == 4 * 3 * (2 * 4 * 8 * 4)
+    assert sum(c.sent for c in sent) == 4 * 3 * (2 * 4 * 8 * 4)
 
 
 def test_a_layout_without_a_ring_is_named():

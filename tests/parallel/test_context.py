@@ -52,38 +52,38 @@ def _case(case):
     random = np.random.default_rng(0)
     h, kv = case["heads"]
     arrays = [jnp.asarray(random.normal(size=(B, S, n, D)), jnp.float32) for n in (h, kv, kv, h)]
-    given = {}
+    token_arrays = {}
     if case["segments"]:
-        given["segment_ids"] = np.sort(random.integers(0, 4, (B, S)), 1).astype(np.int32)
+        token_arrays["segment_ids"] = np.sort(random.integers(0, 4, (B, S)), 1).astype(np.int32)
     if case["positions"]:  # without segments in any order, within them in the order they stand, with gaps
         ordered = np.cumsum(random.integers(1, 3, (B, S)), 1)
-        given["positions"] = (ordered if case["segments"] else random.integers(0, 20, (B, S))).astype(np.int32)
-    return arrays, given
+        token_arrays["positions"] = (ordered if case["segments"] else random.integers(0, 20, (B, S))).astype(np.int32)
+    return arrays, token_arrays
 
 
 @pytest.mark.parametrize("case", covering(FEATURES), ids=name_of)
 def test_every_form_gives_the_output_and_gradients_of_float64(case):
-    (q, k, v, dout), given = _case(case)
+    (q, k, v, dout), token_arrays = _case(case)
     options = {n: case[n] for n in ("causal", "window", "softcap")}
-    pairs = {n: (x, x) for n, x in given.items()}
+    pairs = {n: (x, x) for n, x in token_arrays.items()}
     out, _, grads = truth((q, k, v, None), {**options, **pairs}, dout, np.zeros(q.shape[:3]))
     attend = FORMS[case["form"]]
     with Layout(case["mesh"]):
         order = attend.order(S)
         order = np.arange(S) if order is None else order
-        given = {n: jnp.asarray(x[:, order]) for n, x in given.items()}
-        got = _both(functools.partial(attend, **options, **given), [x[:, order] for x in (q, k, v, dout)])
+        token_arrays = {n: jnp.asarray(x[:, order]) for n, x in token_arrays.items()}
+        got = _both(functools.partial(attend, **options, **token_arrays), [x[:, order] for x in (q, k, v, dout)])
     got = [np.asarray(x)[:, np.argsort(order)] for x in got]
     assert_leaves_agree(got, [out, *grads[:3]], what=case["form"])
 
 
 @pytest.mark.parametrize("form", ["ring", "TokenRing", "gather"])
 def test_in_bfloat16_it_is_as_exact_as_plain_attention(form):
-    arrays, theirs, wanted = _bfloat16()
+    arrays, theirs, exact = _bfloat16()
     order = zigzag(S, 4)
     with Layout("context=4"):
         got = _both(FORMS[form], [x[:, order] for x in arrays])
-    for name, a, b, want in zip("output q k v".split(), got, theirs, wanted, strict=True):
+    for name, a, b, want in zip("output q k v".split(), got, theirs, exact, strict=True):
         assert_as_exact_as(a[:, np.argsort(order)], b, want, f"{form}, {name}")
 
 
@@ -193,20 +193,20 @@ def test_the_chunks_visited_are_those_in_which_a_token_sees_one(ring, each, caus
 
 @pytest.mark.parametrize("form", ["ring", "TokenRing"])
 def test_the_kernel_is_called_on_the_visited_chunks_alone(monkeypatch, form):
-    found = []
+    counts = []
 
     def count(q, k, v, **options):
         """Chunks that one call computes."""
         mask = Mask(options.get("causal", False), options.get("window"))
         table = tile_table(mask, Tokens(), s=q.shape[1], t=k.shape[1], q_tile=S // 8, k_tile=S // 8)
-        found.append(int((table != SKIP).sum()))
+        counts.append(int((table != SKIP).sum()))
         return flash_attention(q, k, v, **options)
 
     monkeypatch.setattr(local, "flash_attention", count)
     q = jax.ShapeDtypeStruct((B, S, 2, D), jnp.float32)
     with Layout("context=4"):
         jax.eval_shape(FORMS[form], q, q, q)
-    assert sum(found) == 2 * 4 + 1
+    assert sum(counts) == 2 * 4 + 1
 
 
 @pytest.mark.parametrize(("zigzag", "window", "steps"), [(True, None, 3), (True, 4, 2), (False, 8, 1), (False, 1, 0)])
@@ -269,11 +269,11 @@ def _sent(attend, tokens):
 
 def _counted(compiled, layout):
     """(kind, bytes of what is sent, or of the whole that is gathered or scattered, who sends to whom): how often."""
-    found = collections.Counter()
+    counts = collections.Counter()
     for c in collectives(compiled, layout.sizes):
         assert c.certain and c.axes == ("context",)
-        found[c.kind, c.payload, c.pairs] += c.times
-    return found
+        counts[c.kind, c.payload, c.pairs] += c.times
+    return counts
 
 
 @NEEDS_TPU
@@ -285,9 +285,9 @@ def test_a_training_step_on_tpus_sends_keys_round_in_every_layer_and_gathers_tok
         ),
         layout=Layout("context=4"), batch_size=2, seq_len=1024, prompt=None,
     )  # fmt: skip
-    found = _counted(compile_step(config, "v5p:2x2x1"), Layout("context=4"))
+    counts = _counted(compile_step(config, "v5p:2x2x1"), Layout("context=4"))
     k, ids = 2 * 256 * 2 * 64 * 2, 2 * 256 * 4
-    assert {c: n for c, n in found.items() if c[0] != "all-reduce"} == {
+    assert {c: n for c, n in counts.items() if c[0] != "all-reduce"} == {
         # in both layers
         send(k, ON): 2 * 2 * 3 * 2,
         send(2 * k, ON): 2 * 2 * 3,
@@ -296,4 +296,4 @@ def test_a_training_step_on_tpus_sends_keys_round_in_every_layer_and_gathers_tok
         ("all-gather", 4 * ids, ()): 5,
     }
     # of each layer's gradients, of the others', and of the weights' sum
-    assert sum(n for c, n in found.items() if c[0] == "all-reduce") == 2 + 1 + 1
+    assert sum(n for c, n in counts.items() if c[0] == "all-reduce") == 2 + 1 + 1

@@ -117,7 +117,7 @@ def test_rows_that_fill_up_a_vocabulary_count_for_nothing(layout, vocab):
 
 def test_rows_that_do_not_divide_are_refused():
     x, w, _, targets = arrays()
-    with Layout("data=8"), raises_saying(LayoutError, "the logits", "'batch'", "cuts 6 into 8"):
+    with Layout("data=8"), raises_saying(LayoutError, "the logits", "'batch'", "shards 6 over 8"):
         sharded_cross_entropy(x[:6], w, targets[:6])
 
 

@@ -114,11 +114,11 @@ def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch
 
     def both(rows, sent, received):
         rows, sent, received = rows[0], sent[0], received[0]
-        found = []
+        results = []
         for carry in (experts._carry_padded, experts._carry_ragged):
             there = carry(rows, sent, received, trip=trip, there=True)
-            found += [there[None], carry(2 * there, sent, received, trip=trip, there=False)[None]]
-        return found
+            results += [there[None], carry(2 * there, sent, received, trip=trip, there=False)[None]]
+        return results
 
     with Layout("expert=4") as layout:
         cut = jax.sharding.PartitionSpec("expert")

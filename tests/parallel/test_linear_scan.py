@@ -15,11 +15,11 @@ AXES = ("batch", "seq", "mlp")
 
 
 def _sequential(decay, update):
-    h, found = np.zeros_like(update[:, 0], np.float64), []
+    h, states = np.zeros_like(update[:, 0], np.float64), []
     for t in range(update.shape[1]):
         h = decay[:, t] * h + update[:, t]
-        found.append(h)
-    return np.stack(found, axis=1)
+        states.append(h)
+    return np.stack(states, axis=1)
 
 
 @pytest.mark.parametrize("mesh", [None, "context=4,data=2", "context=2,tensor=2"])

@@ -51,12 +51,12 @@ def compiled(layout: Layout, model: TransformerConfig = MODEL, rows: int = 8, se
     ids=str,
 )
 def test_no_collective_stands_under_a_branch_that_devices_take_differently(layout, alone):
-    found = branches(compiled(layout).as_text())
-    wrong = {b.name: sorted(b.collectives) for b in found if b.divergent and b.collectives}
+    result = branches(compiled(layout).as_text())
+    wrong = {b.name: sorted(b.collectives) for b in result if b.divergent and b.collectives}
     assert not wrong
     # Stages that nothing but replicas shares enter their phases each by itself; otherwise all together.
-    assert sum(b.divergent for b in found) == (3 if alone else 0)
-    assert any(b.collectives for b in found if not b.divergent)  # the ends, which all devices work on
+    assert sum(b.divergent for b in result) == (3 if alone else 0)
+    assert any(b.collectives for b in result if not b.divergent)  # the ends, which all devices work on
 
 
 def test_a_permute_under_such_a_branch_is_noticed():
@@ -149,8 +149,8 @@ def test_a_weight_used_in_tiles_does_not_wait():
 def test_buffers_are_as_large_as_the_schedules_stash():
     for seed in range(3):
         table = random_table(3, 5, chunks=2, phases=3, seed=seed)
-        slots, found = lower(table), simulate(table)
-        assert max(found.stash) <= slots.size["inputs"] + slots.size["pairs"]
+        slots, result = lower(table), simulate(table)
+        assert max(result.stash) <= slots.size["inputs"] + slots.size["pairs"]
     assert lower(Pipeline("gpipe").table(2, 8)).size == {"inputs": 8, "cotangents": 8, "pairs": 0}
     assert lower(Pipeline("1f1b").table(2, 8)).size == {"inputs": 2, "cotangents": 1, "pairs": 0}
     assert lower(Pipeline("lockstep").table(2, 8)).size == {"inputs": 3, "cotangents": 1, "pairs": 0}
@@ -186,15 +186,15 @@ def test_compiled_memory_differs_by_what_the_simulator_says():
     ids=["even", "chunks", "uneven", "few", "two runs"],
 )
 def test_layers_are_dealt_out_in_order_with_little_padding(repeats, stages, chunks, held, padded):
-    found = assign(repeats, (1,) * len(repeats), stages, chunks)
-    assert [a.tolist() for a in found.index] == held
-    assert found.padded == padded
+    result = assign(repeats, (1,) * len(repeats), stages, chunks)
+    assert [a.tolist() for a in result.index] == held
+    assert result.padded == padded
 
 
 def test_what_is_spread_over_stages_is_collected_again():
     stack = jnp.arange(5 * 3).reshape(5, 3)
-    found, names = assign((5,), (1,), 2, 2), ("layers", "norm")
-    assert (found.collect(0, found.spread(0, stack, names), names) == stack).all()
+    result, names = assign((5,), (1,), 2, 2), ("layers", "norm")
+    assert (result.collect(0, result.spread(0, stack, names), names) == stack).all()
 
 
 def test_more_stages_than_layers_are_refused():

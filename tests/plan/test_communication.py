@@ -186,7 +186,7 @@ def test_what_cannot_be_planned_raises():
         predict(config_of(None), "cpu:1")
     with raises_saying(LayoutError, "v5x"):
         predict(config_of(js.Layout()), "v5x:2x2")
-    with raises_saying(LayoutError, "cuts 4 into 8"):
+    with raises_saying(LayoutError, "shards 4 over 8"):
         predict(config_of(js.Layout("tensor=8")), "v5e:2x4")
     cut = dataclasses.replace(MODEL, attention=flash_attention)
     with raises_saying(LayoutError, "flash_attention", "RingAttention", "context"):

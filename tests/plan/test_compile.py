@@ -70,7 +70,7 @@ def test_a_mesh_axis_may_be_a_part_of_a_torus(mesh):
 
 @pytest.mark.tpu_aot
 def test_a_mesh_larger_than_the_topology_is_refused():
-    with raises_saying(LayoutError, "fsdp=16", "needs 16 devices", "was given 4"):
+    with raises_saying(LayoutError, "fsdp=16", "needs 16 devices", "there are 4"):
         compile_for(_matmul, "v5e:2x2", *SHAPES, layout=js.Layout("fsdp=16"))
 
 

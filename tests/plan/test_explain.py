@@ -72,7 +72,7 @@ def test_one_device_is_explained():
 
 
 def test_what_does_not_divide_is_named():
-    with raises_saying(LayoutError, "attn", "cuts 8 into 16 pieces", "nearest"):
+    with raises_saying(LayoutError, "attn", "shards 8 over 16 devices", "nearest"):
         explained("tensor=16")
 
 
@@ -127,14 +127,14 @@ def test_gradients_and_states_have_rows_of_their_own():
     path = "embed/weight"
     (state,) = {r.spec for r in explanation.state if r.path == path}
     (gradient,) = [r for r in explanation.gradients if r.path == path]
-    assert row(explanation, path).rules == "replicated: no rule splits these names"
+    assert row(explanation, path).rules == "replicated: no rule shards these names"
     assert state == gradient.spec == (None, "fsdp") and gradient.rules == "embed→fsdp"
     assert "optimizer state sharded unlike their parameters" in str(explanation)
 
 
 def test_tensors_are_listed_where_the_batch_does_not_divide():
     explanation = explained("data=64,fsdp=8,tensor=8")
-    assert explanation.flops is None and "cuts 16 into 512 pieces" in explanation.notes[-1]
+    assert explanation.flops is None and "shards 16 over 512 devices" in explanation.notes[-1]
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ LAYOUTS = {
     ),
     "18 tokens x context=4": (
         dict(mesh="context=4", attention=RING, run=dict(seq_len=18)),
-        ("cuts a sequence of 18", "16 or 24"),
+        ("shards a sequence of 18", "16 or 24"),
         [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=24))],
     ),
     "20 tokens in zigzag order": (
@@ -121,7 +121,7 @@ LAYOUTS = {
     ),
     "18 tokens, sequence sharded": (
         dict(mesh="tensor=4", sequence_sharded=True, run=dict(seq_len=18)),
-        ("cuts a sequence of 18", "tensor=4", "16 or 20"),
+        ("shards a sequence of 18", "tensor=4", "16 or 20"),
         [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=20))],
     ),
     "20 tokens, sequence sharded, zigzag": (
@@ -141,7 +141,7 @@ LAYOUTS = {
     ),
     "query heads": (
         dict(mesh="tensor=4", heads=6),
-        ("4 or 8", "number of pieces is 2"),
+        ("4 or 8", "number of devices is 2"),
         [dict(heads=4), dict(heads=8), dict(mesh="tensor=2")],
     ),
     "flash attention x context": (
@@ -259,19 +259,19 @@ MODELS = {
     ),
     "experts' tiles": (
         dict(mlp=EXPERTS, memory=MemoryPolicy(tile=("mlp_hidden",))),
-        ("take it out of MemoryPolicy.tile",),
+        ("remove it from MemoryPolicy.tile",),
         [dict(memory=MemoryPolicy())],
     ),
     "float16": (dict(dtype="float16"), ("'bfloat16'", "'float32'"), [dict(dtype="bfloat16"), dict(dtype="float32")]),
     "no windows": (dict(windows=()), ("(None,)",), [dict(windows=(None,))]),
     "latent, key heads": (
         dict(attention_layer=LATENT, head_dim=None, kv_heads=4),
-        ("leave it out",),
+        ("remove it",),
         [dict(kv_heads=None)],
     ),
     "latent, overlap": (
         dict(attention_layer=LATENT, head_dim=None, overlap=("attention",)),
-        ("take it out",),
+        ("remove it",),
         [dict(overlap=())],
     ),
     "latent, parametrised": (

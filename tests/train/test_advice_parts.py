@@ -111,9 +111,9 @@ SIGNATURES = {
         ("nest the mesh axes in one order",),
         [product(NESTED, NESTED, "ij,ik->jk")],
     ),
-    "a size a little too large": (cut(9), ("nearest size that does is 8",), [cut(8)]),
-    "a size a little too small": (cut(7), ("nearest size that does is 8",), [cut(8)]),
-    "a size below one piece": (cut(1), ("nearest size that does is 4",), [cut(4)]),
+    "a size a little too large": (cut(9), ("nearest size that it divides is 8",), [cut(8)]),
+    "a size a little too small": (cut(7), ("nearest size that it divides is 8",), [cut(8)]),
+    "a size below one piece": (cut(1), ("nearest size that it divides is 4",), [cut(4)]),
 }
 
 
@@ -142,7 +142,7 @@ SLICES = {
     ),
     "an axis that slices do not divide": (
         slices("data=3,tensor=4", "data", devices=12),
-        ("data=3 goes over 2 slices", "Layout.across = 'tensor'"),
+        ("data=3 spans 2 slices", "Layout.across = 'tensor'"),
         [slices("data=3,tensor=4", "tensor", devices=12)],
     ),
     "no axis that slices divide": (
@@ -152,12 +152,12 @@ SLICES = {
     ),
     "some of the devices": (
         slices("data=2,fsdp=2", "data"),
-        ("uses all of their devices, as with data=-1",),
+        ("must use all of their devices; set data=-1",),
         [slices("data=-1,fsdp=2", "data")],
     ),
     "some of the devices, and no axis": (
         slices("fsdp=3", None),
-        ("uses all of their devices, as with data=-1",),
+        ("must use all of their devices; set data=-1",),
         [slices("data=-1,fsdp=2", "data")],
     ),
     "a plan": (crossing(None, data=2, fsdp=16), ("Layout.across = 'fsdp'",), [crossing("fsdp", data=2, fsdp=16)]),

@@ -41,7 +41,7 @@ def run(pretrained: Pretrained, layout: Layout | None, text: np.ndarray, prompt:
       text: ids (B, S).
       prompt: how many of them are the prompt.
     """
-    pretrained = dataclasses.replace(pretrained, config=pretrained.config.for_texts_of(text.shape[1]))
+    pretrained = dataclasses.replace(pretrained, config=pretrained.config.for_length(text.shape[1]))
     graphdef, _ = describe_model(pretrained.config)
     with layout or contextlib.nullcontext():
         params = read_pretrained(pretrained, layout)

@@ -7,7 +7,7 @@ P devices share a sequence; a part is one device's shard of an array.
 | `RingAttention` | keys and values, around a ring | (P - 1) parts of each; as many, and their float32 gradients |
 | `TokenRingAttention` | queries one way around, outputs the other | (P - 1) parts of each; with cotangents |
 | `UlyssesAttention` | queries, keys, values and outputs, by all-to-all | (P - 1) / P of a part of each; the same |
-| `GatherAttention` | keys and values, by all-gather | (P - 1) parts of each; twice that, and scattered gradients |
+| `GatherAttention` | keys and values, by all-gather | (P - 1) parts of each; as many, and their float32 gradients |
 
 Each is an `AttentionKernel`, and is flash attention where the layout does not shard `seq`. Tokens must be in the order
 that `order` returns: the model reorders them once, before the first layer.

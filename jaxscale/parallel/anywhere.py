@@ -1,4 +1,4 @@
-"""One answer for all devices, also when memories have failed and copies of one value are no longer equal."""
+"""Flags that are equal on all devices, even if faulty memory has made replicated values differ."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from jaxscale.layout import current
 
 
 def anywhere(flags: Bool[Array, "..."]) -> Bool[Array, "..."]:
-    """Which flags are set on any device of the layout in force; the same on all of them.
+    """Return which flags are set on any device of the layout in force, equal on all devices.
 
-    The partitioner takes the copies of a value for equal and reduces over those mesh axes alone that cut it. Where one
-    copy is bad, devices would then take different branches, and the first collective in one of them never ends.
+    The partitioner assumes that replicated values are equal, and reduces only over mesh axes that shard a value. If one
+    replica is corrupt, devices would take different branches, and a collective in one of them would never end.
+
+    Args:
+      flags: booleans, declared as replicated.
     """
     layout = current()
     if layout is None or layout.devices == 1:
@@ -23,7 +26,7 @@ def anywhere(flags: Bool[Array, "..."]) -> Bool[Array, "..."]:
     axes = tuple(layout.device_mesh.axis_names)
 
     def own(flags: Array) -> Array:
-        # numbers that differ by device: a maximum of equal ones is no reduction to a compiler
+        # different numbers on each device, because the compiler removes a maximum of equal numbers
         return lax.pmax(jnp.where(flags, 1 + lax.axis_index(axes), 0), axes) > 0
 
     return jax.shard_map(own, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(flags)

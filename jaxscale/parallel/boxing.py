@@ -1,4 +1,4 @@
-"""Changing what each device holds of a tensor: the moves of `jaxscale.layout.rebox`, carried out."""
+"""Run the moves of `jaxscale.layout.rebox`, which change the sharding of a tensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxscale.layout.boxing import Move
 
 
 def reboxed(x: Shaped[Array, "..."], moves: Sequence[Move]) -> Shaped[Array, "..."]:
-    """This device's array after the moves, for use inside `shard_map`.
+    """Apply moves to a device's array, inside `shard_map`.
 
     Args:
-      x: this device's array before.
+      x: this device's array before the moves.
       moves: from `jaxscale.layout.rebox`.
 
     Returns:
-      this device's array by the signature that the moves lead to.
+      this device's array after the moves.
     """
     for move in moves:
         x = _MOVES[move.kind](x, move)

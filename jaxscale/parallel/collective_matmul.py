@@ -1,9 +1,9 @@
-"""Matrix products that overlap with the collectives beside them: rings of permutes, a piece multiplied as it arrives.
+"""Collective matmul: matrix products that overlap with an all-gather or reduce-scatter, as rings of permutes.
 
-Where the residual stream is split along its sequence over `tensor` (Korthikanti et al. 2022), a product into the
-hidden width follows an all-gather and one out of it precedes a reduce-scatter. Cut into the devices' pieces, each
-permute runs beside the product of another piece (Wang et al. 2023, "Overlap communication with dependent
-computation"; Pati et al. 2024, T3, do it in hardware). The same bytes are sent.
+If the residual stream is sharded along its sequence over `tensor` (Korthikanti et al. 2022), a product into the hidden
+width follows an all-gather, and a product out of it precedes a reduce-scatter. Here the product is computed shard by
+shard, and each permute runs at the same time as the product of another shard (Wang et al. 2023, "Overlap communication
+with dependent computation"; Pati et al. 2024, T3, do it in hardware). The same number of bytes is sent.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ Names = tuple[str, ...]
 
 
 def why_no_overlap(*hidden: str) -> str | None:
-    """Why no ring can stand between a residual stream and dimensions of these names here; `None` where one can.
+    """Return why products with these dimensions cannot overlap with collectives under the layout in force.
 
-    Without a layout, or where `tensor` has one device, there is nothing to send and the answer is "".
+    Args:
+      *hidden: logical axes of the hidden dimensions.
+
+    Returns:
+      `None` if they can; "" if nothing is sent (no layout, or `tensor` has one device); else the reason.
     """
     layout = current()
     if layout is None or not any(cut_over(axis) for axis in hidden):
@@ -37,13 +41,13 @@ def why_no_overlap(*hidden: str) -> str | None:
     ring = residual[len(seq) :]
     if residual[: len(seq)] != seq or not ring:
         return (
-            f"the layout {layout} does not split the residual stream's sequence over tensor, so there is no "
+            f"the layout {layout} does not shard the residual stream's sequence over tensor, so there is no "
             "all-gather to overlap; use Layout(..., sequence_sharded=True), or no overlap"
         )
     for axis in hidden:
         if cut_over(axis) != ring:
             return (
-                f"the layout {layout} splits '{axis}' over {cut_over(axis) or 'nothing'} and the residual stream's "
+                f"the layout {layout} shards '{axis}' over {cut_over(axis) or 'nothing'} and the residual stream's "
                 f"sequence over {ring}; overlap needs both over the same mesh axes"
             )
     return None
@@ -52,22 +56,22 @@ def why_no_overlap(*hidden: str) -> str | None:
 def gather_matmul(
     x: Float[Array, "b s e"], kernels: tuple[Float[Array, "e ..."], ...], axes: tuple[Names, ...], dtype: Any
 ) -> tuple[Float[Array, "b s ..."], ...]:
-    """`x · kernel` for each kernel, x's sequence gathered along a ring while its pieces are multiplied.
+    """Compute `x · kernel` for each kernel, while x's sequence is gathered around a ring.
 
-    One ring serves all kernels. Backwards x circulates again, for the kernels' gradients, beside the ring that sums its
-    own (a reduce-scatter).
+    One ring serves all kernels. In the backward pass x is gathered again, for the kernels' gradients, at the same time
+    as another ring sums x's own gradient (a reduce-scatter).
 
     Args:
-      x: named ("batch", "residual_seq", "embed").
-      kernels: parameters; each one's first dimension is contracted.
-      axes: the logical axes of each.
-      dtype: of the products; sums between devices are taken in it.
+      x: logical axes ("batch", "residual_seq", "embed").
+      kernels: parameters, owner first dimension is contracted.
+      axes: the logical axes of each kernel.
+      dtype: dtype of the products, and of sums over devices.
 
     Returns:
-      for each kernel ("batch", "seq", *the rest of its names).
+      for each kernel an array with axes ("batch", "seq", *the rest of its axes).
 
     Raises:
-      LayoutError: the layout in force has no such ring; says what it would need.
+      LayoutError: the layout in force has no such ring; the message says what it needs.
     """
     return _gather_matmul(x, kernels, _ring_of(axes, kernels), dtype)
 
@@ -75,39 +79,39 @@ def gather_matmul(
 def matmul_scatter(
     h: Float[Array, "b s ..."], kernel: Float[Array, "... e"], axes: Names, dtype: Any
 ) -> Float[Array, "b s e"]:
-    """`h · kernel`, summed along a ring that leaves each device its piece of the sequence.
+    """Compute `h · kernel`, summed around a ring that leaves each device its shard of the sequence.
 
     Args:
-      h: named ("batch", "seq", *all but the last of `axes`).
-      kernel: a parameter; all but its last dimension are contracted.
+      h: logical axes ("batch", "seq", *all but the last of `axes`).
+      kernel: a parameter, owner dimensions are contracted, except the last.
       axes: its logical axes.
-      dtype: as for `gather_matmul`.
+      dtype: dtype of the products, and of sums over devices.
 
     Returns:
-      named ("batch", "residual_seq", "embed").
+      logical axes ("batch", "residual_seq", "embed").
 
     Raises:
-      LayoutError: as `gather_matmul`.
+      LayoutError: the layout in force has no such ring; the message says what it needs.
     """
     return _matmul_scatter(h, kernel, _ring_of((axes,), (kernel,)), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The mesh axes of a ring, and the kernels' names."""
+    """The mesh axes of a ring, and the kernels' logical axes."""
 
     over: Names
     axes: tuple[Names, ...]
 
     def wrap(self, fn: Any, *arrays: Array, ins: tuple[Names, ...], outs: tuple[Names, ...], grads: int = 0) -> Any:
-        """`sharded_op`, the last `grads` outputs being kernels' gradients, summed over all devices' tokens."""
+        """Call `sharded_op`; the last `grads` outputs are kernels' gradients, summed over all devices' tokens."""
         tokens = cut_over("batch", "seq")
-        where = [where_gradients_go(names, tokens) for names in outs[len(outs) - grads :]]
-        kinds = ["activations"] * (len(outs) - grads) + ["grads" if w else "activations" for w in where]
+        splits = [where_gradients_go(names, tokens) for names in outs[len(outs) - grads :]]
+        kinds = ["activations"] * (len(outs) - grads) + ["grads" if s else "activations" for s in splits]
 
         def local(*local_arrays: Array) -> tuple[Array, ...]:
             out = list(fn(*local_arrays))
-            for i, split in enumerate(where, len(outs) - grads):
+            for i, split in enumerate(splits, len(outs) - grads):
                 out[i] = sum_to(out[i], tokens, split, dim=outs[i].index("embed"))
             return tuple(out)
 
@@ -119,12 +123,12 @@ def _ring_of(axes: tuple[Names, ...], kernels: tuple[Array, ...]) -> _Ring:
     hidden = sorted(sizes.keys() - {"embed", "head_dim"})
     why = why_no_overlap(*hidden)
     if why is not None:
-        raise LayoutError(f"overlapped products: {why or 'no device to overlap with; use the plain ones'}")
+        raise LayoutError(f"overlapped products: {why or 'nothing is sent that could overlap; use plain products'}")
     for axis in hidden:
         if cut_over(axis, size=sizes[axis]) != cut_over(axis):
             raise LayoutError(
-                f"overlapped products: every device holds all {sizes[axis]} of '{axis}', which {current()} does not "
-                "divide, so that there is no ring; take 'attention' out of Transformer.overlap"
+                f"overlapped products: '{axis}' of {sizes[axis]} is replicated, because {current()} does not divide "
+                "it, so that there is no ring; remove 'attention' from Transformer.overlap"
             )
     return _Ring(cut_over(hidden[0]), axes)
 
@@ -139,7 +143,7 @@ def _around(over: Names) -> list[tuple[int, int]]:
 
 
 def _pieces_in_turn(x: Array, over: Names, visit: Any) -> None:
-    """`visit(piece, whose)` for every device's piece; the next one is under way meanwhile."""
+    """Call `visit(piece, owner)` for every device's shard, while the next one is being sent."""
     n, me = lax.axis_size(over), lax.axis_index(over)
     for step in range(n):
         coming = lax.ppermute(x, over, _around(over)) if step + 1 < n else x
@@ -148,11 +152,11 @@ def _pieces_in_turn(x: Array, over: Names, visit: Any) -> None:
 
 
 def _summed_in_turn(over: Names, term: Any, dtype: Any) -> Array:
-    """The sum over devices of `term(piece)`, each device left with its own piece."""
+    """Sum `term(i)` over devices for every shard i, and leave each device the sum for its own shard."""
     n, me = lax.axis_size(over), lax.axis_index(over)
     total = None
     for step in range(n):
-        # this device adds to the sum that comes to rest n - 1 - step devices further on
+        # this device adds its term to the sum of the device that is n - 1 - step places ahead
         part = term((me - 1 - step) % n)
         if total is None:
             total = part
@@ -178,10 +182,10 @@ def _gather_matmul_fwd(x, kernels, ring, dtype):  # type: ignore[no-untyped-def]
         n = lax.axis_size(ring.over)
         out = [jnp.zeros((x.shape[0], n * x.shape[1], *w.shape[1:]), dtype) for w in weights]
 
-        def multiply(piece: Array, whose: Array) -> None:
+        def multiply(piece: Array, owner: Array) -> None:
             for i, w in enumerate(weights):
                 part = _dot(piece, w, ((2,), (0,)), dtype)
-                out[i] = lax.dynamic_update_slice_in_dim(out[i], part, whose * x.shape[1], 1)
+                out[i] = lax.dynamic_update_slice_in_dim(out[i], part, owner * x.shape[1], 1)
 
         _pieces_in_turn(x, ring.over, multiply)
         return out
@@ -191,17 +195,17 @@ def _gather_matmul_fwd(x, kernels, ring, dtype):  # type: ignore[no-untyped-def]
     return ring.wrap(local, x.astype(dtype), *weights, ins=(_STREAM, *ring.axes), outs=outs), (x, kernels)
 
 
-def _gather_matmul_bwd(ring, dtype, kept, dys):  # type: ignore[no-untyped-def]
-    x, kernels = kept
+def _gather_matmul_bwd(ring, dtype, residuals, dys):  # type: ignore[no-untyped-def]
+    x, kernels = residuals
 
     def local(x, *rest):  # type: ignore[no-untyped-def]
         weights, dys = rest[: len(kernels)], rest[len(kernels) :]
         n = lax.axis_size(ring.over)
         dws = [jnp.zeros(w.shape, jnp.float32) for w in weights]
 
-        def correlate(piece: Array, whose: Array) -> None:
+        def correlate(piece: Array, owner: Array) -> None:
             for i, dy in enumerate(dys):
-                dws[i] = dws[i] + _dot(piece, _take(dy, whose, n), ((0, 1), (0, 1)), jnp.float32)
+                dws[i] = dws[i] + _dot(piece, _take(dy, owner, n), ((0, 1), (0, 1)), jnp.float32)
 
         def term(at: Array) -> Array:
             out: Any = 0.0
@@ -214,8 +218,8 @@ def _gather_matmul_bwd(ring, dtype, kept, dys):  # type: ignore[no-untyped-def]
         return _summed_in_turn(ring.over, term, dtype), *dws
 
     ins = (_STREAM, *ring.axes, *(_hidden(names[1:]) for names in ring.axes))
-    given = (x.astype(dtype), *_in_use(kernels, ring, dtype), *(d.astype(dtype) for d in dys))
-    dx, *dws = ring.wrap(local, *given, ins=ins, outs=(_STREAM, *ring.axes), grads=len(kernels))
+    arguments = (x.astype(dtype), *_in_use(kernels, ring, dtype), *(d.astype(dtype) for d in dys))
+    dx, *dws = ring.wrap(local, *arguments, ins=ins, outs=(_STREAM, *ring.axes), grads=len(kernels))
     return dx.astype(x.dtype), tuple(_as_gradient(d, k, a) for d, k, a in zip(dws, kernels, ring.axes, strict=True))
 
 
@@ -240,25 +244,25 @@ def _matmul_scatter_fwd(h, kernel, ring, dtype):  # type: ignore[no-untyped-def]
     return y, (h, kernel)
 
 
-def _matmul_scatter_bwd(ring, dtype, kept, dy):  # type: ignore[no-untyped-def]
-    (h, kernel), (names,) = kept, ring.axes
+def _matmul_scatter_bwd(ring, dtype, residuals, dy):  # type: ignore[no-untyped-def]
+    (h, kernel), (names,) = residuals, ring.axes
 
     def local(h, w, dy):  # type: ignore[no-untyped-def]
         n = lax.axis_size(ring.over)
         dh, dw = jnp.zeros(h.shape, dtype), jnp.zeros(w.shape, jnp.float32)
 
-        def multiply(piece: Array, whose: Array) -> None:
+        def multiply(piece: Array, owner: Array) -> None:
             nonlocal dh, dw
             part = _dot(piece, w, ((2,), (w.ndim - 1,)), dtype)
-            dh = lax.dynamic_update_slice_in_dim(dh, part, whose * piece.shape[1], 1)
-            dw = dw + _dot(_take(h, whose, n), piece, ((0, 1), (0, 1)), jnp.float32)
+            dh = lax.dynamic_update_slice_in_dim(dh, part, owner * piece.shape[1], 1)
+            dw = dw + _dot(_take(h, owner, n), piece, ((0, 1), (0, 1)), jnp.float32)
 
         _pieces_in_turn(dy, ring.over, multiply)
         return dh, dw
 
     ins = (_hidden(names[:-1]), names, _STREAM)
-    given = (h.astype(dtype), *_in_use((kernel,), ring, dtype), dy.astype(dtype))
-    dh, dw = ring.wrap(local, *given, ins=ins, outs=(_hidden(names[:-1]), names), grads=1)
+    arguments = (h.astype(dtype), *_in_use((kernel,), ring, dtype), dy.astype(dtype))
+    dh, dw = ring.wrap(local, *arguments, ins=ins, outs=(_hidden(names[:-1]), names), grads=1)
     return dh.astype(h.dtype), _as_gradient(dw, kernel, names)
 
 

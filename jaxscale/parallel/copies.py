@@ -1,4 +1,4 @@
-"""Copies of parameters that differ, stacked along their first dimension: each by itself, and their mean."""
+"""Stacked copies of parameters that differ: apply a function to each copy, and average them."""
 
 from __future__ import annotations
 
@@ -15,54 +15,72 @@ Tree = Any
 
 
 def each_copy(fn: Callable[..., Tree], shared: Tree, *trees: Tree, layout: Layout | None) -> Tree:
-    """`fn(shared, *own)` for each copy's own part of stacked trees; no collective between copies.
+    """Call `fn(shared, *own)` for each copy in stacked trees, without collectives between copies.
 
-    Mesh axes that do not divide the copies are left to the partitioner. Copies of one device take turns.
+    Mesh axes other than those of the copies are left to the partitioner. A device with several copies runs them one
+    after the other.
 
     Args:
       fn: a function of trees.
-      shared: what every copy sees whole.
-      *trees: arrays (copies, ...) of one number of copies, which are cut as "replicas" is.
-      layout: where they are; `None` is one device.
+      shared: a tree that every copy gets whole.
+      *trees: trees of arrays (copies, ...), whose first dimension is sharded as "replicas".
+      layout: the layout; `None` is one device.
 
     Returns:
       the results, stacked in the same way.
     """
 
-    def here(shared: Tree, *trees: Tree) -> Tree:
+    def local(shared: Tree, *trees: Tree) -> Tree:
         if len(jax.tree.leaves(trees)[0]) > 1:
             return jax.lax.map(lambda own: fn(shared, *own), trees)
         return jax.tree.map(lambda x: x[None], fn(shared, *jax.tree.map(lambda x: x[0], trees)))
 
     axes = () if layout is None else layout.cut("replicas", "params")
     if not axes:
-        return here(shared, *trees)
+        return local(shared, *trees)
     cut, whole = PartitionSpec(axes), PartitionSpec()
     specs = (whole, *(cut for _ in trees))
-    mapped = jax.shard_map(here, in_specs=specs, out_specs=cut, axis_names=set(axes), check_vma=False)
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=cut, axis_names=set(axes), check_vma=False)
     return mapped(shared, *trees)
 
 
 @jax.named_scope("average_copies")
 def average_copies(copies: Tree) -> Tree:
-    """Stacked arrays in which every copy is the mean of all, made in float32."""
+    """Replace every copy by the mean of all copies, computed in float32.
+
+    Args:
+      copies: a tree of arrays (copies, ...).
+    """
     mean = lambda x: jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)  # noqa: E731
     return jax.tree.map(lambda x: jnp.broadcast_to(mean(x), x.shape), copies)
 
 
 def mean_copy(copies: Tree) -> Tree:
-    """The mean of stacked arrays (copies, ...), each laid out as one copy of it is; not traced."""
+    """Return the mean of stacked arrays, each sharded as one of its copies; for concrete arrays only.
 
-    def where(x: jax.Array) -> Any:
-        at = x.sharding
-        return NamedSharding(at.mesh, PartitionSpec(*at.spec[1:])) if isinstance(at, NamedSharding) else at
+    Args:
+      copies: a tree of arrays (copies, ...).
+    """
 
-    first = lambda copies: jax.tree.map(lambda x: x[0], average_copies(copies))  # noqa: E731
-    return jax.jit(first, out_shardings=jax.tree.map(where, copies))(copies)
+    def sharding_of_one(x: jax.Array) -> Any:
+        sharding = x.sharding
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    def mean(copies: Tree) -> Tree:
+        return jax.tree.map(lambda x: x[0], average_copies(copies))
+
+    return jax.jit(mean, out_shardings=jax.tree.map(sharding_of_one, copies))(copies)
 
 
 def why_no_copies(layout: Layout | None, copies: int) -> str | None:
-    """Why so many copies cannot be taken by themselves on a layout, with what to do, or `None`."""
+    """Return why a layout does not support this number of copies, and what to do, or `None`.
+
+    Args:
+      layout: the layout, or `None`.
+      copies: the number of copies.
+    """
     if layout is None:
         return None
     if copies % layout.sizes["replica"] or layout.stages > 1:
@@ -71,7 +89,11 @@ def why_no_copies(layout: Layout | None, copies: int) -> str | None:
 
 
 def why_no_gathers(layout: Layout | None) -> str | None:
-    """Why a program taken by `each_copy` may not gather along a sharded dimension, and what to do, or `None`."""
+    """Return why a function in `each_copy` cannot gather along a sharded dimension, and what to do, or `None`.
+
+    Args:
+      layout: the layout, or `None`.
+    """
     if layout is None or sum(size > 1 for axis, size in layout.sizes.items() if axis != "replica") < 2:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The loss that never holds its logits, over a vocabulary that the layout splits."""
+"""Cross-entropy that never stores logits, over a vocabulary that the layout shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current, filled_shape, in_use, unfill
-from jaxscale.parallel.ends import axis_size, rows_from_ours
+from jaxscale.parallel.ends import axis_size, local_rows
 from jaxscale.parallel.filled_rows import gradients_of_filled, parts_of_filled
 from jaxscale.parallel.reductions import gather_together, sum_to
 from jaxscale.parallel.sharded import cut_already, cut_over, sharded_op, where_gradients_go
@@ -38,23 +38,29 @@ def sharded_cross_entropy(
     implementation: str | None = None,
     vocab: int | None = None,
 ) -> Any:
-    """`pallas_kernels.cut_cross_entropy.linear_cross_entropy` of global arrays, cut as the layout in force says.
+    """Compute `pallas_kernels.cut_cross_entropy.linear_cross_entropy` of global arrays, sharded by the layout in force.
 
     Each device sums over its own rows of the vocabulary and its own tokens, and one `all_gather` over the mesh axes
-    that split the vocabulary (12 bytes of each shard per token, 16 with label smoothing) merges them. Backwards, x's
-    cotangent is summed over those axes in x's type, and w's over the axes that split tokens in w's own, straight to
-    where the rules for gradients say. A w split along `embed` (FSDP) is cast to x's type first and gathered second,
-    forward and backward. A vocabulary that devices do not divide has rows of zeros behind it, which count for nothing.
-    Inside a `shard_map` that cuts the vocabulary already, w is this device's rows; x and the loss are what all devices
-    hold. Without a layout this is `linear_cross_entropy`.
+    that shard the vocabulary (12 bytes per shard and token, 16 with label smoothing) merges the sums. In the backward
+    pass, x's cotangent is summed over those axes in x's dtype, and w's over the axes that shard tokens in w's dtype,
+    by a reduce-scatter if the rules for gradients shard it. A w that is sharded along `embed` (FSDP) is cast to x's
+    dtype and then gathered, in both passes. A vocabulary that the layout does not divide is padded; padding does not
+    count. Inside a `shard_map` that shards the vocabulary already, w is this device's rows, and x and the loss are
+    replicated. Without a layout this is `linear_cross_entropy`.
 
     Args:
-      x: final hidden states, named ("batch", "seq", "embed").
-      w: the head's weight as the model keeps it, named ("vocab", "embed"); products are in x's type.
-      targets: named ("batch", "seq").
-      softcap, z_loss, label_smoothing, ignore_index, weights, return_lse, filter, implementation: those of
-        `linear_cross_entropy`.
-      vocab: the vocabulary's size, where w has rows of zeros behind it already; all rows of all devices by default.
+      x: final hidden states, logical axes ("batch", "seq", "embed").
+      w: the stored weight of the output head, logical axes ("vocab", "embed"); products are computed in x's dtype.
+      targets: ids, logical axes ("batch", "seq").
+      softcap: see `linear_cross_entropy`, as for the arguments below.
+      z_loss: weight of the squared log-sum-exp.
+      label_smoothing: share of the target distribution that is uniform.
+      ignore_index: a target id without a loss.
+      weights: a factor for each token's loss.
+      return_lse: also return the log-sum-exp.
+      filter: see `linear_cross_entropy`.
+      implementation: see `linear_cross_entropy`.
+      vocab: the number of token ids, if w is padded already; by default all rows of all devices.
 
     Returns:
       float32 (B, S), or that and the log-sum-exp.
@@ -63,7 +69,7 @@ def sharded_cross_entropy(
       LayoutError: a dimension that does not divide.
       KernelError: as `linear_cross_entropy`.
     """
-    given = checked(
+    inputs = checked(
         "sharded_cross_entropy",
         x,
         w,
@@ -76,94 +82,103 @@ def sharded_cross_entropy(
         filter=filter,
         w_layout="ve",
     )
-    _check_sizes(given.x, given.w)
-    vocab = given.w.shape[0] * axis_size(cut_already("vocab")) if vocab is None else vocab
-    terms = dataclasses.replace(given.terms, vocabulary=vocab)
-    merged = _reduce(given.x, given.w, terms.rows(given.targets), _How(given.logits, implementation, vocab))
-    loss = terms.losses(merged, given.targets, given.weights)
+    _check_sizes(inputs.x, inputs.w)
+    vocab = inputs.w.shape[0] * axis_size(cut_already("vocab")) if vocab is None else vocab
+    terms = dataclasses.replace(inputs.terms, vocabulary=vocab)
+    merged = _reduce(inputs.x, inputs.w, terms.rows(inputs.targets), _Settings(inputs.logits, implementation, vocab))
+    loss = terms.losses(merged, inputs.targets, inputs.weights)
     return (loss, merged.lse) if return_lse else loss
 
 
 def _check_sizes(x: Array, w: Array) -> None:
-    """All three dimensions at once, so that no two are on one mesh axis."""
+    """Check the three dimensions of the logits together, so that no two are sharded over one mesh axis."""
     layout = current()
     if over := cut_over("embed"):
         raise LayoutError(
-            f"sharded_cross_entropy sums whole vectors, and the layout {layout} splits the activations' 'embed' over "
-            f"{' and '.join(over)}; take that rule out, or use the materialised loss"
+            f"sharded_cross_entropy needs whole vectors, and the layout {layout} shards the activations' 'embed' over "
+            f"{' and '.join(over)}; remove that rule, or use the materialised loss"
         )
     if layout is not None and not jax.sharding.get_abstract_mesh().manual_axes:
         names, shape = ("batch", "seq", "vocab"), (*x.shape[:2], filled_shape(_W, w.shape)[0])
-        layout.spec(names, shape, kind="activations", name="the logits, which are never held,")
+        layout.spec(names, shape, kind="activations", name="the logits")
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
-    """All that is known before tracing besides shapes."""
+class _Settings:
+    """Static settings of the loss."""
 
     logits: Logits
     implementation: str | None
     vocab: int
 
     def spare(self, rows: int) -> int:
-        """How many of a device's `rows`, the last ones, may be no words."""
+        """Return how many of a device's last rows can be padding."""
         return min(rows, rows * axis_size(_over()) - self.vocab)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _reduce(x: Array, w: Array, rows: Array, how: _How) -> Merged:
+def _reduce(x: Array, w: Array, rows: Array, settings: _Settings) -> Merged:
     over, ours = _over(), cut_over("vocab")
 
-    def local(x: Array, w: Array, rows: Array, words: Array) -> Merged:
-        rows, words = (rows_from_ours(a, w.shape[0], ours) for a in (rows, words))
-        mine = parts_of_filled(x, w, rows, words, how.spare(w.shape[0]), how.logits, how.implementation)
+    def local(x: Array, w: Array, rows: Array, tokens: Array) -> Merged:
+        rows, tokens = (local_rows(a, w.shape[0], ours) for a in (rows, tokens))
+        mine = parts_of_filled(x, w, rows, tokens, settings.spare(w.shape[0]), settings.logits, settings.implementation)
         return merge(gather_together(mine, over)) if over else mine.merged()
 
-    names: Any = _TOKENS  # of each of the three
-    out = Merged(names, names, names if how.logits.summed else None)
+    names: Any = _TOKENS
+    out = Merged(names, names, names if settings.logits.summed else None)
     return sharded_op(
         local,
         x,
         in_use(w, _W, x.dtype),
-        *_from_ours(w, rows, how),
+        *_from_ours(w, rows, settings),
         axes=(_X, _W, _TOKENS, ()),
         out_axes=out,
         name=_NAME,
     )
 
 
-def _from_ours(w: Array, rows: Array, how: _How) -> tuple[Array, Array]:
-    """Targets' rows and the number of words, from the first row that a `shard_map` around us has left."""
+def _from_ours(w: Array, rows: Array, settings: _Settings) -> tuple[Array, Array]:
+    """Return targets' rows and the number of token ids, counted from the first row inside an enclosing `shard_map`."""
     over = cut_already("vocab")
-    return rows_from_ours(rows, w.shape[0], over), rows_from_ours(jnp.int32(how.vocab), w.shape[0], over)
+    return local_rows(rows, w.shape[0], over), local_rows(jnp.int32(settings.vocab), w.shape[0], over)
 
 
-def _forward(x: Array, w: Array, rows: Array, how: _How) -> tuple[Merged, tuple[Array, ...]]:
-    out = _reduce(x, w, rows, how)
+def _forward(x: Array, w: Array, rows: Array, settings: _Settings) -> tuple[Merged, tuple[Array, ...]]:
+    out = _reduce(x, w, rows, settings)
     out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
     return out, (x, w, rows, out.lse)
 
 
-def _backward(how: _How, kept: tuple[Array, ...], slopes: Merged) -> tuple[Array, Array, None]:
-    x, w, rows, lse = kept
-    over, ours, tokens = _over(), cut_over("vocab"), cut_over("batch", "seq")
-    # dw is whole along `embed` on every device: what sums it may as well split it, if that is where it goes.
-    split = where_gradients_go(_W, tokens)
+def _backward(settings: _Settings, residuals: tuple[Array, ...], slopes: Merged) -> tuple[Array, Array, None]:
+    x, w, rows, lse = residuals
+    over, ours, token_axes = _over(), cut_over("vocab"), cut_over("batch", "seq")
+    # dw is whole along `embed` on every device, so its sum can be a reduce-scatter along `embed`
+    split = where_gradients_go(_W, token_axes)
     leaves, structure = jax.tree.flatten(slopes)
 
-    def local(x: Array, w: Array, rows: Array, words: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
+    def local(x: Array, w: Array, rows: Array, tokens: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
         slopes = jax.tree.unflatten(structure, leaves)
-        rows, words = (rows_from_ours(a, w.shape[0], ours) for a in (rows, words))
+        rows, tokens = (local_rows(a, w.shape[0], ours) for a in (rows, tokens))
         dx, dw = gradients_of_filled(
-            x, w, rows, words, how.spare(w.shape[0]), lse, slopes, how.logits, how.implementation, kept[1].dtype
+            x,
+            w,
+            rows,
+            tokens,
+            settings.spare(w.shape[0]),
+            lse,
+            slopes,
+            settings.logits,
+            settings.implementation,
+            residuals[1].dtype,
         )
-        return lax.psum(dx, over) if over else dx, sum_to(dw, tokens, split, dim=1)
+        return lax.psum(dx, over) if over else dx, sum_to(dw, token_axes, split, dim=1)
 
     dx, dw = sharded_op(
         local,
         x,
         in_use(w, _W, x.dtype),
-        *_from_ours(w, rows, how),
+        *_from_ours(w, rows, settings),
         lse,
         *leaves,
         axes=(_X, _W, _TOKENS, (), *[_TOKENS] * (1 + len(leaves))),
@@ -179,5 +194,5 @@ _NAME = "the loss's operand"
 
 
 def _over() -> tuple[str, ...]:
-    """The mesh axes that cut the vocabulary, those of a `shard_map` around us first, which cut it first."""
+    """Return the mesh axes that shard the vocabulary, those of an enclosing `shard_map` first (outermost)."""
     return (*cut_already("vocab"), *cut_over("vocab"))

@@ -1,7 +1,7 @@
-"""A device's rows of a vocabulary that devices do not divide: the last ones may be zeros that stand for no word.
+"""The loss of a padded vocabulary, of which a device's last rows can be padding.
 
-Kernels know no such rows. They get those that are words on every device; the few others, fewer than there are devices,
-have their logits held, and masked.
+Kernels do not support padding. They get the rows that are tokens on every device; for the other rows, fewer than there
+are devices, logits are stored and masked.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ def parts_of_filled(
     x: Float[Array, "... e"],
     w: Float[Array, "r e"],
     rows: Int[Array, "..."],
-    words: Int[Array, ""],
+    tokens: Int[Array, ""],
     spare: int,
     logits: Logits,
     implementation: str | None,
 ) -> Parts:
-    """`pallas_kernels.cut_cross_entropy.parts` of rows some of which may be no words.
+    """Compute `pallas_kernels.cut_cross_entropy.parts` of rows that can include padding.
 
     Args:
-      x, w, rows, logits, implementation: those of `parts`.
-      words: how many of the rows are words, or more than there are, or less than none; differs between devices.
-      spare: how many of the last rows may be none, on any device.
+      x: see `parts`.
+      w: this device's rows of the head.
+      rows: each target's row, counted from this device's first row.
+      tokens: settings many of this device's rows are not padding; can be negative or more than its rows.
+      spare: settings many of the last rows can be padding, on any device.
+      logits: see `parts`.
+      implementation: see `parts`.
     """
     if not spare:
         return parts(x, w, rows, logits, implementation)
     first = w.shape[0] - spare
-    few = _Few.of(x, w[first:], rows - first, words - first, logits)
-    total, hit = partial(few.logits, where=few.words), jnp.where(few.hit, few.logits, 0).sum(-1)
-    summed = jnp.where(few.words, few.logits, 0).sum(-1) if logits.summed else None
+    few = _Few.of(x, w[first:], rows - first, tokens - first, logits)
+    total, hit = partial(few.logits, where=few.real), jnp.where(few.hit, few.logits, 0).sum(-1)
+    summed = jnp.where(few.real, few.logits, 0).sum(-1) if logits.summed else None
     if not first:
         return Parts(total, hit, summed)
     many = parts(x, w[:first], rows, logits, implementation)
@@ -50,7 +54,7 @@ def gradients_of_filled(
     x: Float[Array, "... e"],
     w: Float[Array, "r e"],
     rows: Int[Array, "..."],
-    words: Int[Array, ""],
+    tokens: Int[Array, ""],
     spare: int,
     lse: Float[Array, "..."],
     slopes: Merged,
@@ -58,21 +62,33 @@ def gradients_of_filled(
     implementation: str | None,
     dw_dtype: Any,
 ) -> tuple[Array, Array]:
-    """`pallas_kernels.cut_cross_entropy.gradients` of such rows; what is no word has a gradient of exactly zero.
+    """Compute `pallas_kernels.cut_cross_entropy.gradients` of rows that can include padding.
 
     Args:
-      lse, slopes, dw_dtype: those of `gradients`; the others as of `parts_of_filled`.
+      x: see `parts_of_filled`.
+      w: see `parts_of_filled`.
+      rows: see `parts_of_filled`.
+      tokens: see `parts_of_filled`.
+      spare: see `parts_of_filled`.
+      lse: see `gradients`.
+      slopes: see `gradients`.
+      logits: see `gradients`.
+      implementation: see `gradients`.
+      dw_dtype: see `gradients`.
+
+    Returns:
+      gradients of x and w; that of padding is exactly zero.
     """
     if not spare:
         return gradients(x, w, rows, lse, slopes, logits, implementation, dw_dtype=dw_dtype)
     first = w.shape[0] - spare
-    few = _Few.of(x, w[first:], rows - first, words - first, logits)
+    few = _Few.of(x, w[first:], rows - first, tokens - first, logits)
     slope = slopes.lse[..., None] * jnp.exp(few.logits - lse[..., None]) + few.hit * slopes.hit[..., None]
     if slopes.summed is not None:
         slope = slope + slopes.summed[..., None]
     if few.slope is not None:
         slope = slope * few.slope
-    slope = jnp.where(few.words, slope, 0).astype(x.dtype)
+    slope = jnp.where(few.real, slope, 0).astype(x.dtype)
     dx = _product("...v,ve->...e", slope, w[first:].astype(x.dtype))
     dw = _product("...v,...e->ve", slope, x).astype(dw_dtype)
     if not first:
@@ -82,21 +98,22 @@ def gradients_of_filled(
 
 
 class _Few(NamedTuple):
-    """Logits of a few rows (..., v), float32; which are targets, which are words (v,), and a soft-cap's derivative."""
+    """Logits of a few rows, float32; which rows are targets, which are not padding; and the soft cap's derivative."""
 
     logits: Float[Array, "... v"]
     hit: Bool[Array, "... v"]
-    words: Bool[Array, " v"]
+    real: Bool[Array, " v"]
     slope: Float[Array, "... v"] | None
 
     @classmethod
-    def of(cls, x: Array, w: Array, rows: Array, words: Array, how: Logits) -> _Few:
+    def of(cls, x: Array, w: Array, rows: Array, tokens: Array, settings: Logits) -> _Few:
+        """Compute the logits of rows `w`, of which `tokens` are not padding."""
         index, slope = jnp.arange(w.shape[0]), None
         logits = _product("...e,ve->...v", x, w.astype(x.dtype))
-        if how.softcap is not None:
-            tanh = jnp.tanh(logits / how.softcap)
-            logits, slope = how.softcap * tanh, 1 - tanh * tanh
-        return cls(logits, rows[..., None] == index, index < words, slope)
+        if settings.softcap is not None:
+            tanh = jnp.tanh(logits / settings.softcap)
+            logits, slope = settings.softcap * tanh, 1 - tanh * tanh
+        return cls(logits, rows[..., None] == index, index < tokens, slope)
 
 
 def _product(subscripts: str, *arrays: jax.Array) -> jax.Array:

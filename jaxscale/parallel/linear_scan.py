@@ -1,4 +1,4 @@
-"""First-order linear recurrences along a sequence, which devices may hold in parts (context parallelism)."""
+"""First-order linear recurrences along a sequence, which can be sharded (context parallelism)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def linear_scan(
     axes: Sequence[str | None],
     order: Int[Array, "s"] | None = None,
 ) -> Float[Array, "b s ..."]:
-    """`h[t] = decay[t] * h[t - 1] + update[t]` along the second dimension, from zero.
+    """Compute `h[t] = decay[t] * h[t - 1] + update[t]` along the second dimension, starting from zero.
 
-    By an associative scan (Blelloch 1990). Where the layout cuts the sequence, each device scans its part, and one
-    all-gather of the parts' last values and products of decays tells it where to go on from.
+    By an associative scan (Blelloch 1990). If the layout shards the sequence, each device scans its shard, and one
+    all-gather of the shards' last values and products of decays gives each shard the value to start from.
 
     Args:
-      decay, update: of one shape; in float32 if the recurrence is to be.
-      axes: their logical axes, as `("batch", "seq", "mlp")`.
-      order: each column's place in the sequence, where columns stand as `jaxscale.parallel.context.zigzag` has them:
-        a device's are two stretches of one length.
+      decay: the recurrence is computed in its dtype; use float32.
+      update: of the same shape.
+      axes: their logical axes, such as `("batch", "seq", "mlp")`.
+      order: position of each column in the sequence, if columns are in the order of
+        `jaxscale.parallel.context.zigzag`, in which a device has two ranges of the sequence, of the same length.
 
     Raises:
       LayoutError: a dimension that the layout does not divide.
@@ -69,7 +70,7 @@ def linear_scan(
 
 
 def _flat(x: Array) -> Array:
-    """Parts of all devices, one after another."""
+    """Merge the gathered dimension of devices into the dimension of parts."""
     return x.reshape(-1, *x.shape[2:])
 
 

@@ -1,4 +1,4 @@
-"""The one way in which a kernel reaches sharded arrays."""
+"""`sharded_op`: call a Pallas kernel, or any function of local arrays, on sharded arrays."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def sharded_op(
     out_kinds: Any = None,
     name: str = "",
 ) -> Any:
-    """Calls `fn` on every device's own piece of `arrays`, cut as the layout in force says.
+    """Call `fn` on every device's shards of `arrays`, sharded by the layout in force (a `shard_map`).
 
-    The partitioner cannot cut a Pallas kernel: under plain `jit` a TPU raises while a CPU computes. Here the arrays
-    are brought to where the layout's rules put them, and `fn` sees local arrays only. Without a layout, or with one
-    device, `fn` is called as it is; inside another `shard_map` only over the mesh axes that it left.
+    The partitioner cannot partition a Pallas kernel: under plain `jit` compiling for a TPU fails. Here the arrays are
+    sharded by the layout's rules, and `fn` gets local arrays only. Without a layout, or with one device, `fn` is called
+    directly; inside another `shard_map`, only over the mesh axes that are not manual yet.
 
     Args:
-      fn: a function of local arrays. Dimensions over which it is not independent must be named `None`, or it must
-        combine them itself over the mesh axes they are split on.
+      fn: a function of local arrays. It must treat the indices of a dimension independently, or combine them over the
+        mesh axes that shard it, or the dimension's name must be `None`.
       *arrays: global arrays.
       axes: for each array, a logical axis or `None` per dimension.
-      out_axes: the same for each output, in the outputs' own tree (a tuple of names for a single array).
-      kind: which of the layout's four maps to read.
-      out_kinds: the same for each output, in the outputs' own tree; by default `kind` for all.
+      out_axes: the same for each output, in the tree structure of the outputs (a tuple of names for a single array).
+      kind: which of the rules' four maps to read.
+      out_kinds: the same for each output, in the tree structure of the outputs; by default `kind` for all.
       name: what the arrays are, for errors.
 
     Returns:
       the outputs, global arrays.
 
     Raises:
-      LayoutError: naming the tensor that cannot be laid out.
+      LayoutError: a tensor that the layout cannot shard; the message names it.
     """
     for axis in (a for names in axes if isinstance(names, tuple) for a in names if a is not None):
         check_axis(axis, f"sharded_op(..., axes={tuple(axes)})")
@@ -53,10 +53,10 @@ def sharded_op(
     free, manual = free_and_manual()
     if len(axes) != len(arrays):
         raise LayoutError(
-            f"sharded_op was given {len(arrays)} arrays and names for {len(axes)}; axes is a tuple of names for each "
-            "array, as (('batch', None), ('batch',)) for two"
+            f"sharded_op has {len(arrays)} arrays and axes for {len(axes)}; give a tuple of names for each array, such "
+            "as (('batch', None), ('batch',)) for two"
         )
-    # a kernel wants none left to the partitioner, of whatever size; without a shard_map around us, one device is none
+    # A kernel needs all mesh axes to be manual, also those of size 1; outside of a shard_map, axes of size 1 are left.
     left = set(jax.sharding.get_abstract_mesh().axis_names) - manual if manual else free
     if layout is None or not left:
         return fn(*arrays)
@@ -69,8 +69,8 @@ def sharded_op(
     if out_kinds is None:
         out_kinds = jax.tree.map(lambda _: kind, out_axes, is_leaf=is_names)
     in_specs = tuple(spec(a, x.shape, kind) for a, x in zip(axes, arrays, strict=True))
-    # A stack that stages do not divide and key heads that `tensor` does not lie where their shape says, and an output
-    # of the same names with them.
+    # The sharding of a stack that stages do not divide, and of key heads that `tensor` does not divide, depends on the
+    # shape. An output with the same names gets the sharding of the input, since its shape is not known here.
     alike = {(tuple(a), kind): s for a, s in zip(axes, in_specs, strict=True)}
     return jax.shard_map(
         fn,
@@ -79,17 +79,17 @@ def sharded_op(
             lambda a, k: alike.get((a, k)) or spec(a, None, k), out_axes, out_kinds, is_leaf=is_names
         ),
         axis_names=left if manual else set(),
-        check_vma=False,  # a Pallas call says nothing about how its outputs vary
+        check_vma=False,  # Pallas calls do not declare how their outputs vary
     )(*arrays)
 
 
 def cut_over(*axes: str, kind: Kind = "activations", size: int | None = None) -> tuple[str, ...]:
-    """The mesh axes over which `sharded_op` cuts dimensions of these names here; none without a layout.
+    """Return the mesh axes over which `sharded_op` shards dimensions of these names here; none without a layout.
 
     Args:
       *axes: logical axes.
-      kind: which of the layout's four maps to read.
-      size: of a dimension of that name; without it, as if the mesh divided it (see `Layout.cut`).
+      kind: which of the rules' four maps to read.
+      size: the dimension's size; without it, the mesh is assumed to divide it (see `Layout.cut`).
 
     Raises:
       LayoutError: no such name.
@@ -103,11 +103,11 @@ def cut_over(*axes: str, kind: Kind = "activations", size: int | None = None) ->
 
 
 def where_gradients_go(axes: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes that cut the `embed` of a gradient of these names, if summing over `tokens` can cut it so.
+    """Return the mesh axes that a gradient's `embed` dimension can be reduce-scattered over, or none.
 
     Args:
       axes: the gradient's logical axes.
-      tokens: the mesh axes that hold other tokens, over which it is summed.
+      tokens: the mesh axes that shard tokens, over which the gradient is summed.
     """
     split = cut_over("embed", kind="grads")
     same = all(cut_over(a, kind="grads") == cut_over(a) for a in axes if a != "embed")
@@ -115,7 +115,10 @@ def where_gradients_go(axes: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[
 
 
 def cut_already(*axes: str) -> tuple[str, ...]:
-    """The mesh axes over which a `shard_map` around us has cut activations' dimensions of these names.
+    """Return the mesh axes of an enclosing `shard_map` that shard activations' dimensions of these names.
+
+    Args:
+      *axes: logical axes.
 
     Raises:
       LayoutError: no such name.
@@ -129,7 +132,7 @@ def cut_already(*axes: str) -> tuple[str, ...]:
 
 
 def free_and_manual() -> tuple[set[str], set[str]]:
-    """The mesh axes that cut anything and are the partitioner's, and those of a shard_map around us."""
+    """Return the mesh axes of several devices that are left to the partitioner, and those of an enclosing shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
     return {a for a, n in mesh.shape.items() if n > 1 and a not in manual}, manual

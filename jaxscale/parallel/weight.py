@@ -1,4 +1,4 @@
-"""Weights: what may stand where a layer's kernel stands, and the product of a kernel."""
+"""`Weight`: what can take the place of a layer's kernel, and the product with a kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Axes = tuple[str, ...]
 
 
 class Weight(abc.ABC):
-    """A kernel in a form of its own: adapted, quantised, with its gradient put off.
+    """A kernel that is not a plain array: with an adapter, quantised, or with a deferred gradient.
 
-    A subclass is a frozen dataclass registered as a pytree (`jax.tree_util.register_dataclass`). Layers never ask which
-    one they have; a layer whose product is not `matmul`'s (experts, lookups, overlapped rings) takes `dense`.
+    A subclass is a frozen dataclass registered as a pytree (`jax.tree_util.register_dataclass`). Layers call `matmul`
+    without knowing the subclass; layers with another product (experts, lookups, overlapped collectives) use `dense`.
     """
 
     @property
@@ -30,26 +30,37 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def dense(self, dtype: Any = None) -> Float[Array, "..."]:
-        """The kernel as one array.
+        """Return the kernel as one array.
 
         Args:
-          dtype: of the array; by default the weight's own.
+          dtype: dtype of the array; by default the weight's.
         """
 
     def matmul(
         self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: Any, out_dtype: Any
     ) -> Float[Array, "..."]:
-        """`x · kernel`; arguments and result as `jaxscale.nn.project`. By default the product of `dense`."""
+        """Return `x · kernel`, by default by `dense`.
+
+        Args:
+          x: activations.
+          axes: logical axis per dimension of the kernel.
+          contracted: dimensions of the kernel that are summed over, all leading or all trailing.
+          dtype: dtype of the inputs of the product.
+          out_dtype: dtype of the result.
+
+        Returns:
+          the remaining dimensions of `x`, then those of the kernel.
+        """
         return product(x, self.dense(dtype), axes, contracted, dtype, out_dtype)
 
     def infos(self, info: TensorInfo) -> Any:
-        """A `TensorInfo` for each array of this weight, in its own structure.
+        """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.
 
-        By default an array of the kernel's rank has the kernel's axes where it has its sizes, and any other array has
-        no axes, so that every device holds all of it.
+        By default an array of the kernel's rank has the kernel's axes for dimensions of the same size, and any other
+        array has no axes, so that it is replicated.
 
         Args:
-          info: the kernel's.
+          info: the `TensorInfo` of the kernel.
         """
 
         def one(path: tuple[Any, ...], x: Any) -> TensorInfo:
@@ -63,32 +74,40 @@ class Weight(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Weight):
-    """An array as it is."""
+    """A kernel that is a plain array.
+
+    Args:
+      array: the array.
+    """
 
     array: Float[Array, "..."]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """The shape of the array."""
         return self.array.shape
 
     def dense(self, dtype: Any = None) -> Float[Array, "..."]:
-        """The array."""
+        """See `Weight`."""
         return self.array if dtype is None else self.array.astype(dtype)
 
     def matmul(
         self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: Any, out_dtype: Any
     ) -> Float[Array, "..."]:
-        """`product`, so that the gradient has the array's own type."""
+        """See `Weight`; the gradient has the array's dtype."""
         return product(x, self.array, axes, contracted, dtype, out_dtype)
 
     def infos(self, info: TensorInfo) -> TensorInfo:
-        """The kernel's, in the array's type."""
+        """See `Weight`: the kernel's info with the array's dtype."""
         return dataclasses.replace(info, dtype=self.array.dtype)
 
 
 def as_weight(value: Any) -> Weight:
-    """A parameter's value as a weight: an array is `Dense`."""
+    """Return a parameter's value as a weight: an array becomes `Dense`.
+
+    Args:
+      value: an array or a `Weight`.
+    """
     return value if isinstance(value, Weight) else Dense(value)
 
 
@@ -101,15 +120,15 @@ def product(
     dtype: Any,
     out_dtype: Any,
 ) -> Float[Array, "..."]:
-    """`x · kernel` of an array; see `jaxscale.nn.project`. An array of integers has no gradient."""
+    """Compute `x · kernel` for an array; see `jaxscale.nn.project`. An array of integers has no gradient."""
     return product_forward(x, kernel, axes, contracted, dtype, out_dtype)[0]
 
 
 def product_forward(  # type: ignore[no-untyped-def]
     x, kernel, axes, contracted, dtype, out_dtype
 ):
-    """The product, and what its backward pass needs."""
-    # The product stands in no function of its own below `custom_vjp`, so that a rematerialisation policy sees it.
+    """Return the product and its residuals."""
+    # The product is not in a nested jitted function, so that rematerialisation policies see it.
     dims = _last(x, len(contracted)), contracted
     weight = in_use(kernel, axes, dtype)
     y = jax.lax.dot_general(x.astype(dtype), weight, (dims, ((), ())), preferred_element_type=out_dtype)
@@ -128,7 +147,7 @@ product.defvjp(product_forward, _backward)
 
 
 def input_gradient(x, kernel, dy, axes, contracted, dtype):  # type: ignore[no-untyped-def]
-    """The cotangent of a product's input."""
+    """Return the cotangent of a product's input."""
     rest = tuple(i for i in range(kernel.ndim) if i not in contracted)
     dims = _last(dy, len(rest)), rest
     weight = in_use(kernel, axes, dtype)
@@ -143,7 +162,7 @@ def kernel_gradient(
     dtype: Any,
     kernel_dtype: Any,
 ) -> Float[Array, "..."]:
-    """The gradient of a product's kernel, from its input and its output's cotangent."""
+    """Return the gradient of a product's kernel, from the product's input and its output's cotangent."""
     x, dy = x.astype(dtype), dy.astype(dtype)
     batch = tuple(range(x.ndim - len(contracted)))
     left, right = (x, dy) if contracted[0] == 0 else (dy, x)

@@ -13,7 +13,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn import filled_logits
 from jaxscale.parallel import cut_already, logsumexp_over, sharded_cross_entropy, share_over, sum_over
-from jaxscale.parallel.ends import axis_size, rows_from_ours
+from jaxscale.parallel.ends import axis_size, local_rows
 
 
 class Loss(Protocol):
@@ -174,10 +174,10 @@ def token_losses(
     logits = filled_logits(share_over(hidden, over) if over else hidden, weight, softcap=softcap)
     rows = logits.shape[-1]
     if rows * axis_size(over) > vocab:
-        words = jnp.arange(rows) < rows_from_ours(jnp.int32(vocab), rows, over)
+        words = jnp.arange(rows) < local_rows(jnp.int32(vocab), rows, over)
         logits = jnp.where(words, logits, -jnp.inf)
     log_z = logsumexp_over(logits, over) if over else jax.nn.logsumexp(logits, axis=-1)
-    hit = jnp.arange(rows, dtype=targets.dtype) == rows_from_ours(targets, rows, over)[..., None]
+    hit = jnp.arange(rows, dtype=targets.dtype) == local_rows(targets, rows, over)[..., None]
     chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     known = (targets >= 0) & (targets < vocab)
     loss = log_z - (sum_over(chosen, over) if over else chosen)

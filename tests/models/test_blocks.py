@@ -120,12 +120,12 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(windows=(4, None)), ["Transformer.windows has no effect beside Transformer.blocks"]),
+        (dict(windows=(4, None)), ["Transformer.windows has no effect with Transformer.blocks"]),
         (dict(blocks=(BlockConfig(mixer=GatedRecurrence(), window=4),)), ["Block.window = 4", "GatedRecurrence"]),
         (dict(blocks=(BlockConfig(window=0),)), ["Block.window = 0", "at least 1"]),
         (dict(blocks=(GatedRecurrence(),)), ["Transformer.blocks", "BlockConfig"]),
         (dict(blocks=(BlockConfig(mixer=len),)), ["Block.mixer = len", "called as (width, heads"]),
-        (dict(blocks=(BlockConfig(mlp=MixtureOfExperts()),), bias=True), ["Transformer.bias", "experts have none"]),
+        (dict(blocks=(BlockConfig(mlp=MixtureOfExperts()),), bias=True), ["Transformer.bias", "no biases"]),
         (dict(parametrisation=MuP(base_width=16)), ["Transformer.parametrisation", "GatedRecurrence", "MultiHead()"]),
     ],
 )

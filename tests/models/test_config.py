@@ -164,7 +164,7 @@ def test_flops_are_those_counted_by_hand(config, batch, seq):
         (dict(width=32, heads=48), ["heads = 48", "width = 32", "head_dim"]),
         (dict(dense_layers=5), ["dense_layers = 5", "0 to the depth, 4"]),
         (dict(mlp_every=0), ["mlp_every = 0", "at least 1"]),
-        (dict(mlp=MixtureOfExperts(), bias=True), ["Transformer.bias", "experts have none"]),
+        (dict(mlp=MixtureOfExperts(), bias=True), ["Transformer.bias", "experts have no biases"]),
         (dict(mlp=MixtureOfExperts(), memory="minimal"), ["Transformer.memory", "'mlp_hidden'", "MemoryPolicy.tile"]),
         (dict(mlp=MixtureOfExperts(), overlap=("mlp",)), ["Transformer.overlap", "'mlp'", "('attention',)"]),
         (dict(windows=()), ["windows", "empty", "(None,)"]),

@@ -237,7 +237,7 @@ def test_biases_are_refused():
 
 
 def test_a_group_that_a_layout_cuts_is_refused():
-    with raises_saying(LayoutError, "rows of 8 tokens into 2", "groups of 8", "MixtureOfExperts.group = 4"):
+    with raises_saying(LayoutError, "rows of 8 tokens over 2", "groups of 8", "MixtureOfExperts.group = 4"):
         _run("switch", Layout("context=2"))
 
 

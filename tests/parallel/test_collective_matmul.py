@@ -79,10 +79,10 @@ def test_overlapped_products_send_permutes_and_nothing_else():
 def test_a_layout_without_a_ring_is_named():
     with (
         Layout("tensor=4,data=2"),
-        raises_saying(LayoutError, "does not split the residual stream", "sequence_sharded"),
+        raises_saying(LayoutError, "does not shard the residual stream", "sequence_sharded"),
     ):
         jax.eval_shape(through, *arrays())
-    with raises_saying(LayoutError, "no device to overlap with"):
+    with raises_saying(LayoutError, "nothing is sent that could overlap"):
         jax.eval_shape(through, *arrays())
 
 
@@ -96,7 +96,7 @@ def test_whole_key_heads_are_no_ring_and_the_feed_forward_alone_overlaps():
         return jax.eval_shape(lambda p, t: nnx.merge(graphdef, p).hidden(t), params, batch)
 
     with LAYOUTS[0]:
-        with raises_saying(LayoutError, "2 of 'kv_heads'", "take 'attention' out of Transformer.overlap"):
+        with raises_saying(LayoutError, "'kv_heads' of 2", "remove 'attention' from Transformer.overlap"):
             traced(("attention", "mlp"))
         assert traced(("mlp",)).shape == (8, 16, 32)
 

@@ -36,10 +36,10 @@ def _collectives(layout, capacity):
         grads, dx = jax.grad(loss, argnums=(0, 1))(params, x)
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, infos), constrain(dx, *stream)
 
-    there = layout.on(topology_devices(TOPOLOGY))
+    pod = layout.on(topology_devices(TOPOLOGY))
     placed = lambda i, s: jax.ShapeDtypeStruct(i.shape, i.dtype, sharding=s)  # noqa: E731
-    params = jax.tree.map(placed, infos, shardings_of(infos, there))
-    sharding = there.sharding(stream, (16, 64, 256), kind="activations")
+    params = jax.tree.map(placed, infos, shardings_of(infos, pod))
+    sharding = pod.sharding(stream, (16, 64, 256), kind="activations")
     x = jax.ShapeDtypeStruct((16, 64, 256), jnp.bfloat16, sharding=sharding)
     text = compile_for(gradients, TOPOLOGY, params, x, layout=layout).as_text()
     assert " conditional(" not in text, "a collective under a branch"
@@ -50,9 +50,9 @@ def _collectives(layout, capacity):
     return dict(total)
 
 
-# A device has 128 tokens of 256 numbers with 2 choices each, so 256 rows to send: a ragged exchange moves no more than
-# there are at home, however much room there is away. Rows go there and back; their cotangents too. Two experts of eight
-# are here, whose three gradients of 256 x 512 are summed over the other axis.
+# A device has 128 tokens of 256 numbers with 2 choices each, so 256 rows to send: a ragged exchange sends only these
+# rows, however large the receiving buffers are. Rows are sent and returned, and so are their cotangents. A device has
+# two of eight experts, whose three gradients of 256 x 512 are summed over the other axis.
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     "layout, along, across",
@@ -109,22 +109,22 @@ def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch
     random = np.random.default_rng(0)
     sent = random.integers(0, 4, (4, 4))
     sent[2] = 0
-    trip = experts._Trip(("expert",), 4, 4, 14, True)  # up to 12 rows go, the last ones nowhere
+    exchange = experts._Exchange(("expert",), 4, 4, 14, True)  # up to 12 rows go, the last ones nowhere
     rows = random.normal(size=(4, 14, 3)).astype(np.float32)
 
     def both(rows, sent, received):
         rows, sent, received = rows[0], sent[0], received[0]
         results = []
         for carry in (experts._carry_padded, experts._carry_ragged):
-            there = carry(rows, sent, received, trip=trip, there=True)
-            results += [there[None], carry(2 * there, sent, received, trip=trip, there=False)[None]]
+            away = carry(rows, sent, received, exchange=exchange, outbound=True)
+            results += [away[None], carry(2 * away, sent, received, exchange=exchange, outbound=False)[None]]
         return results
 
     with Layout("expert=4") as layout:
         cut = jax.sharding.PartitionSpec("expert")
         f = jax.shard_map(both, in_specs=cut, out_specs=cut, mesh=layout.device_mesh, check_vma=False)
-        there, back, there_ragged, back_ragged = jax.jit(f)(rows, sent, sent.T)
-    np.testing.assert_array_equal(there, there_ragged)
+        away, back, away_ragged, back_ragged = jax.jit(f)(rows, sent, sent.T)
+    np.testing.assert_array_equal(away, away_ragged)
     np.testing.assert_array_equal(back, back_ragged)
     for device in range(4):
         gone = sent[device].sum()
@@ -132,7 +132,7 @@ def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch
         assert not np.any(back[device][gone:])
 
 
-def test_rows_that_are_no_experts_here_add_nothing_whatever_a_product_leaves_there(monkeypatch):
+def test_rows_without_an_expert_add_nothing_whatever_their_values(monkeypatch):
     random, product = np.random.default_rng(0), jax.lax.ragged_dot
     x, up, down = (random.normal(size=shape).astype(np.float32) for shape in ((2, 4, 8), (4, 8, 6), (4, 6, 8)))
     ids = np.argsort(random.normal(size=(2, 4, 4)))[..., :2].astype(np.int32)

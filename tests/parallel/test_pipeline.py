@@ -200,5 +200,7 @@ def test_what_is_spread_over_stages_is_collected_again():
 def test_more_stages_than_layers_are_refused():
     with raises_saying(LayoutError, "4 stages", "3 layers", "pipeline=2"):
         assign((3,), (1,), 4, 1)
-    with raises_saying(LayoutError, "2 stages of 2 chunks has 4 pieces", "3 groups of layers", "1 chunk a stage"):
+    with raises_saying(
+        LayoutError, "2 stages of 2 chunks has 4 virtual stages", "3 groups of layers", "1 chunk a stage"
+    ):
         assign((3,), (2,), 2, 2)

@@ -176,7 +176,7 @@ LAYOUTS = {
     ),
     "overlap of whole key heads": (
         dict(mesh="tensor=4", sequence_sharded=True, kv_heads=2, overlap=("attention", "mlp")),
-        ("take 'attention' out of Transformer.overlap",),
+        ("remove 'attention' from Transformer.overlap",),
         [dict(overlap=("mlp",))],
     ),
     "an axis that no rule uses": (

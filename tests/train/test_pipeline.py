@@ -193,7 +193,7 @@ class Whole(MaterialisedLoss):
         (
             LayoutError,
             dict(layout=Layout("pipeline=4", pipeline="interleaved:4")),
-            ["8 pieces", "4 layers", "pipeline=2"],
+            ["8 virtual stages", "4 layers", "pipeline=2"],
         ),
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="1f1b:3")), ["3 micro-batches", "8 rows", "is 2"]),
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="gpipe:8"), accumulate=2), ["4 rows", "is 4"]),

@@ -1,4 +1,4 @@
-"""Attention whose sequence is cut over devices: four ways to bring queries and keys together, in `shard_map`."""
+"""Context parallelism: attention over a sequence that is sharded over devices, for use inside `shard_map`."""
 
 from jaxscale.parallel.context.gather import gather_attention
 from jaxscale.parallel.context.local import Attend, Ring, Tokens

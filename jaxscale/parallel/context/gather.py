@@ -1,8 +1,8 @@
-"""Attention to gathered keys: every device brings all keys and values together and attends to them at once.
+"""Attention to gathered keys: every device gathers all keys and values and attends to them at once.
 
-(Dubey et al. 2024, Llama 3.) One collective in place of a ring's P - 1 steps, nothing of it hidden behind arithmetic,
-and all keys of one layer held at a time: cheap where key heads are few. The backward pass gathers them again, and
-reduce-scatters their gradients.
+(Dubey et al. 2024, Llama 3.) One collective in place of a ring's P - 1 steps, which does not overlap with computation.
+A device stores all keys of one layer at a time, which is cheap with few key heads. The backward pass gathers them
+again, and reduce-scatters their gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ def gather_attention(
     ring: Ring,
     attend: Attend,
 ) -> Float[Array, "b s h dv"]:
-    """Attention of a device's queries to the keys of all, inside `shard_map`.
+    """Attention of a device's queries to the keys of all devices, inside `shard_map`.
 
-    Which tiles of keys somebody sees, the kernel finds from positions. In zigzag order every device has equally many.
-    Gradients of keys and values are float32 while they are summed.
+    The kernel finds the tiles that are not masked from positions; in zigzag order every device has the same number.
+    Gradients of keys and values are summed in float32.
 
-    Args: those of `ring_attention`; `ring` is one that holds all devices.
+    Args:
+      q: this device's queries.
+      k: this device's keys.
+      v: this device's values.
+      tokens: see `ring_attention`.
+      ring: all devices.
+      attend: see `ring_attention`.
     """
     return _attend(q, k, v, tokens, ring, attend)
 
@@ -47,8 +53,8 @@ def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: At
 
 
 def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Array]:
-    told = _told(q, tokens, ring, attend)
-    return flash_attention(q, *_gathered((k, v), ring), return_lse=True, **told)
+    options = _kernel_options(q, tokens, ring, attend)
+    return flash_attention(q, *_gathered((k, v), ring), return_lse=True, **options)
 
 
 def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Any]:
@@ -57,12 +63,12 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
     return out, (q, k, v, tokens, out, lse)
 
 
-def _backward(ring: Ring, attend: Attend, kept: Any, dout: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, tokens, out, lse = kept
+def _backward(ring: Ring, attend: Attend, residuals: Any, dout: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, tokens, out, lse = residuals
     k, v, dout = again_after((k, v, dout))
-    told = _told(q, tokens, ring, attend)
+    options = _kernel_options(q, tokens, ring, attend)
     k_all, v_all = _gathered((k, v), ring)
-    dq, *dkeys = gradients(q, k_all, v_all, out, lse, dout, **told)
+    dq, *dkeys = gradients(q, k_all, v_all, out, lse, dout, **options)
     dk, dv = (
         lax.psum_scatter(x.astype(jnp.float32), ring.axes, scatter_dimension=1, tiled=True).astype(x.dtype)
         for x in dkeys
@@ -74,23 +80,23 @@ _attend.defvjp(_forward, _backward)
 
 
 def _gathered(tree: Any, ring: Ring) -> Any:
-    """Every device's tokens, one device's after the other's."""
+    """Gather the tokens of all devices along the second dimension."""
     return jax.tree.map(lambda x: lax.all_gather(x, ring.axes, axis=1, tiled=True), tree)
 
 
-def _told(q: Array, tokens: Tokens, ring: Ring, attend: Attend) -> dict[str, Any]:
-    """The kernel's options."""
-    told = {**attend.options, "causal": attend.causal, "window": attend.window}
+def _kernel_options(q: Array, tokens: Tokens, ring: Ring, attend: Attend) -> dict[str, Any]:
+    """Return the kernel's options."""
+    options = {**attend.options, "causal": attend.causal, "window": attend.window}
     every = _gathered(tokens, ring)
     if tokens.segments is not None:
-        told["segment_ids"] = tokens.segments, every.segments
+        options["segment_ids"] = tokens.segments, every.segments
     if tokens.positions is not None:
-        told["positions"] = tokens.positions, every.positions
+        options["positions"] = tokens.positions, every.positions
     elif attend.causal or attend.window is not None:
         b, length = q.shape[:2]
         chunks = Chunks(ring.size, attend.each, length // attend.each)
         places = (chunks.numbers[..., None] * chunks.length + np.arange(chunks.length)).reshape(ring.size, length)
         mine = jnp.asarray(places, jnp.int32)[ring.index()]
         theirs = jnp.asarray(places.reshape(-1), jnp.int32)
-        told["positions"] = tuple(jnp.broadcast_to(x, (b, x.size)) for x in (mine, theirs))
-    return told
+        options["positions"] = tuple(jnp.broadcast_to(x, (b, x.size)) for x in (mine, theirs))
+    return options

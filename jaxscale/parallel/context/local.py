@@ -1,4 +1,4 @@
-"""One device's share of attention: products of its chunks, by the kernel, forward and backward."""
+"""One device's part of context-parallel attention: kernel calls on its chunks, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pallas_kernels.flash_attention import flash_attention, gradients
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Devices that pass arrays on, for use inside `shard_map`.
+    """Devices that send arrays to the next one, for use inside `shard_map`.
 
     Args:
       axes: mesh axes, outermost first.
-      size: devices of the ring.
-      inner: of every so many neighbours along `axes`, each is in a ring of its own (1: one ring holds all).
+      size: devices of a ring.
+      inner: number of interleaved rings: each of `inner` neighbours along `axes` is in another ring. 1 is one ring.
     """
 
     axes: tuple[str, ...]
@@ -32,11 +32,11 @@ class Ring:
     inner: int = 1
 
     def index(self) -> Int[Array, ""]:
-        """This device's place in its ring."""
+        """Return this device's place in its ring."""
         return lax.axis_index(self.axes) // self.inner
 
     def shift(self, tree: Any, by: int) -> Any:
-        """Every array of `tree` to the device `by` places further."""
+        """Send every array of `tree` to the device that is `by` places ahead."""
         pairs = [
             (i * self.inner + j, (i + by) % self.size * self.inner + j)
             for i in range(self.size)
@@ -46,14 +46,19 @@ class Ring:
 
 
 class Tokens(NamedTuple):
-    """The part of a mask that is data, of some tokens: int32 (B, length), or `None`."""
+    """Segment ids and positions of some tokens, for the mask.
+
+    Args:
+      segments: int32 (B, length), or `None`.
+      positions: int32 (B, length), or `None`.
+    """
 
     segments: Int[Array, "b s"] | None = None
     positions: Int[Array, "b s"] | None = None
 
 
 class Keys(NamedTuple):
-    """What travels round a ring of keys."""
+    """Keys, values and their tokens."""
 
     k: Float[Array, "b t kv d"]
     v: Float[Array, "b t kv dv"]
@@ -61,14 +66,14 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What attends."""
+    """Queries and their tokens."""
 
     q: Float[Array, "b s h d"]
     tokens: Tokens
 
 
 class Cotangent(NamedTuple):
-    """What a query's gradient needs besides: its output's, and its log-sum-exp and sum(out * dout), float32."""
+    """Inputs of the backward pass: the output's cotangent, the float32 log-sum-exp, and sum(out * dout), float32."""
 
     dout: Float[Array, "b s h dv"]
     lse: Float[Array, "b s h"]
@@ -76,7 +81,7 @@ class Cotangent(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Cotangents of keys and values, float32 while they are summed."""
+    """Cotangents of keys and values, which are summed in float32."""
 
     dk: Float[Array, "b t kv d"]
     dv: Float[Array, "b t kv dv"]
@@ -84,11 +89,16 @@ class KeyGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-    """All that is known of an attention before tracing, besides shapes.
+    """Static settings of context-parallel attention.
 
     Args:
-      causal, window, softcap, scale, deterministic, implementation: those of the kernel.
-      each: chunks that a device holds: 2 in zigzag order, else 1.
+      causal: see `pallas_kernels.flash_attention.flash_attention`, as for the arguments below.
+      window: latest positions that a query attends to, or `None`.
+      softcap: soft cap on the scores, or `None`.
+      scale: factor on the scores, or `None`.
+      deterministic: see `flash_attention`.
+      implementation: see `flash_attention`.
+      each: chunks per device: 2 in zigzag order, else 1.
     """
 
     causal: bool
@@ -101,41 +111,52 @@ class Attend:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the kernel, whatever the mask."""
+        """The kernel's options other than the mask."""
         return dict(
             softcap=self.softcap, scale=self.scale, deterministic=self.deterministic, implementation=self.implementation
         )
 
     def tokens(self, segments: Array | None, positions: Array | None) -> Tokens:
-        """As much of the tokens as masks depend on.
+        """Return the segment ids and positions that the mask depends on.
 
-        Within a segment, tokens stand in the order of their positions, so of causality these say nothing new; the
-        distance that a window asks about they may, and without segments anything is possible.
+        Within a segment, tokens are in the order of their positions, so the causal mask does not need positions. A
+        window does, since it depends on distances. Without segments, positions can be in any order.
+
+        Args:
+          segments: int32 (B, length), or `None`.
+          positions: int32 (B, length), or `None`.
         """
         needed = self.window is not None or (self.causal and segments is None)
         return Tokens(segments, positions if needed else None)
 
     def visits(self, ring: int, length: int, tokens: Tokens) -> tuple[Visit, ...]:
-        """As `order.visits`, for a device's `length` tokens."""
+        """Return `jaxscale.parallel.context.visits` for `length` tokens per device.
+
+        Args:
+          ring: devices of the ring.
+          length: tokens per device.
+          tokens: from `Attend.tokens`.
+        """
         in_order = tokens.positions is None or tokens.segments is not None
         chunks = Chunks(ring, self.each, length // self.each)
         return visits(chunks, causal=self.causal, window=self.window, in_order=in_order)
 
     def forward(self, queries: Queries, keys: Keys, slots: tuple[Slot, ...], device: Array, part: Part | None) -> Part:
-        """`part` and what these keys add to it, float32.
+        """Attend to a device's keys, and merge the result with `part`; float32.
 
         Args:
-          queries, keys: a device's, and those of the device that the visit is about.
-          slots: of the visit.
+          queries: the queries of a device.
+          keys: the keys that the visit is about.
+          slots: the slots of the visit.
           device: place in the ring of the device that owns the queries.
-          part: attention to other keys, if any.
+          part: attention to other keys, or `None`.
         """
         for slot in slots:
             at = _Product(slot, device, self.each)
 
             def attend(at: _Product = at) -> Part:
                 q, k, v = at.q(queries.q), at.k(keys.k), at.k(keys.v)
-                out, lse = flash_attention(q, k, v, return_lse=True, **self._told(queries, keys, at))
+                out, lse = flash_attention(q, k, v, return_lse=True, **self._kernel_options(queries, keys, at))
                 return Part(out.astype(jnp.float32), lse)
 
             if part is None and slot.whole and slot.always:
@@ -151,55 +172,58 @@ class Attend:
         return part
 
     def backward(
-        self, queries: Queries, keys: Keys, given: Cotangent, slots: tuple[Slot, ...], device: Array
+        self, queries: Queries, keys: Keys, cotangent: Cotangent, slots: tuple[Slot, ...], device: Array
     ) -> tuple[Float[Array, "b s h d"], KeyGradients]:
-        """What these keys add to the queries' cotangent, and these queries to the keys'; float32.
+        """Return the terms of the queries' and keys' cotangents from products of these queries and keys; float32.
 
         Args:
-          queries, keys, slots, device: as for `forward`.
-          given: of the queries.
+          queries: see `forward`.
+          keys: see `forward`.
+          cotangent: the cotangents of the queries' outputs.
+          slots: see `forward`.
+          device: see `forward`.
         """
-        found = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.k, keys.v))
+        sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.k, keys.v))
         for slot in slots:
             at = _Product(slot, device, self.each)
 
-            def add(found: tuple[Array, ...], at: _Product = at) -> tuple[Array, ...]:
-                dout, lse, delta = (at.q(x) for x in given)
+            def add(sums: tuple[Array, ...], at: _Product = at) -> tuple[Array, ...]:
+                dout, lse, delta = (at.q(x) for x in cotangent)
                 q, k, v = at.q(queries.q), at.k(keys.k), at.k(keys.v)
-                told = self._told(queries, keys, at)
-                dq, dk, dv = gradients(q, k, v, jnp.zeros_like(dout), lse, dout, dlse=-delta, **told)
+                options = self._kernel_options(queries, keys, at)
+                dq, dk, dv = gradients(q, k, v, jnp.zeros_like(dout), lse, dout, dlse=-delta, **options)
                 return (
-                    at.put_q(found[0], at.q(found[0]) + dq),
-                    at.put_k(found[1], at.k(found[1]) + dk),
-                    at.put_k(found[2], at.k(found[2]) + dv),
+                    at.put_q(sums[0], at.q(sums[0]) + dq),
+                    at.put_k(sums[1], at.k(sums[1]) + dk),
+                    at.put_k(sums[2], at.k(sums[2]) + dv),
                 )
 
-            found = at.if_on(add, found)
-        dq, dk, dv = found
+            sums = at.if_on(add, sums)
+        dq, dk, dv = sums
         return dq, KeyGradients(dk, dv)
 
-    def _told(self, queries: Queries, keys: Keys, at: _Product) -> dict[str, Any]:
-        """The kernel's options for one product."""
-        told = self.options
+    def _kernel_options(self, queries: Queries, keys: Keys, at: _Product) -> dict[str, Any]:
+        """Return the kernel's options for one product."""
+        options = self.options
         mine, theirs = queries.tokens, keys.tokens
         if mine.segments is not None and theirs.segments is not None:
-            told["segment_ids"] = at.q(mine.segments), at.k(theirs.segments)
-        given = mine.positions is not None and theirs.positions is not None
-        # Positions that are given may lie further apart than their indices: a window sees less, if anything.
-        if at.slot.mask == FULL and (self.window is None or not given):
-            return told
-        told |= {"causal": self.causal, "window": self.window}
+            options["segment_ids"] = at.q(mine.segments), at.k(theirs.segments)
+        has_positions = mine.positions is not None and theirs.positions is not None
+        # Positions can be further apart than columns, so that a window masks more than the slot says.
+        if at.slot.mask == FULL and (self.window is None or not has_positions):
+            return options
+        options |= {"causal": self.causal, "window": self.window}
         if mine.positions is not None and theirs.positions is not None:
-            told["positions"] = at.q(mine.positions), at.k(theirs.positions)
+            options["positions"] = at.q(mine.positions), at.k(theirs.positions)
         elif at.slot.mask != DIAGONAL:
             b, length = queries.q.shape[0], queries.q.shape[1] // self.each
             place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (b, length))
-            told["positions"] = place + at.away * length, place
-        return told
+            options["positions"] = place + at.away * length, place
+        return options
 
 
 class _Product:
-    """A slot as one device sees it."""
+    """A slot for one device."""
 
     def __init__(self, slot: Slot, device: Array, each: int):
         self.slot, self.device = slot, device
@@ -212,19 +236,19 @@ class _Product:
         return jnp.asarray(table)[self.device]
 
     def q(self, x: Array) -> Array:
-        """Of the queries' tokens, those concerned."""
+        """Select the chunk of queries from an array of all of the device's tokens."""
         return self._cut(x, self._q)
 
     def k(self, x: Array) -> Array:
-        """Of the keys' tokens, those concerned."""
+        """Select the chunk of keys from an array of all tokens of the keys' device."""
         return self._cut(x, self._k)
 
     def put_q(self, x: Array, new: Array) -> Array:
-        """`x` with `new` in the place of `q(x)`."""
+        """Return `x` with `new` in place of `q(x)`."""
         return self._put(x, new, self._q)
 
     def put_k(self, x: Array, new: Array) -> Array:
-        """`x` with `new` in the place of `k(x)`."""
+        """Return `x` with `new` in place of `k(x)`."""
         return self._put(x, new, self._k)
 
     def _cut(self, x: Array, chunk: Any) -> Array:
@@ -235,7 +259,7 @@ class _Product:
         return new if self._pieces == 1 else lax.dynamic_update_slice_in_dim(x, new, chunk * new.shape[1], axis=1)
 
     def if_on(self, work: Callable[[Any], Any], x: Any) -> Any:
-        """`work(x)` on devices that have this product. No collective may stand in it: not all devices do."""
+        """Return `work(x)` on devices that have this product, else `x`; `work` must not contain collectives."""
         if self.slot.always:
             return work(x)
         return lax.cond(jnp.asarray(self.slot.on)[self.device], work, lambda x: x, x)

@@ -1,8 +1,9 @@
-"""Which tokens a device of a ring holds, and which products of their chunks somebody needs: all known before tracing.
+"""Which tokens each device of a ring holds, and which products of chunks of tokens a mask leaves; static.
 
-A sequence is cut into chunks of equal length. In a plain ring a device holds one. In a zigzag (head-tail) ring of P
-devices there are 2P, and device i holds chunks i and 2P - 1 - i, so that under a causal mask every device has the same
-work at every step: 2P + 1 products of chunks in all, of which two are diagonal (Zhu 2024; Dubey et al. 2024, Llama 3).
+A sequence is divided into chunks of equal length. In a plain ring each device holds one. In a zigzag (head-tail) ring
+of P devices there are 2P chunks, and device i holds chunks i and 2P - 1 - i, so that with a causal mask every device
+has the same work at every step: 2P + 1 products of chunks in total, of which two are diagonal (Zhu 2024; Dubey et al.
+2024, Llama 3).
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import numpy as np
 from einops import rearrange
 
 DIAGONAL, FULL, PARTIAL = "diagonal", "full", "partial"
-"""What a product of chunks is masked by: its own indices, nothing, or tokens' positions."""
+"""The mask of a product of chunks: causal by index, none, or by tokens' positions."""
 
 
 def zigzag(seq_len: int, ring: int) -> np.ndarray:
-    """The natural place of every token of a sequence in zigzag order, int32: `x[:, zigzag(S, P)]` arranges it.
+    """Return the position of each column in zigzag order, int32.
 
-    `argsort` of it is the way back. `seq_len` is a multiple of 2 * `ring`.
+    `x[:, zigzag(S, P)]` reorders a sequence, and `argsort` of the result undoes it.
+
+    Args:
+      seq_len: the sequence length, a multiple of 2 * `ring`.
+      ring: devices of the ring.
     """
     chunks = rearrange(np.arange(seq_len, dtype=np.int32), "(two ring place) -> two ring place", two=2, ring=ring)
     return rearrange([chunks[0], chunks[1, ::-1]], "two ring place -> (ring two place)")
@@ -30,12 +35,12 @@ def zigzag(seq_len: int, ring: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a sequence lies on a ring.
+    """The chunks of a sequence on a ring.
 
     Args:
-      ring: devices.
-      each: chunks of a device: 2 in zigzag order, else 1.
-      length: tokens of a chunk.
+      ring: devices of the ring.
+      each: chunks per device: 2 in zigzag order, else 1.
+      length: tokens per chunk.
     """
 
     ring: int
@@ -44,7 +49,7 @@ class Chunks:
 
     @functools.cached_property
     def numbers(self) -> np.ndarray:
-        """The chunks of each device by number, (ring, each)."""
+        """The numbers of each device's chunks, int (ring, each)."""
         devices = np.arange(self.ring)[:, None]
         return devices if self.each == 1 else np.concatenate([devices, 2 * self.ring - 1 - devices], 1)
 
@@ -52,15 +57,18 @@ class Chunks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One product of a chunk of queries and one of keys, on every device at once.
+    """One product of a chunk of queries and a chunk of keys, for all devices at the same time.
+
+    Arrays are (ring,), by the device that owns the queries.
 
     Args:
-      q, k: which of its chunks, for each device that owns queries, and which of the owner of the keys; 0 if `whole`.
-      away: chunks from the keys' to the queries'.
-      on: whether there is such a product.
+      q: which of its chunks of queries; 0 if `whole`.
+      k: which of the keys' owner's chunks of keys; 0 if `whole`.
+      away: the number of the queries' chunk minus that of the keys' chunk.
+      on: whether the device has such a product.
       mask: `DIAGONAL`, `FULL` or `PARTIAL`.
-      always: whether all are on.
-      whole: all chunks of both instead of one.
+      always: `on` is True for all devices.
+      whole: the product is of all chunks of both.
     """
 
     q: np.ndarray
@@ -74,7 +82,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """What devices compute with keys of the one `offset` places before them in the ring."""
+    """The products of devices' queries with keys of the device that is `offset` places before in the ring.
+
+    Args:
+      offset: the number of places.
+      slots: the products.
+    """
 
     offset: int
     slots: tuple[Slot, ...]
@@ -82,16 +95,17 @@ class Visit:
 
 @functools.cache
 def visits(chunks: Chunks, *, causal: bool, window: int | None, in_order: bool) -> tuple[Visit, ...]:
-    """The offsets at which any device needs the keys of another (its own first), and what for.
+    """Return the offsets at which any device needs keys (its own first), and the products there.
 
     Args:
       chunks: the ring.
-      causal, window: the mask.
-      in_order: tokens stand in the order of their positions, one apart at least; else nothing is known of what a
-        product's mask leaves, and all are visited.
+      causal: the mask is causal.
+      window: latest positions that a query attends to, or `None`.
+      in_order: tokens are in the order of their positions, which increase by at least 1; else all products are
+        computed, because the mask is not known.
     """
     masked = causal or window is not None
-    found = []
+    needed = []
     for offset in range(chunks.ring):
         if not masked or not in_order or (offset == 0 and window is None):
             mask = FULL if not masked else DIAGONAL if in_order else PARTIAL
@@ -99,12 +113,18 @@ def visits(chunks: Chunks, *, causal: bool, window: int | None, in_order: bool) 
         else:
             slots = _pairs(chunks, offset, causal, window)
         if slots:
-            found.append(Visit(offset, slots))
-    return tuple(found)
+            needed.append(Visit(offset, slots))
+    return tuple(needed)
 
 
 def products(visits: tuple[Visit, ...], device: int, chunks: Chunks) -> int:
-    """How many products of two chunks a device computes; a causal one of its own tokens skips those that it may."""
+    """Count the products of two chunks that a device computes.
+
+    Args:
+      visits: from `visits`.
+      device: the device's place in the ring.
+      chunks: the ring.
+    """
     count = 0
     for slot in (s for visit in visits for s in visit.slots if s.on[device]):
         each = chunks.each if slot.whole else 1
@@ -118,21 +138,20 @@ def _whole(ring: int, mask: str) -> Slot:
 
 
 def _pairs(chunks: Chunks, offset: int, causal: bool, window: int | None) -> tuple[Slot, ...]:
-    """One slot for the first pair of every device, one for the second, as far as any device has one."""
+    """Return a slot for the first product of every device, one for the second, and so on."""
     rows = []
     for device in range(chunks.ring):
         mine, theirs = chunks.numbers[device], chunks.numbers[(device - offset) % chunks.ring]
         pairs = []
         for i, j in itertools.product(range(chunks.each), repeat=2):
             apart = int(mine[i] - theirs[j])
-            verdict = _verdict(apart, chunks.length, causal, window)
-            if verdict is not None:
-                pairs.append((verdict, i, j, apart))
+            mask = _mask_of(apart, chunks.length, causal, window)
+            if mask is not None:
+                pairs.append((mask, i, j, apart))
         rows.append(sorted(pairs))
     slots = []
     for column in itertools.zip_longest(*rows):
-        there = [p for p in column if p is not None]
-        masks = {p[0] for p in there}
+        masks = {p[0] for p in column if p is not None}
         q, k, away = (np.asarray([0 if p is None else p[i] for p in column], np.int32) for i in (1, 2, 3))
         on = np.asarray([p is not None for p in column])
         mask = masks.pop() if len(masks) == 1 else PARTIAL
@@ -140,8 +159,8 @@ def _pairs(chunks: Chunks, offset: int, causal: bool, window: int | None) -> tup
     return tuple(slots)
 
 
-def _verdict(away: int, length: int, causal: bool, window: int | None) -> str | None:
-    """What masks the product of two chunks so many apart, or `None` where nothing is seen."""
+def _mask_of(away: int, length: int, causal: bool, window: int | None) -> str | None:
+    """Return the mask of the product of two chunks that are `away` apart, or `None` if all of it is masked."""
     if away == 0:
         return DIAGONAL
     if causal and away < 0:

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values pass from device to device, and every device attends to them as they come by.
+"""Ring attention: keys and values travel from device to device, and each device attends to them as they arrive.
 
-(Li et al. 2021, ring self-attention; Liu et al. 2023, with the softmax merged block by block.) No device ever holds
-more than its own part of a sequence and one other's. The backward pass goes round once more, with the output and its
-log-sum-exp kept from the first: keys and values travel with what has been found of their gradients.
+(Li et al. 2021, ring self-attention; Liu et al. 2023, with the softmax merged block by block.) A device stores only its
+own shard of the sequence and one other shard. In the backward pass, with the output and log-sum-exp saved, keys and
+values travel around the ring once more, together with the sums of their gradients.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def ring_attention(
 ) -> Float[Array, "b s h dv"]:
     """Attention of a device's queries to the keys of the whole ring, inside `shard_map`.
 
-    Each device sends its keys and values P - 1 times, all the same way round, and in the backward pass those and
-    their float32 cotangents. Where a window lets nobody see the keys of some offset, these are passed over.
+    Each device sends keys and values P - 1 times in one direction, and in the backward pass keys, values and their
+    float32 cotangents. Offsets at which a window masks all keys are skipped.
 
     Args:
-      q, k, v: a device's own part, in the order that `attend.each` says.
-      tokens: as `attend.tokens` gives them.
-      ring: over which the sequence is cut.
-      attend: what to compute.
+      q: this device's queries, in plain or zigzag order (`attend.each`).
+      k: this device's keys.
+      v: this device's values.
+      tokens: this device's tokens, from `attend.tokens`.
+      ring: the devices that the sequence is sharded over.
+      attend: mask and kernel options.
     """
     return _attend(q, k, v, tokens, ring, attend)
 
@@ -67,41 +69,41 @@ def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Att
 
 def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Residuals]:
     out, lse = _whole(q, k, v, tokens, ring, attend)
-    kept = Part(checkpoint_name(out.astype(q.dtype), NAMES[0]), checkpoint_name(lse, NAMES[1]))
-    return kept.out, ((q, k, v, tokens), kept)
+    saved = Part(checkpoint_name(out.astype(q.dtype), NAMES[0]), checkpoint_name(lse, NAMES[1]))
+    return saved.out, ((q, k, v, tokens), saved)
 
 
-def _backward(ring: Ring, attend: Attend, kept: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
-    (q, k, v, tokens), (out, lse) = kept
+def _backward(ring: Ring, attend: Attend, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
+    (q, k, v, tokens), (out, lse) = residuals
     k, v, dout = again_after((k, v, dout))
     queries, me = Queries(q, tokens), ring.index()
-    given = Cotangent(dout, lse, delta(out, dout))
+    cotangent = Cotangent(dout, lse, delta(out, dout))
     keys, (own, *others) = Keys(k, v, tokens), attend.visits(ring.size, q.shape[1], tokens)
 
     def step(carry: Any, slots: tuple[Slot, ...], before: int, after: int) -> Any:
-        keys, dq, found = carry
-        coming, found = ring.shift(keys, after), ring.shift(found, before)
-        more, new = attend.backward(queries, keys, given, slots, me)
-        # What others found arrives while this device computes, and is added afterwards.
-        return coming, dq + more, new if found is None else _add(found, new)
+        keys, dq, dkeys = carry
+        coming, dkeys = ring.shift(keys, after), ring.shift(dkeys, before)
+        more, new = attend.backward(queries, keys, cotangent, slots, me)
+        # The sums from other devices arrive while this device computes, and are added afterwards.
+        return coming, dq + more, new if dkeys is None else _add(dkeys, new)
 
     coming = ring.shift(keys, others[0].offset) if others else keys
-    dq, dkeys = attend.backward(queries, keys, given, own.slots, me)
+    dq, dkeys = attend.backward(queries, keys, cotangent, own.slots, me)
     if others:
-        _, dq, found = _walk(others, (coming, dq, None), step, alone=1)
-        dkeys = _add(dkeys, ring.shift(found, -others[-1].offset))  # home
+        _, dq, of_others = _walk(others, (coming, dq, None), step, alone=1)
+        dkeys = _add(dkeys, ring.shift(of_others, -others[-1].offset))  # back to their owner
     return dq.astype(q.dtype), dkeys.dk.astype(k.dtype), dkeys.dv.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def again_after(given: tuple[Array, ...]) -> tuple[Array, ...]:
-    """A residual and the cotangent, so that the residual is sent when that is there.
+def again_after(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return residuals and the cotangent, so that residuals are sent again once the cotangent exists.
 
-    Without this XLA would see that the forward pass sent it already, and hold what came from all devices till then.
+    Without this, XLA would reuse the transfers of the forward pass, and store what all devices sent until then.
     """
-    return lax.optimization_barrier(given)
+    return lax.optimization_barrier(arrays)
 
 
 def _add(a: KeyGradients, b: KeyGradients) -> KeyGradients:
@@ -109,10 +111,10 @@ def _add(a: KeyGradients, b: KeyGradients) -> KeyGradients:
 
 
 def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alone: int = 0) -> Any:
-    """`step(carry, slots, before, after)` for every visit, told how far keys move before and after it; 0 at the ends.
+    """Call `step(carry, slots, before, after)` for every visit, where keys move by `before` and `after` places.
 
-    Three and more visits that differ in numbers only are one scan, so that a program does not grow with its ring. The
-    first `alone` and the last are not in it.
+    Both are 0 at the ends. Three or more visits with the same structure are one scan, so that the program does not grow
+    with the ring. The first `alone` visits and the last are not in a scan.
     """
     offsets = [visit.offset for visit in visits]
     hops = np.diff(offsets, prepend=offsets[:1], append=offsets[-1:]).tolist()

@@ -1,8 +1,8 @@
-"""TokenRing: keys stay where they are, queries go round, and what they found returns the other way.
+"""TokenRing: keys stay, queries travel around the ring, and their outputs return in the other direction.
 
-(Wang et al. 2024.) A ring of keys loads one direction of every link. Here queries take one and their outputs the other,
-each of which is as large. Outputs go straight home: one hop where every two devices are joined (NVLink), and as many
-as the queries took where only neighbours are.
+(Wang et al. 2024.) A ring of keys uses one direction of every link. Here queries use one direction and outputs, which
+have the same size, the other. Outputs are sent directly to the queries' owner: one hop if all devices are connected
+(NVLink), or as many hops as the queries took if only neighbours are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ def token_ring_attention(
 ) -> Float[Array, "b s h dv"]:
     """Attention of a device's queries to the keys of the whole ring, inside `shard_map`.
 
-    Each device sends queries P - 1 times one way, and as many outputs, in q's type and with their float32 log-sum-exp,
-    the other. Backwards, queries travel with their output's cotangent and two float32 numbers a row, and their own
-    cotangents return. Where a window lets nobody see the keys of some offset, it is passed over. The program has every
-    step by itself, since each returns another distance.
+    Each device sends queries P - 1 times in one direction, and as many outputs, in q's dtype with their float32
+    log-sum-exp, in the other. In the backward pass, queries travel with their output's cotangent and two float32
+    numbers per query and head, and their own cotangents return. Offsets at which a window masks all keys are skipped.
+    Steps are unrolled, because each returns over another distance.
 
-    Args: those of `ring_attention`.
+    Args:
+      q: this device's queries, in plain or zigzag order (`attend.each`).
+      k: this device's keys.
+      v: this device's values.
+      tokens: this device's tokens, from `attend.tokens`.
+      ring: the devices that the sequence is sharded over.
+      attend: mask and kernel options.
     """
     return _attend(q, k, v, tokens, ring, attend)
 
@@ -52,24 +58,24 @@ def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Att
     coming = Queries(q, tokens)
     part, gone = attend.forward(coming, keys, own.slots, me, None), 0
     for visit in others:
-        # The keys here are `offset` places before their queries: these have come that far back.
+        # The keys of this device are `offset` places before the queries' owner, so queries travel that far back.
         coming = ring.shift(coming, gone - visit.offset)
         gone = visit.offset
         owner = (me + visit.offset) % ring.size
-        found = attend.forward(coming, keys, visit.slots, owner, None)
-        found = Part(found.out.astype(q.dtype), found.lse)
-        part = merge(part, ring.shift(found, visit.offset))
+        new = attend.forward(coming, keys, visit.slots, owner, None)
+        new = Part(new.out.astype(q.dtype), new.lse)
+        part = merge(part, ring.shift(new, visit.offset))
     return part
 
 
 def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Any]:
     out, lse = _whole(q, k, v, tokens, ring, attend)
-    kept = Part(checkpoint_name(out.astype(q.dtype), NAMES[0]), checkpoint_name(lse, NAMES[1]))
-    return kept.out, ((q, k, v, tokens), kept)
+    saved = Part(checkpoint_name(out.astype(q.dtype), NAMES[0]), checkpoint_name(lse, NAMES[1]))
+    return saved.out, ((q, k, v, tokens), saved)
 
 
-def _backward(ring: Ring, attend: Attend, kept: Any, dout: Array) -> tuple[Array, Array, Array, None]:
-    (q, k, v, tokens), (out, lse) = kept
+def _backward(ring: Ring, attend: Attend, residuals: Any, dout: Array) -> tuple[Array, Array, Array, None]:
+    (q, k, v, tokens), (out, lse) = residuals
     q, dout = again_after((q, dout))
     keys, me = Keys(k, v, tokens), ring.index()
     own, *others = attend.visits(ring.size, q.shape[1], tokens)
@@ -79,8 +85,8 @@ def _backward(ring: Ring, attend: Attend, kept: Any, dout: Array) -> tuple[Array
         coming = ring.shift(coming, gone - visit.offset)
         gone = visit.offset
         owner = (me + visit.offset) % ring.size
-        found, more = attend.backward(coming[0], keys, coming[1], visit.slots, owner)
-        dq = dq + ring.shift(found.astype(q.dtype), visit.offset).astype(jnp.float32)
+        new, more = attend.backward(coming[0], keys, coming[1], visit.slots, owner)
+        dq = dq + ring.shift(new.astype(q.dtype), visit.offset).astype(jnp.float32)
         dkeys = KeyGradients(dkeys.dk + more.dk, dkeys.dv + more.dv)
     return dq.astype(q.dtype), dkeys.dk.astype(k.dtype), dkeys.dv.astype(v.dtype), None
 

@@ -1,9 +1,9 @@
-"""Ulysses: an all-to-all brings whole sequences of a few heads together, and another takes the outputs apart again.
+"""Ulysses: an all-to-all gives each device whole sequences of some heads, and another one reverses that for outputs.
 
-(Jacobs et al. 2023, DeepSpeed-Ulysses; Bekman et al. 2025, ALST.) A device sends and receives its own share of queries,
-keys, values and outputs once, however many devices there are, but there can be no more of these than heads. Beyond
-that, groups of devices make an all-to-all each, and the groups a ring (Fang & Zhao 2024, USP; LoongTrain, Gu et al.
-2024).
+(Jacobs et al. 2023, DeepSpeed-Ulysses; Bekman et al. 2025, ALST.) A device sends and receives its own queries, keys,
+values and outputs once, however many devices there are, but there cannot be more devices than heads. With more devices,
+there is an all-to-all within groups of devices, and ring attention between the groups (Fang & Zhao 2024, USP;
+LoongTrain, Gu et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ def ulysses_attention(
     ring: Ring,
     attend: Attend,
 ) -> Float[Array, "b s h dv"]:
-    """Attention of a device's queries to the keys of all, inside `shard_map`.
+    """Attention of a device's queries to the keys of all devices, inside `shard_map`.
+
+    The `ring.inner` neighbours of a group have consecutive parts of the sequence shard of one place in the ring.
 
     Args:
-      q, k, v, tokens, attend: as for `ring_attention`. The `ring.inner` neighbours of a group hold consecutive parts
-        of what one device of the ring would hold; heads of queries and of keys are multiples of `ring.inner`.
-      ring: of the groups; of size 1, all devices are one group.
+      q: this device's queries; the number of heads is a multiple of `ring.inner`.
+      k: this device's keys; likewise.
+      v: this device's values.
+      tokens: this device's tokens, from `attend.tokens`.
+      ring: the ring of groups; with size 1, all devices are one group.
+      attend: mask and kernel options.
     """
     groups = [[i * ring.inner + j for j in range(ring.inner)] for i in range(ring.size)]
     whole = None if ring.size == 1 else groups

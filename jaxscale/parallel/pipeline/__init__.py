@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one executor that runs any schedule's table (GPipe, Huang et al. 2019; Megatron-LM)."""
+"""Pipeline parallelism: one executor for the table of any schedule (GPipe, Huang et al. 2019; Megatron-LM)."""
 
 from jaxscale.parallel.pipeline.executor import BACKWARD, FORWARD, Gradients, Stageable, execute
 from jaxscale.parallel.pipeline.slots import Slots, lower

@@ -1,7 +1,7 @@
-"""Runs any schedule's table: one scan over its ticks, inside a `shard_map` that is manual over `pipeline` and replicas.
+"""Run the table of any schedule: one scan over ticks, in a `shard_map` that is manual over `pipeline` and replicas.
 
-Replicas differ in their rows alone. The partitioner, were they left to it, would sum every micro-batch's gradients over
-them, since a scan's carry cannot be a sum that is yet to be taken.
+Replicas have different rows. They are manual too, because the partitioner would sum gradients over them after every
+micro-batch: the carry of a scan cannot be a partial sum.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from jaxscale.parallel.pipeline.split import Split
 Tree = Any
 AXIS = "pipeline"
 FORWARD, BACKWARD = "stage_forward", "stage_backward"
-"""Scopes of a stage's phases: its forward pass is not differentiated where it stands, so nothing else names it."""
+"""Named scopes of a stage's phases, which JAX does not name, since it differentiates only the recomputed forward."""
 
 _STREAM = ("batch", "residual_seq", "embed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stageable:
-    """A model and its loss, as the executor calls them. `micro` is a micro-batch: a dict of arrays.
+    """A model and its loss, as functions for the executor. `micro` is a micro-batch: a dict of arrays.
+
+    `begin` and `end` run on all stages together, each with its shard of the vocabulary; their results are equal on all
+    stages (see `jaxscale.parallel.ends`). Each replica has its own rows of a micro-batch, and objectives and sums are
+    added over replicas.
 
     Args:
-      begin: (ends, micro) -> what the first layer is given.
-      stage: (chunk, x, micro, parts) -> what the chunk's layers make of x.
-      end: (ends, x, micro) -> (objective, sums), a scalar to differentiate and a tree of float32 scalars to add up.
-      axes: for each leaf of a chunk its names, "layers" first.
-      end_axes: for each leaf of `ends` its names.
-      kernels: for each leaf of a chunk, whether its gradient may wait (see `Split.of`).
-      parts: tree of arrays (stages, chunks, ...), of which `stage` is given its own.
-
-    `begin` and `end` run on every device together, each on its part of the vocabulary; what they return is the same on
-    all stages (see `jaxscale.parallel.ends`). With replicas each works at its own rows of a micro-batch: objectives and
-    sums add up over them.
+      begin: (ends, micro) -> the input of the first layer.
+      stage: (chunk, x, micro, parts) -> the output of the chunk's layers for x.
+      end: (ends, x, micro) -> (objective, sums), a scalar to differentiate and a tree of float32 scalars to add.
+      axes: for each leaf of a chunk its logical axes, "layers" first.
+      end_axes: for each leaf of `ends` its logical axes.
+      kernels: for each leaf of a chunk, whether its gradient can be deferred (see `Split.of`).
+      parts: tree of arrays (stages, chunks, ...), of which `stage` gets its own.
     """
 
     begin: Callable[[Tree, Tree], Tree]
@@ -59,7 +59,12 @@ class Stageable:
 
 
 class Gradients(NamedTuple):
-    """Float32: of chunks (stages, chunks, n, ...), and of the ends."""
+    """Float32 gradients.
+
+    Args:
+      chunks: of the layers, (stages, chunks, n, ...).
+      ends: of all other parameters.
+    """
 
     chunks: Tree
     ends: Tree
@@ -77,24 +82,23 @@ def execute(
     replicas: tuple[str, ...] = (),
     apart: bool = False,
 ) -> tuple[Tree, Gradients | None]:
-    """Runs a table.
+    """Run a table.
 
-    Each tick has a forward, a backward and a weight phase, entered by all devices when any stage needs it, and masked:
-    a layer may hold collectives, put there by the partitioner, and those must meet. What goes from stage to stage
-    stands outside of any branch.
+    Each tick has a forward, a backward and a weight phase. All devices run a phase when any stage needs it, and mask
+    the result: layers can contain collectives that the partitioner inserts, in which all devices must take part. The
+    permutes between stages are outside of any branch.
 
     Args:
-      table: of as many stages as the mesh; of one phase, nothing is differentiated.
-      model: what is run.
+      table: a table for as many stages as the mesh has; with one phase, nothing is differentiated.
+      model: the model and its loss.
       chunks: parameters of the layers (stages, chunks, n, ...).
       ends: all other parameters.
       batch: dict of arrays (micro-batches, ...).
-      shared: dict of what every micro-batch is told as well.
-      end_specs: for each leaf of `ends`, how `pipeline` cuts it.
-      replicas: mesh axes, outermost of those that cut the batch, that cut nothing else; gradients are summed over them
+      shared: dict of arrays that every micro-batch gets whole.
+      end_specs: for each leaf of `ends`, its partition spec over `pipeline`.
+      replicas: the outermost mesh axes of the batch, those that shard nothing else; gradients are summed over them
         once, after the last tick.
-      apart: no mesh axis besides cuts anything, so that a stage's phases hold no collective, and stages enter them
-        each by itself.
+      apart: no other mesh axis shards anything, so that phases contain no collective, and each stage runs only its own.
 
     Returns:
       the sums, and the gradients if the table has backward phases.
@@ -115,14 +119,14 @@ def execute(
         in_specs=(mine, end_specs, PartitionSpec(None, over), whole, mine),
         out_specs=(whole, None if table.phases == 1 else Gradients(PartitionSpec(AXIS, over), of_ends)),
         axis_names={AXIS, *replicas},
-        check_vma=False,  # gradients of the ends are this stage's share, and of what all hold the same on all
+        check_vma=False,  # gradients of the ends are per stage where they are sharded, and else equal on all stages
     )(chunks, ends, batch, shared, model.parts)
     return sums, grads and _over_replicas(grads, model)
 
 
 @jax.named_scope("sum_gradients")
 def _over_replicas(grads: Gradients, model: Stageable) -> Gradients:
-    """The sums of replicas' gradients: the partitioner's, which reduces straight to where they go."""
+    """Sum replicas' gradients; outside of the `shard_map`, so that the partitioner can reduce-scatter them."""
     return Gradients(
         jax.tree.map(lambda g: jnp.sum(g, axis=1), grads.chunks),
         jax.tree.map(lambda g, a: constrain(jnp.sum(g, axis=0), *a, kind="grads"), grads.ends, model.end_axes),
@@ -130,7 +134,7 @@ def _over_replicas(grads: Gradients, model: Stageable) -> Gradients:
 
 
 class _Carry(NamedTuple):
-    """Buffers (slots, ...) of stage inputs, output cotangents and product pairs; gradients and sums so far."""
+    """The carry of the scan: buffers (slots, ...) of stage inputs, output cotangents and pairs; gradients and sums."""
 
     inputs: Tree
     cts: Tree
@@ -141,20 +145,20 @@ class _Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Now:
-    """A tick: what is alike on all stages, what this stage does, and which phases it enters."""
+    """A tick: what is equal on all stages, what this stage does, and which phases it runs."""
 
     all: dict[str, Array]
     mine: dict[str, Array]
     enter: Array
 
     def runs(self, phase: int, virtual: int) -> Array:
-        """Whether this stage's phase is of a certain virtual stage."""
+        """Return whether this stage runs the phase for a certain virtual stage."""
         return self.mine["v"][phase] == virtual
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Stage:
-    """One stage of the pipeline, inside the `shard_map`. Arguments as `execute`; `chunks` and `parts` are its own."""
+    """One stage of the pipeline, inside the `shard_map`; fields as `execute`'s arguments, local to the stage."""
 
     table: Table
     model: Stageable
@@ -166,7 +170,7 @@ class _Stage:
     parts: Tree
 
     def run(self) -> tuple[Tree, Gradients | None]:
-        """Scans over the table's ticks."""
+        """Scan over the table's ticks, and return the sums and gradients."""
         slots, me = lower(self.table), lax.axis_index(AXIS)
         start = self._start(slots)
 
@@ -200,14 +204,14 @@ class _Stage:
         inputs = _put(inputs, now.mine["f_recv"], on)
         return _Carry(_stream(inputs), _stream(cts), pairs, grads, sums)
 
-    # Slots are read and written outside of branches: a buffer that a branch is given is copied whole.
+    # Slots are read and written outside of branches, because XLA copies a buffer that is an argument of a branch.
 
-    # The planner counts how often each branch is taken by these named scopes (`jaxscale.plan.communication`).
+    # The planner finds these branches by their named scopes (`jaxscale.plan.communication`).
 
     @jax.named_scope(FORWARD)
     @jax.named_scope("begin_phase")
     def _begin(self, now: _Now) -> Tree:
-        """The first layer's input, worked out by all."""
+        """Compute the first layer's input, on all stages together."""
         m = now.all["begin"]
         return lax.cond(m >= 0, lambda: self.model.begin(self.ends, self._micro(m)), lambda: self._zero)
 
@@ -215,11 +219,11 @@ class _Stage:
     @jax.named_scope("forward_phase")
     def _forward(self, now: _Now, x: Tree) -> Tree:
         y = lax.cond(now.enter[F], lambda x: self._layers(now, F)(self._chunk(now, F), x), lambda x: self._zero, x)
-        return _where(now.mine["v"][F] >= 0, y)  # spare slots stay finite
+        return _where(now.mine["v"][F] >= 0, y)  # zero for idle stages, so that spare slots stay finite
 
     @jax.named_scope("end_phase")
     def _end(self, now: _Now, y: Tree, sums: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
-        """The loss of what the last stage made, worked out by all."""
+        """Compute the loss of the last stage's output, on all stages together."""
         m = now.all["end"]
 
         def end(sums: Tree, grads: Tree, y: Tree) -> tuple[Tree, Tree, Tree]:
@@ -227,7 +231,10 @@ class _Stage:
                 y = psum_float32(_where(now.runs(F, self._last), y), (AXIS,))
             if not self._trains:
                 return _add(sums, self.model.end(self.ends, y, self._micro(m))[1]), grads, None
-            loss = lambda ends, y: self.model.end(ends, y, self._micro(m))  # noqa: E731
+
+            def loss(ends: Tree, y: Tree) -> tuple[Array, Tree]:
+                return self.model.end(ends, y, self._micro(m))
+
             _, pull, new = jax.vjp(loss, self.ends, y, has_aux=True)
             dends, dy = pull(jnp.ones((), jnp.float32))
             return _add(sums, new), _add(grads, dends), dy
@@ -238,8 +245,8 @@ class _Stage:
     @jax.named_scope(BACKWARD)
     @jax.named_scope("backward_phase")
     def _backward(self, now: _Now, x: Tree, ct: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
-        """The stage is run again from its stashed input, and differentiated as its own memory policy has it."""
-        ct = _where(now.mine["v"][B] >= 0, ct)  # 0 adds 0 where a stage idles
+        """Recompute the stage from its stashed input and differentiate it, by its memory policy."""
+        ct = _where(now.mine["v"][B] >= 0, ct)  # zero for idle stages, which then add zero gradients
         split = self._split
 
         def backward(x: Tree, ct: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
@@ -256,7 +263,7 @@ class _Stage:
     @jax.named_scope(BACKWARD)
     @jax.named_scope("back_phase")
     def _back(self, now: _Now, dx: Tree, grads: Tree) -> Tree:
-        """What the first layer's input passes on, worked out by all."""
+        """Differentiate the embedding, on all stages together."""
         m = now.all["back"]
 
         def back(dx: Tree, grads: Tree) -> Tree:
@@ -269,14 +276,17 @@ class _Stage:
     @jax.named_scope(BACKWARD)
     @jax.named_scope("weights_phase")
     def _weights(self, now: _Now, pairs: Tree, grads: Tree) -> Tree:
-        """Where a stage idles, the pairs are the spare slot's, whose cotangents are 0."""
+        """Compute deferred gradients; idle stages read pairs of the spare slot, whose cotangents are 0."""
         split = self._split
         assert split is not None
-        add = lambda pairs, grads: _add_some(grads, now.mine["c"][W], split.weights(pairs))  # noqa: E731
+
+        def add(pairs: Tree, grads: Tree) -> Tree:
+            return _add_some(grads, now.mine["c"][W], split.weights(pairs))
+
         return lax.cond(now.enter[W], add, lambda pairs, grads: grads, pairs, grads)
 
     def _shift(self, x: Tree, step: int) -> Tree:
-        """To the next stage, or to the one before."""
+        """Send to the next stage (1) or to the one before (-1)."""
         ring = [(i, (i + step) % self.table.stages) for i in range(self.table.stages)]
         return jax.tree.map(lambda a: lax.ppermute(a, AXIS, ring), x)
 
@@ -287,9 +297,9 @@ class _Stage:
         return _at(self.chunks, now.mine["c"][phase])
 
     def _layers(self, now: _Now, phase: int) -> Callable[[Tree, Tree], Tree]:
-        """(parameters, x) -> x, of the chunk and micro-batch that a phase works on."""
-        told, parts = self._micro(now.mine["m"][phase]), _at(self.parts, now.mine["c"][phase])
-        return lambda p, x: self.model.stage(p, x, told, parts)
+        """Return (parameters, x) -> x for the chunk and micro-batch of a phase."""
+        micro, parts = self._micro(now.mine["m"][phase]), _at(self.parts, now.mine["c"][phase])
+        return lambda p, x: self.model.stage(p, x, micro, parts)
 
     @property
     def _trains(self) -> bool:
@@ -305,9 +315,9 @@ class _Stage:
 
     @functools.cached_property
     def _zero(self) -> Tree:
-        """A stage's input or output, all zeros.
+        """Zeros of the shape of a stage's input.
 
-        Made before the scan: laid out inside of a branch, it would have to be just where the other branch's is.
+        Made before the scan, because inside a branch its sharding would have to equal that of the other branch.
         """
         return _stream(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._like))
 
@@ -315,22 +325,27 @@ class _Stage:
     def _split(self) -> Split | None:
         if self.table.phases < 3:
             return None
-        told, parts = self._micro(0), _at(self.parts, 0)
-        stage = lambda p, x: self.model.stage(p, x, told, parts)  # noqa: E731
-        return Split.of(stage, _at(self.chunks, 0), self.model.kernels, self._like)
+        micro, parts = self._micro(0), _at(self.parts, 0)
+        return Split.of(
+            lambda p, x: self.model.stage(p, x, micro, parts), _at(self.chunks, 0), self.model.kernels, self._like
+        )
 
     def _start(self, slots: Slots) -> _Carry:
         def buffer(name: str, like: Tree) -> Tree:
             return jax.tree.map(lambda a: jnp.zeros((slots.size[name] + 1, *a.shape), a.dtype), like)
 
-        zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)  # noqa: E731
+        def zeros(tree: Tree) -> Tree:
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+
+        def shard(a: Any, axes: Any) -> Any:
+            return None if a is None else constrain(a, None, *axes)
+
         sums = jax.eval_shape(self.model.end, self.ends, self._like, self._micro(0))[1]
         pairs = []
         if self._split is not None:
             like = buffer("pairs", jax.eval_shape(self._split.zeros))
             for pair, names in zip(like, self._split.axes(), strict=True):
-                lay = lambda a, axes: None if a is None else constrain(a, None, *axes)  # noqa: E731
-                pairs.append(tuple(map(lay, pair, names)))
+                pairs.append(tuple(map(shard, pair, names)))
         return _Carry(
             _stream(buffer("inputs", self._zero)),
             _stream(buffer("cotangents", self._zero)) if self._trains else (),
@@ -367,12 +382,12 @@ def _add(total: Tree, more: Tree) -> Tree:
 
 
 def _add_at(total: Tree, i: Array, more: Tree) -> Tree:
-    """Adds to one chunk's gradients."""
+    """Add to one chunk's gradients."""
     return _add_some(total, i, jax.tree.leaves(more))
 
 
 def _add_some(total: Tree, i: Array, more: Sequence[Array | None]) -> Tree:
-    """The same, of leaves some of which are not there."""
+    """Add to one chunk's gradients, of leaves some of which are `None`."""
 
     def add(g: Array, d: Array | None) -> Array:
         if d is None:
@@ -384,6 +399,6 @@ def _add_some(total: Tree, i: Array, more: Sequence[Array | None]) -> Tree:
 
 
 def _stream(x: Tree) -> Tree:
-    """Lays out residual streams (b, s, e), or buffers of them; what else layers hand on is small."""
+    """Shard residual streams (b, s, e) and buffers of them; other arrays between layers are small."""
     names = {3: _STREAM, 4: (None, *_STREAM)}
     return jax.tree.map(lambda a: constrain(a, *names[a.ndim]) if a.ndim in names else a, x)

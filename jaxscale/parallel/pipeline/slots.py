@@ -1,4 +1,4 @@
-"""From a schedule to the numbers that the executor reads at each tick: who runs what, out of which buffer slot."""
+"""Lower a schedule to arrays that the executor reads at each tick: which stage runs what, from which buffer slot."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _BUFFER = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """A table, lowered.
+    """A lowered table.
 
     Args:
-      size: slots of each buffer: stage "inputs", kept until their backward; output "cotangents"; and "pairs", which
-        wait for a weight-gradient phase. Each has one more, the last, that idle stages read and write.
-      mine: int32 (ticks, stages) or (ticks, stages, 3) by name: the slot that each use of a buffer touches; and of
-        each phase the virtual stage (`v`, -1 when idle), the chunk (`c`) and the micro-batch (`m`).
-      all: by name, alike on every stage: which phases any stage enters (`run`, bool (ticks, 3)), and the micro-batch
-        that begins (`begin`), ends (`end`) or goes back through the beginning (`back`), int32 (ticks,), or -1.
+      size: slots of each buffer: stage "inputs", stored until their backward phase; output "cotangents"; and "pairs",
+        stored until their weight-gradient phase. Each has one more slot, the last, for idle stages.
+      mine: int32 (ticks, stages) or (ticks, stages, 3) by name: the slot that each read or write uses; and for each
+        phase the virtual stage (`v`, -1 when idle), the chunk (`c`) and the micro-batch (`m`).
+      all: by name, equal on every stage: which phases any stage runs (`run`, bool (ticks, 3)); and the micro-batch
+        whose embedding (`begin`), loss (`end`) or embedding's backward pass (`back`) runs, int32 (ticks,), or -1.
     """
 
     size: dict[str, int]
@@ -41,10 +41,13 @@ class Slots:
 
 
 def lower(table: Table) -> Slots:
-    """Gives out slots by lifetime, so that a buffer is exactly as large as its peak, whatever the order.
+    """Assign buffer slots by lifetime, so that each buffer has exactly as many slots as its peak needs.
+
+    Args:
+      table: the schedule.
 
     Raises:
-      LayoutError: see `validate`.
+      LayoutError: see `jaxscale.layout.table.validate`.
     """
     t, when = table, validate(table)
     ticks, last = len(t.slots), t.stages * t.chunks - 1
@@ -52,7 +55,7 @@ def lower(table: Table) -> Slots:
     size = dict.fromkeys(("inputs", "cotangents", "pairs"), 0)
     for s in range(t.stages):
         for buffer, spans in _lifetimes(t, when, s, last).items():
-            size[buffer] = max(size[buffer], _deal(spans, mine, s))
+            size[buffer] = max(size[buffer], _assign_slots(spans, mine, s))
     for name, buffer in _BUFFER.items():
         mine[name][mine[name] < 0] = size[buffer]
     chunk, micro = np.divmod(t.slots, t.microbatches)
@@ -70,11 +73,11 @@ def lower(table: Table) -> Slots:
 
 
 Span = tuple[int, int, list[tuple[str, int]]]
-"""First and last tick that a value is held, and where its slot is written down: (name, tick)."""
+"""The first and last tick at which a value is stored, and the reads and writes that need its slot: (name, tick)."""
 
 
 def _lifetimes(t: Table, when: dict[Op, int], stage: int, last: int) -> dict[str, list[Span]]:
-    """What a stage holds. What is sent at a tick is written at its end, and held from the next."""
+    """Return the lifetimes of a stage's values. A value sent at a tick is stored from the next tick on."""
     spans: dict[str, list[Span]] = {"inputs": [], "cotangents": [], "pairs": []}
     for k in range(t.items):
         f = when[F, stage, k]
@@ -95,19 +98,19 @@ def _lifetimes(t: Table, when: dict[Op, int], stage: int, last: int) -> dict[str
     return spans
 
 
-def _deal(spans: list[Span], mine: dict[str, np.ndarray], stage: int) -> int:
-    """Writes a slot to each span's places; returns how many it took."""
+def _assign_slots(spans: list[Span], mine: dict[str, np.ndarray], stage: int) -> int:
+    """Assign a slot to each span, and return the number of slots."""
     free: list[int] = []
     held: list[tuple[int, int]] = []  # last tick, slot
-    taken = 0
-    for first, last, places in sorted(spans):
+    slots = 0
+    for first, last, uses in sorted(spans):
         while held and held[0][0] < first:
             heapq.heappush(free, heapq.heappop(held)[1])
         if not free:
-            free.append(taken)
-            taken += 1
+            free.append(slots)
+            slots += 1
         slot = heapq.heappop(free)
         heapq.heappush(held, (last, slot))
-        for name, tick in places:
+        for name, tick in uses:
             mine[name][tick, stage] = slot
-    return taken
+    return slots

@@ -1,4 +1,4 @@
-"""A stage's backward in two: what its input needs now, and its kernels' gradients from what that left."""
+"""Split a stage's backward pass (zero bubble): the input's gradient now, and kernels' gradients later."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jaxscale.parallel.deferred import Deferred, Use, Uses
 
 Tree = Any
 Pair = tuple[Array | None, Array]
-"""A product's input, or `None` where another kernel of the same input keeps it, and its output's cotangent."""
+"""A product's input, or `None` if another kernel with the same input stores it, and its output's cotangent."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Which of a stage's parameters wait for the weight phase.
+    """Which of a stage's parameters get their gradients in the weight phase (the deferred ones).
 
     Args:
-      structure: of the stage's parameters.
-      uses: for each leaf the product it is the kernel of, or `None` for one whose gradient the backward phase makes:
-        norms and biases, and kernels used more than once or in tiles.
-      keeper: for each leaf that waits, the one that keeps its input.
-      copies: for each leaf, how many are stacked.
+      structure: tree structure of the stage's parameters.
+      uses: for each leaf the product that it is the kernel of, or `None` if the backward phase computes its gradient:
+        norms and biases, and kernels that are used more than once or in tiles.
+      keeper: for each deferred leaf, the leaf that stores its input.
+      copies: for each leaf, the number of stacked layers.
     """
 
     structure: Any
@@ -37,45 +37,48 @@ class Split:
 
     @classmethod
     def of(cls, stage: Callable[[Tree, Tree], Tree], params: Tree, kernels: Tree, x: Tree) -> Split:
-        """Traces a stage to find what each kernel is multiplied by.
+        """Trace a stage to find the product of each kernel.
 
         Args:
           stage: (params, x) -> x.
-          params: stacked, of one chunk.
-          kernels: bool for each leaf: it is read by `jaxscale.nn.project` alone.
+          params: the stacked parameters of one chunk.
+          kernels: bool for each leaf: only `jaxscale.nn.project` reads it.
           x: a stage's input.
         """
         leaves, structure = jax.tree.flatten(params)
-        noted = [Uses() if k else None for k in jax.tree.leaves(kernels)]
-        stand_ins = [a if u is None else Deferred(a, uses=u) for a, u in zip(leaves, noted, strict=True)]
-        jax.eval_shape(lambda x: stage(jax.tree.unflatten(structure, stand_ins), x), x)
+        recorded = [Uses() if k else None for k in jax.tree.leaves(kernels)]
+        kernels_or_arrays = [a if u is None else Deferred(a, uses=u) for a, u in zip(leaves, recorded, strict=True)]
+        jax.eval_shape(lambda x: stage(jax.tree.unflatten(structure, kernels_or_arrays), x), x)
         batch = jax.tree.leaves(x)[0].shape[:2]
         uses = tuple(
-            u.found[0]
+            u.products[0]
             if u is not None
             and not u.at_once
-            and len(u.found) == 1
-            and u.found[0].x.shape[: -len(u.found[0].x_axes)] == batch
+            and len(u.products) == 1
+            and u.products[0].x.shape[: -len(u.products[0].x_axes)] == batch
             else None
-            for u in noted
+            for u in recorded
         )
         first: dict[int, int] = {}
         keeper = tuple(first.setdefault(id(u.x), i) if u is not None else i for i, u in enumerate(uses))
-        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731  # not the finished trace's own values
+
+        def shape(a: Any) -> jax.ShapeDtypeStruct:  # a tracer must not outlive its trace
+            return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
         uses = tuple(u and dataclasses.replace(u, x=shape(u.x), y=shape(u.y)) for u in uses)
         return cls(structure, uses, keeper, tuple(a.shape[0] for a in leaves))
 
     @property
     def waiting(self) -> list[int]:
-        """The leaves that wait."""
+        """The numbers of the deferred leaves."""
         return [i for i, use in enumerate(self.uses) if use is not None]
 
     def zeros(self) -> list[Pair]:
-        """Pairs of zeros, laid out, for each leaf that waits."""
+        """Return sharded pairs of zeros for each deferred leaf."""
         return [self._pair(i, lambda x, names: constrain(jnp.zeros(x.shape, x.dtype), *names)) for i in self.waiting]
 
     def axes(self) -> list[Any]:
-        """The names of pairs' dimensions."""
+        """Return the logical axes of the pairs."""
         return [self._pair(i, lambda _, names: names) for i in self.waiting]
 
     def _pair(self, i: int, make: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
@@ -91,23 +94,34 @@ class Split:
     def backward(
         self, stage: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, ct: Tree
     ) -> tuple[Tree, list[Array | None], list[Pair]]:
-        """The cotangents of a stage's input and of the leaves that do not wait, and the pairs of those that do."""
+        """Return the cotangents of a stage's input and of leaves that are not deferred, and the pairs of deferred ones.
+
+        Args:
+          stage: (params, x) -> x.
+          params: the stage's parameters.
+          x: the stage's input.
+          ct: the cotangent of its output.
+        """
         leaves = self.structure.flatten_up_to(params)
         now = {i: a for i, a in enumerate(leaves) if self.uses[i] is None}
         slots = dict(zip(self.waiting, self.zeros(), strict=True))
 
         def apply(now: dict[int, Array], slots: dict[int, Pair], x: Tree) -> Tree:
-            given = [now[i] if i in now else Deferred(a, *slots[i]) for i, a in enumerate(leaves)]
-            return stage(jax.tree.unflatten(self.structure, given), x)
+            mixed = [now[i] if i in now else Deferred(a, *slots[i]) for i, a in enumerate(leaves)]
+            return stage(jax.tree.unflatten(self.structure, mixed), x)
 
         dnow, pairs, dx = jax.vjp(apply, now, slots, x)[1](ct)
         return dx, [dnow.get(i) for i in range(len(leaves))], [pairs[i] for i in self.waiting]
 
     def weights(self, pairs: list[Pair]) -> list[Array | None]:
-        """The gradients of the leaves that wait: no chain of layers, one batched product for each kernel."""
-        kept = dict(zip(self.waiting, pairs, strict=True))
-        x: Any = {i: pair[0] for i, pair in kept.items()}
+        """Return the gradients of the deferred leaves, by one batched product per kernel over all layers.
+
+        Args:
+          pairs: from `backward`.
+        """
+        by_leaf = dict(zip(self.waiting, pairs, strict=True))
+        x: Any = {i: pair[0] for i, pair in by_leaf.items()}
         return [
-            None if use is None else jax.vmap(use.gradient)(x[self.keeper[i]], kept[i][1])
+            None if use is None else jax.vmap(use.gradient)(x[self.keeper[i]], by_leaf[i][1])
             for i, use in enumerate(self.uses)
         ]

@@ -1,4 +1,4 @@
-"""Which layers a pipeline's stages hold, and how stacked parameters get there and back."""
+"""Assign layers to pipeline stages, and move stacked parameters to the stages and their gradients back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxscale.layout.rules import Kind
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stages:
-    """Where the copies of each run's group lie.
+    """The stage of each repeat of each run's group of layers.
 
-    All stages run one program, so that each has room for as many copies of a run as the one that holds most; what a
-    stage lacks is padding, computed and passed over.
+    All stages run one program, so each has as many repeats of a run as the stage with the most; the others are padding,
+    which is computed and discarded.
 
     Args:
-      index: for each run, int (stages, chunks, n): numbers of its copies; padding repeats one of them.
-      real: bool of that shape, what is no padding.
+      index: for each run, int (stages, chunks, n), the number of each repeat; padding repeats one of them.
+      real: for each run, bool of that shape: not padding.
     """
 
     index: tuple[np.ndarray, ...]
@@ -36,22 +36,22 @@ class Stages:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """Copies of padding, by run, over all stages."""
+        """The number of padding repeats of each run, over all stages."""
         return tuple(int((~r).sum()) for r in self.real)
 
     def spread(
         self, run: int, stack: Float[Array, "l ..."], axes: Sequence[str | None], kind: Kind = "params"
     ) -> Float[Array, "s c n ..."]:
-        """A stacked parameter of a run by stage and chunk, each on its stage.
+        """Return a stacked parameter of a run by stage and chunk, each on its stage.
 
-        One that does not lie stage after stage is dealt out where it is, cut along its width, and sent by one
-        all-to-all.
+        If layers are not stored on their stage, the stack is reordered while it is sharded along its width, and then
+        sent by one all-to-all.
 
         Args:
-          run: which.
+          run: the number of the run.
           stack: the parameter.
-          axes: its names, "layers" first.
-          kind: which of the layout's maps says where its other dimensions are.
+          axes: its logical axes, "layers" first.
+          kind: which of the rules' four maps to read for its other dimensions.
         """
         index, real = self.index[run], self.real[run]
         if self.in_place(run):
@@ -67,7 +67,7 @@ class Stages:
     def collect(
         self, run: int, spread: Float[Array, "s c n ..."], axes: Sequence[str | None], kind: Kind = "grads"
     ) -> Float[Array, "l ..."]:
-        """The reverse, of gradients: padding is dropped."""
+        """Undo `spread`, for gradients; padding is dropped."""
         spread = _on_stages(spread, axes, kind)
         if self.in_place(run):
             return spread.reshape(-1, *spread.shape[3:])
@@ -78,36 +78,39 @@ class Stages:
         return _along_width(jnp.concatenate(pieces), axes, kind)
 
     def in_place(self, run: int) -> bool:
-        """Whether a run's stack, stage after stage, is as it is kept."""
+        """Return whether a run's layers are stored on their stages already."""
         index = self.index[run]
         return bool(self.real[run].all()) and np.array_equal(index.reshape(-1), np.arange(index.size))
 
 
 @functools.lru_cache(256)
 def assign(repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chunks: int) -> Stages:
-    """Deals runs of layers out to virtual stages, in order, with as little padding as can be.
+    """Assign runs of layers to virtual stages, in order, with the least padding.
 
     Args:
-      repeats: copies of each run's group.
-      weights: what a copy costs, in layers.
-      stages, chunks: virtual stage c * stages + s is chunk c of stage s.
+      repeats: repeats of each run's group of layers.
+      weights: the cost of a repeat of each run, in layers.
+      stages: the number of stages.
+      chunks: virtual stages per stage; chunk c of stage s is virtual stage c * stages + s.
 
     Raises:
-      LayoutError: more virtual stages than copies.
+      LayoutError: more virtual stages than repeats.
     """
     virtual, total = stages * chunks, sum(repeats)
     if virtual > total:
         what = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
         group = "layers" if max(weights) == 1 else "groups of layers"
-        # of as many stages as divide these, what else is cut over them divides as well
-        fewer = lambda n: max((d for d in range(1, min(n, stages) + 1) if stages % d == 0), default=1)  # noqa: E731
+
+        def fewer(n: int) -> int:  # divides `stages`, so that other dimensions over `pipeline` still divide
+            return max((d for d in range(1, min(n, stages) + 1) if stages % d == 0), default=1)
+
         ways = [f"pipeline={fewer(total // chunks)}"] if fewer(total // chunks) > 1 else []
         if chunks > 1 and (one := fewer(total)) > 1:
             with_ = "" if one == stages else f"pipeline={one} and "
-            ways.append(f"{with_}a schedule of 1 chunk a stage, as 'lockstep'")
+            ways.append(f"{with_}a schedule of 1 chunk a stage, such as 'lockstep'")
         ways = ways or ["a mesh without pipeline"]
         raise LayoutError(
-            f"a pipeline of {what} has {virtual} pieces, and the model {total} {group} to deal out; use "
+            f"a pipeline of {what} has {virtual} virtual stages, and the model has only {total} {group}; use "
             f"{', or '.join(ways)}, or at least {virtual * max(weights)} layers"
         )
 
@@ -118,19 +121,19 @@ def assign(repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chun
     limits = min(itertools.product(*(range(1, r + 1) for r in repeats)), key=cost)
     held = _fill(repeats, limits, virtual)
     assert held is not None
-    index, real = [], []
+    index: list[np.ndarray] = []
+    real: list[np.ndarray] = []
     for run, n in enumerate(limits):
         numbers = [held[v][run] for v in range(virtual)]
         rows = [(list(a) + [a[-1] if len(a) else 0] * n)[:n] for a in numbers]
-        there = [[i < len(a) for i in range(n)] for a in numbers]
-        lay = lambda rows: np.asarray(rows).reshape(chunks, stages, -1).swapaxes(0, 1)  # noqa: E731
-        index.append(lay(rows))
-        real.append(lay(there))
+        not_padding = [[i < len(a) for i in range(n)] for a in numbers]
+        for out, table in ((index, rows), (real, not_padding)):
+            out.append(np.asarray(table).reshape(chunks, stages, -1).swapaxes(0, 1))
     return Stages(tuple(index), tuple(real))
 
 
 def _fill(repeats: Sequence[int], limits: Sequence[int], virtual: int) -> list[list[range]] | None:
-    """Each virtual stage takes what it may, in order, and leaves one copy for each after it; `None` if some remain."""
+    """Fill virtual stages in order, leaving one repeat for each later stage; `None` if some repeats remain."""
     run, at, left = 0, 0, sum(repeats)
     out = []
     for v in range(virtual):
@@ -155,10 +158,12 @@ def _on_stages(x: Float[Array, "s c n ..."], axes: Sequence[str | None], kind: K
 
 
 def _along_width(x: Float[Array, "... "], axes: Sequence[str | None], kind: Kind) -> Array:
-    """Every stage has all copies, of each a piece."""
+    """Shard a stack along its width, so that every stage has a part of each layer."""
     layout = current()
     if layout is None:
         return x
     width = x.shape[x.ndim - len(axes) + 1 :]
-    rest = layout.spec(axes, (1, *width), kind=kind, name="a stacked parameter")  # one copy is no stage's own
+    rest = layout.spec(
+        axes, (1, *width), kind=kind, name="a stacked parameter"
+    )  # of size 1, so that "layers" is not sharded
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - len(width)), *rest[1:]))

@@ -109,7 +109,7 @@ def test_a_misspelt_name_is_refused_with_or_without_a_layout():
 
 
 def test_names_for_another_number_of_arrays_are_refused():
-    with raises_saying(LayoutError, "1 arrays and names for 2", "as (('batch', None)"):
+    with raises_saying(LayoutError, "1 arrays and axes for 2", "as (('batch', None)"):
         sharded_op(jnp.square, jnp.ones((8, 4)), axes=("batch", None), out_axes=("batch", None))
 
 

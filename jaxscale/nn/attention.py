@@ -182,7 +182,15 @@ class Bidirectional:
     kernel: AttentionKernel = dot_product_attention
     causal: ClassVar[bool] = False
 
-    def __call__(self, q: Array, k: Array, v: Array, *, causal: bool = True, **options: Any) -> Array:
+    def __call__(
+        self,
+        q: Float[Array, "b s h d"],
+        k: Float[Array, "b t kv d"],
+        v: Float[Array, "b t kv dv"],
+        *,
+        causal: bool = True,
+        **options: Any,
+    ) -> Float[Array, "b s h dv"]:
         """Call the kernel without a causal mask, whatever `causal` is."""
         return self.kernel(q, k, v, causal=False, **options)
 

@@ -90,7 +90,8 @@ class MixtureOfExperts:
             limit.check(self.experts, self.top_k)
         if self.shared_gate and not self.shared:
             raise ConfigError(
-                "MixtureOfExperts.shared_gate = True has no effect without shared experts; set shared or remove it"
+                "MixtureOfExperts.shared_gate = True has no effect without shared experts; set shared, or leave "
+                "it False"
             )
         for name in ("balance_loss", "z_loss"):
             if not getattr(self, name) >= 0:

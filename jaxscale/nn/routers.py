@@ -133,12 +133,18 @@ class SoftmaxRouter:
     def __post_init__(self) -> None:
         _check_scale(self)
 
-    def probabilities(self, scores: Array) -> Array:
+    def probabilities(self, scores: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
         """Their softmax."""
         return jax.nn.softmax(scores, axis=-1)
 
     def __call__(
-        self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
+        self,
+        scores: Float[Array, "b s x"],
+        bias: Float[Array, " x"] | None,
+        *,
+        top_k: int,
+        capacity: Capacity | None,
+        real: Bool[Array, "b s"],
     ) -> Choices:
         """The choice, of every token."""
         return _choose(self, self.probabilities(scores), bias, real, top_k)
@@ -165,13 +171,19 @@ class SigmoidRouter:
     def __post_init__(self) -> None:
         _check_scale(self)
 
-    def probabilities(self, scores: Array) -> Array:
+    def probabilities(self, scores: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
         """The sigmoids, divided by their sum over experts."""
         s = jax.nn.sigmoid(scores)
         return s / jnp.sum(s, axis=-1, keepdims=True)
 
     def __call__(
-        self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
+        self,
+        scores: Float[Array, "b s x"],
+        bias: Float[Array, " x"] | None,
+        *,
+        top_k: int,
+        capacity: Capacity | None,
+        real: Bool[Array, "b s"],
     ) -> Choices:
         """The choice, of every token."""
         return _choose(self, jax.nn.sigmoid(scores), bias, real, top_k)
@@ -189,12 +201,18 @@ class ExpertChoiceRouter:
     balanced = False
     needs_capacity = True
 
-    def probabilities(self, scores: Array) -> Array:
+    def probabilities(self, scores: Float[Array, "b s x"]) -> Float[Array, "b s x"]:
         """Their softmax."""
         return jax.nn.softmax(scores, axis=-1)
 
     def __call__(
-        self, scores: Array, bias: Array | None, *, top_k: int, capacity: Capacity | None, real: Array
+        self,
+        scores: Float[Array, "b s x"],
+        bias: Float[Array, " x"] | None,
+        *,
+        top_k: int,
+        capacity: Capacity | None,
+        real: Bool[Array, "b s"],
     ) -> Slots:
         """The tokens that each expert chooses."""
         assert capacity is not None

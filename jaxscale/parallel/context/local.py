@@ -209,7 +209,7 @@ class Attend:
         if mine.segments is not None and theirs.segments is not None:
             options["segment_ids"] = at.q(mine.segments), at.k(theirs.segments)
         has_positions = mine.positions is not None and theirs.positions is not None
-        # Positions can be further apart than columns, so that a window masks more than the slot says.
+        # Positions can be further apart than columns, so that a window can mask more than the slot's mask.
         if at.slot.mask == FULL and (self.window is None or not has_positions):
             return options
         options |= {"causal": self.causal, "window": self.window}

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -44,7 +43,7 @@ class Boxes:
             seen.add(axis)
 
     @classmethod
-    def of(cls, spec: PartitionSpec | Sequence[Any], ndim: int | None = None) -> Boxes:
+    def of(cls, spec: PartitionSpec | Sequence[str | tuple[str, ...] | None], ndim: int | None = None) -> Boxes:
         """Return the signature of an array with this partition spec; `ndim` fills up a spec that is too short."""
         parts = tuple(spec)
         return cls(parts + (None,) * ((len(parts) if ndim is None else ndim) - len(parts)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -57,7 +56,7 @@ def init_distributed(
         raise LayoutError(f"could not start distributed JAX: {str(e).splitlines()[0]}{hint}") from None
 
 
-def compile_anew(devices: Sequence[Any]) -> None:
+def compile_anew(devices: Sequence[jax.Device]) -> None:
     """Keep programs whose collectives would be reordered out of JAX's compilation cache; see `program_cache`.
 
     With CPU devices of several processes the whole cache is turned off, with a warning: only process 0 writes to it, so

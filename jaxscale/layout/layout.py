@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
@@ -119,7 +120,7 @@ class Layout:
         """The layout without devices."""
         return self
 
-    def on(self, devices: Sequence[Any]) -> PlacedLayout:
+    def on(self, devices: Sequence[jax.Device]) -> PlacedLayout:
         """Return this layout placed on some devices.
 
         Args:
@@ -438,7 +439,7 @@ def say_once(sentence: str) -> None:
     log.warning(sentence)
 
 
-def in_use(param: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:
+def in_use(param: jax.Array, axes: Sequence[str], dtype: DTypeLike) -> jax.Array:
     """Return a parameter as a layer computes with it: cast, then sharded as an activation.
 
     Activation rules do not shard `embed`, so this is FSDP's all-gather. The cast array is first constrained to its

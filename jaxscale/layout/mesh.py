@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -112,7 +111,7 @@ def make_mesh(spec: str = "data=-1", devices: Sequence[jax.Device] | None = None
     return Mesh(placed, MESH_AXES, axis_types=kinds)
 
 
-def place(shape: Sequence[int], devices: Sequence[Any], what: str | None = None) -> np.ndarray:
+def place(shape: Sequence[int], devices: Sequence[jax.Device], what: str | None = None) -> np.ndarray:
     """Arrange devices on a mesh: on TPUs along the links of the torus, as JAX does it, elsewhere in their order.
 
     Args:

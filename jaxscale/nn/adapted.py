@@ -21,9 +21,9 @@ class Adapted(Weight):
     Each array can have a leading dimension of stacked layers.
 
     Args:
-      kernel: (*inputs, *outputs), an array or another weight, which gets no gradient.
-      a: (*inputs, rank).
-      b: (rank, *outputs).
+      kernel: `(*inputs, *outputs)`, an array or another weight, which gets no gradient.
+      a: `(*inputs, rank)`.
+      b: `(rank, *outputs)`.
       scale: factor on the product.
     """
 

@@ -68,7 +68,7 @@ def gather_matmul(
       dtype: dtype of the products, and of sums over devices.
 
     Returns:
-      for each kernel an array with axes ("batch", "seq", *the rest of its axes).
+      for each kernel an array with axes ("batch", "seq", then its axes without the first).
 
     Raises:
       LayoutError: the layout in force has no such ring; the message says what it needs.
@@ -82,7 +82,7 @@ def matmul_scatter(
     """Compute `h · kernel`, summed around a ring that leaves each device its shard of the sequence.
 
     Args:
-      h: logical axes ("batch", "seq", *all but the last of `axes`).
+      h: logical axes ("batch", "seq", then all but the last of `axes`).
       kernel: a parameter, owner dimensions are contracted, except the last.
       axes: its logical axes.
       dtype: dtype of the products, and of sums over devices.

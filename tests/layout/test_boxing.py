@@ -1,4 +1,4 @@
-"""The algebra of signatures, held against arrays that NumPy cut, summed and put together."""
+"""SBP signatures, tested against arrays that NumPy splits, sums and joins."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.truth.errors import raises_saying
 
 SIZES = {"data": 2, "tensor": 4}
 SHAPE = (16, 24)
-PLACES = list(itertools.product(range(2), range(4)))  # of the devices along data and tensor
+PLACES = list(itertools.product(range(2), range(4)))  # device indices along data and tensor
 
 
 def signatures():
-    """Every signature of a matrix over the two axes, both ways of nesting two cuts of one dimension included."""
+    """Every signature of a matrix over the two axes, with both orders of two axes on one dimension."""
     for kinds in itertools.product(("S0", "S1", "B", "P"), repeat=2):
         split = [[], []]
         for axis, kind in zip(SIZES, kinds, strict=True):
@@ -37,7 +37,7 @@ ALL = list(signatures())
 
 
 def index(boxes, place, shape):
-    """The slice of the whole that a device has."""
+    """The slice of a global array that a device holds."""
     at = dict(zip(SIZES, place, strict=True))
     out = []
     for size, axes in zip(shape, boxes.split, strict=True):
@@ -54,7 +54,7 @@ def by_place(arrays):
 
 
 def pieces(x, boxes, rng):
-    """What each device holds of `x`, (2, 4, ...): terms of a sum over the partial axes."""
+    """The local arrays of `x`, (2, 4, ...); terms of a sum over the partial axes."""
     counts = [n if a in boxes.partial else 1 for a, n in SIZES.items()]
     terms = rng.standard_normal((*counts, *x.shape))
     terms[0, 0] += x - terms.sum((0, 1))
@@ -63,7 +63,7 @@ def pieces(x, boxes, rng):
 
 
 def whole(local, boxes, shape):
-    """The tensor that all devices' arrays say there is; those that must be equal are checked to be."""
+    """Join local arrays to the global one, and check that replicated ones are equal."""
     total = np.zeros(shape)
     for at in itertools.product(*(range(n) if a in boxes.partial else (0,) for a, n in SIZES.items())):
         term = np.full(shape, np.nan)
@@ -79,7 +79,7 @@ def whole(local, boxes, shape):
 
 
 def run(fn, *arrays):
-    """`fn` of every device's own arrays, compiled; and the program."""
+    """Call `fn` on every device's local arrays; also return the compiled program."""
     mesh = make_mesh("data=2,tensor=4")
     spec = PartitionSpec("data", "tensor")
     local = lambda *xs: jax.tree.map(lambda y: y[None, None], fn(*(x[0, 0] for x in xs)))  # noqa: E731
@@ -109,7 +109,7 @@ def test_every_change_of_signature_keeps_the_tensor_and_sends_the_bytes_predicte
 
 
 def _prefixes(plans):
-    """Each distinct beginning of a plan once, as its last move."""
+    """Each distinct prefix of a plan once, by its last move."""
     seen = {}
     for plan in plans:
         for i in range(len(plan)):

@@ -96,7 +96,7 @@ def test_a_layout_says_what_it_is_in_a_line():
 
 def test_constrain_is_a_no_op_outside_of_a_layout():
     x = jnp.ones((3, 5))
-    assert constrain(x, "batch", "embed") is x  # though 3 divides by nothing
+    assert constrain(x, "batch", "embed") is x  # although no mesh axis divides 3
     assert not jax.make_jaxpr(lambda x: constrain(x, "batch", "embed"))(x).eqns
 
 

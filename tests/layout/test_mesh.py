@@ -119,7 +119,7 @@ try:
 except LayoutError as e:
     print(e)
 """
-    # a flag of the surroundings does not win over the call
+    # a flag in the environment does not override the call
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

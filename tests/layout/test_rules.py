@@ -24,7 +24,7 @@ OVER_ALL = {
     TABLE: P("tensor", ALL),
     NORM: P(None, ALL),
 }
-# FSDP's piece first, and `data` within it
+# `fsdp` outermost, then `data`
 INNER = ("fsdp", "data")
 NESTED = {
     QUERY: P(None, INNER, "tensor", None),
@@ -46,7 +46,7 @@ OVER_BOTH = {
     NORM: WHOLE[NORM],
 }
 
-# preset -> what becomes of parameters, gradients and optimizer state
+# preset -> mesh axes of parameters, gradients and optimizer state
 SPLITS = {
     "replicated": (WHOLE, WHOLE, WHOLE),
     "zero1": (OVER_TENSOR, OVER_ALL, OVER_ALL),

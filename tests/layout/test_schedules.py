@@ -21,7 +21,7 @@ def _share(idle: float, work: float) -> float:
     return idle / (idle + work)
 
 
-# Idle time of a stage, in forwards of a chunk, over that of its work: a backward is two forwards.
+# Idle time of a stage over the time of its work, in forwards of a chunk; a backward is two forwards.
 BUBBLES = {
     "gpipe": lambda k, m: _share(3 * (k - 1), 3 * m),  # Huang et al. 2019: (K - 1) / (M + K - 1)
     "1f1b": lambda k, m: _share(3 * (k - 1), 3 * m),
@@ -45,7 +45,7 @@ def test_what_is_made_for_lockstep_idles_no_more_in_lockstep(name, bubble):
 
 
 def test_a_classical_table_idles_more_in_lockstep():
-    # 14 ticks in which some stage goes forward, 15 in which one goes back, of which 8 each are any stage's own work.
+    # 7 ticks with a forward and 8 with a backward of any stage; each stage has 4 of each.
     result = simulate(one_f_one_b(2, 4))
     assert result.entered == (7, 8, 0)
     assert result.lockstep_bubble == pytest.approx(1 - 4 * 3 / (7 + 2 * 8))

@@ -1,4 +1,4 @@
-"""From a module to the names of its tensors, and from those to bytes on a device."""
+"""The named tensors of a module, and their bytes per device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, head_dim=8, hidd
 
 
 class Tied(nnx.Module):
-    """One table at both ends."""
+    """A tied embedding and output head."""
 
     def __init__(self, rngs):
         self.embed = Embedding(16, 8, scale=1.0, rngs=rngs)

@@ -20,7 +20,7 @@ LAYOUT = Layout("data=2,tensor=4")
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward of Flax's own parts."""
+    """Attention and feed-forward from Flax's own layers."""
 
     def __init__(self, width, rngs):
         self.ln1, self.ln2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
@@ -33,7 +33,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """GPT-2 of two unrolled layers."""
+    """GPT-2 with two unrolled layers."""
 
     def __init__(self, rngs):
         self.table, self.places = nnx.Embed(64, 16, rngs=rngs), nnx.Embed(8, 16, rngs=rngs)
@@ -102,7 +102,7 @@ def mixer():
 
 MODELS = {"decoder": decoder, "scanned": scanned, "mixer": mixer}
 
-# of each model, weights and how they must be cut
+# for each model: the logical axes of some weights
 CUTS = {
     "decoder": {
         "layers/0/attn/query/kernel": ("embed", "mlp", None),
@@ -156,10 +156,10 @@ def test_a_layer_is_summed_over_tensor_twice_and_nothing_is_gathered():
         placed = jax.device_put(params, shardings_of(infer_names(fn, params, ids, tensor=4).infos, LAYOUT))
         batch = jax.device_put(ids, LAYOUT.sharding(("batch", None), kind="activations"))
         compiled = jax.jit(fn).lower(placed, batch).compile()
-    stream, places = 2 * 8 * 16 * 4, 8 * 16 * 4  # bytes that a device has of the residual stream, and of positions
+    stream, places = 2 * 8 * 16 * 4, 8 * 16 * 4  # bytes per device of the residual stream, and of positions
     tensor_collectives = [c for c in collectives(compiled, LAYOUT.sizes) if c.axes == ("tensor",) and c.payload > 4]
     assert {c.kind for c in tensor_collectives} == {"all-reduce"}
-    # the lookups in two tables whose rows are cut, and after attention and feed-forward of each layer
+    # lookups in two sharded tables, and the sums after attention and feed-forward of each layer
     assert sorted(c.payload for c in tensor_collectives) == [stream] * 4 + [stream + places]
 
 
@@ -185,5 +185,5 @@ def test_a_vocabulary_and_key_heads_that_do_not_divide_are_no_obstacle():
         "embed": TensorInfo("embed", (61, 32), np.dtype("float32"), ("vocab", "embed")),
         "key": TensorInfo("key", (32, 1, 8), np.dtype("float32"), ("embed", "kv_heads", "head_dim")),
     }
-    held = (61 * 32 // 8 + 32 * 8) * 4  # the table in eight parts, the key head whole
+    held = (61 * 32 // 8 + 32 * 8) * 4  # the table in eight shards, the key head replicated
     assert fitting_layout(infos, 8, held, state=0).mesh == "data=1,fsdp=1,tensor=8"

@@ -189,9 +189,7 @@ RUN = TrainConfig(model=MIXED, layout=Layout("data=2,fsdp=4").abstract(), batch_
 
 
 def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
-    assert {("fsdp",), ("data", "fsdp")} <= {
-        c.axes for c in predict(RUN, "v5e:2x4")
-    }  # for which nothing has to be known
+    assert {("fsdp",), ("data", "fsdp")} <= {c.axes for c in predict(RUN, "v5e:2x4")}  # which needs no formulas
     for formula in (lambda: estimate(RUN, "v5e:2x4"), lambda: products(MIXED, 16)):
         with raises_saying(ConfigError, "no formula covers", "GatedRecurrence", "traced step"):
             formula()

@@ -1,4 +1,4 @@
-"""Parts of one's own: what a Transformer asks of them, and the errors when they do not fit."""
+"""User-defined parts: the interface that a Transformer needs, and the errors when they do not fit."""
 
 from __future__ import annotations
 

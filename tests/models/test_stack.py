@@ -1,4 +1,4 @@
-"""Stacked equals unrolled, recomputed equals kept, packed equals alone."""
+"""Stacked equals unrolled, recomputed equals saved, packed documents equal separate ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATTERN = Small(depth=5, windows=(3, None), dropout=0.2, qk_norm=True)
 
 @functools.cache
 def _loss_and_grads(config):
-    """Loss and gradients at the same random parameters, whatever the way they are worked out."""
+    """Loss and gradients at the same random parameters, however they are computed."""
     graphdef, infos = describe_model(config)
     blueprint = Blueprint(graphdef, infos, optax.identity(), None, None)
     batch = random_batch(config.vocab, rows=4, lengths=(5, 7, 3))
@@ -64,7 +64,7 @@ def test_layers_start_as_unstacked_ones_would():
 
 
 def test_every_layer_of_every_run_has_a_number_of_its_own():
-    """It is what makes a layer's dropout its own."""
+    """The number gives each layer its own dropout."""
     config = Small(depth=7, windows=(3, 2, None))
     model = nnx.eval_shape(lambda: config.make(nnx.Rngs(0)))
     runs = [(run.first, run.repeats * len(run.blocks)) for run in model.runs]

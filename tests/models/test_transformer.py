@@ -1,4 +1,4 @@
-"""The decoder against float64 NumPy, over a table that turns on every option."""
+"""The decoder against float64 NumPy, for a table of configs that has every option."""
 
 from __future__ import annotations
 

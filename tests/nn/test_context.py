@@ -1,4 +1,4 @@
-"""Dropout: the same bits wherever they are made."""
+"""Dropout: the same bits on every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context-parallel attention in a model: the same training on every layout, the sequence arranged once."""
+"""Context-parallel attention in a model: the same training on every layout; the sequence is reordered once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_inside_a_shard_map_over_other_axes_it_is_the_same():
 
 
 def _products(jaxpr):
-    """Products in a program and those within it; in print, JAX 0.12 shows equal ones once."""
+    """Count products in a program and nested ones (JAX 0.12 prints equal nested programs once)."""
     return sum(
         (eqn.primitive.name == "dot_general") + sum(map(_products, jax.extend.core.jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns

@@ -1,4 +1,4 @@
-"""StableEmbedding: what the paper says of it."""
+"""StableEmbedding against its paper."""
 
 from __future__ import annotations
 

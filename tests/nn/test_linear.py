@@ -1,4 +1,4 @@
-"""`project` and its derivative: the plain expression's values, in the types and places it promises."""
+"""`project` and its derivative: the plain expression's values, in the dtypes and shardings it promises."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_gradient_of_project_is_that_of_the_plain_expression(case, layout):
 
 
 def _products(f, *args):
-    """Of each matrix product in `f`: (input dtypes, output shape, output dtype)."""
+    """(input dtypes, output shape, output dtype) of each matrix product in `f`."""
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:

@@ -42,7 +42,7 @@ BATCH = random_batch(37, rows=4, seq=14, lengths=(5, 6, 3))
 
 
 def _loss_and_grads_of(model):
-    """A function of parameters, and them."""
+    """A loss function of parameters, and the parameters."""
     graphdef, infos = describe_model(model)
     loss_and_grads = make_loss_and_grads(Blueprint(graphdef, infos, optax.identity(), None, None))
     return lambda params: loss_and_grads(params, BATCH, jax.random.key(3)), random_params(infos)
@@ -73,9 +73,9 @@ def test_each_policy_recomputes_what_it_names():
         jaxpr = jax.make_jaxpr(f)(params, jax.ShapeDtypeStruct((2, 8), jnp.int32))
         products[name] = str(jaxpr).count("dot_general[")
     again = {name: n - products["none"] for name, n in products.items()}
-    # A block multiplies by 7 weights and twice in attention. Its last product is not needed again; "dots" keeps those
-    # with weights, attention's output saves the second of the other two, queries, keys and values the first three; the
-    # stream between the sub-layers saves the product before it.
+    # A block has 7 products with weights and 2 in attention. The last is never recomputed. "dots" saves those with
+    # weights; a saved attention output saves the second in attention; saved queries, keys and values save the first
+    # three; the saved stream between the sub-layers saves the product before it.
     assert again == {
         "none": 0, "full": 8, "dots": 2, "dots_and_attention": 1, "attention_only": 7, "offload_residual": 8,
         "minimal": 8, "tiles": 2, "qkv": 5, "up": 6, "up to the host": 6, "mid": 7,

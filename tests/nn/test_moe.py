@@ -1,4 +1,4 @@
-"""Layers of experts against float64 NumPy, and on layouts against one device; what they refuse."""
+"""Layers of experts against float64 NumPy, layouts against one device, and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _made(name):
 
 @functools.cache
 def _run(name, layout, memory="none"):
-    """Output, statistics, gradients of both summed up, and what was chosen."""
+    """Output, statistics, gradients of their sum, and the router's choices."""
     graphdef, params, x, d = _made(name)
 
     def loss(params, x, d):
@@ -160,7 +160,7 @@ FOLDED = Rules(
     params={**preset("tensor").params, "experts": _BOTH, "expert_mlp": None},
     activations={**preset("tensor").activations, "experts": _BOTH, "expert_mlp": None, "expert_seq": "tensor"},
 )
-SPLIT = Rules(  # over an axis that cuts tokens, and one along which all have the same
+SPLIT = Rules(  # over one axis that shards tokens and one that does not
     params={"experts": ("tensor", "expert"), "expert_embed": "fsdp"},
     activations={**preset("replicated").activations, "experts": ("tensor", "expert")},
 )

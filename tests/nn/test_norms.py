@@ -1,4 +1,4 @@
-"""Norms against float64, and the type they compute in."""
+"""Norms against float64, and the dtype of their computation."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _by_hand(model, tokens, segment_ids, key):
 
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
-    # bfloat16 rounds what a layer adds, and reconstruction makes it from inputs that differ in the last bits
+    # bfloat16 rounds a layer's output, and reconstruction computes it from inputs that differ in the last bits
     [
         ({"windows": (3, None), "dropout": 0.2}, 1e-5),
         ({"scan": False, "depth": 2}, 1e-5),

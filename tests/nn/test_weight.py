@@ -1,4 +1,4 @@
-"""A form of weights that only this file knows: trained on, laid out, stored, counted, streamed and served."""
+"""A weight format defined in this file: trained, sharded, stored, counted, streamed and served."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.truth.errors import raises_saying
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(Weight):
-    """Whole numbers, and for each output the size of one."""
+    """Integer codes, and a scale per output."""
 
     codes: jax.Array
     scale: jax.Array
@@ -157,7 +157,7 @@ def test_overlapped_rings_take_the_arrays_that_weights_stand_for():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A run to start from."""
+    """A run that others start from."""
     folder = tmp_path_factory.mktemp("base") / "run"
     return js.fit(model=MODEL, layout=None, steps=2, lr=1e-2, run=folder, quiet=True, **ROWS)
 
@@ -170,7 +170,7 @@ def _settings(base, layout):
 
 @pytest.fixture(scope="module")
 def tuned(base, tmp_path_factory):
-    """Adapters over whole numbers, of four steps on one device."""
+    """A run of four steps on one device that trains adapters over integer codes."""
     return js.fit(run=tmp_path_factory.mktemp("tuned") / "run", steps=4, quiet=True, **_settings(base, None))
 
 
@@ -231,7 +231,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 
 @pytest.fixture(scope="module")
 def greedy(base):
-    """The likeliest tokens by whole passes with the arrays that the weights stand for."""
+    """Greedy tokens by full forward passes with the dense arrays."""
     run = js.load(base.path)
     graphdef, infos = describe_model(MODEL)
     weights = Int8().encoded(run.params(), infos, None)

@@ -6,7 +6,7 @@
 
 A row is a layout with a model that uses it: attention across devices where the sequence is cut, experts where there is
 an `expert` axis, a schedule where there are stages; packing, tied heads, accumulation, dropout, clipping and the
-z-loss are dealt out over the rows in turn. Compared with one device by `tests.truth.compare`: the loss and the norm of
+z-loss alternate over the rows. Compared with one device by `tests.truth.compare`: the loss and the norm of
 the gradient at each of five SGD steps, every leaf of the first gradient, every parameter after the last.
 """
 
@@ -50,7 +50,7 @@ LINES = pathlib.Path("runs/layouts.jsonl")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A layout, and what trains on it.
+    """A layout, and the training run on it.
 
     Args:
       layout: where.
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The layout and what else the row has, in words."""
+        """The layout and the row's other options, as text."""
         with_ = [type(self.attention).__name__] if self.layout.sizes["context"] > 1 else []
         with_ += [w for w in ("packed", "tied", "dropout") if getattr(self, w)]
         with_ += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def microbatches(self) -> int:
-        """Of the pipeline, in one accumulation step."""
+        """The pipeline's micro-batches in one accumulation step."""
         layout = self.layout
         if layout.sizes["pipeline"] == 1:
             return 1
@@ -146,7 +146,7 @@ def table() -> list[Row]:
     for i, layout in enumerate(layouts):
         kernel = next(attention) if layout.sizes["context"] > 1 else flash_attention
         rows.append(Row(layout, kernel, i % 2 == 0, i % 3 == 0, i % 5 == 0, 2 if i % 4 == 1 else 1))
-    # words that devices do not divide
+    # a vocabulary that devices do not divide
     return [
         *rows,
         Row(Layout("data=2,tensor=2,pipeline=2", pipeline="1f1b"), flash_attention, True, False, False, 1, 61),
@@ -154,7 +154,7 @@ def table() -> list[Row]:
 
 
 def disagreement(got: Trace, want: Trace) -> dict[str, float]:
-    """The worst error of each thing compared, over what is allowed: 1 is the limit."""
+    """The worst error of each compared value over its tolerance: 1 is the limit."""
     norm = global_norm(want.gradients)
     out = {}
     for field in FIELDS:
@@ -168,7 +168,7 @@ def disagreement(got: Trace, want: Trace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures the rows that this commit's sources have not measured, and writes the table."""
+    """Measure the rows that have no result for this commit's sources, and write the table."""
     args = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     args.add_argument("--only", default="", help="rows whose name has this in it")
     args.add_argument("--devices", type=int, default=8, help="rows of so many: 8, 16 or 64")
@@ -187,7 +187,7 @@ def main() -> None:
         begun = time.monotonic()
         try:
             errors: dict[str, object] = dict(disagreement(*row.run()))
-        except Exception as e:  # a row that cannot run is a line of the table, not the end of it
+        except Exception as e:  # a row that fails is a line of the table
             errors = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"}
         line = {
             "name": row.name,

@@ -1,4 +1,4 @@
-"""Overlapped products against the plain ones, and what the compiled program sends."""
+"""Overlapped products against plain ones, and the collectives of the compiled program."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_overlapped_products_send_permutes_and_nothing_else():
     sent = [c for c in collectives(compiled, layout.sizes) if c.axes == ("tensor",) and c.payload > 4]
     assert {c.kind for c in sent} == {"collective-permute"}
     # Four rings of three steps: x, the sum y, dy, the sum dx. x's second round, for the kernels' gradients, is the
-    # same instructions as its first, which the compiler merges here. A piece: 2 of 4 rows, 4 of 16 places, 8 wide.
+    # same instructions as its first, which the compiler merges here. A shard: 2 of 4 rows, 4 of 16 positions, width 8.
     assert sum(c.sent for c in sent) == 4 * 3 * (2 * 4 * 8 * 4)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut: float64 numbers in every form; only what is seen computed, only that sent."""
+"""Context-parallel attention against float64, and that masked chunks are neither computed nor sent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _case(case):
     token_arrays = {}
     if case["segments"]:
         token_arrays["segment_ids"] = np.sort(random.integers(0, 4, (B, S)), 1).astype(np.int32)
-    if case["positions"]:  # without segments in any order, within them in the order they stand, with gaps
+    if case["positions"]:  # without segments in any order; with segments increasing, with gaps
         ordered = np.cumsum(random.integers(1, 3, (B, S)), 1)
         token_arrays["positions"] = (ordered if case["segments"] else random.integers(0, 20, (B, S))).astype(np.int32)
     return arrays, token_arrays
@@ -89,7 +89,7 @@ def test_in_bfloat16_it_is_as_exact_as_plain_attention(form):
 
 @functools.cache
 def _bfloat16():
-    """Arrays, and what plain attention and float64 make of them."""
+    """Arrays, and the results of plain attention and of float64."""
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.normal(size=(B, S, n, D)), jnp.bfloat16) for n in (4, 2, 2, 4)]
     q, k, v, dout = arrays
@@ -156,7 +156,7 @@ def test_a_part_that_is_no_number_is_not_merged_to_nothing_seen():
         np.testing.assert_array_equal(lse, parts.lse)
 
 
-# ---- what is computed
+# ---- computed chunks
 
 
 @pytest.mark.parametrize("ring", [2, 3, 4, 8])
@@ -218,7 +218,7 @@ def test_keys_that_a_window_hides_from_everybody_are_not_sent(zigzag, window, st
     assert sum(times for eqn, times in _walk(jaxpr) if eqn.primitive.name == "ppermute") == 2 * steps
 
 
-# ---- what is sent, as a v5p's compiler has it
+# ---- collectives, in programs compiled for v5p
 
 # 4 devices of 64 tokens each, 8 heads and 4 key heads of 128, bfloat16
 Q, K, ROWS = 64 * 8 * 128 * 2, 64 * 4 * 128 * 2, 64 * 8 * 4
@@ -249,7 +249,7 @@ def test_a_tpu_sends_what_the_form_says_and_nothing_else(form):
 
 @NEEDS_TPU
 def test_a_tpu_gathers_keys_twice_and_scatters_their_gradients_and_nothing_else():
-    # of smaller arrays, or of those that XLA's own attention leaves, it would make one all-reduce in bfloat16
+    # for smaller arrays, or gradients of XLA's attention, the compiler makes one all-reduce in bfloat16
     want = {("all-gather", 16 * 4 * K, ()): 2 * 2, ("reduce-scatter", 16 * 4 * 2 * K, ()): 2}
     assert _sent(FORMS["gather"], 16 * 256) == want
 
@@ -268,7 +268,7 @@ def _sent(attend, tokens):
 
 
 def _counted(compiled, layout):
-    """(kind, bytes of what is sent, or of the whole that is gathered or scattered, who sends to whom): how often."""
+    """Counts by (kind, bytes sent, or of the whole array that is gathered or scattered, pairs of devices)."""
     counts = collections.Counter()
     for c in collectives(compiled, layout.sizes):
         assert c.certain and c.axes == ("context",)
@@ -291,7 +291,7 @@ def test_a_training_step_on_tpus_sends_keys_round_in_every_layer_and_gathers_tok
         # in both layers
         send(k, ON): 2 * 2 * 3 * 2,
         send(2 * k, ON): 2 * 2 * 3,
-        # once: segment ids go round; tokens, targets, weights, positions and segment ids are put in zigzag order
+        # once: segment ids travel around the ring; tokens, targets, weights, positions and segment ids are reordered
         send(ids, ON): 3,
         ("all-gather", 4 * ids, ()): 5,
     }

@@ -20,12 +20,12 @@ from tests.truth.errors import raises_saying
 
 B, S, E, V = 8, 4, 16, 64
 OPTIONS = dict(softcap=2.0, z_loss=0.1, label_smoothing=0.1, return_lse=True)
-# A vocabulary over two axes, as a pipeline's will be, the outer of them named second in the mesh.
+# A vocabulary over two axes, as in a pipeline; the outer one is named second in the mesh.
 TWO = Rules(
     params={"vocab": ("tensor", "expert")},
     activations={"batch": "data", "vocab": ("tensor", "expert")},
 )
-# Layout -> the collectives of a forward pass, and those of the backward pass besides.
+# Layout -> the collectives of a forward pass, and the additional ones of the backward pass.
 LAYOUTS = {
     Layout("data=8", "replicated"): ([], ["all-reduce"]),
     Layout("fsdp=8"): (["all-gather"], ["all-gather", "reduce-scatter"]),
@@ -106,7 +106,7 @@ def test_ignored_weighted_and_wrong_targets_are_those_of_the_op():
 )
 def test_rows_that_fill_up_a_vocabulary_count_for_nothing(layout, vocab):
     x, w, d, targets = arrays()
-    x, w, targets = jnp.abs(x), -5 * jnp.abs(w[:vocab]), targets % vocab  # all logits far below a row of zeros'
+    x, w, targets = jnp.abs(x), -5 * jnp.abs(w[:vocab]), targets % vocab  # all logits far below 0, the logit of padding
     for options in (dict(OPTIONS, softcap=100.0), dict(return_lse=True)):
         want = jax.jit(both_ways(linear_cross_entropy, **options))(x, w, d, targets)
         assert want[1].max() < -10

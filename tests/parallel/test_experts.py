@@ -1,4 +1,4 @@
-"""What dispatch moves, counted in programs compiled for a TPU and on paper."""
+"""The bytes that dispatch sends, in programs compiled for a TPU and by formulas."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_dropless_dispatch_sends_rows_there_and_back_and_gathers_nothing(layout,
 @pytest.mark.tpu_aot
 def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
     # Four rows of tokens on a device; 20 slots = 1.25 * 2 * 64 / 8 of each of 8 experts for each row, sent four times.
-    # Four experts are here, half of each one's hidden width after `tensor`, half of its model width until gathered.
-    # Answers and the input's cotangent are summed over `tensor`.
+    # A device has four experts: half of the hidden width (`tensor`), and half of the model width until gathered.
+    # Outputs and the input's cotangent are summed over `tensor`.
     assert _collectives(Layout("expert=2,fsdp=2,tensor=2"), 1.25) == {
         ("all-to-all", ("expert",)): 4 * (4 * 8 * 20 * 256) * 2,
         ("all-gather", ("fsdp",)): 3 * (4 * 256 * 256) * 2,
@@ -84,7 +84,7 @@ def test_slots_travel_by_all_to_all_and_fsdp_gathers_weights_alone():
 
 @pytest.mark.tpu_aot
 def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
-    # 2 rows of tokens on a device and 20 slots; four experts are here, their gradients cut over data x fsdp = 4
+    # 2 rows of tokens on a device and 20 slots; a device has four experts, with gradients sharded over data x fsdp = 4
     assert _collectives(Layout("data=2,fsdp=2,expert=2", "zero2"), 1.25) == {
         ("all-to-all", ("expert",)): 4 * (2 * 8 * 20 * 256) * 2,
         ("reduce-scatter", ("data", "fsdp")): 3 * (4 * 512 * 256) * 4,
@@ -92,7 +92,7 @@ def test_partitioned_gradients_are_reduce_scattered_and_never_whole():
 
 
 def _documented_ragged(operand, output, begin, sizes, end, coming, *, axis_name):
-    """`jax.lax.ragged_all_to_all` as its documentation says, for a platform that has none."""
+    """`jax.lax.ragged_all_to_all` by its documentation, for platforms without it."""
     everyones = [jax.lax.all_gather(a, axis_name) for a in (operand, begin, sizes, end)]
     me, row = jax.lax.axis_index(axis_name), jnp.arange(len(output))
     for source in range(len(begin)):
@@ -104,12 +104,12 @@ def _documented_ragged(operand, output, begin, sizes, end, coming, *, axis_name)
 
 
 def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch):
-    """The ragged one runs on TPUs only; here it runs on its primitive's documentation."""
+    """The ragged exchange runs on TPUs only; here its primitive is emulated."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", _documented_ragged)
     random = np.random.default_rng(0)
     sent = random.integers(0, 4, (4, 4))
     sent[2] = 0
-    exchange = experts._Exchange(("expert",), 4, 4, 14, True)  # up to 12 rows go, the last ones nowhere
+    exchange = experts._Exchange(("expert",), 4, 4, 14, True)  # up to 12 rows are sent, the last ones are not
     rows = random.normal(size=(4, 14, 3)).astype(np.float32)
 
     def both(rows, sent, received):

@@ -1,4 +1,4 @@
-"""A recurrence over a sequence that devices hold in parts."""
+"""A recurrence over a sharded sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _sequential(decay, update):
 def test_parts_of_a_sequence_on_devices_go_on_from_each_other(mesh, in_zigzag):
     random = np.random.default_rng(0)
     decay, update = random.uniform(0, 1, (2, 16, 4)), random.standard_normal((2, 16, 4))
-    decay[0, 5] = 0  # a start
+    decay[0, 5] = 0  # a restart
     want = _sequential(decay, update)
     layout = Layout("data=1") if mesh is None else Layout(mesh)
     order = np.asarray(zigzag(16, layout.sizes["context"])) if in_zigzag else np.arange(16)

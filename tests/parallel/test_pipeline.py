@@ -1,4 +1,4 @@
-"""The pipeline's executor: what it computes, holds and sends, read off its programs."""
+"""The pipeline executor: computation, memory and collectives of its programs."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ def test_no_collective_stands_under_a_branch_that_devices_take_differently(layou
     result = branches(compiled(layout).as_text())
     wrong = {b.name: sorted(b.collectives) for b in result if b.divergent and b.collectives}
     assert not wrong
-    # Stages that nothing but replicas shares enter their phases each by itself; otherwise all together.
+    # Without mesh axes inside a stage, each stage runs only its own phases; else all devices run them together.
     assert sum(b.divergent for b in result) == (3 if alone else 0)
-    assert any(b.collectives for b in result if not b.divergent)  # the ends, which all devices work on
+    assert any(
+        b.collectives for b in result if not b.divergent
+    )  # embedding and loss, which all stages compute together
 
 
 def test_a_permute_under_such_a_branch_is_noticed():
@@ -81,7 +83,7 @@ def test_stages_send_by_two_permutes_whatever_the_schedule():
 
 
 def _flops(f, *args) -> int:
-    """Of matrix products, what is not needed left out."""
+    """FLOPs of matrix products, without unused ones."""
 
     def walk(jaxpr) -> int:
         total = 0
@@ -100,7 +102,7 @@ def _flops(f, *args) -> int:
 
 
 def _stage(model: TransformerConfig):
-    """A stage that is the whole run: its function, parameters, input, and split."""
+    """A stage with all layers: its function, parameters, input, and split."""
     graphdef, infos = describe_model(model)
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
     kernels = kernels_of(graphdef, infos)["runs"]
@@ -122,8 +124,8 @@ def test_three_phases_cost_what_an_ordinary_backward_costs(memory):
     dx = _flops(lambda p, x, ct: split.backward(stage, p, x, ct), params, x, x)
     dw = _flops(split.weights, pairs)
     assert abs(dx + dw - ordinary) <= 0.05 * ordinary
-    # Every weight's product waits: a third of the products with weights, recomputation aside.
-    weights = _flops(stage, params, x) - 2 * 2 * 2 * 2 * 8 * 8 * 16  # less scores and their mixing
+    # All weights are deferred: a third of the products with weights, without recomputation.
+    weights = _flops(stage, params, x) - 2 * 2 * 2 * 2 * 8 * 8 * 16  # without scores and values
     assert dw == weights
 
 
@@ -143,7 +145,7 @@ def test_a_weight_used_in_tiles_does_not_wait():
     assert len(split.waiting) == 4  # those of attention
 
 
-# --- what is held
+# --- memory
 
 
 def test_buffers_are_as_large_as_the_schedules_stash():
@@ -166,12 +168,12 @@ def test_compiled_memory_differs_by_what_the_simulator_says():
     slot = rows // micro * seq * 64 * 4
     stash = {name: max(simulate(Pipeline(name).table(2, micro)).stash) for name in temp}
     assert stash == {"gpipe": 8, "1f1b": 2}
-    # Inputs as the simulator counts them; on the last stage gpipe keeps as many cotangents, and 1f1b one.
+    # Inputs as the simulator counts them; on the last stage gpipe stores as many cotangents, and 1f1b one.
     want = (8 + 8 - 2 - 1) * slot
     assert abs(temp["gpipe"] - temp["1f1b"] - want) <= 0.1 * want
 
 
-# --- which layers where
+# --- assignment of layers
 
 
 @pytest.mark.parametrize(

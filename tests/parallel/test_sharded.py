@@ -1,4 +1,4 @@
-"""sharded_op: what runs on local pieces gives what it gives on the whole."""
+"""sharded_op: a function of shards gives the result of the whole arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_sees_local_arrays_only():
 
 @pytest.mark.parametrize("mesh", ["pipeline=2,data=4", "pipeline=8"])
 def test_inside_another_shard_map_nothing_is_left_to_the_partitioner(mesh):
-    # a TPU's kernel refuses an axis that is, also of size 1
+    # a TPU kernel refuses axes that are left to the partitioner, also of size 1
     seen = []
 
     def inner(x):

@@ -21,7 +21,7 @@ SHORT = 4
 
 
 def chosen(count):
-    """Rows by a seed that is the library's own source."""
+    """Rows drawn by a seed that is a hash of the library's sources."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(jaxscale.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -81,12 +81,12 @@ LAYOUTS = {
     ),
     "interleaved, few layers": (
         dict(mesh="pipeline=4", pipeline="interleaved", depth=4),
-        ("pipeline=2", "a schedule of 1 chunk a stage, as 'lockstep'", "at least 8 layers"),
+        ("pipeline=2", "a schedule of 1 chunk a stage, such as 'lockstep'", "at least 8 layers"),
         [dict(mesh="pipeline=2"), dict(pipeline="lockstep"), dict(depth=8)],
     ),
     "interleaved, fewer layers than chunks": (
         dict(mesh="pipeline=2", pipeline="interleaved", depth=3),
-        ("a schedule of 1 chunk a stage, as 'lockstep'", "at least 4 layers"),
+        ("a schedule of 1 chunk a stage, such as 'lockstep'", "at least 4 layers"),
         [dict(pipeline="lockstep"), dict(depth=4)],
     ),
     "one layer": (
@@ -106,12 +106,12 @@ LAYOUTS = {
     ),
     "chunks that divide no width": (
         dict(mesh="pipeline=3", pipeline="interleaved", depth=6, vocab=63, run=dict(batch_size=18)),
-        ("a schedule of 1 chunk a stage, as 'lockstep'", "pipeline=2"),
+        ("a schedule of 1 chunk a stage, such as 'lockstep'", "pipeline=2"),
         [dict(pipeline="lockstep"), dict(mesh="pipeline=2")],
     ),
     "18 tokens x context=4": (
         dict(mesh="context=4", attention=RING, run=dict(seq_len=18)),
-        ("shards a sequence of 18", "16 or 24"),
+        ("cuts a sequence of 18", "16 or 24"),
         [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=24))],
     ),
     "20 tokens in zigzag order": (
@@ -121,7 +121,7 @@ LAYOUTS = {
     ),
     "18 tokens, sequence sharded": (
         dict(mesh="tensor=4", sequence_sharded=True, run=dict(seq_len=18)),
-        ("shards a sequence of 18", "tensor=4", "16 or 20"),
+        ("cuts a sequence of 18", "tensor=4", "16 or 20"),
         [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=20))],
     ),
     "20 tokens, sequence sharded, zigzag": (

@@ -13,7 +13,8 @@ from jaxscale.layout import HOST, Layout, TensorInfo, host_memory_or_say, shardi
 from jaxscale.optim.storage import check_fits, is_quantized
 
 Tree = Any
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[[int | jax.Array], jax.Array]
+"""Step -> learning rate."""
 
 
 class FusedTransformation(optax.GradientTransformation):

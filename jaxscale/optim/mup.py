@@ -398,7 +398,7 @@ def _only(group: float, groups: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda g, x: x if g == group else None, groups, tree)
 
 
-def _times(factor: float, rate: Schedule, step: jax.Array) -> jax.Array:
+def _times(factor: float, rate: Schedule, step: int | jax.Array) -> jax.Array:
     return factor * rate(step)
 
 

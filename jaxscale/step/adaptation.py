@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+import jax
 from flax import nnx
 
 from jaxscale.layout import Layout
@@ -76,7 +77,7 @@ class Adaptation(Protocol):
           read: takes a tree of `TensorInfo` and returns its arrays from the checkpoint, sharded.
         """
 
-    def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
+    def make(self, seed: int | jax.Array, whole: Callable[[int | jax.Array], Tree]) -> Tree:
         """Return initial trained parameters; called under `jit`.
 
         Args:

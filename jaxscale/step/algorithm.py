@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxscale.optim import averaged, averages, state_infos
+from jaxscale.optim.base import Schedule
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, NextToken, Objective
 
@@ -61,7 +62,7 @@ class Algorithm:
         objective: Objective = NEXT_TOKEN,
         *,
         accumulate: int = 1,
-        schedule: Callable[[Any], Any] | None = None,
+        schedule: Schedule | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
         """Return the training step, a pure function of state and batch, which `jit_step` compiles.

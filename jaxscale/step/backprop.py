@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from flax import nnx
 from jaxscale.config import register
 from jaxscale.layout import constrain
 from jaxscale.optim import apply_gradients, gradient_norm
+from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.guards import Guard, judge
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive, terms_of
@@ -41,7 +41,7 @@ class Backprop(Algorithm):
         objective: Objective = NEXT_TOKEN,
         *,
         accumulate: int = 1,
-        schedule: Callable[[Any], Any] | None = None,
+        schedule: Schedule | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
         """Return `make_step` of `make_loss_and_grads`."""
@@ -52,7 +52,7 @@ class Backprop(Algorithm):
 def make_step(
     loss_and_grads: LossAndGrads,
     tx: optax.GradientTransformation,
-    schedule: Callable[[Any], Any] | None = None,
+    schedule: Schedule | None = None,
     guards: Sequence[Guard] = (),
     apply: Callable[..., tuple[Tree, Tree]] = apply_gradients,
 ) -> Callable[..., tuple[TrainState, Metrics]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.optim import HostState, apply_gradients, averages
+from jaxscale.optim.base import Schedule
 from jaxscale.parallel import average_copies, each_copy, mean_copy, why_no_copies
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import make_loss_and_grads, make_step
@@ -69,7 +70,7 @@ class LocalSteps(Algorithm):
         objective: Objective = NEXT_TOKEN,
         *,
         accumulate: int = 1,
-        schedule: Callable[[Any], Any] | None = None,
+        schedule: Schedule | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
         """Return a step that updates each replica by itself, and every `every` steps averages the parameters."""

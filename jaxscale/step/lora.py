@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxscale.config import register
@@ -128,7 +129,7 @@ class Site:
         pieces = ("/".join(parts[i : i + n]) for i in range(len(parts) - n + 1))
         return target in self.axes or fnmatchcase(self.module, target) or any(fnmatchcase(p, target) for p in pieces)
 
-    def adapters(self, rank: int, dtype: Any) -> dict[str, TensorInfo]:
+    def adapters(self, rank: int, dtype: np.dtype) -> dict[str, TensorInfo]:
         """Return the `TensorInfo`s of A and B, as "a" and "b".
 
         Args:
@@ -199,7 +200,7 @@ class LowRank:
     def first(self, read: Callable[[Tree], Tree]) -> None:
         """Return `None`: `make` initialises the adapters."""
 
-    def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
+    def make(self, seed: int | jax.Array, whole: Callable[[int | jax.Array], Tree]) -> Tree:
         """Return initial values of the adapters: A random, B zero."""
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), _STREAM), len(self.sites))
         tree: dict[Any, Any] = {}

@@ -312,7 +312,7 @@ class Pipelined:
         return self._execute(forward_only(self.table(rows)), params, batch, None, weights)[0]
 
     @property
-    def _runs(self) -> list[tuple[Any, Tree]]:
+    def _runs(self) -> list[tuple[int, Tree]]:
         return list(self.blueprint.infos["runs"].items())
 
     @property

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
 from jaxscale.data.loader import arrays_of
@@ -24,6 +25,7 @@ from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
 from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, Parametrised
 from jaxscale.optim import balanced, chain, state_infos, without_biases
+from jaxscale.optim.base import Schedule
 from jaxscale.parallel import why_no_gathers
 from jaxscale.step.algorithm import Step
 from jaxscale.step.backprop import numbered
@@ -32,7 +34,7 @@ from jaxscale.step.effects import without_effect
 from jaxscale.step.objective import terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import pipelined
-from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
+from jaxscale.step.state import Blueprint, describe_model, make_params
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.texts import text_ids
 from jaxscale.step.trace import gathers
@@ -54,10 +56,10 @@ class Prepared:
     """
 
     blueprint: Blueprint
-    schedule: Callable[[Any], Any] | None
+    schedule: Schedule | None
     loader: Loader
     heldout: dict[str, list[Batch]]
-    batch: dict[str, Any]
+    batch: dict[str, NamedSharding | None]
 
     def place(self, batches: Loader | Callable[[int], Batch], step: int) -> dict[str, jax.Array]:
         """Return a batch on its devices.
@@ -68,11 +70,11 @@ class Prepared:
         """
         return to_devices(batches, step, self.batch)
 
-    def batch_shardings(self) -> Any:
+    def batch_shardings(self) -> dict[str, NamedSharding | None] | None:
         """Return the shardings of a batch for `jit_step`."""
         return None if self.blueprint.layout is None else self.batch
 
-    def plain_step(self, config: TrainConfig) -> Callable[[TrainState, Any], Any]:
+    def plain_step(self, config: TrainConfig) -> Step:
         """Return the training step, a pure function of state and batch.
 
         Args:
@@ -103,7 +105,7 @@ class Prepared:
 
 
 def step_of(
-    blueprint: Blueprint, config: TrainConfig, schedule: Callable[[Any], Any] | None, *, accumulate: int | None = None
+    blueprint: Blueprint, config: TrainConfig, schedule: Schedule | None, *, accumulate: int | None = None
 ) -> Step:
     """Return the training step of a run, a pure function of state and batch.
 
@@ -118,7 +120,7 @@ def step_of(
     return blueprint.algorithm.step(blueprint, config.objective, **more)
 
 
-def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
+def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     """Return model, optimizer and layout of a run, and its learning-rate schedule; needs no data and no device.
 
     Args:
@@ -133,7 +135,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] |
     graphdef, infos = describe_model(config.model)
     if not any(axis for i in jax.tree.leaves(infos) for axis in i.axes):
         infos = _inferred(config, graphdef, infos)
-    schedule: Callable[[Any], Any] | None = None
+    schedule: Schedule | None = None
     widening = config.model.widening if isinstance(config.model, Parametrised) else None
     make: Callable[..., Any] = functools.partial(make_params, config.model)
     adaptation = None
@@ -341,11 +343,11 @@ def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
     if isinstance(config.model, LanguageModelConfig) and ids > config.model.vocab:
         raise ConfigError(
             f"the corpus '{name}' has {ids} token ids, but the model only {config.model.vocab}; set the model's vocab "
-            f"to at least {ids}"
+            f"to {ids} or more"
         )
 
 
-def check(config: TrainConfig) -> tuple[Blueprint, Callable[[Any], Any] | None]:
+def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     """Check all of a run that can be checked without data, and with `Layout.abstract` without devices.
 
     Warns of settings without effect.

@@ -29,7 +29,7 @@ class Start(Protocol):
           RunError: it does not exist.
         """
 
-    def settled(self) -> Any:
+    def settled(self) -> Start:
         """Return the same start with everything explicit that could change later, such as "the newest checkpoint"."""
 
     def check(self, infos: Tree) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ class Blueprint:
     infos: Tree
     tx: optax.GradientTransformation
     layout: Layout | None
-    make_params: Any
+    make_params: Callable[..., Tree]
     guards: tuple[Guard, ...] = ()
     start: Start | None = None
     adaptation: Adaptation | None = None
@@ -218,7 +218,7 @@ class Blueprint:
         guards = with_memory(self.guards, state.guards, state.step.sharding)
         return state.replace(guards=guards, frozen=self.read_frozen())
 
-    def make(self, seed: Any) -> TrainState:
+    def make(self, seed: int | jax.Array) -> TrainState:
         """Return a randomly initialised state without the frozen parameters; called under `jit`.
 
         Args:
@@ -226,7 +226,7 @@ class Blueprint:
         """
         return self._first(self.make_params(seed), seed)
 
-    def _first(self, params: Tree, seed: Any) -> TrainState:
+    def _first(self, params: Tree, seed: int | jax.Array) -> TrainState:
         key, memory = jax.random.key(seed), memory_of(self.guards)
         return TrainState(jnp.zeros([], jnp.int32), rng=key, guards=memory, **self.algorithm.init(self, params))
 

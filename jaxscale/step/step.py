@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxscale.layout import Layout, shardings_of
-from jaxscale.step.algorithm import NEXT_TOKEN, Tree
+from jaxscale.step.algorithm import NEXT_TOKEN, Step, Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.objective import Batch, Input, Objective, Totals, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined
 from jaxscale.step.state import Blueprint
 
+BatchShardings = Mapping[str, NamedSharding | None]
 
-def batch_sharding(layout: Layout | None, batch_size: int, seq_len: int) -> Any:
+
+def batch_sharding(layout: Layout | None, batch_size: int, seq_len: int) -> NamedSharding | None:
     """Return the sharding of (B, S) arrays of a batch; `None` without a layout.
 
     Args:
@@ -30,7 +32,9 @@ def batch_sharding(layout: Layout | None, batch_size: int, seq_len: int) -> Any:
     return batch_shardings(layout, {"batch": Input((seq_len,), "int32", ("seq",))}, batch_size)["batch"]
 
 
-def batch_shardings(layout: Layout | None, inputs: Mapping[str, Input], batch_size: int) -> dict[str, Any]:
+def batch_shardings(
+    layout: Layout | None, inputs: Mapping[str, Input], batch_size: int
+) -> dict[str, NamedSharding | None]:
     """Return the sharding of each array of a batch by name; `None` for each without a layout.
 
     Args:
@@ -44,14 +48,14 @@ def batch_shardings(layout: Layout | None, inputs: Mapping[str, Input], batch_si
     if layout is None:
         return dict.fromkeys(inputs)
 
-    def sharding(name: str, i: Input) -> Any:
+    def sharding(name: str, i: Input) -> NamedSharding:
         label = f"the batch's {name}"
         return layout.sharding(("batch", *i.axes), (batch_size, *i.shape), kind="activations", name=label)
 
     return {name: sharding(name, i) for name, i in inputs.items()}
 
 
-def jit_step(step: Callable[..., Any], blueprint: Blueprint, batch: Any) -> Callable[..., Any]:
+def jit_step(step: Step, blueprint: Blueprint, batch: BatchShardings | NamedSharding | None) -> Step:
     """Return the jitted step; it donates the state and fixes the shardings of its arguments and results.
 
     Without fixed shardings, XLA may choose another sharding for the new values of small parameters.
@@ -59,7 +63,7 @@ def jit_step(step: Callable[..., Any], blueprint: Blueprint, batch: Any) -> Call
     Args:
       step: the step, from `Algorithm.step`.
       blueprint: the run's blueprint, which has the state's shardings.
-      batch: the batch's shardings, or `None`.
+      batch: the shardings of a batch by name, one for all of its arrays, or `None` without a layout.
     """
     if blueprint.layout is None:
         return jax.jit(step, donate_argnums=0)
@@ -68,12 +72,14 @@ def jit_step(step: Callable[..., Any], blueprint: Blueprint, batch: Any) -> Call
     return jax.jit(step, donate_argnums=0, in_shardings=(state, batch), out_shardings=results)
 
 
-def make_eval(blueprint: Blueprint, batch: Any, objective: Objective = NEXT_TOKEN) -> Callable[..., Totals]:
+def make_eval(
+    blueprint: Blueprint, batch: BatchShardings | NamedSharding | None, objective: Objective = NEXT_TOKEN
+) -> Callable[..., Totals]:
     """Return the jitted evaluation of a batch, without dropout.
 
     Args:
       blueprint: the run's blueprint.
-      batch: the batch's shardings, or `None`.
+      batch: the shardings of a batch by name, one for all of its arrays, or `None` without a layout.
       objective: the objective.
 
     Returns:

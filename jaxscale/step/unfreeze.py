@@ -111,7 +111,7 @@ class Subset:
         """Return the initial trained parameters, from the checkpoint of `train.start`."""
         return self._part(read(self.infos), trained=True)
 
-    def make(self, seed: Any, whole: Callable[[Any], Tree]) -> Tree:
+    def make(self, seed: int | jax.Array, whole: Callable[[int | jax.Array], Tree]) -> Tree:
         """Return initial trained parameters from a seed."""
         return self._part(whole(seed), trained=True)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.optim import averages, state_infos
+from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.guards import Guard
@@ -71,7 +72,7 @@ class WeightEMA(Algorithm):
         objective: Objective = NEXT_TOKEN,
         *,
         accumulate: int = 1,
-        schedule: Callable[[Any], Any] | None = None,
+        schedule: Schedule | None = None,
         guards: Sequence[Guard] = (),
     ) -> Step:
         """Return the inner algorithm's step, followed by an update of the average."""

@@ -248,7 +248,7 @@ def memory_saved(leaves: dict[str, dict[str, Any]]) -> Tree:
     return memory
 
 
-def with_memory(guards: Sequence[Guard], saved: Tree, sharding: Any) -> Tree:
+def with_memory(guards: Sequence[Guard], saved: Tree, sharding: jax.sharding.Sharding) -> Tree:
     """Return the memory of a run's guards: as saved, or initial if a guard is new or its arrays have changed shape.
 
     Args:

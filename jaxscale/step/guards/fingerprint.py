@@ -165,7 +165,7 @@ def _bits(x: Array) -> Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _difference(name: str, prints: np.ndarray, group: list[int], devices: Sequence[Any]) -> Difference:
+def _difference(name: str, prints: np.ndarray, group: list[int], devices: Sequence[jax.Device]) -> Difference:
     values, counts = np.unique(prints[group], return_counts=True)
     majority = values[counts > len(group) / 2]
     odd = [i for i in group if majority.size == 0 or prints[i] != majority[0]]
@@ -173,7 +173,7 @@ def _difference(name: str, prints: np.ndarray, group: list[int], devices: Sequen
     return Difference(name, tuple(devices[i].id for i in odd), tuple(processes), len(group))
 
 
-def _groups(x: Array, devices: list[Any]) -> Iterator[list[int]]:
+def _groups(x: Array, devices: list[jax.Device]) -> Iterator[list[int]]:
     """Yield for each shard the indices of the devices that hold it."""
     shards: dict[Any, list[int]] = {}
     for device, slices in x.sharding.devices_indices_map(x.shape).items():

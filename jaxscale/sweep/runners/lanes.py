@@ -280,7 +280,7 @@ class _Rate:
         own = [(c.schedule, c.lr) for c in self.configs]
         made = {each: each[0].make(each[1], steps) for each in own}
 
-        def rate(count: jax.Array) -> jax.Array:
+        def rate(count: int | jax.Array) -> jax.Array:
             rates = {each: schedule(count) for each, schedule in made.items()}
             return _choose([rates[each] for each in own] if len(rates) > 1 else list(rates.values()), self.lane)
 

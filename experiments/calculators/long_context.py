@@ -91,9 +91,9 @@ def costs(
 
 
 def cache_bytes(config: TransformerConfig, context: int, itemsize: int = 2) -> int:
-    """Bytes of the cache for one user: `config.cache_width` a position and layer, of a window its length.
+    """Bytes of one user's KV cache; a layer with a sliding window caches at most the window.
 
-    A position of a layer has `config.kept_width` numbers: 2 x kv heads x head dim, or for multi-head latent attention
+    A position of a layer has `config.cache_width` numbers: 2 x kv heads x head dim, or for multi-head latent attention
     the latent vector and the rotary key.
     """
     covered_model(config)

@@ -123,7 +123,7 @@ def _ways_to_divide(runs: Sequence[Tree], layout: Layout) -> str:
             return False
 
     stages, chunks = layout.stages, layout.schedule.chunks_per_stage
-    ways = ["a schedule of 1 chunk a stage, as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
+    ways = ["a schedule of 1 chunk a stage, such as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
     ways += [f"pipeline={n}" for n in range(stages - 1, 1, -1) if fits(n, chunks)][:1]
     (_, *rest), (period, *remainder) = _groups(runs)
     if chunks == 1 and (not rest or (rest == [1] and remainder[0] < period)):  # one run, or one and a remainder

@@ -23,6 +23,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
+smartquotes = False  # `--option` in prose keeps its two hyphens
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4  # [text](page.md#heading) works as it does on GitHub

@@ -180,7 +180,7 @@ def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
     gin = write_gin(tmp_path / "small.gin")
     before = gin.read_text()
     assert main(["plan", str(gin), "--topology", "cpu:8", "--search", "--write", str(gin)]) == 2
-    assert gin.read_text() == before and "give another" in capfd.readouterr().err
+    assert gin.read_text() == before and "choose another" in capfd.readouterr().err
     assert main(["plan", str(gin), "--topology", "cpu:8", "--search", "--write", str(tmp_path / "no" / "w.gin")]) == 2
     assert "there is no folder" in capfd.readouterr().err
 

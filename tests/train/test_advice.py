@@ -227,17 +227,17 @@ def test_what_a_refused_run_is_advised_passes(case):
 
 
 def test_blocks_without_a_kernel_are_named_and_those_that_are_advised_have_one():
-    def said(mesh="data=1", **storage):
+    def notes(mesh="data=1", **storage):
         layout, settings = Layout(mesh).abstract(8), eight_bit(**storage)["run"]
         config = TrainConfig(model=TransformerConfig(**{**MODEL, **WIDE}), layout=layout, **RUN, **settings)
         return [s for s in without_effect(config, blueprint_of(config)[0]) if "no kernel" in s]
 
     for storage, platforms in ((dict(block_size=256), "TPU"), (dict(block_size=64), "GPU or TPU")):
-        (sentence,) = said(**storage)
+        (sentence,) = notes(**storage)
         assert f"no kernel for {platforms} " in sentence and sentence.endswith("EightBit.block_size = 128")
-    (sentence,) = said(width=64)
+    (sentence,) = notes(width=64)
     assert sentence.endswith("EightBit.width = None")
-    assert not said() and not said("tensor=4", width=64)  # there the layout takes no larger ones
+    assert not notes() and not notes("tensor=4", width=64)  # there the layout takes no larger ones
 
 
 MODELS = {
@@ -295,8 +295,8 @@ def sizes(mesh):
     return lambda: Layout(mesh).abstract(8)
 
 
-def mixture(**given):
-    return lambda: MixtureOfExperts(experts=4, top_k=2, **given)
+def mixture(**settings):
+    return lambda: MixtureOfExperts(experts=4, top_k=2, **settings)
 
 
 PARTS = {

@@ -106,13 +106,13 @@ def test_the_optimizer_of_a_run_is_changed_from_the_command_line(run):
 
 
 def test_a_change_of_precision_is_said(run, text, tmp_path):
-    said = []
+    messages = []
     blueprint, _ = blueprint_of(js.TrainConfig(**run.config.values() | {"optimizer": optim.AdamW()}))
     folder = shutil.copytree(run.path, tmp_path / "copy")
     js.Run(folder, run.config).checkpoints.restore(
-        STEPS, blueprint.abstract_state(), blueprint.shardings(), said.append
+        STEPS, blueprint.abstract_state(), blueprint.shardings(), messages.append
     )  # fmt: skip
-    assert len(said) == 1 and "another precision" in said[0]
+    assert len(messages) == 1 and "another precision" in messages[0]
 
 
 def test_second_moments_that_an_older_version_rounded_to_zero_are_raised(run, tmp_path):
@@ -124,14 +124,14 @@ def test_second_moments_that_an_older_version_rounded_to_zero_are_raised(run, tm
             pieces = {region: some(piece) for region, piece in arrays[name].pieces.items()}
             arrays[name] = dataclasses.replace(arrays[name], pieces=pieces)
     for version, least in (("new", 0), ("old", 1)):
-        leaves, said = leaves_of(run.state, arrays, infos), []
+        leaves, messages = leaves_of(run.state, arrays, infos), []
         for leaf in leaves.values() if version == "old" else ():
             leaf.get("quantized", {}).pop("positive", None)
         checkpoints = Checkpoints(tmp_path / version)
         checkpoints.save_host(STEPS, arrays, {"leaves": leaves})
         checkpoints.wait()
-        got = checkpoints.restore(STEPS, blueprint.abstract_state(), blueprint.shardings(), said.append)
-        assert ["second moments to 0" in sentence for sentence in said] == [True] * least
+        got = checkpoints.restore(STEPS, blueprint.abstract_state(), blueprint.shardings(), messages.append)
+        assert ["second moments to 0" in sentence for sentence in messages] == [True] * least
         for a, b in zip(quantized(got), quantized(run.state), strict=True):
             codes = np.asarray(b.codes) if b.signed else np.maximum(some(np.asarray(b.codes)), least)
             np.testing.assert_array_equal(a.codes, codes)

@@ -45,16 +45,16 @@ def test_a_batch_is_dealt_whole_and_no_device_gets_more_at_once(rows, shards, at
 def test_losses_are_those_of_a_run_that_lost_nothing():
     whole = Elastic(config("data=4,tensor=2"))
     expected = [whole.step()["loss"] for _ in range(6)]
-    run, found = Elastic(config("data=4,tensor=2")), []
+    run, losses = Elastic(config("data=4,tensor=2")), []
     lost = run.alive[2:4]
     for step in range(6):
         if step == 3:
             destroy(jax.block_until_ready(run.state), lost)
             run.lose(lost)
-        found.append(run.step()["loss"])
+        losses.append(run.step()["loss"])
     assert run.layout.sizes["data"] == 3 and run.deal == Deal(micro_batches=2, shards=3, rows=12)
     assert not set(lost) & set(run.layout.device_mesh.devices.flat)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 def test_what_only_lost_devices_held_is_said_and_nothing_is_changed():

@@ -35,12 +35,12 @@ def test_further_corpora_are_in_the_runs_own_gin(run):
 
 
 @pytest.mark.parametrize(
-    "corpora, said",
+    "corpora, message",
     [({"two words": OTHER}, "'two words'"), ({"other": js.data.synthetic}, "evaluate_on['other'] must be a corpus")],
     ids=["name", "class"],
 )
-def test_a_corpus_that_is_none_is_refused(corpora, said):
-    with raises_saying(ConfigError, said):
+def test_a_corpus_that_is_none_is_refused(corpora, message):
+    with raises_saying(ConfigError, message):
         js.TrainConfig(**bigram(evaluate_on=corpora))
 
 

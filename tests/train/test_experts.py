@@ -58,10 +58,10 @@ BATCH = random_batch(64, rows=4, seq=8)
 
 def test_accumulation_averages_what_layers_add_over_micro_batches():
     halves = [{k: v[i::2] for k, v in BATCH.items()} for i in range(2)]
-    found, grads = _gradients(ONE, BATCH, accumulate=2)
+    reported, grads = _gradients(ONE, BATCH, accumulate=2)
     parts = [_gradients(ONE, half) for half in halves]
-    assert "moe_load_balance" in found
-    assert_leaves_agree(found, jax.tree.map(lambda a, b: (a + b) / 2, *(m for m, _ in parts)))
+    assert "moe_load_balance" in reported
+    assert_leaves_agree(reported, jax.tree.map(lambda a, b: (a + b) / 2, *(m for m, _ in parts)))
     assert_leaves_agree(grads, jax.tree.map(lambda a, b: (a + b) / 2, *(g for _, g in parts)))
 
 
@@ -117,8 +117,8 @@ def test_reversible_layers_report_and_differentiate_as_autodiff_does():
             b, loss = b + y, loss + stats["loss"]
         return jnp.sum(jnp.sin(module.norm((a + b) / 2))) + loss
 
-    got, found = jax.jit(jax.grad(reversed_, has_aux=True))(params)
-    assert set(found) == {"moe_load_balance", "moe_router_z", "moe_dropped", "moe_max_load"}
+    got, reported = jax.jit(jax.grad(reversed_, has_aux=True))(params)
+    assert set(reported) == {"moe_load_balance", "moe_router_z", "moe_dropped", "moe_max_load"}
     assert_leaves_agree(got, jax.jit(jax.grad(plain))(params))
 
 
@@ -129,12 +129,12 @@ def test_load_biases_go_against_their_gradient_and_are_nobody_elses(optimizer):
     blueprint, _ = blueprint_of(config)
     params, grads = (random_params(blueprint.infos, seed=seed) for seed in (0, 1))
     state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(0))
-    new, found = jax.jit(make_step(lambda *_: ({}, grads), blueprint.tx))(state, {})
+    new, reported = jax.jit(make_step(lambda *_: ({}, grads), blueprint.tx))(state, {})
     bias = lambda tree: tree["runs"][0]["blocks"][0]["mlp"]["load_bias"]  # noqa: E731
     np.testing.assert_allclose(bias(new.params), bias(params) - 0.25 * np.sign(bias(grads)), rtol=1e-5)
     assert not any("load_bias" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(new.opt_state))
     bias(grads)[...] = 0
-    np.testing.assert_allclose(found["grad_norm"], global_norm(grads), rtol=1e-5)
+    np.testing.assert_allclose(reported["grad_norm"], global_norm(grads), rtol=1e-5)
 
 
 def test_balance_by_bias_evens_the_load():

@@ -76,11 +76,11 @@ def test_the_folder_says_what_a_run_started_from_and_going_on_does_not_read_it_a
     copy = tmp_path / "copy"
     shutil.copytree(base.path, copy)
     run = js.fit(start=FromRun(str(copy)), layout=None, steps=2, lr=1e-3, run=tmp_path / "full", **ROWS)
-    told = run.info["start"]
-    assert told["run"] == str(copy) and told["step"] == 2 and told["id"] == base.info["id"]
+    start = run.info["start"]
+    assert start["run"] == str(copy) and start["step"] == 2 and start["id"] == base.info["id"]
     shutil.rmtree(copy)
     again = js.fit(run=run.path, resume=True, steps=3, quiet=True)
-    assert again.info["start"] == told and int(again.state.step) == 3
+    assert again.info["start"] == start and int(again.state.step) == 3
 
 
 def test_a_model_that_is_not_that_run_s_is_refused_with_a_list(base):
@@ -98,9 +98,9 @@ def test_a_model_that_is_not_that_run_s_is_refused_with_a_list(base):
     (("runs/0/*/q",), {"attn/q"}),
 ])  # fmt: skip
 def test_targets_are_modules_patterns_or_axes(base, targets, kernels):
-    found = blueprint_of(config_of(base, adapters=LoRA(targets=targets)))[0].adaptation
-    assert {"/".join(s.module.split("/")[-2:]) for s in found.sites} == kernels
-    assert all(name in found.describe() for name in kernels)
+    adaptation = blueprint_of(config_of(base, adapters=LoRA(targets=targets)))[0].adaptation
+    assert {"/".join(s.module.split("/")[-2:]) for s in adaptation.sites} == kernels
+    assert all(name in adaptation.describe() for name in kernels)
 
 
 def test_mistakes_are_told(base):
@@ -129,15 +129,15 @@ def test_the_gradient_and_the_first_update_are_the_algebra_s(base, stabilized):
     of_merged = jax.jit(plain)(merged, batch, jax.random.key(0))[1]
     step = jax.jit(make_step(make_loss_and_grads(blueprint), blueprint.tx, schedule))
     new = step(blueprint.init(0).replace(params=params, frozen=frozen), batch)[0].params
-    wanted, found = {}, {}
+    expected, got = {}, {}
     for site in blueprint.adaptation.sites:
         a, b = (np.asarray(x, np.float64) for x in leaf(params, site).values())
         dw = np.asarray(leaf(of_merged, site), np.float64).reshape(2, a[0].size // 4, -1)
         da = scale * np.einsum("lio,lro->lir", dw, b.reshape(2, 4, -1)).reshape(a.shape)
         db = scale * np.einsum("lir,lio->lro", a.reshape(2, -1, 4), dw).reshape(b.shape)
-        wanted[site.module] = {"a": -RATE * da, "b": -RATE * db}
-        found[site.module] = {"a": leaf(new, site)["a"] - a, "b": leaf(new, site)["b"] - b}
-    assert_leaves_agree(found, wanted)
+        expected[site.module] = {"a": -RATE * da, "b": -RATE * db}
+        got[site.module] = {"a": leaf(new, site)["a"] - a, "b": leaf(new, site)["b"] - b}
+    assert_leaves_agree(got, expected)
 
 
 def leaf(tree, site, up=0):
@@ -183,8 +183,8 @@ def _stepped(base, layout):
 
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "pipeline=2,data=2"])
 def test_sharded_adapters_are_updated_as_unsharded_ones(base, unsharded, mesh):
-    found, blueprint = _stepped(base, js.Layout(mesh))
-    assert_leaves_agree(found, unsharded[0])
+    got, blueprint = _stepped(base, js.Layout(mesh))
+    assert_leaves_agree(got, unsharded[0])
     if "tensor" in mesh:  # cut as what they adapt, but for the rank
         where = blueprint.shardings().params["runs"][0]["blocks"][0]["attn"]["q"]["kernel"]
         assert tuple(where["a"].spec) == (None, "fsdp", None) and tuple(where["b"].spec) == (None, None, "tensor", None)
@@ -194,9 +194,9 @@ def test_frozen_parameters_move_with_the_adapters_when_devices_are_lost(base):
     config = config_of(base, js.Layout("data=4,tensor=2"), steps=2, lr=1e-2)
     whole, run = Elastic(config), Elastic(config)
     expected = [whole.step()["loss"] for _ in range(2)]
-    found = [run.step()["loss"]]
+    losses = [run.step()["loss"]]
     run.lose(run.alive[2:4])
-    np.testing.assert_allclose([*found, run.step()["loss"]], expected, rtol=1e-6)
+    np.testing.assert_allclose([*losses, run.step()["loss"]], expected, rtol=1e-6)
 
 
 def test_no_gradient_of_a_frozen_kernel_is_made(base):
@@ -207,8 +207,8 @@ def test_no_gradient_of_a_frozen_kernel_is_made(base):
         blueprint, _ = blueprint_of(dataclasses.replace(config, adapters=adapters))
         params = jax.tree.map(lambda i: jnp.zeros(i.shape, i.dtype), blueprint.infos)
         frozen = [base.state.params] * (adapters is not None)
-        given = (params, batch_of(config), jax.random.key(0), *frozen)
-        flops.append(jax.jit(make_loss_and_grads(blueprint)).lower(*given).compile().cost_analysis()["flops"])
+        arguments = (params, batch_of(config), jax.random.key(0), *frozen)
+        flops.append(jax.jit(make_loss_and_grads(blueprint)).lower(*arguments).compile().cost_analysis()["flops"])
     assert flops[0] < 0.75 * flops[1]
 
 
@@ -223,9 +223,9 @@ def test_a_run_of_adapters_saves_them_alone_goes_on_and_is_a_model_when_loaded(b
     for name, x in flatten(run.state).items():
         assert np.array_equal(x, flatten(parts.state)[name]), name
     assert run.metrics()[-1]["loss"] < run.metrics()[0]["loss"]
-    kept = run.checkpoints.manifest(4)["leaves"]
-    assert {n.rsplit("/", 1)[1] for n in kept if n.startswith("params/")} == {"a", "b"}
-    assert sum(np.prod(x["shape"]) for n, x in kept.items() if n.startswith("params/")) == 2 * 4 * (
+    leaves = run.checkpoints.manifest(4)["leaves"]
+    assert {n.rsplit("/", 1)[1] for n in leaves if n.startswith("params/")} == {"a", "b"}
+    assert sum(np.prod(x["shape"]) for n, x in leaves.items() if n.startswith("params/")) == 2 * 4 * (
         (32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 64)
     )
 

@@ -192,11 +192,11 @@ def test_a_second_interrupt_acts_at_once(monkeypatch):
 def test_a_signal_that_was_ignored_stays_ignored():
     """As in the background of a script, where Ctrl-C is for another program; SIGTERM is heard all the same."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with stop_signals() as asked:
+    with stop_signals() as received:
         signal.raise_signal(signal.SIGINT)
-        assert asked == {}
+        assert received == {}
         signal.raise_signal(signal.SIGTERM)
-        assert asked == {"signal": "SIGTERM"}
+        assert received == {"signal": "SIGTERM"}
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     with _Signals() as launched:
         signal.raise_signal(signal.SIGINT)
@@ -285,8 +285,8 @@ def test_a_pause_beyond_the_last_step_is_refused():
 
 
 def test_whoever_is_asked_after_every_step_may_stop_a_run():
-    asked = []
-    run = js.fit(js.TrainConfig(**bigram(steps=6)), stop=lambda: asked.append(1) or len(asked) == 2, quiet=True)
+    calls = []
+    run = js.fit(js.TrainConfig(**bigram(steps=6)), stop=lambda: calls.append(1) or len(calls) == 2, quiet=True)
     assert run.info["status"] == "stopped" and run.last_step() == 2
 
 

@@ -118,9 +118,9 @@ def test_a_run_on_other_devices_reads_each_sample_once_and_restores_every_bit(tm
     pieces = [(1, 4, "fsdp=4"), (1, 1, "data=1"), (1, 8, "data=2,fsdp=2,tensor=2")]
     (tmp_path / "whole").mkdir()
     whole = elastic.chain(tmp_path / "whole", pieces[1:2], lambda run, *_: run(), steps=6)
-    found = elastic.chain(tmp_path, pieces, lambda run, *_: run(), steps=6)
-    assert found["steps with a sample twice or missing"] == 0 and found["restored bit for bit"]
-    np.testing.assert_allclose(found["losses"], whole["losses"], rtol=1e-6)
+    chained = elastic.chain(tmp_path, pieces, lambda run, *_: run(), steps=6)
+    assert chained["steps with a sample twice or missing"] == 0 and chained["restored bit for bit"]
+    np.testing.assert_allclose(chained["losses"], whole["losses"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_a_state_saved_on_any_of_some_layouts_is_restored_on_any(tmp_path, some)
 def test_a_checkpoint_of_schema_1_goes_on_with_a_sentence(old, capsys):
     expected = dict(np.load(old.path / "expected.npz"))
     run = js.fit(old.config, steps=6, run=old.path, resume=True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "is of schema 1, which has no digests: its values are loaded unchecked" in said
+    out = " ".join(capsys.readouterr().out.split())
+    assert "is of schema 1, which has no digests: its values are loaded unchecked" in out
     assert run.checkpoints.steps() == [4, 6]
     assert run.checkpoints.manifest(6)["written"] == SCHEMA
     got = run.checkpoints.restore(4, *_shapes(run.config))
@@ -151,9 +151,9 @@ def test_a_checkpoint_of_schema_1_goes_on_with_a_sentence(old, capsys):
 
 def test_convert_gives_an_old_checkpoint_digests_and_keeps_every_bit(old, capsys):
     expected = dict(np.load(old.path / "expected.npz"))
-    for said in ("checkpoint 4 is converted to schema 2", "checkpoint 4 is already of schema 2"):
+    for message in ("checkpoint 4 is converted to schema 2", "checkpoint 4 is already of schema 2"):
         assert main(["checkpoint", "convert", str(old.path)]) == 0
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     assert elastic.on_disk(old.path / "checkpoints" / "4") == {k: v.tobytes() for k, v in expected.items()}
     got = old.checkpoints.restore(4, *_shapes(old.config))
     assert {k: v.tobytes() for k, v in on_host(got).items()} == {k: v.tobytes() for k, v in expected.items()}

@@ -141,8 +141,8 @@ def test_metrics_are_written_once(together):
 
 def test_the_first_process_alone_prints(together):
     first, second = (out for _, out, _ in together[2])
-    for said in (f"step {STEPS}/{STEPS}", "a sample, continuing 'def ':", "held-out loss"):
-        assert said in first and said not in second
+    for line in (f"step {STEPS}/{STEPS}", "a sample, continuing 'def ':", "held-out loss"):
+        assert line in first and line not in second
 
 
 def test_the_run_says_that_there_were_two(together):
@@ -178,5 +178,5 @@ def test_a_layout_that_leaves_a_process_without_devices_is_refused(together):
 def test_what_is_split_across_processes_trains_and_writes_as_one_device_does(tmp_path):
     for _, out, err in run_two(TRAINS, ["{address}", "{process}"], tmp_path):
         assert err.count("JAX's compilation cache") == 1  # out of it, the experts' messages got mixed up
-        said = [line for line in out.splitlines() if line.startswith("agrees: ")]  # Gloo prints too
-        assert said == [*(f"agrees: {layout}" for layout in ACROSS), "agrees: texts"]
+        agreeing = [line for line in out.splitlines() if line.startswith("agrees: ")]  # Gloo prints too
+        assert agreeing == [*(f"agrees: {layout}" for layout in ACROSS), "agrees: texts"]

@@ -21,10 +21,10 @@ def test_a_step_is_replayed_to_the_bit():
     settings = bigram(layout=js.Layout("data=2,fsdp=2,tensor=2"), accumulate=2, steps=6, checkpoint_every=2)
     run = js.fit(js.TrainConfig(**settings), quiet=True)
     for step in (1, 4):
-        found = replay(run, step)
-        assert found.checkpoint == (step - 1) // 2 * 2
-        assert found.recorded == found.numbers and found.same
-        assert found.finite and found.origin is None and not found.before
+        replayed = replay(run, step)
+        assert replayed.checkpoint == (step - 1) // 2 * 2
+        assert replayed.recorded == replayed.numbers and replayed.same
+        assert replayed.finite and replayed.origin is None and not replayed.before
     assert run.checkpoints.steps() == [2, 4, 6]
 
 
@@ -43,8 +43,8 @@ def broken(monkeypatch):
 
 
 def test_a_step_that_the_hardware_broke_is_not_as_recorded(broken, capsys):
-    found = replay(broken, 4)
-    assert found.finite and not found.same
+    replayed = replay(broken, 4)
+    assert replayed.finite and not replayed.same
     assert main(["replay", "broken", "--step", "4"]) == 0
     assert "NOT as recorded" in capsys.readouterr().out
 
@@ -60,9 +60,9 @@ def test_a_bad_batch_is_named(monkeypatch):
 
     monkeypatch.setattr(js.data.Loader, "batch_at", batch_at)
     run = js.fit(js.TrainConfig(**bigram(steps=5, checkpoint_every=2)), quiet=True)
-    found = replay(run, 4)
-    assert found.same and not found.finite
-    assert found.before == {"batch/weights": 128}
+    replayed = replay(run, 4)
+    assert replayed.same and not replayed.finite
+    assert replayed.before == {"batch/weights": 128}
 
 
 def losses_of(model):
@@ -80,11 +80,11 @@ def test_the_module_and_layer_of_the_first_bad_number_are_named():
     f, params, batch = losses_of(model)
     block = params["runs"][0]["blocks"][0]
     block["mlp_norm"]["scale"] = block["mlp_norm"]["scale"].at[1].set(3e38)
-    found = first_nonfinite(f, params, batch, jax.random.key(0))
-    assert not found.backward
-    assert found.place.startswith("runs/0[1]/blocks/0/norm")
-    assert found.kind in ("NaN", "an infinity")
-    assert found.source.startswith("jaxscale/nn/norms.py")
+    replayed = first_nonfinite(f, params, batch, jax.random.key(0))
+    assert not replayed.backward
+    assert replayed.place.startswith("runs/0[1]/blocks/0/norm")
+    assert replayed.kind in ("NaN", "an infinity")
+    assert replayed.source.startswith("jaxscale/nn/norms.py")
 
 
 @jax.custom_vjp
@@ -100,10 +100,10 @@ def test_a_backward_pass_that_breaks_is_named_as_such():
         with jax.named_scope("odd"):
             return jnp.sum(_odd(x))
 
-    found = first_nonfinite(jax.grad(f), jnp.ones(3))
-    assert found.backward and found.place == "odd"
-    assert (found.primitive, found.kind, found.largest) == ("div", "an infinity", 1.0)
-    assert found.source.startswith("tests/train/test_replay.py")
+    replayed = first_nonfinite(jax.grad(f), jnp.ones(3))
+    assert replayed.backward and replayed.place == "odd"
+    assert (replayed.primitive, replayed.kind, replayed.largest) == ("div", "an infinity", 1.0)
+    assert replayed.source.startswith("tests/train/test_replay.py")
 
 
 def test_a_masked_infinity_is_no_mistake():
@@ -112,8 +112,8 @@ def test_a_masked_infinity_is_no_mistake():
         return jnp.sum(jax.nn.softmax(scores))
 
     assert first_nonfinite(f, jnp.asarray([1.0, -1.0])) is None
-    found = first_nonfinite(f, jnp.asarray([-1.0, -1.0]))
-    assert found.kind == "NaN"
+    replayed = first_nonfinite(f, jnp.asarray([-1.0, -1.0]))
+    assert replayed.kind == "NaN"
 
 
 @pytest.mark.parametrize("step", [0, 7])

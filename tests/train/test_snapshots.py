@@ -41,9 +41,9 @@ class Meeting:
     def gather(self, text):
         self._said[self.me] = text
         self._barrier.wait()
-        said = list(self._said)
+        texts = list(self._said)
         self._barrier.wait()
-        return said
+        return texts
 
     def host(self):
         return "127.0.0.1"
@@ -82,7 +82,7 @@ def took(root, meeting, parity, steps=3):
     return keeper
 
 
-def found(root, meeting, mesh="data=2,fsdp=4"):
+def restored(root, meeting, mesh="data=2,fsdp=4"):
     """What one machine gets back: the step and the arrays' bytes, or nothing."""
     keeper = Keeper(root / f"machine-{meeting.me}", 1, meeting, machine_of)
     left = newest(keeper.root, keeper.peers, meeting)
@@ -109,8 +109,8 @@ def test_every_loss_that_is_tolerated_is_made_good(count, parity):
         for p in code.givers(stripe):
             code.fold(parities[stripe, row], piece(p, stripe), row, p)
     for lost in itertools.combinations(range(count), parity):
-        kept = lambda stripe, row: None if code.holders(stripe)[row] in lost else parities[stripe, row]  # noqa: B023, E731
-        back = list(code.recover(set(lost), piece, kept))
+        parity_of = lambda stripe, row: None if code.holders(stripe)[row] in lost else parities[stripe, row]  # noqa: B023, E731
+        back = list(code.recover(set(lost), piece, parity_of))
         assert len(back) == len(lost) * code.pieces
         assert all((data == piece(p, stripe)).all() for p, stripe, data in back)
 
@@ -120,14 +120,14 @@ def test_machines_are_lost_with_all_they_held_and_every_bit_comes_back(tmp_path,
     together(lambda meeting: took(tmp_path, meeting, parity))
     for machine in range(1, 1 + parity):
         shutil.rmtree(tmp_path / f"machine-{machine}")
-    assert together(lambda meeting: found(tmp_path, meeting)) == [bits(2)] * COUNT
+    assert together(lambda meeting: restored(tmp_path, meeting)) == [bits(2)] * COUNT
 
 
 def test_more_machines_than_tolerated_are_not_made_up(tmp_path):
     together(lambda meeting: took(tmp_path, meeting, 1))
     for machine in (1, 2):
         shutil.rmtree(tmp_path / f"machine-{machine}")
-    assert together(lambda meeting: found(tmp_path, meeting)) == [None] * COUNT
+    assert together(lambda meeting: restored(tmp_path, meeting)) == [None] * COUNT
 
 
 def test_fewer_machines_and_another_layout_get_the_same_bits(tmp_path):
@@ -135,7 +135,7 @@ def test_fewer_machines_and_another_layout_get_the_same_bits(tmp_path):
     shutil.rmtree(tmp_path / "machine-3")
     (tmp_path / "machine-2").rename(tmp_path / "moved")  # to where one of the two processes finds it
     shutil.copytree(tmp_path / "moved", tmp_path / "machine-0", dirs_exist_ok=True)
-    assert together(lambda meeting: found(tmp_path, meeting, "data=4,fsdp=2"), 2) == [bits(2)] * 2
+    assert together(lambda meeting: restored(tmp_path, meeting, "data=4,fsdp=2"), 2) == [bits(2)] * 2
 
 
 def test_a_snapshot_that_was_not_whole_is_passed_over_for_the_one_before(tmp_path):
@@ -144,7 +144,7 @@ def test_a_snapshot_that_was_not_whole_is_passed_over_for_the_one_before(tmp_pat
     slots = json.loads(path.read_text())
     path.write_text(json.dumps([{k: v for k, v in s.items() if s["step"] != 2 or k == "step"} for s in slots]))
     shutil.rmtree(tmp_path / "machine-1")
-    assert together(lambda meeting: found(tmp_path, meeting)) == [bits(1)] * COUNT
+    assert together(lambda meeting: restored(tmp_path, meeting)) == [bits(1)] * COUNT
 
 
 def test_a_run_that_goes_back_is_not_given_what_it_left(tmp_path):
@@ -167,10 +167,10 @@ def test_a_run_that_goes_back_is_not_given_what_it_left(tmp_path):
 def test_a_flipped_bit_in_memory_is_not_loaded(tmp_path):
     together(lambda meeting: took(tmp_path, meeting, 1))
     for path in tmp_path.glob("machine-0/*/0/own-*"):
-        room = np.memmap(path, np.uint8, "r+")
-        room[5] ^= 1
+        data = np.memmap(path, np.uint8, "r+")
+        data[5] ^= 1
     with pytest.raises(CheckpointError, match="the snapshot of step 2 of process 0 is not what was taken"):
-        together(lambda meeting: found(tmp_path, meeting))
+        together(lambda meeting: restored(tmp_path, meeting))
 
 
 def test_memory_is_twice_the_share_and_its_parity(tmp_path):

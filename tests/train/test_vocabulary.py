@@ -42,8 +42,8 @@ BATCH = random_batch(V, lengths=(7, 2, 4))
     ids=str,
 )
 def test_training_gives_the_same_numbers_on_every_layout(layout, loss):
-    def make(blueprint, *, objective, **how):
-        return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=loss), **how)
+    def make(blueprint, *, objective, **options):
+        return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=loss), **options)
 
     assert_layouts_agree(MODEL, [layout], batch=BATCH, objective=NextToken(z_loss=1e-2), make_loss_and_grads=make)
 
@@ -91,10 +91,10 @@ def test_what_is_kept_is_the_same_on_every_layout():
         config = TrainConfig(model=MODEL, optimizer=optimizer)
         want = blueprint_of(config)[0]
         for layout in (EVERY, Layout("data=4,tensor=2", "zero2")):
-            found = blueprint_of(TrainConfig(model=MODEL, optimizer=optimizer, layout=layout))[0]
-            assert found.infos == want.infos and found.infos["embed"]["weight"].shape == (V, 32)
-            assert state_infos(found.tx, found.infos) == state_infos(want.tx, want.infos)
-            found.shardings()
+            blueprint = blueprint_of(TrainConfig(model=MODEL, optimizer=optimizer, layout=layout))[0]
+            assert blueprint.infos == want.infos and blueprint.infos["embed"]["weight"].shape == (V, 32)
+            assert state_infos(blueprint.tx, blueprint.infos) == state_infos(want.tx, want.infos)
+            blueprint.shardings()
 
 
 def test_a_table_is_kept_in_equal_parts():
@@ -111,8 +111,8 @@ def test_a_plan_adds_what_brings_a_table_to_its_rows(layout):
         TrainConfig(model=dataclasses.replace(MODEL, vocab=v), layout=layout, batch_size=16, seq_len=16, prompt=None)
         for v in (V, layout.filled("vocab", V))
     )
-    found, want = (predict(c, "v5p:2x2x2") for c in (one, other))
-    counts = [Counter((c.kind, c.axes, c.payload, c.times) for c in one) for one in (found, want)]
+    plan, want = (predict(c, "v5p:2x2x2") for c in (one, other))
+    counts = [Counter((c.kind, c.axes, c.payload, c.times) for c in one) for one in (plan, want)]
     more = counts[0] - counts[1]
     assert counts[1] - counts[0] == Counter()
     assert {a for _, axes, _, _ in more for a in axes} == {a for a in ("pipeline", "tensor") if layout.sizes[a] > 1}

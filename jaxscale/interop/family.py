@@ -144,7 +144,7 @@ def _values(positions: Any) -> Any:
     return dataclasses.replace(positions, scaling=dataclasses.replace(scaling, length=None))
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 

@@ -30,7 +30,7 @@ LARGEST = 2**31 - 1
 """The largest size."""
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a finite number that fits a float, and not a boolean."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -40,7 +40,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Return the `repr` of a value, at most 100 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -50,7 +50,7 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 

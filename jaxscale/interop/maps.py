@@ -26,6 +26,7 @@ from einops import rearrange
 from einops.parsing import ParsedExpression
 
 from jaxscale.errors import CheckpointError
+from jaxscale.layout import TensorInfo
 
 Region = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension."""
@@ -179,7 +180,7 @@ def groups(pattern: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in ParsedExpression(pattern).composition)
 
 
-def bind(table: Iterable[Map], infos: Iterable[Any], runs: Sequence[tuple[Sequence[Any], int]]) -> list[Bound]:
+def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple[Sequence[Any], int]]) -> list[Bound]:
     """Match every parameter of a model with its `Map`.
 
     Args:
@@ -192,7 +193,7 @@ def bind(table: Iterable[Map], infos: Iterable[Any], runs: Sequence[tuple[Sequen
     """
     lines = {(m.path, "{l}" in m.key): m for m in table}
     firsts = list(itertools.accumulate((len(group) * n for group, n in runs), initial=0))
-    matched: list[tuple[Map, Any, tuple[int, ...], dict[str, int]]] = []
+    matched: list[tuple[Map, TensorInfo, tuple[int, ...], dict[str, int]]] = []
     unmatched = []
     for info in infos:
         block = _BLOCK.fullmatch(info.path)
@@ -219,7 +220,7 @@ def bind(table: Iterable[Map], infos: Iterable[Any], runs: Sequence[tuple[Sequen
     return bound
 
 
-def _sizes(line: Map, info: Any, stacked: bool) -> dict[str, int]:
+def _sizes(line: Map, info: TensorInfo, stacked: bool) -> dict[str, int]:
     """Return the size of every letter, from the shape of our parameter."""
     sizes = dict(line.sizes)
     own = groups(line.ours)

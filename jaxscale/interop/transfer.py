@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -127,7 +126,7 @@ def their_tensors(bound: Iterable[Bound]) -> dict[str, list[tuple[Bound, dict[st
     return sources
 
 
-def assemble(parts: list[tuple[Bound, dict[str, int]]], read: Any) -> np.ndarray:
+def assemble(parts: list[tuple[Bound, dict[str, int]]], read: Callable[[str, Region], np.ndarray]) -> np.ndarray:
     """Assemble one of their tensors from our parameters.
 
     Args:

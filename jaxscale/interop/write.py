@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -61,7 +60,7 @@ def _files(sources: dict[str, Parts], most: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
 
 
-def _write(file: Path, sources: dict[str, Parts], read: Any) -> None:
+def _write(file: Path, sources: dict[str, Parts], read: Callable[[str, Region], np.ndarray]) -> None:
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("wb") as f:
         write_header(f, {key: (parts[0][0].dtype, parts[0][0].their_shape) for key, parts in sources.items()})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxscale import config as gin_config
@@ -128,7 +129,7 @@ class RunFolder:
         imported = self.imported
         return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids
 
-    def prompt_ids(self, prompt: str) -> Any:
+    def prompt_ids(self, prompt: str) -> np.ndarray:
         """Return the int32 token ids of a prompt: the id that starts a document, then those of the text.
 
         Args:
@@ -199,7 +200,7 @@ class RunFolder:
         placed = shardings_of(adaptation.infos, layout)
         return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), frozen)
 
-    def model(self, step: int | None = None) -> Any:
+    def model(self, step: int | None = None) -> nnx.Module:
         """Return the model as an `nnx.Module` with parameters of this run; raises as `params`.
 
         Args:

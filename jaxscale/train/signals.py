@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from jaxscale.interrupts import handled_signals
@@ -20,7 +21,7 @@ def stop_signals() -> Iterator[dict[str, str]]:
     received: dict[str, str] = {}
     previous: dict[signal.Signals, Any] = {}
 
-    def handler(number: int, frame: Any) -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         if received:
             signal.signal(number, previous[signal.Signals(number)])
             signal.raise_signal(number)

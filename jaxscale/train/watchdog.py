@@ -227,10 +227,10 @@ class _Member(Watch):
 
     # --- heartbeats
 
-    def _thread(self, what: Callable[..., None], *args: Any) -> None:
+    def _thread(self, what: Callable[..., None], *args: object) -> None:
         threading.Thread(target=what, args=args, daemon=True).start()
 
-    def _message(self, **more: Any) -> dict[str, Any]:
+    def _message(self, **more: bool) -> dict[str, Any]:
         phases, name, step, since = self.now
         _, *longest = self.durations.get(name, [0.0])
         least = self.settings.disk if self.disk else self.settings.stuck
@@ -238,7 +238,7 @@ class _Member(Watch):
         place = {"process": self.me, "phases": phases, "step": step, "phase": name, "age": time.monotonic() - since}
         return place | {"limit": limit, "error": self.error, "code": self.code} | more
 
-    def _send_beat(self, **more: Any) -> None:
+    def _send_beat(self, **more: bool) -> None:
         message = self._message(**more)
         if self.me == 0:
             self._update_status(message)

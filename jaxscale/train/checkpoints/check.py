@@ -92,10 +92,10 @@ _FACTS: dict[str, Any] = {
 }
 
 
-def _is_shape(value: Any, least: int = 0) -> TypeGuard[list[int]]:
+def _is_shape(value: object, least: int = 0) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) <= DIMENSIONS and all(reading.is_whole(n, least) for n in value)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

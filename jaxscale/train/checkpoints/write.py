@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def write_file(path: Path, data: Any) -> None:
         os.fsync(f.fileno())
 
 
-def _waits(seconds: float) -> Any:
+def _waits(seconds: float) -> Iterator[None]:
     """Yield at once, and again after increasing pauses, until `seconds` have passed."""
     end, pause = time.monotonic() + seconds, 0.002
     while True:

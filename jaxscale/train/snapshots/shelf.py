@@ -69,7 +69,7 @@ class Shelf:
         self._slots[slot] = dict(what)
         self._write()
 
-    def mark(self, slot: int, **what: Any) -> None:
+    def mark(self, slot: int, **what: object) -> None:
         """Record what is complete in a slot.
 
         Args:

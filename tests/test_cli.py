@@ -373,7 +373,7 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--dry-run", "--profile", "2:99"], ["2:99", "1 to 4"]),
         (["train", "GIN", "--dry-run", "--gin.train.packing=fitt"], ["'fitt'", "did you mean 'fit'"]),
         (["train", "GIN", "--dry-run", "--gin.Transformer.vocab=100"], ["256 token ids", "vocab to 256"]),
-        (["train", "GIN", "--run", "text"], ["text is there already", "--resume text"]),
+        (["train", "GIN", "--run", "text"], ["text already exists", "--resume text"]),
         (["train", "--resume", "nowhere"], ["nowhere is not a run folder"]),
         (["train", "--resume", "RUN"], ["already taken 4 of 4 steps", "raise train.steps"]),
         (["train", "--resume", "RUN", "--run", "x"], ["leave out", "--run"]),

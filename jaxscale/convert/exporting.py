@@ -208,7 +208,7 @@ def _claim(out: Path, mark: str, say: Callable[[str], None]) -> None:
                 raise RunError(f"{out} holds an unfinished export of something else; remove it or name another folder")
             say(f"{out} holds an unfinished export; continuing it")
         elif existing:
-            raise RunError(f"{out} is there already; name another folder")
+            raise RunError(f"{out} already exists; name another folder")
         else:
             write_text(out / _UNFINISHED, mark)
     except OSError as e:

@@ -67,7 +67,7 @@ def export_adapters(
         raise RunError(f"{run.path} has no adapters; leave out --adapters to export its weights")
     chosen, model, _, _ = export_target(run, family or _family(run), dtype)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} is there already; name another folder")
+        raise RunError(f"{out} already exists; name another folder")
     step = run.last_step() if step is None else step
     bound: list[Bound] = chosen.bind(model)
     modules = modules_of(bound, _pairs(run, step))

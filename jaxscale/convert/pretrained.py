@@ -187,7 +187,7 @@ def _claim(path: Path, mark: str, say: Callable[[str], None]) -> None:
             )
         say(f"{path} holds an unfinished import; continuing it")
         return
-    raise RunError(f"{path} is there already; name another folder")
+    raise RunError(f"{path} already exists; name another folder")
 
 
 def _begin(run: Run, facts: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ def new_folder(path: Path | None, stem: str = "run") -> Path:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
             if not is_new(path):
-                raise RunError(f"{path} is there already; resume it with --resume {path}, or name another folder")
+                raise RunError(f"{path} already exists; resume it with --resume {path}, or name another folder")
             return path
         root = Path("runs")
         root.mkdir(exist_ok=True)

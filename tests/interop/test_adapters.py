@@ -98,7 +98,7 @@ def test_what_cannot_be_said_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="'llama' cannot express attention_layer = MultiHeadLatent.*Experts"):
         export_adapters(run, tmp_path / "out", family="llama")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(RunError, match="base is there already; name another folder"):
+    with pytest.raises(RunError, match="base already exists; name another folder"):
         export_adapters(run, tmp_path / "base")
 
 
@@ -131,7 +131,7 @@ def test_the_commands_export_adapters_of_an_imported_model_and_import_them(tmp_p
     assert main(["import", str(hf), str(tmp_path / "whole"), "--adapters", str(out)]) == 0
     capsys.readouterr()
     for more, message in (
-        (["export", str(run.path), str(out), "--adapters"], "is there already"),
+        (["export", str(run.path), str(out), "--adapters"], "already exists"),
         (["export", str(run.path), "x", "--adapters", "--check"], "--check is of whole models"),
         (["export", str(run.path), "x", "--base", "me/mine"], "give --adapters as well"),
         (["import", str(hf), "x", "--adapters", str(out), "--check"], "leave out --check or --adapters"),

@@ -55,7 +55,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(tmp_path):
     run = import_checkpoint(write_folder(tmp_path / "theirs"), tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with pytest.raises(RunError, match="is there already"):
+    with pytest.raises(RunError, match="already exists"):
         export_checkpoint(run, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -177,5 +177,5 @@ def test_the_commands_write_a_folder_and_read_it(tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert "parameters in float32" in capsys.readouterr().out
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "run")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert js.load(str(tmp_path / "run")).info["family"] == "llama"

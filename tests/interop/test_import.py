@@ -228,7 +228,7 @@ def test_a_file_that_was_cut_short_is_refused(folder, tmp_path):
 def test_a_folder_that_is_there_is_left_as_it_is(folder, tmp_path):
     import_checkpoint(folder, tmp_path / "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    with pytest.raises(RunError, match="is there already"):
+    with pytest.raises(RunError, match="already exists"):
         import_checkpoint(folder, tmp_path / "run")
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 

@@ -52,7 +52,7 @@ def writing(step):
 def test_a_failed_save_fails_the_run_within_a_save_and_says_why():
     fit(steps=2)
     Path("here/checkpoints/4").touch()  # by whom?
-    with raises_saying(CheckpointError, "could not write checkpoint 4", "is there already", "are unchanged: 2"):
+    with raises_saying(CheckpointError, "could not write checkpoint 4", "already exists", "are unchanged: 2"):
         fit(resume=True, steps=1000, checkpoint_every=2)
     run = js.Run("here", js.TrainConfig(**bigram()))
     assert run.metrics()[-1]["step"] < 8

@@ -103,7 +103,7 @@ def test_an_exported_checkpoint_is_restored_by_orbax_bit_for_bit(runs, tmp_path,
     for name, x in got.items():
         region = whole(tuple(leaves[name]["shape"]))
         assert np.asarray(x).tobytes() == arrays.read(name, [region])[region].tobytes(), name
-    assert main(export) == 2 and "is there already" in capsys.readouterr().err
+    assert main(export) == 2 and "already exists" in capsys.readouterr().err
 
 
 def test_no_checkpoint_that_is_whole_is_one_sentence(runs, tmp_path):

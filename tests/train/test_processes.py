@@ -164,7 +164,7 @@ def test_one_process_resumes_what_two_began(together, tmp_path):
 
 def test_a_mistake_is_said_by_every_process_and_none_waits(together):
     for _, _, err in together[2]:
-        assert "text is there already" in err
+        assert "text already exists" in err
         assert err.count("exit code 2\n") == 3
 
 

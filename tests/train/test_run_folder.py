@@ -82,7 +82,7 @@ def test_a_second_run_changes_nothing_of_the_first():
 def test_a_folder_that_is_there_is_refused():
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("...")
-    with raises_saying(RunError, "mine is there already", "--resume mine", "another folder"):
+    with raises_saying(RunError, "mine already exists", "--resume mine", "another folder"):
         fit("mine", steps=1)
 
 

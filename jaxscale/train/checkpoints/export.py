@@ -31,7 +31,7 @@ def to_orbax(path: Path, out: Path) -> int:
     import orbax.checkpoint as ocp
 
     if out.exists():
-        raise CheckpointError(f"{out} is there already; name another folder")
+        raise CheckpointError(f"{out} already exists; name another folder")
     manifest = read_manifest(path)
     arrays = open_arrays(path, manifest)
     tree: dict[str, Any] = {}

@@ -65,7 +65,7 @@ def publish(folder: Path, step: int, session: str) -> None:
     """Rename a completely written checkpoint to its step's number, after syncing it to disk."""
     final = folder / str(step)
     if final.exists():
-        raise FileExistsError(17, f"{final} is there already, written by another run")
+        raise FileExistsError(17, f"{final} already exists, written by another run")
     sync_folders(renamed(folder, step, "partial", session))
     renamed(folder, step, "partial", session).rename(final)
     sync(folder)

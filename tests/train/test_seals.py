@@ -116,8 +116,8 @@ def test_every_flipped_bit_of_a_file_of_lines_is_seen_or_changes_no_value(count)
     for wrong in (*ends, *flips(data, 300)):
         lines = Lines()
         read = lines.feed(wrong) + lines.end()
-        kept = [{k: v for k, v in row.items() if k in rows[0]} for row in read]  # its digest by another name is no harm
-        assert kept == rows or lines.damaged and all(row in rows for row in kept)
+        got = [{k: v for k, v in row.items() if k in rows[0]} for row in read]  # its digest by another name is no harm
+        assert got == rows or lines.damaged and all(row in rows for row in got)
 
 
 def test_a_text_that_was_cut_or_that_lost_a_seal_is_seen():
@@ -146,9 +146,9 @@ def test_an_edit_of_a_config_is_named_and_taken_when_told_to(run, capsys):
             read(run)
     assert main(["checkpoint", "verify", str(run)]) == 1
     assert "run/config.gin is not what was written" in capsys.readouterr().out
-    with pytest.raises(AlteredFile) as told:
+    with pytest.raises(AlteredFile) as error:
         read_config(run)
-    assert main(re.search("jaxscale (checkpoint .*--accept-edits)", str(told.value))[1].split()) == 0
+    assert main(re.search("jaxscale (checkpoint .*--accept-edits)", str(error.value))[1].split()) == 0
     assert f"accepted the edit of {run / 'config.gin'}" in capsys.readouterr().err
     assert read_config(run).steps == 9
     assert (run / "config.gin").read_text().splitlines()[:-1] == before[:-1]
@@ -172,8 +172,8 @@ def test_a_config_that_includes_a_file_of_this_machine_shows_nothing_of_it(run, 
     for include in (f"include '{tmp_path}/secret'\n", "include '../secret'\n"):
         write_gin(run / "config.gin", read_gin(run / "config.gin") + include)
         assert main([*argv, str(run)]) == 2
-        said = capsys.readouterr().err
-        assert "this config may not read other files" in said and "sesame" not in said, said
+        output = capsys.readouterr().err
+        assert "this config may not read other files" in output and "sesame" not in output, output
 
 
 def test_a_config_that_is_a_link_to_a_file_of_this_machine_shows_nothing_of_it(run, tmp_path, capsys):
@@ -182,8 +182,8 @@ def test_a_config_that_is_a_link_to_a_file_of_this_machine_shows_nothing_of_it(r
     (run / "config.gin").unlink()
     (run / "config.gin").symlink_to(tmp_path / "secret")
     assert main(["explain", str(run)]) == 2 and main(["checkpoint", "verify", str(run)]) == 1
-    said = "".join(capsys.readouterr())
-    assert said.count("it is a link out of its folder; copy the file into it") == 2 and "sesame" not in said
+    output = "".join(capsys.readouterr())
+    assert output.count("it is a link out of its folder; copy the file into it") == 2 and "sesame" not in output
 
 
 def test_a_config_that_is_not_text_is_a_sentence(run):
@@ -267,11 +267,11 @@ def test_every_flipped_bit_of_what_came_with_the_weights_is_seen(imported):
 
 def test_an_edit_of_what_came_with_the_weights_is_named_and_taken_when_told_to(imported, capsys):
     edit(imported / "hf/generation_config.json", "0.5", "0.7")
-    with pytest.raises(AlteredFile) as told:
+    with pytest.raises(AlteredFile) as error:
         js.Run(imported).choice()
     assert main(["checkpoint", "verify", str(imported)]) == 1
     assert "hf/generation_config.json is not what was written" in capsys.readouterr().out
-    assert main(re.search("jaxscale (checkpoint .*--accept-edits)", str(told.value))[1].split()) == 0
+    assert main(re.search("jaxscale (checkpoint .*--accept-edits)", str(error.value))[1].split()) == 0
     assert js.Run(imported).choice() == {"temperature": 0.7}
     edit(imported / "hf/config.json", "0.5", "0.6")
     with pytest.raises(AlteredFile, match="hf/config.json"):
@@ -415,10 +415,11 @@ def test_a_damaged_trial_is_counted_and_can_be_tried_again(sweep):
 
 def test_an_edited_line_of_trials_is_named_and_taken_when_told_to(sweep):
     edit(sweep / "trials.jsonl", '"train.lr": "0.002"', '"train.lr": "0.005"')
-    told = []
-    records = read_records(sweep, "loss", told.append)
+    errors = []
+    records = read_records(sweep, "loss", errors.append)
     assert [r.trial.bindings["train.lr"] for r in records] == [0.0, 1e-3, 2e-3, 3e-3]  # as jobs/ has it
-    assert len(told) == 1 and "trials.jsonl, line 3: not what was written" in told[0] and "--accept-edits" in told[0]
+    (error,) = errors
+    assert "trials.jsonl, line 3: not what was written" in error and "--accept-edits" in error
     with pytest.raises(AlteredFile, match="trials.jsonl, line 3"):
         Journal(sweep, "loss")
     assert main(["checkpoint", "verify", str(sweep), "--accept-edits"]) == 0
@@ -440,10 +441,10 @@ def test_every_flipped_bit_of_trials_is_harmless_or_named(sweep):
     want, data = read_records(sweep, "loss"), (sweep / "trials.jsonl").read_bytes()
     for wrong in flips(data, 25):
         (sweep / "trials.jsonl").write_bytes(wrong)
-        told = []
-        assert read_records(sweep, "loss", told.append) == want  # jobs/ has what is lost
-        if told:
-            assert "trials.jsonl, line" in told[0]
+        errors = []
+        assert read_records(sweep, "loss", errors.append) == want  # jobs/ has what is lost
+        if errors:
+            assert "trials.jsonl, line" in errors[0]
     assert run_folder(sweep, 0).is_dir()
 
 
@@ -452,8 +453,8 @@ def test_an_earlier_versions_sweep_is_read(sweep):
     (sweep / "trials.jsonl").write_bytes(plain)
     for path in sweep.glob("0*/outcome.json"):
         path.write_text(json.dumps(read_json(path)))
-    told = []
-    assert [r.state for r in read_records(sweep, "loss", told.append)] == [FINISHED] * 4 and not told
+    errors = []
+    assert [r.state for r in read_records(sweep, "loss", errors.append)] == [FINISHED] * 4 and not errors
     Journal(sweep, "loss").close()
 
 

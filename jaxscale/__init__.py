@@ -115,7 +115,10 @@ __all__ = [
 
 
 def load(path: str) -> Run:
-    """The run in a folder.
+    """Return the run in a folder.
+
+    Args:
+      path: the run folder.
 
     Raises:
       RunError: the folder is no run.

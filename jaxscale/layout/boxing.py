@@ -44,7 +44,12 @@ class Boxes:
 
     @classmethod
     def of(cls, spec: PartitionSpec | Sequence[str | tuple[str, ...] | None], ndim: int | None = None) -> Boxes:
-        """Return the signature of an array with this partition spec; `ndim` fills up a spec that is too short."""
+        """Return the signature of an array with a partition spec.
+
+        Args:
+          spec: the mesh axes of each dimension.
+          ndim: number of dimensions; those that a shorter spec lacks are not sharded. `None` is the spec's length.
+        """
         parts = tuple(spec)
         return cls(parts + (None,) * ((len(parts) if ndim is None else ndim) - len(parts)))
 
@@ -54,7 +59,11 @@ class Boxes:
         return PartitionSpec(*(s[0] if len(s) == 1 else s or None for s in self.split))
 
     def along(self, axis: str) -> str:
-        """Return what the tensor is along a mesh axis: "S(dimension)", "B" or "P"."""
+        """Return what the tensor is along a mesh axis: "S(dimension)", "B" or "P".
+
+        Args:
+          axis: name of the mesh axis.
+        """
         at = next((d for d, s in enumerate(self.split) if axis in s), None)
         return "P" if axis in self.partial else "B" if at is None else f"S({at})"
 

@@ -61,7 +61,10 @@ class Pipeline:
 
     @classmethod
     def of(cls, text: str | Pipeline | None) -> Pipeline:
-        """Make a `Pipeline` from its short form; `None` is the default, and a `Pipeline` is returned as it is.
+        """Make a `Pipeline` from its short form.
+
+        Args:
+          text: such as "1f1b" or "1f1b:8"; `None` is the default, and a `Pipeline` is returned as it is.
 
         Raises:
           LayoutError: not of that form.

@@ -121,6 +121,9 @@ class MemoryPolicy:
     def of(cls, policy: str | MemoryPolicy) -> MemoryPolicy:
         """Return the preset of that name; a policy is returned as it is.
 
+        Args:
+          policy: a name in `POLICIES`, or a policy.
+
         Raises:
           ConfigError: there is no such preset.
         """

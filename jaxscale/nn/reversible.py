@@ -52,18 +52,33 @@ class ReversibleRun(Run):
 
     @staticmethod
     def scans(scan: bool | str, layers: int, memory: MemoryPolicy) -> bool:
-        """True unless `scan` is False: outside of a loop, all recomputed activations would exist at the same time."""
+        """True unless `scan` is False: outside of a loop, all recomputed activations would exist at the same time.
+
+        Args:
+          scan: `TransformerConfig.scan`.
+          layers: how many repeats the run has; does not matter here.
+          memory: what the backward pass saves; does not matter here.
+        """
         return bool(scan)
 
     @staticmethod
     def enter(x: Float[Array, "b s e"]) -> Streams:
-        """Return two streams that both start as the embedding."""
+        """Return two streams that both start as the embedding.
+
+        Args:
+          x: the embedding's output, (batch, seq, embed).
+        """
         x = x.astype(jnp.float32)
         return x, x
 
     @staticmethod
     def leave(x: Streams, dtype: Any) -> Float[Array, "b s e"]:
-        """Return the mean of the streams, in the model's dtype."""
+        """Return the mean of the streams, in the model's dtype.
+
+        Args:
+          x: the output of the last run.
+          dtype: the model's dtype.
+        """
         return ((x[0] + x[1]) / 2).astype(dtype)
 
     def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:

@@ -104,17 +104,32 @@ class Run(nnx.Module):
 
     @staticmethod
     def scans(scan: bool | str, layers: int, memory: MemoryPolicy) -> bool:
-        """Return whether a run of this many layers would be scanned; see `scanned`."""
+        """Return whether a run of this many layers would be scanned; see `scanned`.
+
+        Args:
+          scan: `TransformerConfig.scan`.
+          layers: how many repeats the run has.
+          memory: what the backward pass saves.
+        """
         return scanned(scan, layers, memory)
 
     @staticmethod
     def enter(x: Float[Array, "b s e"]) -> Any:
-        """Return the input of the first run from the embedding."""
+        """Return the input of the first run from the embedding.
+
+        Args:
+          x: the embedding's output, (batch, seq, embed).
+        """
         return x
 
     @staticmethod
     def leave(x: Any, dtype: Any) -> Float[Array, "b s e"]:
-        """Return the hidden states from the output of the last run."""
+        """Return the hidden states from the output of the last run.
+
+        Args:
+          x: the output of the last run.
+          dtype: the model's dtype.
+        """
         return x
 
     def decode_states(self) -> list[tuple[DecodeState, int]]:

@@ -63,7 +63,11 @@ class Axis(Protocol):
     """The values of a binding: a list's, or a distribution's."""
 
     def at(self, u: float) -> Any:
-        """The value at a quantile `u` in [0, 1)."""
+        """Return the value at a quantile.
+
+        Args:
+          u: the quantile, in [0, 1).
+        """
 
     def grid(self) -> Sequence[Any] | None:
         """Every value, or `None` where there is no end of them."""
@@ -84,10 +88,20 @@ class Search(Protocol):
         """
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """Whether a running trial is worth going on with; asked whenever its curve has grown."""
+        """Whether a running trial is worth going on with; asked whenever its curve has grown.
+
+        Args:
+          record: of the running trial.
+          records: of all trials so far, by id.
+          steps: the config's last step.
+        """
 
     def total(self, space: Mapping[str, Axis]) -> int | None:
-        """How many trials it asks for in all; `None` where that has no end, and `sweep.runs` has to say."""
+        """Return how many trials the search asks for in all; `None` where that has no end, and `sweep.runs` has to say.
+
+        Args:
+          space: the axes by binding.
+        """
 
 
 class Ledger(Protocol):
@@ -99,12 +113,22 @@ class Ledger(Protocol):
     def claim(self, trial: Trial) -> Path | None:
         """Writes down that this machine runs a trial now, before it does.
 
+        Args:
+          trial: the trial that this machine will run.
+
         Returns:
-          The folder to run it in; `None` where another machine was quicker, and the records have to be read again.
+          the folder to run it in; `None` where another machine was quicker, and the records have to be read again.
         """
 
     def report(self, record: Record) -> bool:
-        """Tells how far one of this machine's trials is, and how it ended; `False` where it is another's by now."""
+        """Write down how far one of this machine's trials is, and how it ended.
+
+        Args:
+          record: of the trial.
+
+        Returns:
+          `False` where the trial is another machine's by now.
+        """
 
     def retry_failed(self) -> list[int]:
         """Makes every trial that has failed a waiting one; where it goes on from, its checkpoints say.
@@ -141,7 +165,11 @@ class Handle(Protocol):
         """Whether they still run."""
 
     def stop(self, id: int) -> None:
-        """Ends a trial at its next step, with a checkpoint."""
+        """End a trial at its next step, with a checkpoint.
+
+        Args:
+          id: of the trial.
+        """
 
     def why(self) -> str:
         """How what ran them ended, where that left no outcome ("ended by SIGKILL"); empty where it is not known."""
@@ -154,10 +182,18 @@ class Runner(Protocol):
         """How many trials may run at once."""
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
-        """Which jobs to start as one (`vmap` takes those whose shapes agree); each alone, for most."""
+        """Return the groups of jobs to start as one (`vmap` takes those whose shapes agree); for most, each job alone.
+
+        Args:
+          jobs: those that are ready to start.
+        """
 
     def start(self, jobs: Sequence[Job]) -> Handle:
-        """Starts them."""
+        """Start jobs together.
+
+        Args:
+          jobs: a group that `together` made.
+        """
 
     def close(self) -> None:
         """Ends what still runs; called however the sweep ends."""

@@ -93,7 +93,10 @@ class Sweep:
 
 
 def sweep_of(text: str) -> Sweep:
-    """The sweep in gin text, such as a snapshot of `config.load`; references of its axes as they are written.
+    """Return the sweep in gin text; references in its axes stay as they are written.
+
+    Args:
+      text: gin text, such as a snapshot of `config.load`.
 
     Raises:
       ConfigError: the text does not fit.
@@ -149,7 +152,15 @@ class Prepared:
         imports: tuple[str, ...],
         retry_failed: bool = False,
     ) -> Result:
-        """See `Sweep.run`."""
+        """Run the sweep; see `Sweep.run`.
+
+        Args:
+          folder: as in `Sweep.run`.
+          name: as in `Sweep.run`.
+          quiet: as in `Sweep.run`.
+          imports: as in `Sweep.run`.
+          retry_failed: as in `Sweep.run`.
+        """
         storage = self.storage()
         shared = None if storage is None else storage.connect(self.text)
         path = open_folder(None if folder is None else Path(folder), self.text, name)

@@ -108,7 +108,11 @@ class Result:
         return rows_of(records, self.path)[records.index(found)]
 
     def run(self, row: dict[str, Any] | None = None) -> Run:
-        """The run of a row of the table, by default of the best."""
+        """Return the run of a row of the table.
+
+        Args:
+          row: a row, such as `best()`, which is the default.
+        """
         return Run(self.path / (row or self.best())["run"])
 
 

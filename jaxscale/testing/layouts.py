@@ -110,13 +110,19 @@ def compare_layouts(
     return Agreement("training, against no layout", rows)
 
 
-def assert_layouts_agree(model: ModelConfig, layouts: Iterable[Layout], *, batch: Batch, **how: Any) -> None:
-    """`compare_layouts`, and its `check`.
+def assert_layouts_agree(model: ModelConfig, layouts: Iterable[Layout], *, batch: Batch, **options: Any) -> None:
+    """Check with `compare_layouts` that a model trains to the same numbers on each layout as on one device.
+
+    Args:
+      model: as in `compare_layouts`, as are all arguments.
+      layouts: as there.
+      batch: as there.
+      **options: as there.
 
     Raises:
       AssertionError: listing the leaves that differ, per layout.
     """
-    compare_layouts(model, layouts, batch=batch, **how).check()
+    compare_layouts(model, layouts, batch=batch, **options).check()
 
 
 def train(
@@ -236,6 +242,7 @@ def random_batch(
       rows, seq: the shape.
       lengths: of the documents packed into each row, the rest of which is padding; row i begins with the list turned
         by i, so that rows differ. `None` is one document a row and no keys for packing.
+      seed: of the random numbers.
     """
     random = np.random.default_rng(seed)
     batch: Batch = {

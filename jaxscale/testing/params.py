@@ -14,7 +14,12 @@ Tree = Any
 
 
 def random_params(infos: Tree, *, seed: int = 0) -> Tree:
-    """A NumPy array per `TensorInfo`: norms' scales around 1, biases around 0, weights that keep a vector's size."""
+    """Return a NumPy array per `TensorInfo`: scales around 1, biases around 0, weights that keep a vector's size.
+
+    Args:
+      infos: a tree of `TensorInfo`s.
+      seed: of the random numbers.
+    """
     random = np.random.default_rng(seed)
 
     def draw(info: TensorInfo) -> np.ndarray:

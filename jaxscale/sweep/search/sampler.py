@@ -28,7 +28,13 @@ class Sampler:
     stopper: Stopper = Never()
 
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
-        """The bindings of the trial that comes after these records."""
+        """Return the bindings of the trial that comes after these records.
+
+        Args:
+          space: the axes by binding.
+          records: of all trials so far, by id.
+          steps: the config's last step.
+        """
         raise NotImplementedError
 
     def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:

@@ -14,7 +14,13 @@ class Stopper(Protocol):
     """Judges running trials; keeps nothing, like a search."""
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """Whether a running trial is worth going on with, given all records and the config's last step."""
+        """Whether a running trial is worth going on with.
+
+        Args:
+          record: of the running trial.
+          records: of all trials so far, by id.
+          steps: the config's last step.
+        """
 
 
 @register

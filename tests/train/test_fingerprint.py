@@ -1,4 +1,4 @@
-"""Replicas whose bits differ are found, wherever the bit is; equal ones never are."""
+"""FingerprintGuard reports replicas that differ in any bit, and never equal ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GUARDS = (FiniteGuard(), SpikeGuard(window=8))
 
 
 def flip(x, device, word=0, bit=0):
-    """The array with one bit of one device's copy turned over."""
+    """Return the array with one bit of one device's copy flipped."""
     shards = []
     for shard in x.addressable_shards:
         data = np.array(shard.data)
@@ -46,7 +46,7 @@ def flipped(state, name, device, **where):
 
 @functools.cache
 def laid_out():
-    """A state of many kinds of arrays on eight devices, and what compares its copies."""
+    """A state with many kinds of arrays on eight devices, and the function that compares its copies."""
     settings = bigram(model=Bigram(width=32), layout=LAYOUT, optimizer=EIGHT_BIT, guards=GUARDS)
     state = blueprint_of(js.TrainConfig(**settings))[0].init(0)
     return state, comparer(state, LAYOUT)

@@ -1,4 +1,4 @@
-"""Guards: what is refused changes nothing, what was refused is written down, and a resumed run knows of it.
+"""Guards: a refused step changes nothing and is recorded, and a resumed run continues with the guards' memory.
 
 Faults are put into live buffers: a batch's weights, the arrays of a state, gradients as they come out of a model.
 """
@@ -38,12 +38,12 @@ OPTIMIZERS = {
 }
 BATCH = random_batch(32, rows=8, seq=16)
 POISON = 31
-"""A token whose presence at the first place makes gradients go bad."""
+"""A token that makes a gradient NaN if it is the first of a batch."""
 
 
 @functools.cache
 def stepper(optimizer="adamw", guards=FINITE, layout=LAYOUT):
-    """A blueprint and its jitted step, whose gradients have a hole when the first token says so."""
+    """Return a blueprint and its jitted step, whose gradients have a NaN if the first token is `POISON`."""
     settings = bigram(model=Bigram(width=32), layout=layout, optimizer=OPTIMIZERS[optimizer], guards=guards)
     blueprint, schedule = blueprint_of(js.TrainConfig(**settings))
     sound = make_loss_and_grads(blueprint)
@@ -59,7 +59,7 @@ def stepper(optimizer="adamw", guards=FINITE, layout=LAYOUT):
 
 
 def stepped(batch, optimizer="adamw", change=lambda state: state):
-    """The state before a step, on the host, the one after it, and its metrics."""
+    """Return the states before and after a step, on the host, and the step's metrics."""
     blueprint, step = stepper(optimizer)
     with in_force(LAYOUT):
         state = blueprint.init(0)
@@ -72,7 +72,7 @@ def stepped(batch, optimizer="adamw", change=lambda state: state):
 
 
 def assert_unchanged(before, after):
-    """All but the step and the guards' own counts."""
+    """Check that two states are equal except for the step and the guards' counts."""
     for name, x in before.items():
         if name == "step":
             assert after[name] == x + 1
@@ -81,7 +81,7 @@ def assert_unchanged(before, after):
 
 
 def in_optimizer(value):
-    """Puts a value into a first moment of a state."""
+    """Return a function that sets one element of a state's first moment."""
 
     def change(state):
         leaves, tree = jax.tree.flatten(state.opt_state)
@@ -93,7 +93,7 @@ def in_optimizer(value):
 
 
 def weighing(value):
-    """A batch of which one target weighs this much."""
+    """Return a batch in which one target has this weight."""
     weights = BATCH["weights"].copy()
     weights[-1, -1] = value
     return {**BATCH, "weights": weights}
@@ -123,7 +123,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_bit_for_bit(fault):
 
 
 def test_one_bad_copy_of_a_number_stops_the_step_on_every_device():
-    """Of two copies one is NaN: devices that took different branches would wait for each other for ever."""
+    """Only one of two copies is NaN: if devices took different branches, they would wait for each other forever."""
 
     def change(state):
         leaves, tree = jax.tree.flatten(state.opt_state)
@@ -152,7 +152,7 @@ def test_a_finite_step_is_taken(optimizer):
 
 
 def test_a_guarded_step_takes_no_more_memory():
-    """A branch updates in place; a select would hold old and new state."""
+    """`cond` updates in place; `where` would need memory for old and new state."""
     sizes = []
     for guards in ((), (FiniteGuard(),)):
         blueprint, step = stepper("adamw", guards, None)
@@ -169,7 +169,7 @@ def robust_z(value, window):
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 def test_a_spike_is_refused_from_its_robust_z_score_on(factor):
-    """The score is NumPy's."""
+    """Compare with a score computed in NumPy."""
     guard = SpikeGuard(z=5.0, window=16)
     memory = memory_of([guard])[guard.name]
     window = np.random.default_rng(0).normal(3.0, 0.1, 16).astype(np.float32)
@@ -202,7 +202,7 @@ def fit(run, resume=False, **changes):
 
 @pytest.fixture
 def bad_batches(monkeypatch):
-    """Makes the batches of these steps (from 1) weigh `value`."""
+    """Return a function that sets one weight of the batches of these steps (from 1) to `value`."""
 
     def make(*steps, value=np.nan):
         place = Loop._place
@@ -234,7 +234,7 @@ def test_a_skipped_step_is_written_down_with_its_rows(bad_batches):
 
 
 def test_a_skipped_step_is_as_if_its_batch_had_not_been(bad_batches):
-    """Passing over it gives the same bits."""
+    """A run whose record says to skip that step ends with the same bits."""
     bad_batches(3)
     run = fit("here")
     other = js.fit(js.TrainConfig(**bigram(steps=2)), run="other", quiet=True)
@@ -268,7 +268,7 @@ def test_the_state_that_is_left_behind_is_gone_before_the_older_one_is_read(bad_
 
 
 def test_a_run_that_went_back_is_resumed_bit_for_bit(bad_batches):
-    """What the guards remember, too."""
+    """The guards' memory is resumed, too."""
     bad_batches(2, 3, 4)
     guards = (FiniteGuard(), SpikeGuard(window=3, z=100.0))
     whole = fit("whole", steps=8, guards=guards)
@@ -278,7 +278,7 @@ def test_a_run_that_went_back_is_resumed_bit_for_bit(bad_batches):
 
 
 def test_what_breaks_the_state_itself_is_undone(monkeypatch):
-    """A NaN in the optimizer's state makes every step bad, whatever its batch."""
+    """After a NaN in the optimizer's state every step is refused, whatever its batch."""
     sound, hit = fit("sound"), []
     take = Loop._take
 

@@ -1,4 +1,4 @@
-"""Replicas that step apart and meet are a plain loop of one device, on every mesh, and each of them is kept."""
+"""Local steps: on every mesh, replicas equal a plain loop on one device, and checkpoints have all of them."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_devices_are_lost_and_no_replica_is():
 
 @dataclasses.dataclass(frozen=True)
 class Gathering(NextToken):
-    """Takes a logit of each target by an index."""
+    """A loss that gathers each target's logit by index."""
 
     def terms(self, model, batch, *, key=None):
         rows = jnp.take_along_axis(model(batch["tokens"]), batch["targets"][..., None], -1)

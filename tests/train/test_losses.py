@@ -1,4 +1,4 @@
-"""Training without logits: the numbers of training with them, on every layout, tied or not."""
+"""Training without stored logits gives the same results as with them, on every layout, tied or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = random_batch(VOCAB, rows=16, seq=SEQ, lengths=(7, 2, 4))
 
 
 def cut(blueprint, *, objective, **options):
-    """The laid-out training holds no logits; the truth holds them."""
+    """Sharded training stores no logits; the reference does."""
     return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=CutLoss()), **options)
 
 

@@ -1,4 +1,4 @@
-"""Encoders: attention in both directions and masked tokens, on layouts as on one device."""
+"""Encoders: bidirectional attention and masked tokens, equal on layouts and on one device."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Objectives, data and modules of somebody else's: what does not fit is a sentence, what fits is right everywhere."""
+"""User-written objectives, data and modules: mistakes are errors of one sentence, results are equal on all layouts."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ from tests.truth.errors import raises_saying
 
 
 class Rows:
-    """Points (5,) and a number each; two after the other are a pair."""
+    """Points (5,) with a number each; consecutive rows are pairs."""
 
     name = "points"
 
@@ -41,7 +41,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """A corpus of `Rows`, or of another source, which no text holds."""
+    """A corpus of `Rows`, or of another source, without text."""
 
     rows: object = None
     name = "points"
@@ -60,7 +60,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs(Objective):
-    """Squared errors, and that the larger of a pair is told to be larger."""
+    """Squared errors, and a term for pairs that are predicted in the wrong order."""
 
     group = 2
 
@@ -164,7 +164,7 @@ def test_groups_that_divide_the_parts_are_taken(remedy):
 
 
 def source(**parts):
-    """A source with other parts; `None` is one that it lacks."""
+    """Return a source with some attributes replaced, or with `None` as if missing."""
     out = type("Source", (Rows,), {k: v for k, v in parts.items() if k != "fingerprint"})()
     vars(out).update({k: v for k, v in parts.items() if k == "fingerprint"})
     return out
@@ -193,7 +193,7 @@ def test_a_further_corpus_without_the_arrays_is_said_before_training():
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Pairs):
-    """Terms that are no scalars: squared errors by the number of the row."""
+    """Terms that are arrays: weights by row."""
 
     def terms(self, model, batch, *, key=None):
         totals = super().terms(model, batch)

@@ -1,4 +1,4 @@
-"""A pipeline equals one device: every schedule, over every other axis, with all that training does."""
+"""A pipeline equals one device: every schedule, with every other mesh axis, and all features of training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.truth.schedules import random_table
 MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=1, head_dim=4, hidden=32)
 BATCH = random_batch(64, rows=8, seq=8)
 
-# Packing, accumulation over rows of unlike weight, a tied head, z-loss, biases, windows, dropout.
+# Packing, accumulation over rows of different weights, a tied head, z-loss, biases, windows, dropout.
 EVERYTHING = dict(
     model=dataclasses.replace(
         MODEL, windows=(5,), qk_norm=True, bias=True, tied=True, logit_softcap=5.0, dropout=0.2, memory="full"
@@ -111,7 +111,7 @@ def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
 
 
 def test_the_loss_is_chosen_by_the_whole_vocabulary_and_not_by_a_stages_part():
-    """Of 64 words a stage has 32."""
+    """Each stage has 32 rows of a vocabulary of 64."""
     programs = []
     for loss in (AutoLoss(cut_from=64), CutLoss()):
         setup = build(MODEL, Layout("pipeline=2"), remembering_sgd())

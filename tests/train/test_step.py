@@ -1,4 +1,4 @@
-"""The step: what it accumulates, where its state stays, and how often it compiles."""
+"""The step: gradient accumulation, shardings of its state, and the number of compilations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PACKED["weights"][:3] = 0  # so that micro-batches weigh unlike
 LAYOUTS = [Layout("data=2,fsdp=2,tensor=2"), Layout("data=2,fsdp=4", "zero1"), Layout("data=2,pipeline=2,tensor=2")]
 EXPERTS = MixtureOfExperts(experts=4, hidden=16, balance_loss=0.1)
 OTHERS = {Layout("context=2,expert=2,data=2"): dataclasses.replace(MODEL, attention=RingAttention(), mlp=EXPERTS)}
-"""Layouts that want another model."""
+"""Layouts that need another model."""
 
 STEPS = 4
 

@@ -1,4 +1,4 @@
-"""What a training step sends, read in programs compiled for four TPU chips, against what it must send on paper."""
+"""Collectives of training steps compiled for four TPU chips, against formulas for what they have to send."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CASES = {
 
 
 ELSEWHERE_TOO = [Layout("data=4", "zero2"), Layout("fsdp=4"), Layout("tensor=4", sequence_sharded=True)]
-"""Layouts that the second Python compiles for."""
+"""Layouts that are compiled with the second version of Python."""
 
 
 @functools.cache

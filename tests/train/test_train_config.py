@@ -1,4 +1,4 @@
-"""TrainConfig: which values are refused, and in which words."""
+"""TrainConfig: values that are errors, and their messages."""
 
 from __future__ import annotations
 

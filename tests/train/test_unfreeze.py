@@ -1,4 +1,4 @@
-"""Runs that train some of a model's parameters and leave the others as they were."""
+"""Runs that train some of a model's parameters; the others stay unchanged."""
 
 from __future__ import annotations
 

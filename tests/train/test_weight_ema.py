@@ -1,4 +1,4 @@
-"""The average is the recursion of the weights, on every layout, and what everything but training sees."""
+"""The weight average follows its recursion on every layout, and evaluation, sampling and export use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(**changes):
 
 
 def averaged(layout):
-    """Parameters after each of four steps, the first ones before them, and the average at the end; all on the host."""
+    """Return parameters before and after each of four steps, average and weights (all on the host), and the state."""
     prepared = prepare(one := config(layout=layout, seq_len=8))
     with in_force(layout):
         state, step = prepared.blueprint.init(0), prepared.step_of(one)

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from lookup import literal_blocks
+from python_api import literal_blocks
 from sphinx.application import Sphinx
 
 from jaxscale.config_docs import words

@@ -210,7 +210,6 @@ def references(value: object) -> Iterator[ConfigurableReference]:
 def words(value: object) -> str:
     """A parsed value in gin's notation, with short names in its references."""
 
-
     def reference(ref: object, path: tuple[str, ...]) -> str:
         if not isinstance(ref, ConfigurableReference):
             return repr(ref)

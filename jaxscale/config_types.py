@@ -131,4 +131,3 @@ def _reference_fits(value: ConfigurableReference, target: object) -> bool:
     if not value.evaluate:
         return isinstance(referenced, target)
     return not isinstance(referenced, type) or issubclass(referenced, target)
-

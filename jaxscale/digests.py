@@ -86,5 +86,4 @@ def _remedy(folder: Path) -> str:
     return (
         f"if you edited it, accept the edit with --accept-edits, as in jaxscale checkpoint verify {folder} "
         "--accept-edits; if not, the file is damaged: restore it from a copy"
-
     )

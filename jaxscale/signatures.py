@@ -70,7 +70,6 @@ def _wrong(signature: inspect.Signature, positional: Sequence[str], named: Seque
     return f"also requires {' and '.join(required)}, which is not passed"
 
 
-
 def _plain(signature: inspect.Signature) -> str:
     """A signature without annotations."""
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]

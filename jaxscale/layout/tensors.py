@@ -102,10 +102,9 @@ def abstract(make: Callable[[], nnx.Module], *, unnamed: bool = False) -> tuple[
       LayoutError: a parameter without axis names, or variables that are not parameters.
     """
     graphdef, state = nnx.split(nnx.eval_shape(make))
-    is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
     structure = jax.tree.structure(nnx.to_pure_dict(state))
     infos = []
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     unnamed = unnamed and not any("axes" in v.get_metadata() for _, v in leaves)
     for path, v in leaves:
         name = path_name(path)

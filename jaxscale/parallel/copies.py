@@ -51,7 +51,10 @@ def average_copies(copies: Tree) -> Tree:
     Args:
       copies: a tree of arrays (copies, ...).
     """
-    mean = lambda x: jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)  # noqa: E731
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)
+
     return jax.tree.map(lambda x: jnp.broadcast_to(mean(x), x.shape), copies)
 
 

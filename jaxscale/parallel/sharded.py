@@ -62,10 +62,12 @@ def sharded_op(
         return fn(*arrays)
 
     def spec(names: Axes, shape: tuple[int, ...] | None, kind: Kind) -> PartitionSpec:
-        # inside another shard_map a shape is local, and some of its axes are cut already
+        # inside another shard_map a shape is local, and some mesh axes are manual already
         return layout.spec(names, shape, kind=kind, name=name or "an operand of a kernel", manual=manual)
 
-    is_names = lambda a: isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)  # noqa: E731
+    def is_names(a: Any) -> bool:
+        return isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)
+
     if out_kinds is None:
         out_kinds = jax.tree.map(lambda _: kind, out_axes, is_leaf=is_names)
     in_specs = tuple(spec(a, x.shape, kind) for a, x in zip(axes, arrays, strict=True))

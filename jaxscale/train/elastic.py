@@ -130,9 +130,7 @@ class Elastic:
 
     def __init__(self, config: TrainConfig):
         if config.layout is None or config.layout.sizes["data"] == 1:
-            raise ConfigError(
-                f"Elastic needs a layout with a data axis, such as Layout('data=2'), not {config.layout}"
-            )
+            raise ConfigError(f"Elastic needs a layout with a data axis, such as Layout('data=2'), not {config.layout}")
         if config.objective.group > 1 or not config.objective.additive:
             name = type(config.objective).__name__
             raise ConfigError(f"Elastic distributes single rows, but {name} needs several rows together; use fit")

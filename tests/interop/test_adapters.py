@@ -132,8 +132,8 @@ def test_the_commands_export_adapters_of_an_imported_model_and_import_them(tmp_p
     capsys.readouterr()
     for more, message in (
         (["export", str(run.path), str(out), "--adapters"], "already exists"),
-        (["export", str(run.path), "x", "--adapters", "--check"], "--check is of whole models"),
-        (["export", str(run.path), "x", "--base", "me/mine"], "give --adapters as well"),
+        (["export", str(run.path), "x", "--adapters", "--check"], "--check applies to whole models"),
+        (["export", str(run.path), "x", "--base", "me/mine"], "add --adapters or leave it out"),
         (["import", str(hf), "x", "--adapters", str(out), "--check"], "leave out --check or --adapters"),
         (["import", str(out), "x"], f"jaxscale import {hf} OUT --adapters {out}"),
     ):

@@ -47,7 +47,7 @@ def test_sample_chats_as_the_run_does(imported, capsys):
 
 def test_it_has_no_held_out_documents_to_be_evaluated_on(imported, capsys):
     assert main(["eval", str(imported)]) == 2
-    assert "was imported, and has no held-out documents" in capsys.readouterr().err
+    assert "is imported and has no held-out documents" in capsys.readouterr().err
 
 
 def test_what_is_suggested_for_a_model_without_a_tokenizer_works(tmp_path, capsys):

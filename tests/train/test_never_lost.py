@@ -151,7 +151,7 @@ def test_a_checkpoint_of_schema_1_goes_on_with_a_sentence(old, capsys):
 
 def test_convert_gives_an_old_checkpoint_digests_and_keeps_every_bit(old, capsys):
     expected = dict(np.load(old.path / "expected.npz"))
-    for message in ("checkpoint 4 is converted to schema 2", "checkpoint 4 is already of schema 2"):
+    for message in ("checkpoint 4 is converted to schema 2", "checkpoint 4 already has schema 2"):
         assert main(["checkpoint", "convert", str(old.path)]) == 0
         assert message in capsys.readouterr().out
     assert elastic.on_disk(old.path / "checkpoints" / "4") == {k: v.tobytes() for k, v in expected.items()}

@@ -53,6 +53,7 @@ def read_file(
         raise ConfigError(f"{origin}'{path}' includes itself")
     if not path.is_file():
         others = [str(p) for folder in {path.parent, Path("experiments")} for p in folder.glob("*.gin")]
+        others += [str(p.parent) for p in path.parent.glob("*/config.gin")]  # runs, which many commands take as well
         raise ConfigError(f"{origin}there is no config file '{path}'{near(str(path), others)}")
     try:
         text = reading.read_text(path)

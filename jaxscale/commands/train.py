@@ -110,7 +110,10 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     from jaxscale.step.texts import no_texts
 
     program = os.path.relpath(sys.argv[0])
-    name = "jaxscale" if shutil.which("jaxscale") else f"python {program}" if program.endswith(".py") else program
+    if os.path.basename(program) == "__main__.py":  # python -m jaxscale
+        program = "-m jaxscale"
+    python = program.endswith(".py") or program.startswith("-m")
+    name = "jaxscale" if shutil.which("jaxscale") else f"python {program}" if python else program
     devices = jax.device_count()
     simulated = f" --devices {devices}" if jax.default_backend() == "cpu" and devices > 1 else ""
     halves = devices // 2

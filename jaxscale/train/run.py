@@ -88,7 +88,8 @@ class RunFolder:
         try:
             return read_json(self.path / INFO)
         except OSError as e:
-            raise RunError(f"{self.path} is not a run folder: it has no readable run.json ({e})") from None
+            why = f"it has no readable run.json ({e.strerror})" if self.path.exists() else "it does not exist"
+            raise RunError(f"{self.path} is not a run folder: {why}{_near_run(self.path)}") from None
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -285,6 +286,13 @@ def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:
     return Checkpoints(path / "checkpoints", run=own, **keep)
 
 
+def _near_run(path: Path) -> str:
+    """For a folder that does not exist: `; did you mean 'runs/demo-1'?`, if there is a similar one beside it."""
+    runs = [] if path.exists() else [str(info.parent) for info in path.parent.glob(f"*/{INFO}")]
+    hint = near(str(path), runs)
+    return hint if "did you mean" in hint else ""
+
+
 def read_config(path: Path, bindings: Sequence[str] = (), *, replaced: Collection[str] = ()) -> TrainConfig:
     """Read a run's settings from its `config.gin`, without importing modules or changing gin's current config.
 
@@ -300,7 +308,8 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, replaced: Collectio
     """
     file = path / CONFIG
     if not file.is_file():
-        raise RunError(f"{path} is not a run folder: it has no config.gin")
+        why = "it has no config.gin" if path.exists() else "it does not exist"
+        raise RunError(f"{path} is not a run folder: {why}{_near_run(path)}")
     try:
         text = read_gin(file)
     except OSError as e:

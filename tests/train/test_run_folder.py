@@ -279,3 +279,13 @@ def test_a_resume_with_more_steps_says_what_becomes_of_the_learning_rate(capfd):
     fit("here", steps=2)
     fit("here", resume=True, steps=3, quiet=False)
     assert "train.steps was 2 and is now 3" in capfd.readouterr().out
+
+
+def test_a_misspelt_run_is_answered_with_the_one_beside_it(tmp_path):
+    (tmp_path / "demo-1").mkdir()
+    (tmp_path / "demo-1" / "run.json").write_text("{}")
+    for read in (js.load, read_config):
+        with raises_saying(RunError, "demo1 is not a run folder: it does not exist; did you mean", "demo-1'?"):
+            read(tmp_path / "demo1")
+    with raises_saying(RunError, "is not a run folder: it has no config.gin"):
+        read_config(tmp_path / "demo-1")

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int32, Int64
 from jaxscale.data.chat_render import GENERATED, GENERATED_END, Renderer, TemplateFault, TooSlow, compiled, render
 from jaxscale.data.tokenizer import alias
 from jaxscale.errors import DataError, near
+from jaxscale.renamed import renamed
 
 Message = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`, and further keys that a template may use."""
@@ -56,6 +57,7 @@ class Spelling(Protocol):
         ...
 
 
+@renamed(said="ids_and_mask")
 class ChatTemplate:
     """A model's format of conversations.
 

@@ -39,6 +39,7 @@ from jaxscale.nn import (
     dot_product_attention,
 )
 from jaxscale.optim.mup import Parametrisation, Widening
+from jaxscale.renamed import renamed
 
 if TYPE_CHECKING:
     from jaxscale.models.transformer import Transformer
@@ -58,6 +59,7 @@ class Learned:
 register(Learned, name="LearnedPositions")
 
 
+@renamed(for_texts_of="for_length", kept_width="cache_width")
 @register(name="Transformer")
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:

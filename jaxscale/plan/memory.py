@@ -29,9 +29,11 @@ from jaxscale.plan.layer_memory import (
     single_layers,
 )
 from jaxscale.plan.pipeline_memory import walk_pipeline
+from jaxscale.renamed import renamed
 from jaxscale.step import Blueprint, TrainConfig, blueprint_of, model_flops, token_loss
 
 
+@renamed(kept="saved")
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """Predicted memory of a step; all bytes are per device.

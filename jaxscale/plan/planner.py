@@ -31,6 +31,7 @@ from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
+from jaxscale.renamed import renamed
 from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
 from jaxscale.units import human_bytes
 from pallas_kernels.aot import GPUS, why_no_gpu, why_no_tpu
@@ -91,6 +92,7 @@ class Compiled:
     seconds: float
 
 
+@renamed(how="basis")
 @dataclasses.dataclass(frozen=True)
 class Plan(Printable):
     """Predicted memory, time and cost of a run on named hardware; prints as tables.

@@ -38,6 +38,7 @@ from jaxscale.plan.search_traced import TRACING, walk_traced
 from jaxscale.plan.space import Candidate, Space, candidates
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.work import work_of
+from jaxscale.renamed import renamed
 from jaxscale.step import TrainConfig
 from jaxscale.units import human_bytes, human_seconds
 from pallas_kernels.errors import KernelError
@@ -52,6 +53,7 @@ COMPILES = 4
 NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
 
 
+@renamed(how="basis")
 @dataclasses.dataclass(frozen=True)
 class Search(Printable):
     """Result of a search; prints as the table of its Pareto front.
